@@ -93,10 +93,8 @@ def main() -> None:
     result = compared(series())
     for name, row in dict(result.detail["series"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping of rows
         print(
-            (
-                f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters "
-                f"{row['two parameters']:6.1%}"
-            )
+            f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters "
+            f"{row['two parameters']:6.1%}"
         )
     print(result.detail["mean error"], "holds:", result.holds)
     print(result.write(NAME))

@@ -6,9 +6,12 @@ of its tokens each.
 H is a multiple of G. Masks, [B or 1, H or 1, N or 1, N] of bools (true: is looked at), but for `bias`, which
 is added and learns:
 
-    none        every query looks at every key                causal     at keys up to its own position: the flag, no mask
-    window      at the last few of these                      prefix     as causal, and everybody at the first third
-    document    causal as a mask: a row is one document       documents  several of unlike length, in each row others
+    none        every query looks at every key
+    causal      at keys up to its own position: the flag, no mask
+    window      at the last few of these
+    prefix      as causal, and everybody at the first third
+    document    causal as a mask: a row is one document
+    documents   several of unlike length, in each row others
     padding     causal; the first half of the second row is looked at by nobody, and looks at nothing
     bias        scores fall with the distance, in each head by another slope: a bias with a gradient
 """
@@ -44,7 +47,9 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """One call on all tokens of its rows, and the gradient of what comes out; `learns`: the mask has one too."""
+    """One call on all tokens of its rows, and the gradient of what comes out; `learns`:
+    the mask has one too.
+    """
 
     query: torch.Tensor
     key: torch.Tensor

@@ -30,7 +30,9 @@ Row = dict[str, Any]  # what became of one plan
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason for which plans may be refused: in words, a pattern of what the fault says, and why it is so."""
+    """A reason for which plans may be refused: in words, a pattern of what the fault says,
+    and why it is so.
+    """
 
     reason: str
     says: str

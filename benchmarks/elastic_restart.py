@@ -2,7 +2,7 @@
 nobody had been?
 
     torchrun --max-restarts 3 --nproc-per-node 2 -m meshwright train ...      ours
-    torchrun --max-restarts 3 --nproc-per-node 2 benchmarks/plain_ddp.py ...  a DDP loop over gloo, env://, one save per step
+    torchrun --max-restarts 3 --nproc-per-node 2 benchmarks/plain_ddp.py ...  DDP over gloo, one save per step
 
 Eight trials of each, the same seeds. A trial of ours counts when torchrun ends with 0 and every loss,
 gradient norm and learning rate in the journal equals that of a run left alone, bit for bit; one of the plain

@@ -116,7 +116,9 @@ def _become(
     keep: Sequence[int],
     folder: Path | None,
 ) -> NoReturn:
-    """Turn this fork into what a new program would be: its session, signals, files, folder and environment."""
+    """Turn this fork into what a new program would be: its session, signals, files,
+    folder and environment.
+    """
     code = 1
     try:
         os.setsid()

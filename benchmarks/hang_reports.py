@@ -155,7 +155,9 @@ def play(trial: Trial, folder: Path) -> str:
 
 
 def judge(trial: Trial, text: str, left: list[str]) -> None:
-    """Add to `trial` what is wrong with the words of the command, its code, its time and what it left behind."""
+    """Add to `trial` what is wrong with the words of the command, its code,
+    its time and what it left behind.
+    """
     trial.named = next((line for line in text.splitlines() if re.search(VERDICT, line)), "")
     ranks = {
         int(number) for found in re.findall(VERDICT, trial.named) for number in re.findall(r"\d+", found[0])

@@ -45,7 +45,7 @@ from meshwright.comm.world import init_world
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.testing.rank_worker import NetworkLocation
-from tests.network.virtual_hosts import VirtualHosts, virtual_hosts, unavailable_reason
+from tests.network.virtual_hosts import VirtualHosts, unavailable_reason, virtual_hosts
 
 NAME = "hierarchical_hosts"
 CLAIM = (
@@ -236,7 +236,9 @@ def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> 
 
 
 def result(found: Sequence[Case]) -> Result:
-    """The result of all cases; the one at 100 Mbit/s whose factor is furthest from its prediction is shown."""
+    """The result of all cases; the one at 100 Mbit/s whose factor is furthest from its
+    prediction is shown.
+    """
     judged = [case for case in found if case.rate_mbit == JUDGED]
     worst = max(judged, key=lambda case: case.off)
     detail: dict[str, object] = {f"{case.rate_mbit} Mbit/s, {case.mib} MiB": case.as_dict() for case in found}

@@ -306,7 +306,9 @@ def alike(mine: Sequence[float], theirs: Sequence[float], tolerance: float | Non
 def apart(
     mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], tolerance: float
 ) -> list[str]:
-    """The tensors that only one side has, or that differ by more than `tolerance` times the largest element."""
+    """The tensors that only one side has, or that differ by more than `tolerance` times the
+    largest element.
+    """
     wrong = sorted({*mine} ^ {*theirs})
     for name in sorted({*mine} & {*theirs}):
         a, b = mine[name].double(), theirs[name].double()

@@ -4,7 +4,7 @@ A machine that others use too cannot be timed by running one thing ten times and
 *round* runs one step of each configuration, and figures are compared only within their round:
 
     round 0    base  candidate  twin          ratio 0 = candidate / base       A/A ratio 0 = twin / base
-    round 1    twin  candidate  base          ratio 1 ...                      (backwards, so that neighbours change)
+    round 1    twin  candidate  base          ratio 1 ...                  (backwards: neighbours change)
 
 *twin* is a second, independent instance of *base*: what their ratio scatters is noise, and no claim may be
 finer than it. The deciding figure is CPU seconds summed over all ranks; wall seconds (of the slowest rank)
@@ -178,11 +178,9 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     """
     if len(values) < 2:
         raise ValueError(
-            (
-                f"{len(values)} clean rounds make no interval; at least 2 are needed: measure "
-                f"longer, "
-                f"or on a quieter machine"
-            )
+            f"{len(values)} clean rounds make no interval; at least 2 are needed: measure "
+            f"longer, "
+            f"or on a quieter machine"
         )
     if len(set(values)) == 1:
         return Interval(values[0], values[0], values[0])
@@ -195,7 +193,9 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim "`name` costs at most `bar` times `base`", with what was seen and what noise would have shown."""
+    """A claim "`name` costs at most `bar` times `base`", with what was seen and what noise would
+    have shown.
+    """
 
     name: str
     base: str

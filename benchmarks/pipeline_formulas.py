@@ -6,19 +6,19 @@ p ranks, m micro-batches, v chunks per rank, M what a rank keeps of a micro-batc
 first slot to its last, as published rates count it; what is above m T is its bubble. The costliest rank and
 the fullest rank count.
 
-                                bubble                               peak                       where
-    model parallel              m (p - 1) T                          M
-    GPipe                       (p - 1) T                            m M
-    1F1B, PipeDream             (p - 1) T                            min(p, m) M
-    interleaved                 (p - 1) T / v                        p M (1 + (p - 1) / (p v))  p divides m (bubble: any m >= p)
-    ZB-H1                       (p - 1) (F + I - W)                  p M                        m >= 2 p
-    ZB-H2                       (p - 1) (F + I - 2 W)                (2 p - 1) M                m >= 2 p
-    ZB-2p                       at most 1 %                          at most 2 p M              m >= 3 p, W >= 2 F / 3
-    ZB-V                        at most 1 % (F = I = W)              p M                        m >= 2 p
-    V-Half                      at most (p - 1) T / 2 (F = I = W)    at most (p / 2 + 1) M      m >= 2 p
-    V-Min                       at most 2 (p - 1) T / 3              at most (p / 3 + 5 / 3) M  F = I = W
-    DualPipe                    (p / 2 - 1) (F + I - W)              (p + 1) M                  m >= 2 p, p and m even
-    DualPipeV                   (p - 1) (F + I - W) / 2              (p + 1 / 2) M              m >= 2 p
+                     bubble                              peak                       where
+    model parallel   m (p - 1) T                         M
+    GPipe            (p - 1) T                           m M
+    1F1B, PipeDream  (p - 1) T                           min(p, m) M
+    interleaved      (p - 1) T / v                       p M (1 + (p - 1) / (p v))  p divides m, or m >= p
+    ZB-H1            (p - 1) (F + I - W)                 p M                        m >= 2 p
+    ZB-H2            (p - 1) (F + I - 2 W)               (2 p - 1) M                m >= 2 p
+    ZB-2p            at most 1 %                         at most 2 p M              m >= 3 p, W >= 2 F / 3
+    ZB-V             at most 1 % (F = I = W)             p M                        m >= 2 p
+    V-Half           at most (p - 1) T / 2 (F = I = W)   at most (p / 2 + 1) M      m >= 2 p
+    V-Min            at most 2 (p - 1) T / 3             at most (p / 3 + 5 / 3) M  F = I = W
+    DualPipe         (p / 2 - 1) (F + I - W)             (p + 1) M                  m >= 2 p, p and m even
+    DualPipeV        (p - 1) (F + I - W) / 2             (p + 1 / 2) M              m >= 2 p
 
 M stays until W, as the closed forms have it. For ZB-2p what stays from I to W is 32 / 74 of it, as in the
 paper (34 h + 5 a s and 32 h of a layer, 5 a s = 40 h at its sizes): the last rank puts off W for (p - 1) (F +

@@ -230,10 +230,8 @@ def main() -> None:
     unknown = {row.model for row in found} - set(machines) | {row.schedule for row in found} - set(MAKERS)
     if unknown:
         sys.exit(
-            (
-                f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a "
-                f"schedule its maker in MAKERS"
-            )
+            f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a "
+            f"schedule its maker in MAKERS"
         )
     result = compared(found, machines)
     for schedule, line in dict(result.detail["mean and worst error"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping

@@ -132,7 +132,9 @@ def on_paper(schedule: str, length: Length) -> dict[str, float]:
 
 
 def _on_paper(notes: Any, order: Schedule, transfer: float) -> tuple[float, float]:
-    """The seconds that a step takes on paper whose ranks have told of F and B, and what of that is neither."""
+    """The seconds that a step takes on paper whose ranks have told of F and B,
+    and what of that is neither.
+    """
     told = {
         kind: {part: seconds for note in notes for part, seconds in note[kind].items()} for kind in ("F", "B")
     }

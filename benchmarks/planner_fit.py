@@ -114,7 +114,9 @@ def folds(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run], list[Run]]]:
 
 
 def found_on(runs: Sequence[Run]) -> tuple[float, float]:
-    """The bytes of the stream with fused norms, and how much more with others, that get most of `runs` right."""
+    """The bytes of the stream with fused norms, and how much more with others,
+    that get most of `runs` right.
+    """
     fused = _cut([run for run in runs if run.layout.fused_norms])
     others = _cut([run for run in runs if not run.layout.fused_norms])
     if fused is None:

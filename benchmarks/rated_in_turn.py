@@ -46,7 +46,9 @@ Key = tuple[str, object]  # of KINDS, and the size or the name of a cell
 
 @dataclass(frozen=True)
 class Turn:
-    """What one process timed in a turn, in seconds: cells, slices in a row, and calls forward and backward."""
+    """What one process timed in a turn, in seconds: cells, slices in a row,
+    and calls forward and backward.
+    """
 
     rank: int
     cells: Mapping[Key, float]

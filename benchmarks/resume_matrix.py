@@ -1,7 +1,7 @@
 """Kill and resume, 200 times: no corrupt load, every resume bitwise, no orphan process, no leftover store.
 
-    two, three      the same plan on 2 or 3 ranks, AdamW in float32          the end equals the undisturbed run bit for bit
-    elastic 32, 64  SGD, every attempt on 1, 2 or 3 ranks as chance has it   within 1e-6 (float32), 1e-10 (float64)
+    two, three      the same plan on 2 or 3 ranks, AdamW in float32      the undisturbed run, bit for bit
+    elastic 32, 64  SGD, every attempt on 1, 2 or 3 ranks by chance      to 1e-6 (float32), 1e-10 (float64)
 
 A trial is described in `benchmarks.kills`. Every tenth starts real commands, the others fork them from this
 process, which has imported everything (`benchmarks.forked`); two trials run at a time. Rows are appended to
@@ -100,10 +100,8 @@ def alone(kind: Kind, config: Path, folder: Path) -> Path:
             code = start(words, output, place, cold=False).wait(600)
         if code:
             raise RuntimeError(
-                (
-                    f"the undisturbed run ended with {code}: {(place / 'output.txt').read_text()}; "
-                    f"repair it first"
-                )
+                f"the undisturbed run ended with {code}: {(place / 'output.txt').read_text()}; "
+                f"repair it first"
             )
         (place / "whole").touch()
     return place / "run"

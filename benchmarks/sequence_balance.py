@@ -6,13 +6,13 @@ it is given, and n (n+1)/2 of n of each under its own causal flag. A split that 
 and so is one that masks what it need not have computed. A pair of a head takes 2 (d + e) operations forward,
 and 2 (3 d + 2 e) backward, with scores computed again.
 
-    causal, 4 ranks       ring, zigzag        every rank has an early chunk and a late one             1
-                          ring, striped       every rank has every fourth token                        1
-                          ring, contiguous    the last has (2 P - 1) / P times the mean                1.75, shown
-                          ulysses             every rank has all tokens of as many heads               1
-                          hybrid              zigzag of neighbours that share heads                    1
-    windows, documents    striped             of each a rank has every fourth token                    1
-                          zigzag, contiguous  what of them falls to whom                               shown
+    causal, 4 ranks       ring, zigzag        every rank has an early chunk and a late one      1
+                          ring, striped       every rank has every fourth token                 1
+                          ring, contiguous    the last has (2 P - 1) / P times the mean         1.75, shown
+                          ulysses             every rank has all tokens of as many heads        1
+                          hybrid              zigzag of neighbours that share heads             1
+    windows, documents    striped             of each a rank has every fourth token             1
+                          zigzag, contiguous  what of them falls to whom                        shown
 
 Documents that are packed are of unlike lengths: `documents` of a sixth, a third and a half of a row, `packed`
 from one to forty that begin anywhere, in two rows elsewhere. The figure is the busiest rank over the mean;
@@ -161,7 +161,9 @@ def cases(*, quick: bool = False) -> Iterator[Case]:
 
 
 def counted(case: Case) -> dict[str, object]:
-    """How even the ranks are, forward and backward and in all; and how much they compute, beside one device."""
+    """How even the ranks are, forward and backward and in all; and how much they compute,
+    beside one device.
+    """
     call = case.call
     ranks = run_on_threads(lambda world: _counted(world, HOW[case.how], call), Mesh(cp=RANKS), timeout_s=600)
     with Kernels() as one:
@@ -200,7 +202,9 @@ def worst(row: Mapping[str, Any]) -> float:
 
 
 def result(rows: Sequence[Mapping[str, Any]]) -> Result:
-    """The result: the worst of the rows that have a bar, each by its own; the figure is that of causal rows."""
+    """The result: the worst of the rows that have a bar, each by its own;
+    the figure is that of causal rows.
+    """
     judged = [row for row in rows if row["bar"] is not None]
     values = [worst(row) for row in judged if row["bar"] == BAR]
     holds = all(worst(row) <= row["bar"] for row in judged)

@@ -70,7 +70,9 @@ SIZES = Sizes(rows=1, heads=4, groups=2, tokens=4096, width=16, values=16)
 
 @dataclass(frozen=True)
 class Case:
-    """A row of so many tokens on one rank, or on four by the technique `how`, under a limit; 0: without one."""
+    """A row of so many tokens on one rank, or on four by the technique `how`, under a limit; 0:
+    without one.
+    """
 
     tokens: int
     how: str = ""
@@ -115,7 +117,9 @@ def rows(tokens: int) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Found:
-    """The most live bytes of one rank, from the start to its last step, in that step alone, and its losses."""
+    """The most live bytes of one rank, from the start to its last step, in that step alone,
+    and its losses.
+    """
 
     peak: int
     step: int

@@ -59,7 +59,9 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """One collective on operands of `nbytes` by `ranks` processes, ours allowed `bar` times the other's time."""
+    """One collective on operands of `nbytes` by `ranks` processes,
+    ours allowed `bar` times the other's time.
+    """
 
     collective: str
     nbytes: int

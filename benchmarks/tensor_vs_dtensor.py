@@ -1,7 +1,8 @@
 """1-D tensor parallelism beside torch's DTensor: the same split of the same Llama, samples and optimizer, 2
 processes over gloo.
 
-    large step   at most 0.92 x `parallelize_module`      small step   at most 0.75 x      CPU seconds of all ranks decide
+    large step   at most 0.92 x `parallelize_module`: CPU seconds of all ranks decide
+    small step   at most 0.75 x
     bytes sent   at most 0.58 x: 4 all-reduces per layer, because a move belongs to the tensor, against 7, one
                  per layer
     peak bytes   not above, large step, resident, above the imports

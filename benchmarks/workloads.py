@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from meshwright.api import single_rank_world, analyze, make_plan, parallelize
+from meshwright.api import analyze, make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.optimizers import make_param_groups
@@ -274,5 +274,7 @@ def joined(rank: int, size: int, store: str) -> World:
 
 
 def join(rank: int, size: int, store: str) -> None:
-    """Make this process one of `size` ranks of torch.distributed, over gloo, that meet at the file `store`."""
+    """Make this process one of `size` ranks of torch.distributed, over gloo,
+    that meet at the file `store`.
+    """
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)

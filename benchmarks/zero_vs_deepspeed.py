@@ -85,7 +85,9 @@ def resident(rank: int, size: int, *, whose: Build, **arguments: Any) -> Callabl
 
 
 def peaks(stage: int, ranks: int, steps: int, starts: int) -> dict[str, list[float]]:
-    """The largest peak of any rank in MiB, median over the steps, of each start, for each who has this stage."""
+    """The largest peak of any rank in MiB, median over the steps, of each start,
+    for each who has this stage.
+    """
     everyone = {"ours": (sharded, {"zero": {"stage": stage}}), **PEERS[stage]}
     found: dict[str, list[float]] = {name: [] for name in everyone}
     for _ in range(starts):

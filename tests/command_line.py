@@ -84,7 +84,9 @@ class Centred(Bytes):
 
 
 def _at_step(step, act):
-    """A model whose loss acts in the `step`-th step of a process; what the reading tries on fake tensors is no step."""
+    """A model whose loss acts in the `step`-th step of a process; what the reading tries on fake tensors is
+    no step.
+    """
     calls, usual = [], mw.token_cross_entropy()
 
     def total(outputs, batch):

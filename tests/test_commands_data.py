@@ -1,4 +1,6 @@
-"""Data of every kind through the whole command: trained on, gone on with, and refused before a rank starts."""
+"""Data of every kind through the whole command: trained on, gone on with,
+and refused before a rank starts.
+"""
 
 import gzip
 import json

@@ -2,9 +2,9 @@
 
     planned   states to the byte, buffers, and activations as the memory trial found them
     live      what this rank had of them when it failed, and the whole process
-    changes   in order of their cost in time: shards of optimizer states, and of gradients; a schedule with fewer
-              micro-batches in flight; half the micro-batch; shards of the parameters; activation checkpointing; sequence
-              sharding over the data-parallel ranks
+    changes   in order of their cost in time: shards of optimizer states, and of gradients; a schedule with
+              fewer micro-batches in flight; half the micro-batch; shards of the parameters; activation
+              checkpointing; sequence sharding over the data-parallel ranks
 
 The first change below the limit is named, if there is a limit: the memory of the device, or what the system
 grants the process. Memory that the plan does not know is assumed to shrink with the micro-batch, and else to
@@ -205,7 +205,8 @@ def oom_message(
     lines = [f"rank {rank} ran out of memory: {message.splitlines()[0]}"]
     lines.append(f"  planned    {_parts(planned)}")
     lines.append(
-        f"  live       {_parts(usage.live) or 'nothing yet: the model was being made'}; in all {format_nbytes(usage.used)}{within}"
+        f"  live       {_parts(usage.live) or 'nothing yet: the model was being made'}; in all "
+        f"{format_nbytes(usage.used)}{within}"
     )
     fits = (
         None
@@ -216,7 +217,8 @@ def oom_message(
     for each in (*shown, *([fits] if fits is not None and fits not in shown else [])):
         word = "this fits: " if each == fits else "takes less:"
         lines.append(
-            f"  {word} {each.description}: {format_nbytes(each.nbytes)} planned instead of {format_nbytes(sum(planned.values()))}"
+            f"  {word} {each.description}: {format_nbytes(each.nbytes)} planned instead of "
+            f"{format_nbytes(sum(planned.values()))}"
         )
     more = "mesh.dp_shard" + (", or mesh.cp for fewer tokens of each sample" if sequence_shardable else "")
     more += "" if plan.mesh.pp == 1 else ", or mesh.pp for smaller stages"
@@ -224,7 +226,8 @@ def oom_message(
         lines.append(f"  no change of this plan takes less: use more ranks ({more}), or a smaller model")
     elif fits is None and limit is not None:
         lines.append(
-            f"  none of them is sure to fit into {format_nbytes(limit)}: combine them, or use more ranks ({more})"
+            f"  none of them is sure to fit into {format_nbytes(limit)}: combine them, or use more ranks "
+            f"({more})"
         )
     return "\n".join(lines)
 
@@ -305,7 +308,10 @@ def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
             for old in plan.strategies
             if not (isinstance(old, BatchSplit) and old.axis == axis)
         )
-        message = f'mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, and [[strategies]] name = "{RingAttention.name}"'
+        message = (
+            f"mesh.{CP_AXIS} = {ranks} in the place of mesh.{axis}, "
+            f'and [[strategies]] name = "{RingAttention.name}"'
+        )
         yield mesh, (message, (*others, RingAttention()), plan.micro_batch)
 
 

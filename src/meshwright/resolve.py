@@ -187,11 +187,23 @@ def _text_diagnostics(module: nn.Module, source: DataConfig, tokenizer: Tokenize
         how = f"the ids of the tokenizer '{tokenizer.name}' run up to {tokenizer.vocab_size - 1}"
         if isinstance(tokenizer, ByteTokenizer):
             how = f"text is read as bytes, of which there are {tokenizer.vocab_size}"
-        fix = f"set model.overrides.vocab_size = {tokenizer.vocab_size}, or choose the tokenizer that belongs to the model: data.tokenizer"
+        fix = (
+            f"set model.overrides.vocab_size = {tokenizer.vocab_size}, or choose the tokenizer "
+            "that belongs to the model: data.tokenizer"
+        )
         if limits.vocab_size is None:
-            fix = f"make its embedding and head at least {tokenizer.vocab_size} large, or choose another tokenizer: data.tokenizer"
+            fix = (
+                f"make its embedding and head at least {tokenizer.vocab_size} large, "
+                "or choose another tokenizer: data.tokenizer"
+            )
         yield Diagnostic(f"the model has {vocabulary} tokens, and {how}", fix, "model.source")
     if limits.max_positions is not None and limits.max_positions < source.sequence:
-        text = f"a sample of {source.sequence} tokens; the model takes at most {limits.max_positions} (max_position_embeddings)"
-        fix = f"set data.sequence = {limits.max_positions}, or model.overrides.max_position_embeddings = {source.sequence}"
+        text = (
+            f"a sample of {source.sequence} tokens; "
+            f"the model takes at most {limits.max_positions} (max_position_embeddings)"
+        )
+        fix = (
+            f"set data.sequence = {limits.max_positions}, "
+            f"or model.overrides.max_position_embeddings = {source.sequence}"
+        )
         yield Diagnostic(text, fix, "data.sequence")

@@ -1,4 +1,6 @@
-"""What code bases hold: habits by source and date, and that the planner says of a run what its metric shows."""
+"""What code bases hold: habits by source and date, and that the planner says of a run what its
+metric shows.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Plans by chance: drawn again by number, sorted by what becomes of them, and nothing odd passes for a match."""
+"""Plans by chance: drawn again by number, sorted by what becomes of them,
+and nothing odd passes for a match.
+"""
 
 import time
 from collections.abc import Iterator

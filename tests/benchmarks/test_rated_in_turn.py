@@ -1,4 +1,6 @@
-"""The bench in turn with something else: every cell in one of the hands, and a profile of what the turns say."""
+"""The bench in turn with something else: every cell in one of the hands,
+and a profile of what the turns say.
+"""
 
 from math import prod
 

@@ -1,4 +1,6 @@
-"""A run that is watched: what the terminal shows, what lies in the folder, and that no tracker can stop it."""
+"""A run that is watched: what the terminal shows, what lies in the folder,
+and that no tracker can stop it.
+"""
 
 import json
 import sys

@@ -41,7 +41,9 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, forks) -> Path:
-    """A folder with published weights, and with a run of two steps from them, so small that nothing changed."""
+    """A folder with published weights, and with a run of two steps from them,
+    so small that nothing changed.
+    """
     folder = tmp_path_factory.mktemp("trained")
     published(folder / "published", vocab_size=256)
     code, _, err = forks(

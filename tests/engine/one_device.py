@@ -1,4 +1,6 @@
-"""One device: the engine beside the loop that anybody would write, and a model whose parts a test can choose."""
+"""One device: the engine beside the loop that anybody would write,
+and a model whose parts a test can choose.
+"""
 
 import copy
 from collections.abc import Callable, Mapping

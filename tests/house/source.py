@@ -102,7 +102,9 @@ def calls(source: Source) -> Iterator[tuple[str, ast.Call]]:
 
 
 def imported(source: Source) -> Iterator[tuple[str, int]]:
-    """The full name of everything imported, with its line: `a.b` for `import a.b` and for `from a import b`."""
+    """The full name of everything imported, with its line: `a.b` for `import a.b` and for `from
+    a import b`.
+    """
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)

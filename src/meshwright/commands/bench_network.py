@@ -71,7 +71,11 @@ def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest
     raise_diagnostics(diagnostics)
     need, have = max(found) * max(counts) * (max(counts) + 2), psutil.virtual_memory().available
     if need > have and not torch.cuda.is_available():
-        text = f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} bytes, and {have} are free"
+        text = (
+            f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} "
+            f"bytes, "
+            f"and {have} are free"
+        )
         raise PlanError(text, fix="measure smaller sizes: --sizes 1KiB..16MiB", location="--sizes")
     return NetworkBenchRequest(counts, found, quick)
 
@@ -164,7 +168,11 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
             location="bench network",
         )
     if place.rank % place.local_world != place.local_rank or place.world % place.local_world:
-        text = f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: consecutive ranks are not on one host"
+        text = (
+            f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its "
+            f"host: consecutive ranks are not on one "
+            f"host"
+        )
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
         raise PlanError(text, fix=fix, location="bench network")
     per_host = 0 if place.local_world == place.world else place.local_world
@@ -244,9 +252,9 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
         if (
             None in ends
             or len(ends) > 2
-            or min(_known(ends)) < 4
-            or max(_known(ends)) % 4
-            or min(_known(ends)) % 4
+            or min(_finite_ends(ends)) < 4
+            or max(_finite_ends(ends)) % 4
+            or min(_finite_ends(ends)) % 4
         ):
             diagnostics.append(
                 Diagnostic(
@@ -256,12 +264,16 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
                 )
             )
             return (4,)
-        low, high = _known(ends)[0], _known(ends)[-1]
+        low, high = _finite_ends(ends)[0], _finite_ends(ends)[-1]
         while low <= high:
             found.append(low)
             low *= 2
     if len(set(found)) < 3:
-        text = f"{len(set(found))} sizes: latency and bandwidth cannot be separated, and no size is left to check the model"
+        text = (
+            f"{len(set(found))} sizes: latency and bandwidth cannot be separated, and no "
+            f"size "
+            f"is left to check the model"
+        )
         diagnostics.append(
             Diagnostic(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes")
         )
@@ -273,5 +285,5 @@ def _nbytes(word: str) -> int | None:
     return None if found is None else int(found[1]) * SIZE_UNITS[found[2].lower()]
 
 
-def _known(ends: Iterable[int | None]) -> list[int]:
+def _finite_ends(ends: Iterable[int | None]) -> list[int]:
     return [end for end in ends if end is not None]

@@ -107,7 +107,7 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
         ended = subprocess.run(
             text, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, check=False
         )
-        output = _said(report, ended)
+        output = _child_report(report, ended)
         if "tensors" not in output or not part.is_file():
             raise _refused(file, output, key)
         tensors = read_header(part)
@@ -148,7 +148,7 @@ def _trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
         if not asked.weights or is_hub_id(asked.weights)
         else str(Path(asked.weights).absolute())
     )
-    return ExportableModel(loaded.deferred_init, value, _beside(asked), base)
+    return ExportableModel(loaded.deferred_init, value, _source_folder(asked), base)
 
 
 def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
@@ -157,7 +157,11 @@ def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
     try:
         return TypeAdapter(ModelConfig).validate_python(job["model"]), int(job["train"]["seed"])
     except (KeyError, AttributeError, TypeError, ValueError, ValidationError) as error:
-        text = "the checkpoint does not say where its model came from: it was saved from Python, or by another version"
+        text = (
+            "the checkpoint does not say where its model came from: it was saved from "
+            "Python, "
+            "or by another version"
+        )
         fix = "export from where the model is: engine.load(checkpoint), then engine.export(folder)"
         raise PlanError(text, fix=fix, location=str(checkpoint)) from error
 
@@ -167,13 +171,16 @@ def _check_model(loaded: LoadedModel, checkpoint: Path, manifest: Manifest) -> N
     saved = {name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")}
     wrong = sorted(name for name in {**logical, **saved} if logical.get(name) != saved.get(name))
     if wrong:
-        text = f"{len(wrong)} parameters of '{loaded.name}' as it is built now are not those of the checkpoint: {wrong[0]}..."
+        text = (
+            f"{len(wrong)} parameters of '{loaded.name}' as it is built now are not those of "
+            f"the checkpoint: {wrong[0]}..."
+        )
         raise PlanError(
             text, fix="restore the config or the file that the model was built from", location=str(checkpoint)
         )
 
 
-def _beside(source: ModelConfig) -> Path | None:
+def _source_folder(source: ModelConfig) -> Path | None:
     small = replace(source, weights="", skip=())
     for name in (source.weights, source.source):
         if name and ".py" not in name:
@@ -194,7 +201,7 @@ def _nbytes(text: str) -> int:
     return int(number) * SIZE_UNITS[unit]
 
 
-def _said(report: Path, ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
+def _child_report(report: Path, ended: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     try:
         output = json.loads(report.read_text(encoding="utf-8"))
     except (OSError, ValueError):

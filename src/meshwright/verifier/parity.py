@@ -5,7 +5,8 @@ gradients and parameters are measured against the largest magnitude in their blo
 truly zero (a key bias) holds nothing but rounding noise. Each rank compares its own copy, so a replica that
 drifts is found. NaN is a difference, and so is a collective that the program does not state; what was not
 compared does not pass. A technique that rounds declares a tolerance (Strategy.tolerance): that is allowed,
-except for initial values. One more action before CLIP, COMPARE, compares every gradient before it is clipped.
+except for initial values. One more action stands before CLIP: COMPARE (compares every gradient with one
+device, before it is clipped).
 
 Messages are compared with the program also where microbatches have other sizes or sequence lengths: what is
 sent for such a microbatch is what the plan for such samples says; for that the model is analyzed on them.

@@ -83,7 +83,9 @@ def test_a_rank_may_have_no_batch_at_all():
 
 
 class Busy(nn.Module):
-    """Writes a buffer and replaces another in every forward, whatever the mode; one part stays in eval mode."""
+    """Writes a buffer and replaces another in every forward, whatever the mode;
+    one part stays in eval mode.
+    """
 
     def __init__(self) -> None:
         super().__init__()

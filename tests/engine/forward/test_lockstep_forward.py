@@ -59,7 +59,9 @@ def used(
 
 
 def speak(module: nn.Module) -> list[torch.Tensor]:
-    """Logits and hidden states of a forward, greedy words without and with a cache, and of a search with it."""
+    """Logits and hidden states of a forward, greedy words without and with a cache,
+    and of a search with it.
+    """
     seen = module(IDS, output_hidden_states=True)
     module.eval()
     how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

@@ -13,11 +13,16 @@ from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MAX_MMAP_T
 
 STEPS = """
     import ctypes, json, resource, sys
-    from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD, trim_heap, retain_heap
+    from meshwright.engine.runtime.cpu_allocator import M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD
+    from meshwright.engine.runtime.cpu_allocator import retain_heap, trim_heap
 
     libc = ctypes.CDLL(None)
-    libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-    kept = retain_heap() if sys.argv[1] == "keep" else bool(libc.mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD))
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.argtypes = [ctypes.c_void_p]
+    if sys.argv[1] == "keep":
+        kept = retain_heap()
+    else:
+        kept = bool(libc.mallopt(M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD))
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -103,7 +103,9 @@ def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
 
 
 def test_a_message_that_arrives_before_its_wait_has_ended_there():
-    """The result comes while the compute lane is busy elsewhere: the wire's span ends then, not at the wait."""
+    """The result comes while the compute lane is busy elsewhere: the wire's span ends then,
+    not at the wait.
+    """
     watch, send, late = StepProfiler(CPU), Action("SEND", stream="comm"), Action("LATE", waits=("SEND()",))
     works: dict[str, CompletedWork] = {}
     entries = [
@@ -148,7 +150,7 @@ def test_sizes_are_those_of_the_tensors():
     )
 
 
-def test_what_ranks_send_each_other_is_seen_on_lanes_of_its_own_and_waited_for_before_the_forward_that_needs_it():
+def test_messages_between_ranks_have_streams_of_their_own_and_are_awaited_before_they_are_needed():
     plan = make_plan(READING, tiny_job(), Mesh(pp=2), (Pipeline(),), 4)
     both = seen(plan)
     for rank, (spans, _) in enumerate(both):

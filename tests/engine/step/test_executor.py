@@ -80,7 +80,8 @@ def test_a_step_with_too_many_or_unequal_rows_is_refused():
         match=r"13 samples and this rank takes 12 in a step; pass at most that many, or raise train\.batch",
     ):
         done.player.step(rows(13))
-    with pytest.raises(ValueError, match="the batch holds input_ids 12, labels 11; needed are the same rows"):
+    needed = "the batch holds input_ids 12, labels 11; needed are as many samples in every tensor"
+    with pytest.raises(ValueError, match=needed):
         done.player.step({**BATCH, "labels": BATCH["labels"][:11]})
     with pytest.raises(ValueError, match=r"the batch holds no tensors(?s:.*)pass None when"):
         done.player.step({})
@@ -142,7 +143,9 @@ def test_an_action_that_nobody_plays_is_refused():
 
 
 class Buffered(Custom):
-    """With a persistent buffer that the forward writes, one shared by two modules, and one that is not saved."""
+    """With a persistent buffer that the forward writes, one shared by two modules,
+    and one that is not saved.
+    """
 
     def __init__(self) -> None:
         super().__init__(chain)

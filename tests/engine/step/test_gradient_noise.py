@@ -50,7 +50,9 @@ def squared(model: nn.Module, total: torch.Tensor) -> float:
 
 
 def by_hand(model: nn.Module, parts: list[Rows], small: list[Rows]) -> tuple[float, float]:
-    """|G|^2 and S of one step: `parts` are the whole batch, `small` those of them that are compared with it."""
+    """|G|^2 and S of one step: `parts` are the whole batch, `small` those of them that are
+    compared with it.
+    """
 
     def total(batch: Rows) -> torch.Tensor:
         return LOSS.total(model(batch["input_ids"]), batch)

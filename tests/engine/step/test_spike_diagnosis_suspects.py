@@ -1,4 +1,6 @@
-"""Whom a harmful step is traced to: the rank, the block and the parameter in which a number first went wrong."""
+"""Whom a harmful step is traced to: the rank, the block and the parameter in which a number
+first went wrong.
+"""
 
 from collections.abc import Sequence
 from math import inf

@@ -107,7 +107,8 @@ def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
 
     with pytest.raises(
         PlanError,
-        match=r"fails in a trial run on samples like x \[2, 6\] float32: KeyError: 'nothing for these values'",
+        match=r"fails in a trial run on samples like x \[2, 6\] float32: "
+        r"KeyError: 'nothing for these values'",
     ):
         analyze_model(lambda: Chained(rule), X)
 
@@ -122,7 +123,8 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     )
     with pytest.raises(
         PlanError,
-        match=r"on samples like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
+        match=r"on samples like y \[2, 6\] float32: "
+        r"TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
     ):
         analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
 
@@ -138,7 +140,8 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
 )
 def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tensor], given: str):
     with pytest.raises(
-        PlanError, match=rf"^example: the example batch holds .*{given}.*; needed is the same number of samples"
+        PlanError,
+        match=rf"^example: the example batch holds .*{given}.*; needed is the same number of samples",
     ):
         analyze(load_factory(Plain, 0, "plain"), example, ())
 

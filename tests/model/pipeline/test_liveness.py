@@ -212,7 +212,8 @@ def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
 
     one = chained(glue, lambda block, x: Opaque(block.linear(x).tanh()))
     assert one.borders.open_boundaries() == ()
-    assert "'layers.0' returns a Opaque, whose contents cannot be followed" in one.borders.closed_boundaries[0].reason
+    reason = one.borders.closed_boundaries[0].reason
+    assert "'layers.0' returns a Opaque, whose contents cannot be followed" in reason
 
 
 def test_a_view_that_is_written_closes_the_borders_between_both():

@@ -178,7 +178,8 @@ def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
         extra = layer.__dict__.get("extra")
         return torch.tanh(layer.linear(x)) if extra is None else torch.tanh(layer.linear(x)) * extra
 
-    assert any("computes with tensors that are not among its arguments" in why for why in spoilt(chained(aside, block)))
+    reasons = spoilt(chained(aside, block))
+    assert any("computes with tensors that are not among its arguments" in why for why in reasons)
 
 
 def whole(one: Ranks, hook: Any = None) -> tuple[ScriptCache, Any]:

@@ -32,7 +32,8 @@ def test_a_value_that_is_not_handed_over_is_named():
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError,
-        match=r"the stage of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_stage_forward\.py:\d+\)', which",
+        match=r"the stage of 'layers\.2' takes the value "
+        r"'layers\.0\+0 \(mul at test_stage_forward\.py:\d+\)', which",
     ):
         run_stage(
             lambda: module(**one.inputs),
@@ -71,7 +72,8 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
     one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
     with pytest.raises(
         PlanError,
-        match=r"computes sum \(at test_stage_forward\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive",
+        match=r"computes sum \(at test_stage_forward\.py:\d+\) "
+        r"with the value 'layers\.1\+0~'.* did not receive",
     ):
         one.error(["layers.2"])
 
@@ -217,7 +219,8 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
     assert ran.outputs["first"].shape == (4, 6)
     with pytest.raises(
         PlanError,
-        match=r"after the forward, mul \(at test_stage_forward\.py:\d+\) takes the value 'layers\.0', made after",
+        match=r"after the forward, mul \(at test_stage_forward\.py:\d+\) "
+        r"takes the value 'layers\.0', made after",
     ):
         ran.outputs["first"] * 2
 

@@ -1,4 +1,6 @@
-"""Convolutions over tokens, as models write them: what the plan knows of each, and which are refused by name."""
+"""Convolutions over tokens, as models write them: what the plan knows of each,
+and which are refused by name.
+"""
 
 import pytest
 import torch

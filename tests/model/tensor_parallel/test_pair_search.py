@@ -34,7 +34,9 @@ class Scale(nn.Module):
 
 
 class Block(nn.Module):
-    """Two linear layers, and between them what `between` computes of the block, its stream and the features."""
+    """Two linear layers, and between them what `between` computes of the block,
+    its stream and the features.
+    """
 
     def __init__(self, between: Callable[["Block", torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()

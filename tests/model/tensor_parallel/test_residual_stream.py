@@ -1,4 +1,6 @@
-"""The way of the stream through a model is found: who hands it on, who takes all tokens, and what mixes them."""
+"""The way of the stream through a model is found: who hands it on, who takes all tokens,
+and what mixes them.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""What one rank has: its heads of what a block is given, and slices of tensors, as views where they can be."""
+"""What one rank has: its heads of what a block is given, and slices of tensors,
+as views where they can be.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Answers to one call of attention, given on threads without an engine, held against torch's on one device."""
+"""Answers to one call of attention, given on threads without an engine,
+held against torch's on one device.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

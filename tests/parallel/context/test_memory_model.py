@@ -1,4 +1,6 @@
-"""What a plan says of memory where tokens are dealt is what lives there: by ring, by exchange, and by both."""
+"""What a plan says of memory where tokens are dealt is what lives there: by ring, by exchange,
+and by both.
+"""
 
 import pytest
 

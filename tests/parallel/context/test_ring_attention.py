@@ -148,7 +148,9 @@ def test_on_a_bfloat16_wire_other_ranks_keys_alone_are_rounded() -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts the pairs of a query and a key that kernels look at, forward and backward, as they are called."""
+    """Counts the pairs of a query and a key that kernels look at, forward and backward,
+    as they are called.
+    """
 
     def __init__(self) -> None:
         super().__init__()

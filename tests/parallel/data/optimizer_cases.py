@@ -45,7 +45,9 @@ STEPS = 4
 
 
 class Wide(nn.Module):
-    """Weights of several blocks of 256 elements, odd sizes, a matrix of one column, and a scale for the root."""
+    """Weights of several blocks of 256 elements, odd sizes, a matrix of one column,
+    and a scale for the root.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,9 @@ def test_metrics_are_the_same_on_every_rank(reading: AnalyzedModel):
 
 
 def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: AnalyzedModel):
-    """Held against one forward over all rows: a mean of per-rank means would differ, because counts differ."""
+    """Held against one forward over all rows: a mean of per-rank means would differ,
+    because counts differ.
+    """
     plan = plan_of(reading, 3, job=replace(tiny_job(), train=TrainConfig(steps=20, batch=12)))
     feed = case_of(reading, plan).batch_reader
     module, _, _ = reading.make_module("cpu", torch.float64)

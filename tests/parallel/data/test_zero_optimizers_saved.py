@@ -1,4 +1,6 @@
-"""Moments in checkpoints: by element, by block and by whole weight; what some ranks saved, others go on with."""
+"""Moments in checkpoints: by element, by block and by whole weight; what some ranks saved,
+others go on with.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Models that are no chain of equal layers: what runs in parts as it is, and what is refused with the repair."""
+"""Models that are no chain of equal layers: what runs in parts as it is,
+and what is refused with the repair.
+"""
 
 from collections.abc import Callable
 
@@ -104,7 +106,7 @@ def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
 def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work():
     reading = analyze(Reads, PAIRS, loss=DISTANCE)
     said = (
-        r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of "
+        r"none can begin with 'layers.2': the glue after 'layers.1' reads the value of "
         r"layers.1\+0 \(item at "
         r"test_pipeline_mod"
     )

@@ -1,4 +1,6 @@
-"""A checkpoint of parts is that of the model: any other plan takes it up, moments included, and vice versa."""
+"""A checkpoint of parts is that of the model: any other plan takes it up, moments included,
+and vice versa.
+"""
 
 import json
 from math import prod

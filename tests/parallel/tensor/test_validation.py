@@ -50,7 +50,8 @@ class Net(nn.Module):
 
 
 def convolution():
-    return meshwright.Model(Net(), layer_roles={"layers.*.conv": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    roles = {"layers.*.conv": "colwise", "layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    return meshwright.Model(Net(), layer_roles=roles)
 
 
 def missing():

@@ -1,4 +1,6 @@
-"""Mixtures: every source has its share of any first k samples, whoever plays them and wherever a run goes on."""
+"""Mixtures: every source has its share of any first k samples,
+whoever plays them and wherever a run goes on.
+"""
 
 from collections import Counter
 from fractions import Fraction

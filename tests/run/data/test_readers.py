@@ -1,4 +1,6 @@
-"""Rows of files and data sets: what is read, from where it is said to be, and what is refused in which words."""
+"""Rows of files and data sets: what is read, from where it is said to be,
+and what is refused in which words.
+"""
 
 import gzip
 import json

@@ -49,7 +49,7 @@ def for_ever():
     while True:
         time.sleep(0.01)
 
-with guard(rank, folder, int(os.environ["MESHWRIGHT_LIFELINE"])) as progress:
+with record_failure(rank, folder, int(os.environ["MESHWRIGHT_LIFELINE"])) as progress:
 """
 PARENT = """
 import json, os, sys
@@ -58,9 +58,10 @@ from pathlib import Path
 from meshwright.run.launch.local_launcher import LaunchTimeouts, launch_ranks
 
 folder = Path(sys.argv[1])
-outcome = launch([str(folder / "child.py"), str(folder)], 3, folder, os.environ, Limits(**json.loads(sys.argv[2])))
+command = [str(folder / "child.py"), str(folder)]
+outcome = launch_ranks(command, 3, folder, os.environ, LaunchTimeouts(**json.loads(sys.argv[2])))
 (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
-sys.exit(outcome.code)
+sys.exit(outcome.exit_code)
 """
 
 
@@ -73,14 +74,18 @@ def write_child(folder: Path, body: str) -> list[str]:
 def run(
     folder: Path, body: str, limits: LaunchTimeouts | None = None, env: dict[str, str] | None = None
 ) -> LaunchResult:
-    """How three ranks end that run `body`; afterwards no process of any rank that said where it was is left."""
+    """How three ranks end that run `body`; afterwards no process of any rank that said where it
+    was is left.
+    """
     outcome = launch_ranks(write_child(folder, body), WORLD, folder, env or ENV, limits or LaunchTimeouts())
     assert_all_ended([[int(pid) for pid in path.read_text().split()] for path in folder.glob("here-*")])
     return outcome
 
 
 def assert_all_ended(pids: list[list[int]]) -> None:
-    """For each rank, its pid and those of what it started; the latter are killed, but not ours to wait for."""
+    """For each rank, its pid and those of what it started; the latter are killed,
+    but not ours to wait for.
+    """
     assert not [pid for pid, *_ in pids if is_running(pid)]
     while any(is_running(pid) for _, *helpers in pids for pid in helpers):
         time.sleep(0.01)  # for ever, if they stay: then the time limit of the suite fails the test
@@ -122,8 +127,9 @@ class Job:
         code = self.process.wait()
         assert_all_ended([[pid] for pid in self.pids])
         told = json.loads((self.folder / "outcome.json").read_text())
-        assert code == told["code"]
-        return LaunchResult(code, told["failure"] and FirstFailure(**told["failure"]), tuple(told["killed"]))
+        assert code == told["exit_code"]
+        failure = told["failure"] and FirstFailure(**told["failure"])
+        return LaunchResult(code, failure, tuple(told["killed_ranks"]))
 
     def close(self) -> None:
         self.process.kill()

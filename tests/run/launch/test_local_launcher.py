@@ -15,7 +15,8 @@ from tests.run.launch.rank_scripts import ENV, PATIENT, run
 
 def test_ranks_learn_their_place_and_write_where_they_should(tmp_path, capfd):
     body = """
-keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MESHWRIGHT_STORE"]
+keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+keys += ["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MESHWRIGHT_STORE"]
 print(*(os.environ[key] for key in keys), Path(os.environ["MESHWRIGHT_STORE"]).parent.is_dir())
 print("to stderr", file=sys.stderr)
 """
@@ -58,7 +59,7 @@ for_ever()
         "rank 1 failed at step 12 (backward)\nTraceback (most recent call last):\n  File "
     )
     assert outcome.failure.text.endswith("ValueError: a bad batch")
-    assert "guard.py" not in outcome.failure.text
+    assert "failure_record.py" not in outcome.failure.text
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
     record = json.loads(failure_path(tmp_path, 1).read_text())
@@ -116,7 +117,7 @@ for_ever()
     outcome = run(tmp_path, body)
     assert (outcome.exit_code, outcome.failure.rank, outcome.killed_ranks) == (1, 1, (2,))
     assert outcome.failure.text.startswith(
-        "rank 1 was killed by signal 9 (Killed)\nif nobody did this, the system did, for want of memory"
+        "rank 1 was killed by signal 9 (Killed)\nif no user did this, the system did, because memory ran out"
     )
     assert f"the end of {tmp_path / 'logs' / 'rank-1.log'}:\nthe last words" in outcome.failure.text
     assert outcome.failure.text.endswith(f"the other ranks reported: {failure_path(tmp_path, 0)}")
@@ -140,7 +141,7 @@ def test_a_rank_that_ends_in_silence_is_named_with_the_end_of_its_newest_log(tmp
 
 
 def test_a_request_that_cannot_work_is_its_message_alone(tmp_path):
-    outcome = run(tmp_path, 'raise PlanError("5 ranks", fix="use 6", where="mesh.tp")')
+    outcome = run(tmp_path, 'raise PlanError("5 ranks", fix="use 6", location="mesh.tp")')
     assert outcome.exit_code == 2
     assert outcome.failure.text == "mesh.tp: 5 ranks\n  repair: use 6"
 
@@ -216,7 +217,7 @@ WAITS = """
 from meshwright.plan.job.errors import CollectiveError
 
 def in_vain(text="rank 1 did not come"):
-    raise CollectiveError(f"{text}\\nrank {rank} gave up", report=text, speaks=rank == 0)
+    raise CollectiveError(f"{text}\\nrank {rank} gave up", report=text, is_reporter=rank == 0)
 """
 
 

@@ -6,7 +6,10 @@ from pathlib import Path
 STEP_S, COMPUTED_S, SENT_S, NBYTES = 0.5, 0.4, 0.05, 1 << 22
 PLAN = """
 micro_batch = {micro}
-strategies = [{{ name = "batch_split", axis = "dp_replicate" }}, {{ name = "{store}", axis = "dp_replicate" }}{more}]
+strategies = [
+    {{ name = "batch_split", axis = "dp_replicate" }},
+    {{ name = "{store}", axis = "dp_replicate" }}{more}
+]
 [model]
 source = "there"
 [data]
@@ -28,7 +31,9 @@ def run_folder(
     store: str = "ddp",
     more: str = "",
 ) -> Path:
-    """A run of two ranks: its first step took ten times as long, rank 1 computed less and waited for rank 0."""
+    """A run of two ranks: its first step took ten times as long,
+    rank 1 computed less and waited for rank 0.
+    """
     (folder / "trace").mkdir(parents=True)
     machine = (
         {"device": "cpu", "processor": device}

@@ -1,4 +1,6 @@
-"""How evenly a device goes: lengths of which there are enough, and the distance of two stretches found again."""
+"""How evenly a device goes: lengths of which there are enough,
+and the distance of two stretches found again.
+"""
 
 import numpy as np
 import pytest

@@ -189,11 +189,7 @@ class AlphaBetaFit:
 def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
     """Returns the latency and the bandwidth with which the textbook's formulas fit `num_ranks` ranks best.
 
-    Eturns the latency and the bandwidth that bring the textbook's formulas nearest to the times of
-    `num_ranks` ranks. Eturns the latency and the bandwidth that bring the textbook's formulas nearest to the
-    times of `num_ranks` ranks. Eturns the latency and the bandwidth that bring the textbook's formulas
-    nearest to the times of `num_ranks` ranks. Raises ValueError when nothing but the backend was measured
-    with that many.
+    Raises ValueError when nothing but the backend was measured with that many.
     """
     found = [
         series for series in cluster.measurements if series.ranks == num_ranks and series.algorithm != BACKEND

@@ -77,12 +77,19 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
         "it is priced as if each token saw all before it",
     )
     if size.num_windowed_layers and size.attention_window < shape.sequence:
-        text = f"{size.num_windowed_layers} of {shape.layers} layers attend to {size.attention_window:,} tokens of samples of {shape.sequence:,}"
+        text = (
+            f"{size.num_windowed_layers} of {shape.layers} layers attend to "
+            f"{size.attention_window:,} tokens of samples of "
+            f"{shape.sequence:,}"
+        )
         yield f"{text}: {full}, so expect less than these seconds."
     if size.is_bidirectional:
         yield f"Attention goes both ways: {full}, so expect attention to take up to twice as long."
     if matrices and abs(shape.numel / matrices - 1) > PARAM_TOLERANCE:
-        text = f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes {shape.numel / 1e9:.3g} B"
+        text = (
+            f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes "
+            f"{shape.numel / 1e9:.3g} B"
+        )
         yield f"{text}: it is priced as the latter, so expect seconds and bytes to be off by as much."
 
 
@@ -92,7 +99,7 @@ def is_shape_text(model: str) -> bool:
     return "layers" in embeddings and len(embeddings) > 1 and not Path(model).exists()
 
 
-def _learnt(module: Any, positions: object) -> int:
+def _num_learned_positions(module: Any, positions: object) -> int:
     """Returns the number of learned positions of a `module` of transformers; 0 for rotary
     or other positions.
     """
@@ -113,7 +120,7 @@ def _learnt(module: Any, positions: object) -> int:
 
 
 def _of_config(source: str, sequence: int) -> ModelSize:
-    raise_diagnostics(_nowhere(source))
+    raise_diagnostics(_missing_source_diagnostics(source))
     config = read_source_config(ModelConfig(source))
     if config is not None:
         raise_diagnostics(
@@ -127,7 +134,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
         raise PlanError(text, fix=f"say them: {SHAPE_FORMAT}", location="MODEL")
     raise_diagnostics([*_unsearched(source, config), *_unsized(source, config, sequence)])
     config_values, sizes = config.to_dict(), _sizes(config)
-    positions = _learnt(module, sizes["sequence"])
+    positions = _num_learned_positions(module, sizes["sequence"])
     if 0 < positions < sequence:
         text = f"{source} has {positions} learned positions, and --sequence {sequence} is given"
         fix = f"--sequence {positions} at most, or say more in the config: max_position_embeddings"
@@ -137,7 +144,7 @@ def _of_config(source: str, sequence: int) -> ModelSize:
     plain = ModelShape(
         Path(source).stem,
         **sizes,
-        **_beside(config_values),
+        **_optional_sizes(config_values),
         tied=bool(config_values.get("tie_word_embeddings")),
     )
     matrices = sum(
@@ -188,7 +195,7 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
             name for name, part in config.to_dict().items() if isinstance(part, dict) and "model_type" in part
         )
         problem = f"{source} is a model of several models ({parts}), which are not searched yet"
-        inner = _sizes(text) | _beside(text.to_dict()) | ({"sequence": sequence} if sequence else {})
+        inner = _sizes(text) | _optional_sizes(text.to_dict()) | ({"sequence": sequence} if sequence else {})
         config_values = " ".join(
             f"{name} {size}" for name, size in inner.items() if isinstance(size, int) and size
         )
@@ -209,10 +216,13 @@ def _unsized(source: str, config: Any, sequence: int) -> Iterator[Diagnostic]:
         )
 
 
-def _nowhere(source: str) -> Iterator[Diagnostic]:
+def _missing_source_diagnostics(source: str) -> Iterator[Diagnostic]:
     if not Path(source).exists() and ".py" not in source and not is_hub_id(source):
         text = f"there is no file or folder '{source}', and it gives no sizes"
-        fix = f"say sizes in words: {SHAPE_FORMAT}; or name a folder with config.json, a .json file, file.py:factory"
+        fix = (
+            f"say sizes in words: {SHAPE_FORMAT}; or name a folder with config.json, a .json "
+            f"file, file.py:factory"
+        )
         yield Diagnostic(text, f"{fix}, or a hub id (ORG/NAME)", "MODEL")
 
 
@@ -224,7 +234,7 @@ def _sizes(config: Any) -> dict[str, Any]:
     }
 
 
-def _beside(config_values: Mapping[str, Any]) -> dict[str, Any]:
+def _optional_sizes(config_values: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes that need not be said; 0: the usual."""
     ffn = (
         config_values.get("intermediate_size")

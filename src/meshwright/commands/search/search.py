@@ -122,7 +122,7 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     )
     if not found.best:
         raise no_result_error(request, found)
-    return SearchOutcome(options, request, found, _beside(request, kinds, found), notes=notes)
+    return SearchOutcome(options, request, found, _find_alternatives(request, kinds, found), notes=notes)
 
 
 def find_machines(
@@ -256,15 +256,21 @@ def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Mac
             "layers": "one layer",
             "devices": "131,072 devices",
         }
-        text = f"{request.shape.name}: not even {least[options.max_fit]} is enough of {request.machine.device.name} as it is fixed"
+        text = (
+            f"{request.shape.name}: not even {least[options.max_fit]} is enough of "
+            f"{request.machine.device.name} as it is "
+            f"fixed"
+        )
         raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
     one = [replace(kinds[0], num_devices=found.request.machine.num_devices)]
     return SearchOutcome(
-        options, found.request, found.result, _beside(found.request, one, found.result), found
+        options, found.request, found.result, _find_alternatives(found.request, one, found.result), found
     )
 
 
-def _beside(request: SearchRequest, kinds: Sequence[Machine], found: SearchResult) -> SearchAlternatives:
+def _find_alternatives(
+    request: SearchRequest, kinds: Sequence[Machine], found: SearchResult
+) -> SearchAlternatives:
     """Finds the alternatives: the fastest if memory were no limit, data parallelism inside hosts, each kind
     of device alone.
     """

@@ -36,13 +36,19 @@ def config_tables(
 def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
     """Yields what the config of `best` does not express."""
     if best.config.tp_across_hosts:
-        yield "A mesh puts the ranks of tp next to each other; here data-parallel ranks share a host: start the ranks in that order."
+        yield (
+            "A mesh puts the ranks of tp next to each other; here data-parallel ranks share a "
+            "host: start the ranks in that order."
+        )
     if best.layer_assignment:
         kinds = list(dict.fromkeys(kind for kind, _ in best.layer_assignment))
         yield f"Ranks use devices in their order: start them on the {', then on the '.join(kinds)}."
         if not layers:
             counts = ", ".join(str(count) for _, count in best.layer_assignment)
-            yield f"The model is given by its sizes only: the split points of its layers ({counts}) are not written."
+            yield (
+                f"The model is given by its sizes only: the split points of its layers "
+                f"({counts}) are not written."
+            )
 
 
 def _mesh(config: ParallelConfig) -> Iterator[tuple[str, int]]:

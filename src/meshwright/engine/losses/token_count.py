@@ -70,9 +70,9 @@ class TokenCounter:
 
     def totals(self) -> Sequence[float]:
         """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended."""
-        return self._told()[:4]
+        return self._step_totals()[:4]
 
-    def _told(self) -> Sequence[float]:
+    def _step_totals(self) -> Sequence[float]:
         if self._totals is None:
             self._totals = self._state.step_totals.tolist()
         return self._totals
@@ -85,7 +85,7 @@ class TokenCounter:
         if microbatch is None or microbatch not in self._own_step_microbatches:
             return self.totals()[0]
         if self._sends_each:
-            return self._told()[4 + microbatch]
+            return self._step_totals()[4 + microbatch]
         return (
             self._state.microbatch_weights[microbatch]
             if microbatch < len(self._state.microbatch_weights)

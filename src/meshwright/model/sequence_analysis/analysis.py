@@ -1,16 +1,17 @@
-"""How tokens go through a model: learnt from one forward on fake tensors, by following them from operation to operation.
+"""Analyzes how a model treats the sequence dim, from one forward on fake tensors followed operation by
+operation.
 
-Rows are cut to a number of tokens that no size of the model has anything to do with, so that every dim of tokens is known by its
-size; rows of unlike lengths to unlike numbers. The forward runs as it will on ranks that have some of the tokens, with all of
-them on the only one:
+Sequences are cut to a length that divides no size of the model, so every token dim is known by its size;
+inputs of different lengths are cut to different primes. The forward runs as on ranks with sequence shards,
+with all tokens on a single rank:
 
-    glue       sees tensors that look whole (model/apart.py); what it needs all tokens of is noted
-    a block    takes in this rank's tokens; which dims of what it takes and gives are tokens is noted (model/visited.py)
-    within     every operation treats each token by itself (model/bytoken.py), or is attention, or is named
+    glue        sees full-length tensors (sharded_activation.py); operations that need all tokens are recorded
+    a block     takes local tokens; the token dims of its inputs and outputs are recorded (block_trace.py)
+    in a block  every operation treats each token by itself (token_rules.py), is attention, or is reported
 
-Where a block attends to something else, what it takes in may be tokens all the same, those of an image: then the forward runs
-once more, and they begin there (model/sizes.py). A further one, on other numbers, shows what is computed with them
-(model/lengths.py).
+If a block attends to something else, its inputs may still be tokens, such as image patches: the forward then
+runs once more and tokens start there (lengths.py). A further forward with other lengths finds what is
+computed from the length.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,15 +36,15 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, GlueGather, SequenceInfo
 
 Example = Mapping[str, torch.Tensor]
-NUM_TRIAL_LENGTHS = 3  # numbers of tokens that are tried
-AMBIGUOUS_DIM = "gives out, or takes in, a tensor of which another dim is as large as a row has tokens"
+NUM_TRIAL_LENGTHS = 3  # lengths to try
+AMBIGUOUS_DIM = "has an input or output with another dim as large as its sequences"
 
 
 @dataclass(frozen=True)
 class SequenceTrial:
-    """What a trial runs: a module, its blocks, who is told of each visit, rows as the module takes them.
+    """One trial forward: a module, its blocks, a callback for block calls, and a batch with targets.
 
-    The parameters are of the `mode`, in which blocks run; the rows are real, and targets are among them.
+    Parameters are fake tensors of `fake_mode`, in which blocks run; the batch is real.
     """
 
     module: nn.Module
@@ -53,9 +54,7 @@ class SequenceTrial:
     fake_mode: FakeTensorMode
 
 
-LARGER_BATCH_SIZE = (
-    4  # rows of a forward that shows what depends on their number; no prime that tokens are cut to divides it
-)
+LARGER_BATCH_SIZE = 4  # a second batch size; divisible by no prime that is used as a length
 TrialFactory = Callable[[Example, int], AbstractContextManager[SequenceTrial]]
 
 
@@ -67,19 +66,23 @@ def analyze_sequence(
     make_trial: TrialFactory,
     loss_spec: LossSpec | None = None,
 ) -> SequenceInfo | None:
-    """What a model does with tokens; None where no input is rows of tokens, and no block takes any in.
+    """Returns how a model treats the sequence dim; None if no input is a sequence of tokens and no block
+    takes any.
 
-    `visits` are those of a whole forward; `module` has the model's sizes, and `ready(batch, rows)` gives a trial on so many, on
-    MORE of them in float64. `judge` is the loss, where that is known.
+    `block_calls` are those of a full forward; `module` has the sizes of the model, and `make_trial(batch,
+    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss_spec` is the loss,
+    if known.
     """
     trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss_spec)
     rows = _sequence_lengths(inputs)
-    whole, why = None, ""
-    for some in dict.fromkeys((rows, rows[:1])):  # of several lengths, the others may be no tokens
-        found, reason = trials.first_trace(some)
+    whole, first_reason = None, ""
+    for lengths_tried in dict.fromkeys(
+        (rows, rows[:1])
+    ):  # with several lengths, the others may not be sequences
+        found, reason = trials.first_trace(lengths_tried)
         if found is not None and (whole is None or not _mixes_tokens(found)):
             whole = found
-        why = why or reason
+        first_reason = first_reason or reason
         if whole is not None and not _mixes_tokens(whole):
             break
     lengths = tuple(
@@ -90,33 +93,47 @@ def analyze_sequence(
     if not lengths:
         return (
             None
-            if not why
+            if not first_reason
             else SequenceInfo(
-                1, (), (), tuple(BlockSequenceInfo(visit, not_sequence_parallel=why) for visit in block_calls)
+                1,
+                (),
+                (),
+                tuple(BlockSequenceInfo(visit, not_sequence_parallel=first_reason) for visit in block_calls),
             )
         )
-    told = {
+    num_tokens_by_key = {
         key: value.shape[1] for key, value in {**inputs, **targets}.items() if _has_tokens(value, lengths)
     }
-    found = SequenceInfo(lengths[0], tuple(filter(told.get, inputs)), tuple(filter(told.get, targets)))
+    found = SequenceInfo(
+        lengths[0],
+        tuple(filter(num_tokens_by_key.get, inputs)),
+        tuple(filter(num_tokens_by_key.get, targets)),
+    )
     found = replace(
-        found, other_lengths=tuple((key, length) for key, length in told.items() if length != found.length)
+        found,
+        other_lengths=tuple(
+            (key, length) for key, length in num_tokens_by_key.items() if length != found.length
+        ),
     )
     if whole is None:
         return replace(
             found,
-            block_calls=tuple(BlockSequenceInfo(visit, not_sequence_parallel=why) for visit in block_calls),
+            block_calls=tuple(
+                BlockSequenceInfo(visit, not_sequence_parallel=first_reason) for visit in block_calls
+            ),
         )
-    known = _check_other_lengths(whole, trials.other_traces(whole))
+    block_infos = _check_other_lengths(whole, trials.other_traces(whole))
     if len(lengths) == 1:
-        known = tuple(replace(passing, input_num_tokens=(), output_num_tokens=()) for passing in known)
+        block_infos = tuple(
+            replace(passing, input_num_tokens=(), output_num_tokens=()) for passing in block_infos
+        )
     found = replace(found, attention_calls=tuple(whole.attention_calls), conv_calls=tuple(whole.conv_calls))
-    met, varies = trials.find_gathers(whole)
+    gathers, varying_reason = trials.find_gathers(whole)
     return replace(
         found,
-        block_calls=known,
-        gathers=met,
-        batch_dependent_reason=varies,
+        block_calls=block_infos,
+        gathers=gathers,
+        batch_dependent_reason=varying_reason,
         reads_values=whole.reads_values,
         has_untracked_writes=whole.has_untracked_writes,
     )
@@ -124,7 +141,7 @@ def analyze_sequence(
 
 @dataclass(frozen=True)
 class _SequenceTrials:
-    """Forwards on rows like `inputs`, cut to several numbers of tokens."""
+    """Trial forwards on `inputs` cut to several lengths."""
 
     inputs: Example
     targets: Example
@@ -134,25 +151,30 @@ class _SequenceTrials:
     loss_spec: LossSpec | None
 
     def first_trace(self, rows: Sequence[int]) -> tuple[BlockTrace | None, str]:
-        """What a forward shows where rows of the lengths `rows` are tokens, or why it shows nothing.
+        """Returns the trace of a forward on sequences of `rows` tokens, or why there is none.
 
-        Of several numbers of tokens, the first on which no block mixes them, if another dim may have been taken for them.
+        Of several lengths it takes the first at which no block mixes tokens, since another dim may equal the
+        length.
         """
-        kept, why, floating = None, "", any(value.is_floating_point() for value in self.inputs.values())
+        first_found, first_reason, floating = (
+            None,
+            "",
+            any(value.is_floating_point() for value in self.inputs.values()),
+        )
         for attempt in range(NUM_TRIAL_LENGTHS if rows else 1):
             found, reason = self._run(rows, attempt)
             if found is not None and found.calls_attending_elsewhere:
                 more, reason = self._run(rows, attempt, found.calls_attending_elsewhere)
                 found = more if not rows or (more is not None and not _mixes_tokens(more)) else found
             elif found is not None and not rows:
-                return None, ""  # nobody attends
-            kept, why = kept or found, why or reason
+                return None, ""  # no attention in the model
+            first_found, first_reason = first_found or found, first_reason or reason
             if found is not None and (not floating or not _mixes_tokens(found)):
                 return found, ""
-        return kept, why
+        return first_found, first_reason
 
     def other_traces(self, whole: BlockTrace) -> Iterator[tuple[BlockTrace | None, str]]:
-        """What forwards on other numbers of tokens show than that of `whole`, the smallest ones."""
+        """Yields traces of forwards on other, small lengths."""
         yield from (
             self._run(
                 whole.trial_lengths.input_lengths,
@@ -164,7 +186,9 @@ class _SequenceTrials:
         )
 
     def find_gathers(self, whole: BlockTrace) -> tuple[tuple[GlueGather, ...], str]:
-        """What ranks bring together, as `whole` and a forward on more rows show it; and why that varies, if it does."""
+        """Returns the tensors that ranks gather, found by a forward on more samples, and why they vary if
+        they do.
+        """
         if not whole.gathers.gathers:
             return (), ""
         others = (
@@ -192,27 +216,30 @@ class _SequenceTrials:
         apart: Collection[int] = (),
         count: int = PROBE_BATCH,
     ) -> tuple[BlockTrace | None, str]:
-        """What a forward shows on `count` rows whose tokens are none of `apart` in number; of any of those, small numbers."""
+        """Runs a trial on `count` samples with lengths other than `apart` (small ones if any are given)."""
         sizes = self._choose_lengths(rows, attempt, apart, count)
-        primes, told = {planned: prime for prime, planned in sizes.planned_lengths.items()}, sizes.description
-        cut, beside = (
-            {key: resize_sequence(value, primes) for key, value in of.items()}
+        prime_of, num_tokens_by_key = (
+            {planned: prime for prime, planned in sizes.planned_lengths.items()},
+            sizes.description,
+        )
+        inputs, targets_cut = (
+            {key: resize_sequence(value, prime_of) for key, value in of.items()}
             for of in (self.inputs, self.targets)
         )
-        targets = [key for key, value in self.targets.items() if _has_tokens(value, primes)]
+        targets = [key for key, value in self.targets.items() if _has_tokens(value, prime_of)]
         try:
-            with silence_fake_errors(), self.make_trial({**cut, **beside}, count) as run:
+            with silence_fake_errors(), self.make_trial({**inputs, **targets_cut}, count) as run:
                 loss = partial(self._loss, run.batch, targets)
-                visited = BlockTrace(
+                trace = BlockTrace(
                     run.module, run.blocks, run.on_block_call, run.fake_mode, sizes, frozenset(begins)
                 )
-                with visited.trace_blocks():
-                    visited.run({key: run.batch[key] for key in cut}, loss)
-        except Exception as error:  # whatever it is, it is told in the plan of who needs to know
+                with trace.trace_blocks():
+                    trace.run({key: run.batch[key] for key in inputs}, loss)
+        except Exception as error:  # the reason is reported when a plan needs the result
             return None, _error_reason(error, sizes.description)
-        if tuple(visited.block_calls) != self.block_calls:
-            return None, f"on rows of {told} tokens it runs other blocks"
-        return visited, ""
+        if tuple(trace.block_calls) != self.block_calls:
+            return None, f"on sequences of {num_tokens_by_key} tokens it runs other blocks"
+        return trace, ""
 
     def _loss(self, batch: Example, targets: Sequence[str], outputs: Any) -> torch.Tensor | None:
         return None if self.loss_spec is None else rank_loss(self.loss_spec, outputs, batch, targets)
@@ -220,25 +247,25 @@ class _SequenceTrials:
     def _choose_lengths(
         self, rows: Sequence[int], attempt: int, apart: Collection[int], count: int
     ) -> TrialLengths:
-        known = {
+        block_infos = {
             size for tensor in (*self.module.parameters(), *self.module.buffers()) for size in tensor.shape
         }
-        known |= {
+        block_infos |= {
             size for value in self.inputs.values() if value.is_floating_point() for size in value.shape[1:]
         } - {*rows}
 
-        def found(length: int, used: Collection[int], others: Iterable[int] = ()) -> Iterator[int]:
-            primes = distinguishing_primes(known.union(others), MIN_PRIME - 1 if apart else length)
-            return (prime for prime in primes if prime not in apart and all(each % prime for each in used))
+        def usable_primes(length: int, used: Collection[int], others: Iterable[int] = ()) -> Iterator[int]:
+            prime_of = distinguishing_primes(block_infos.union(others), MIN_PRIME - 1 if apart else length)
+            return (prime for prime in prime_of if prime not in apart and all(each % prime for each in used))
 
         chosen: dict[int, int] = {}
         for length in rows:
-            chosen[next(islice(found(length, chosen), attempt, None))] = length
-        return TrialLengths(chosen, lambda length, used: next(found(length, used, (length,))), count)
+            chosen[next(islice(usable_primes(length, chosen), attempt, None))] = length
+        return TrialLengths(chosen, lambda length, used: next(usable_primes(length, used, (length,))), count)
 
 
 def _sequence_lengths(inputs: Example) -> tuple[int, ...]:
-    """How long the rows of tokens are that inputs have, that of the first one first."""
+    """Returns the lengths of the integer inputs [samples, tokens], that of the first input first."""
     found = (value.shape[1] for value in inputs.values() if value.ndim == 2 and not value.is_floating_point())
     return tuple(dict.fromkeys(filter(None, found)))
 
@@ -248,21 +275,23 @@ def _has_tokens(value: torch.Tensor, lengths: Collection[int]) -> bool:
     return value.ndim > 1 and value.shape[1] in lengths and not (value.is_floating_point() and value.ndim > 3)
 
 
-def _mixes_tokens(visited: BlockTrace) -> bool:
-    return any(passing.not_sequence_parallel for passing in visited.block_calls.values())
+def _mixes_tokens(trace: BlockTrace) -> bool:
+    return any(passing.not_sequence_parallel for passing in trace.block_calls.values())
 
 
 def _check_other_lengths(
     whole: BlockTrace, others: Iterable[tuple[BlockTrace | None, str]]
 ) -> tuple[BlockSequenceInfo, ...]:
-    """The visits of `whole`, with what keeps them from running on fewer tokens, as the first of the `others` shows that ran."""
-    reason = ""
-    for other, why in others:
+    """Returns the block calls of `whole`, with what keeps them from running on a shard, as the first other
+    trace shows it.
+    """
+    last_reason = ""
+    for other, reason in others:
         if other is not None:
             return tuple(_compare_block_call(passing, whole, other) for passing in whole.block_calls.values())
-        reason = why
+        last_reason = reason
     return tuple(
-        replace(passing, not_sequence_parallel=passing.not_sequence_parallel or reason)
+        replace(passing, not_sequence_parallel=passing.not_sequence_parallel or last_reason)
         for passing in whole.block_calls.values()
     )
 
@@ -272,35 +301,37 @@ def _compare_block_call(
 ) -> BlockSequenceInfo:
     if passing.not_sequence_parallel or passing.is_replicated or not passing.num_sharded_tokens(1):
         return passing
-    theirs = other.block_calls[passing.block_call]
+    other_info = other.block_calls[passing.block_call]
     if (
-        passing.arg_paths == theirs.arg_paths
-        and not theirs.not_sequence_parallel
+        passing.arg_paths == other_info.arg_paths
+        and not other_info.not_sequence_parallel
         and (passing.input_token_dims, passing.output_token_dims)
-        != (theirs.input_token_dims, theirs.output_token_dims)
+        != (other_info.input_token_dims, other_info.output_token_dims)
     ):
         return replace(passing, not_sequence_parallel=f"{passing.block_call} {AMBIGUOUS_DIM}")
     if (
-        passing.arg_paths == theirs.arg_paths
-        and not theirs.not_sequence_parallel
+        passing.arg_paths == other_info.arg_paths
+        and not other_info.not_sequence_parallel
         and (passing.input_num_tokens, passing.output_num_tokens)
-        != (theirs.input_num_tokens, theirs.output_num_tokens)
+        != (other_info.input_num_tokens, other_info.output_num_tokens)
     ):
         return replace(
             passing,
-            not_sequence_parallel=f"{passing.block_call} joins tokens that begin within with those of its rows",
+            not_sequence_parallel=(
+                f"{passing.block_call} joins tokens that start inside the model with those of its inputs"
+            ),
         )
-    one, two = (
+    first_convs, second_convs = (
         [each for each in run.conv_calls if each.block_call == passing.block_call] for run in (whole, other)
     )
-    if one != two:
+    if first_convs != second_convs:
         return replace(
             passing,
             not_sequence_parallel=f"{passing.block_call} convolves tokens, or pads them, by their number",
         )
-    mine, found = (each.ops.get(passing.block_call, []) for each in (whole, other))
+    ops, found = (each.ops.get(passing.block_call, []) for each in (whole, other))
     return replace(
-        passing, not_sequence_parallel=length_dependence(mine, found, other.trial_lengths.description)
+        passing, not_sequence_parallel=length_dependence(ops, found, other.trial_lengths.description)
     )
 
 
@@ -311,14 +342,14 @@ def _error_reason(error: Exception, rows: str) -> str:
     return (
         text
         if isinstance(error, PlanError)
-        else f"it does not run on rows of {rows} tokens: {type(error).__name__}: {text}"
+        else f"it does not run on sequences of {rows} tokens: {type(error).__name__}: {text}"
     )
 
 
 def resize_sequence(value: torch.Tensor, new_lengths: Mapping[int, int]) -> torch.Tensor:
-    """A tensor of a batch with as many tokens as `primes` says for those that it has; a mask has them along two dims.
+    """Returns a tensor of a batch with the `new_lengths` of its sequences; a mask has them along two dims.
 
-    Of what has two values, as masks have, the ends stay: rows that are padded there are padded then too.
+    A tensor with two values, such as a padding mask, keeps both ends, so padded sequences stay padded.
     """
     square = value.ndim > 2 and value.shape[-1] == value.shape[-2]
     for dim in range(1, value.ndim):
@@ -331,6 +362,10 @@ def resize_sequence(value: torch.Tensor, new_lengths: Mapping[int, int]) -> torc
 def _resize_dim(value: torch.Tensor, dim: int, length: int, trial: int) -> torch.Tensor:
     ends = trial < length and len(value.unique()) <= 2
     repeated = torch.cat([value] * -(-trial // length), dim)
-    late = trial // 2 if ends else 0
-    early = repeated.narrow(dim, 0, trial - late)
-    return torch.cat([early, repeated.narrow(dim, length - late, late)], dim) if late else early
+    num_from_end = trial // 2 if ends else 0
+    head = repeated.narrow(dim, 0, trial - num_from_end)
+    return (
+        torch.cat([head, repeated.narrow(dim, length - num_from_end, num_from_end)], dim)
+        if num_from_end
+        else head
+    )

@@ -1,8 +1,9 @@
-"""What a block of a trial takes in: which tensors have tokens, of which rows, and what it is given in their place.
+"""Finds the token dims of the inputs of a block call, and makes the tensors on which the block runs in a
+trial.
 
-apart                     what a block has given out, tokens along a dim that is known
-plain                     made by glue of rows that every rank has read: a dim is known by its size
-the first that attends    of a model that is not given rows of tokens: [rows, tokens, width] begins them
+    SequenceShardedTensor    output of a block, with a known sequence dim
+    other tensors            made by glue from inputs that every rank reads: a token dim is known by its size
+    first attention input    of a model without token inputs: tokens start with its [samples, tokens, width]
 """
 
 from collections.abc import Collection
@@ -30,93 +31,99 @@ from meshwright.model.tensors.grad_alias import make_alias
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves
 from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec
 
-LENGTH_ARGUMENT = "is told how many tokens there are: a rank has some of them, and their shape tells"
+LENGTH_ARGUMENT = "gets the number of tokens as an argument: a rank has some of them, so use their shape"
 
 
 @dataclass
 class TracedBlockCall:
-    """A visit that runs: which modules are under way within, and what keeps it from running on some of the tokens."""
+    """A running block call: open modules, and the reason why it cannot run on a sequence shard."""
 
     name: str
     open_modules: list[tuple[str, nn.Module]]
     not_sequence_parallel: str = ""
     calls_attention: bool = False
-    attends_elsewhere: bool = False  # it attends to something that has no tokens
-    finished_modules: list[str] = field(default_factory=list)  # the modules that have been left
-    num_open_experts: int = 0  # how many experts are under way: what they do is their own
-    leaks_tokens: bool = False  # tokens go round what it gives out
-    module_num_tokens: dict[str, int] = field(
-        default_factory=dict
-    )  # of how many tokens what modules within are called with
-    reads_tokens: bool = False  # it computes with tokens that it was given, and does not only ask for shapes
-    replicated_masks: frozenset[int] = (
-        frozenset()
-    )  # by identity, the masks that it is given of which every rank has all
+    attends_elsewhere: bool = False  # it attends to a tensor without tokens
+    finished_modules: list[str] = field(default_factory=list)  # modules that have returned
+    num_open_experts: int = 0  # number of experts that run; their operations are not checked
+    leaks_tokens: bool = False  # tokens leave the block other than through its outputs
+    # length of the inputs of inner modules
+    module_num_tokens: dict[str, int] = field(default_factory=dict)
+    reads_tokens: bool = False  # it computes with its tokens, beyond reading shapes
+    # ids of input masks that every rank has in full
+    replicated_masks: frozenset[int] = frozenset()
 
 
 @dataclass
 class BlockInputs:
-    """For each tensor that a visit takes in, which dims are tokens, and how many in the plan; `new` by identity, `why` not."""
+    """Per input tensor of a block call its token dims and planned length; `replacements` by id, and why it
+    cannot be sharded.
+    """
 
     token_dims: list[tuple[int, ...]] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
     replacements: dict[int, torch.Tensor] = field(default_factory=dict)
     not_sequence_parallel: str = ""
-    replicated_masks: set[int] = field(
-        default_factory=set
-    )  # of `new`, by identity: masks of all queries and heads, made by glue
+    # ids of replacements: masks of all queries and heads, made by glue
+    replicated_masks: set[int] = field(default_factory=set)
 
     @property
     def has_tokens(self) -> bool:
-        """Whether any of it has to do with tokens."""
+        """Whether any input has tokens."""
         return bool(self.replacements)
 
 
 def analyze_block_inputs(
     value: Any, trial_lengths: TrialLengths, token_layouts: TokenLayouts, *, starts_tokens: bool
 ) -> BlockInputs:
-    """What a visit takes in that is given `value`; with `begins`, tokens begin there where it is given none."""
-    found, counts = BlockInputs(), _inner_lengths(value, trial_lengths, begins=starts_tokens)
-    known = {
+    """Returns the token dims of the inputs `value` of a block call; with `starts_tokens`, tokens start there
+    if it has none.
+    """
+    inputs_found, inner_lengths = BlockInputs(), _inner_lengths(value, trial_lengths, begins=starts_tokens)
+    shared_lengths = {
         *map(trial_lengths.glue_length, trial_lengths.planned_lengths)
-    } - trial_lengths.inner_primes.keys() | counts
-    if any(type(each) is int and each in known for each in value_leaves(value)):
-        found.not_sequence_parallel = LENGTH_ARGUMENT
+    } - trial_lengths.inner_primes.keys() | inner_lengths
+    if any(type(each) is int and each in shared_lengths for each in value_leaves(value)):
+        inputs_found.not_sequence_parallel = LENGTH_ARGUMENT
     for tensor in tree_tensors(value):
-        local = tensor.local_tensor if type(tensor) is SequenceShardedTensor else tensor
-        local = trial_lengths.resize_for_block(local, _inner_token_dims(tensor, local, counts, trial_lengths))
-        dims, last = find_token_dims(local, trial_lengths.prime_product), local.ndim - 1
-        if (
-            dims == (last,) and last > 1 and local.shape[-2] == 1
-        ):  # a row of keys for every query, all of them
-            along, dims = TokenLayout("keys"), ()
+        local_tensor = tensor.local_tensor if type(tensor) is SequenceShardedTensor else tensor
+        local_tensor = trial_lengths.resize_for_block(
+            local_tensor, _inner_token_dims(tensor, local_tensor, inner_lengths, trial_lengths)
+        )
+        dims, last_dim = find_token_dims(local_tensor, trial_lengths.prime_product), local_tensor.ndim - 1
+        # one row of keys, the same for every query
+        if dims == (last_dim,) and last_dim > 1 and local_tensor.shape[-2] == 1:
+            layout, dims = TokenLayout("keys"), ()
         else:
-            along = SHARDED if len(dims) == 1 else TokenLayout("mask")
-        if (len(dims) > 1 and dims != (last - 1, last)) or any(
-            local.shape[dim] not in trial_lengths.planned_lengths for dim in dims
+            layout = SHARDED if len(dims) == 1 else TokenLayout("mask")
+        if (len(dims) > 1 and dims != (last_dim - 1, last_dim)) or any(
+            local_tensor.shape[dim] not in trial_lengths.planned_lengths for dim in dims
         ):
-            found.not_sequence_parallel = (
-                found.not_sequence_parallel
-                or f"takes in a tensor of shape {describe_shape(local, trial_lengths)}, whose tokens cannot be told apart"
+            inputs_found.not_sequence_parallel = inputs_found.not_sequence_parallel or (
+                f"takes in a tensor of shape {describe_shape(local_tensor, trial_lengths)}, whose "
+                f"tokens cannot be distinguished"
             )
-        found.token_dims.append(dims)
-        found.num_tokens.append(trial_lengths.planned_length(local.shape[dims[0]]) if dims else 0)
-        if dims or along.kind == "keys":
-            found.replacements[id(tensor)] = found.replacements.get(id(tensor), make_alias(local))
-            token_layouts[found.replacements[id(tensor)]] = along
-            by_head = local.ndim > 2 and local.shape[-3] > 1  # ranks may have some of them
+        inputs_found.token_dims.append(dims)
+        inputs_found.num_tokens.append(
+            trial_lengths.planned_length(local_tensor.shape[dims[0]]) if dims else 0
+        )
+        if dims or layout.kind == "keys":
+            inputs_found.replacements[id(tensor)] = inputs_found.replacements.get(
+                id(tensor), make_alias(local_tensor)
+            )
+            token_layouts[inputs_found.replacements[id(tensor)]] = layout
+            is_per_head = local_tensor.ndim > 2 and local_tensor.shape[-3] > 1  # heads may be sharded
             if (
-                along.kind != "sharded"
-                and not by_head
+                layout.kind != "sharded"
+                and not is_per_head
                 and type(tensor) is not SequenceShardedTensor
                 and not tensor.requires_grad
             ):
-                found.replicated_masks.add(id(found.replacements[id(tensor)]))
-    return found
+                inputs_found.replicated_masks.add(id(inputs_found.replacements[id(tensor)]))
+    return inputs_found
 
 
 def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]:
-    """How many tokens glue sees of those that began within, and are taken in here."""
+    """Returns the lengths in glue of inputs whose tokens started inside the model."""
     given = find_sharded_tensors(value)
     plain = [
         each
@@ -136,28 +143,34 @@ def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]
 
 
 def _inner_token_dims(
-    tensor: torch.Tensor, local: torch.Tensor, counts: set[int], sizes: TrialLengths
+    tensor: torch.Tensor, local_tensor: torch.Tensor, inner_lengths: set[int], sizes: TrialLengths
 ) -> list[int]:
-    """Which dims of a tensor are tokens that began within, by their number in glue."""
-    found = [
-        dim for dim, size in enumerate(local.shape) if size in counts and (dim or size != sizes.num_samples)
+    """Returns the dims of a tensor that are such tokens, by their length in glue."""
+    inputs_found = [
+        dim
+        for dim, size in enumerate(local_tensor.shape)
+        if size in inner_lengths and (dim or size != sizes.num_samples)
     ]
-    if local.ndim == 3 and type(tensor) is SequenceShardedTensor:
-        return [dim for dim in found if dim == tensor.sequence_dim]
-    if local.ndim == 3 and local.is_floating_point() and local.shape[0] == sizes.num_samples:
-        return [dim for dim in found if dim == 1]  # the width may be as large
-    return found
+    if local_tensor.ndim == 3 and type(tensor) is SequenceShardedTensor:
+        return [dim for dim in inputs_found if dim == tensor.sequence_dim]
+    if (
+        local_tensor.ndim == 3
+        and local_tensor.is_floating_point()
+        and local_tensor.shape[0] == sizes.num_samples
+    ):
+        return [dim for dim in inputs_found if dim == 1]  # the hidden size may equal the length
+    return inputs_found
 
 
 def describe_shape(tensor: torch.Tensor, trial_lengths: TrialLengths) -> str:
-    """The shape of a tensor in a block, in words."""
-    words = []
+    """Returns the shape of a tensor in a block in words."""
+    sizes = []
     for size in tensor.shape:
         prime = next((each for each in trial_lengths.planned_lengths if size and size % each == 0), 0)
-        many = size // prime if prime else size
-        word = "rows" if many == trial_lengths.num_samples else str(many)
-        words.append(word if not prime else "tokens" if many == 1 else f"{word} * tokens")
-    return f"[{', '.join(words)}]"
+        multiple = size // prime if prime else size
+        count_word = "samples" if multiple == trial_lengths.num_samples else str(multiple)
+        sizes.append(count_word if not prime else "tokens" if multiple == 1 else f"{count_word} * tokens")
+    return f"[{', '.join(sizes)}]"
 
 
 def describe_attention_call(
@@ -168,18 +181,20 @@ def describe_attention_call(
     *,
     declared_causal: bool,
 ) -> AttentionSpec | str:
-    """A call of attention within a visit; or why it is none by tokens. `declared`: whoever calls says that it is causal."""
+    """Returns the spec of an attention call, or why it does not attend token by token; `declared_causal` if
+    the module says so.
+    """
     for each in (arguments.query, arguments.key, arguments.value):
-        along, dims = token_layouts.get(each), find_token_dims(each, trial_lengths.prime_product)
+        layout, dims = token_layouts.get(each), find_token_dims(each, trial_lengths.prime_product)
         if (
-            along is None
-            or along.kind != "sharded"
+            layout is None
+            or layout.kind != "sharded"
             or dims != (each.ndim - 2,)
             or each.shape[-2] not in trial_lengths.planned_lengths
         ):
             return "attends to something else than its own tokens"
     if arguments.key.shape[-2] != arguments.value.shape[-2]:
-        return "attends to keys and values of unlike rows"
+        return "attends to keys and values of unlike sequences"
     mask = None if arguments.attn_mask is None else token_layouts.get(arguments.attn_mask)
     if mask is not None and mask.kind not in ("mask", "keys"):
         return (
@@ -207,28 +222,32 @@ def describe_attention_call(
     )
 
 
-def _describe_mask(mask: torch.Tensor | None, known: Collection[int]) -> AttentionMaskSpec | None:
-    """What the plan needs to know of a mask; of a bias less one of those that are `known`, what it needs to know of the bias."""
-    made = None if mask is None else split_bias_and_mask(mask)
-    if made is not None and id(made[1]) in known:
-        return describe_mask(made[0])
-    found = describe_mask(mask)
-    return replace(found, is_replicated=True) if found is not None and id(mask) in known else found
+def _describe_mask(mask: torch.Tensor | None, shared_lengths: Collection[int]) -> AttentionMaskSpec | None:
+    """Returns the spec of a mask; of a combined bias and replicated mask, that of the bias."""
+    parts = None if mask is None else split_bias_and_mask(mask)
+    if parts is not None and id(parts[1]) in shared_lengths:
+        return describe_mask(parts[0])
+    inputs_found = describe_mask(mask)
+    return (
+        replace(inputs_found, is_replicated=True)
+        if inputs_found is not None and id(mask) in shared_lengths
+        else inputs_found
+    )
 
 
 def is_unrelated_to_tokens(arguments: SDPAArguments, trial_lengths: TrialLengths) -> bool:
-    """Whether a call of attention has nothing to do with tokens that are dealt."""
+    """Whether no operand of an attention call has sharded tokens."""
     return not any(find_token_dims(each, trial_lengths.prime_product) for each in arguments.tensors)
 
 
 def note_module_call(
     block_call: TracedBlockCall, name: str, args: tuple[Any, ...], trial_lengths: TrialLengths
 ) -> None:
-    """Note in `visit` that a module within is called: with tokens of which row, where those are some."""
+    """Notes in `block_call` the sequence length with which an inner module is called."""
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and name not in block_call.module_num_tokens:
-        found = {
+        inputs_found = {
             trial_lengths.planned_length(first.shape[dim])
             for dim in find_token_dims(first, trial_lengths.prime_product)
         } - {0}
-        block_call.module_num_tokens |= {name: min(found)} if len(found) == 1 else {}
+        block_call.module_num_tokens |= {name: min(inputs_found)} if len(inputs_found) == 1 else {}

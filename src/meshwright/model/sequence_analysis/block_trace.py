@@ -1,7 +1,8 @@
-"""What visits do with tokens, as one forward shows that runs on all of them: what they take in and give out, and what mixes.
+"""Traces what block calls do with tokens in one forward on all of them: inputs, outputs, and what mixes
+tokens.
 
-A block is given tensors of its own in place of those of glue, so that nobody else has them: what glue computes with is what
-blocks give out, and a tensor of a block's that it gets hold of otherwise is found.
+A block gets copies of the tensors of glue, so no other code holds them: a tensor of a block that reaches
+glue other than as an output is detected.
 """
 
 from collections import Counter
@@ -63,7 +64,9 @@ from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenc
 
 @dataclass(eq=False)
 class BlockTrace(TorchFunctionMode):
-    """What a forward of `module` does with tokens, of which there are as many as `sizes` says; some begin in visits `begins`."""
+    """Traces one forward of `module`, with the lengths `trial_lengths`; tokens also start in block calls
+    `starting_calls`.
+    """
 
     module: nn.Module
     blocks: Mapping[str, nn.Module]
@@ -74,8 +77,8 @@ class BlockTrace(TorchFunctionMode):
     block_calls: dict[str, BlockSequenceInfo] = field(default_factory=dict)
     attention_calls: list[AttentionSpec] = field(default_factory=list)
     conv_calls: list[ConvSpec] = field(default_factory=list)
-    reads_values: bool = False  # between blocks, at values
-    has_untracked_writes: bool = False  # between blocks, memory is handed out
+    reads_values: bool = False  # glue reads values of tensors
+    has_untracked_writes: bool = False  # glue may write to memory that no hook sees
     ops: dict[str, list[ComputedOp]] = field(default_factory=dict)
     calls_attending_elsewhere: list[str] = field(default_factory=list)
     token_layouts: TokenLayouts = field(default_factory=WeakIdKeyDictionary)
@@ -92,41 +95,40 @@ class BlockTrace(TorchFunctionMode):
 
     @property
     def prime_product(self) -> int:
-        """The primes by which tokens are told."""
+        """The product of the primes that mark token dims."""
         return self.trial_lengths.prime_product
 
     def _full_shard(self, length: int) -> TokenShard:
         return TokenShard(length, ((0, length),), self._gather, self._sum)
 
     def run(self, batch: Mapping[str, torch.Tensor], loss: Callable[[Any], torch.Tensor | None]) -> None:
-        """Run the forward on `rows`, which have all tokens on every rank, and take the `loss` of what it gives out."""
+        """Runs the forward on `batch`, with all tokens on the only rank, and the `loss` of its outputs."""
         self.on_block_call("")
         with self:
             outputs, self._last_block_call = self.module(**batch), ""
             try:
-                total = loss(outputs)
-            except Exception:  # it needs values, or other outputs: if it is wrong, the first step shows where
-                total, self.reads_values = None, True
-        self.gathers.finish(outputs, total)
+                loss_value = loss(outputs)
+            except Exception:  # it needs values or other outputs; a real error shows in the first step
+                loss_value, self.reads_values = None, True
+        self.gathers.finish(outputs, loss_value)
 
     @contextmanager
     def trace_blocks(self) -> Iterator[None]:
-        """Meanwhile, the blocks of the module take in and give out tokens as they do on a rank that has some."""
-        inner = {id(part) for block in self.blocks.values() for part in block.modules()} - {
+        """Patches the blocks of the module so that they take and return tokens like a rank with a shard."""
+        inner_ids = {id(part) for block in self.blocks.values() for part in block.modules()} - {
             id(each) for each in self.blocks.values()
         }
         experts = {socket.name for socket in find_layer_roles(self.module) if socket.kind == "experts"}
-        before = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
-        shares = lambda queries, keys: (self._full_shard(queries), self._full_shard(keys))  # noqa: E731  what a name would say twice
-        plugged = patch_attention(self.module, shares, torch._C.DisableTorchFunction, self._note_bias)
+        own_forwards = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
+        get_shards = lambda queries, keys: (self._full_shard(queries), self._full_shard(keys))  # noqa: E731  what a name would say twice
+        patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)
         handles = list[RemovableHandle]()
         for name, part in self.module.named_modules():
-            if (
-                id(part) in inner
-            ):  # those of transformers run otherwise on trial (model/configs.py), and each way token by token
-                aside = name in experts and type(part).__module__.startswith("transformers.")
-                handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, aside)))
-                handles.append(part.register_forward_hook(partial(self._leave_module, aside)))
+            # experts of transformers run differently in a trial, but always per token
+            if id(part) in inner_ids:
+                is_expert = name in experts and type(part).__module__.startswith("transformers.")
+                handles.append(part.register_forward_pre_hook(partial(self._enter_module, name, is_expert)))
+                handles.append(part.register_forward_hook(partial(self._leave_module, is_expert)))
         for name, block in self.blocks.items():
             block.forward = partial(self._run_block, name, block, block.forward)
         try:
@@ -134,74 +136,80 @@ class BlockTrace(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-            plugged.restore()
+            patched.restore()
             for name, block in self.blocks.items():
                 block.__dict__.pop("forward", None)
-                if before[name] is not None:
-                    block.__dict__["forward"] = before[name]
+                if own_forwards[name] is not None:
+                    block.__dict__["forward"] = own_forwards[name]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs, visit = kwargs or {}, self._block_call
+        kwargs, block_call = kwargs or {}, self._block_call
         result = func(*args, **kwargs)
-        if visit is None:
+        if block_call is None:
             self.reads_values = self.reads_values or reads_values(func.__name__.strip("_"))
             self.has_untracked_writes = self.has_untracked_writes or function_title(func) in UNTRACKED_ACCESS
             self._check_glue(args, kwargs, result)
             self._gathered_tensors.check_write(func.__name__, args, kwargs)
             return result
         name = function_title(func).removesuffix(" of").strip("_")
-        if not visit.num_open_experts:
-            self.ops.setdefault(visit.name, []).append(
-                ComputedOp.from_call(visit.open_modules[-1][0], name, args, kwargs)
+        if not block_call.num_open_experts:
+            self.ops.setdefault(block_call.name, []).append(
+                ComputedOp.from_call(block_call.open_modules[-1][0], name, args, kwargs)
             )
         if func is F.scaled_dot_product_attention:
-            self._note_attention(visit, SDPAArguments(*args, **kwargs), result)
-        elif not visit.num_open_experts:
-            step = TokenOp(name, args, kwargs, tree_tensors(result), self.token_layouts, self.prime_product)
-            visit.reads_tokens = visit.reads_tokens or bool(
-                step.results
+            self._note_attention(block_call, SDPAArguments(*args, **kwargs), result)
+        elif not block_call.num_open_experts:
+            op = TokenOp(name, args, kwargs, tree_tensors(result), self.token_layouts, self.prime_product)
+            block_call.reads_tokens = block_call.reads_tokens or bool(
+                op.results
                 and (
-                    step.operands_of_kind("sharded")
-                    or step.operands_of_kind("mask")
-                    or step.operands_of_kind("keys")
+                    op.operands_of_kind("sharded")
+                    or op.operands_of_kind("mask")
+                    or op.operands_of_kind("keys")
                 )
             )
-            self._note(visit, self._note_convolution(visit, step) if func is F.conv1d else propagate_op(step))
+            self._note(
+                block_call, self._note_convolution(block_call, op) if func is F.conv1d else propagate_op(op)
+            )
         return result
 
     def _note_bias(self, bias: torch.Tensor) -> None:
-        """A bias by position is made, rows of own queries and columns of all keys."""
+        """Notes a positional bias: rows of local queries, columns of all keys."""
         self.token_layouts[bias] = TokenLayout("mask")
 
     def _check_glue(self, args: Any, kwargs: Any, result: Any) -> None:
-        """Glue computes something: of what lies within blocks, it has no more than they give out."""
+        """Notes glue that gets tensors from inside a block other than its outputs."""
         if (
             self._last_block_call
             and tree_tensors(result)
             and any(each in self.token_layouts for each in tree_tensors((args, kwargs)))
         ):
-            passing = self.block_calls[self._last_block_call]
-            why = f"{block_of(self._last_block_call)} hands tokens on behind what it gives out, in an attribute or a list"
+            block_info = self.block_calls[self._last_block_call]
+            reason = (
+                f"{block_of(self._last_block_call)} passes tokens on other than in its outputs, "
+                f"in "
+                f"an attribute or a list"
+            )
             self.block_calls[self._last_block_call] = replace(
-                passing, not_sequence_parallel=passing.not_sequence_parallel or why
+                block_info, not_sequence_parallel=block_info.not_sequence_parallel or reason
             )
 
-    def _note(self, visit: TracedBlockCall, why: str) -> None:
-        if why and not visit.not_sequence_parallel:
-            name = visit.open_modules[-1][0]
-            visit.not_sequence_parallel = f"{name} {why}" + (
-                f": {sdpa_advice(self.module, name)}" if why.startswith(ATTENDS_WITHOUT_SDPA) else ""
+    def _note(self, block_call: TracedBlockCall, reason: str) -> None:
+        if reason and not block_call.not_sequence_parallel:
+            name = block_call.open_modules[-1][0]
+            block_call.not_sequence_parallel = f"{name} {reason}" + (
+                f": {sdpa_advice(self.module, name)}" if reason.startswith(ATTENDS_WITHOUT_SDPA) else ""
             )
 
     def _gather(self, local: torch.Tensor, dim: int) -> torch.Tensor:
-        """Glue, or a mask, needs all tokens of what a rank has some of."""
+        """Records that glue, or a mask, needs all tokens."""
         self._gathered_tensors.add(local)
         return self.gathers.add_gather(self._last_block_call, make_alias(local), local.shape[dim])
 
     def _sum(self, part: torch.Tensor) -> torch.Tensor:
-        """Glue needs a few tokens, or a sum of all."""
+        """Records that glue needs a few tokens, or a sum over all."""
         if part._is_view():
             self._gathered_tensors.add(part)
         return self.gathers.add_gather(self._last_block_call, make_alias(part))
@@ -209,28 +217,33 @@ class BlockTrace(TorchFunctionMode):
     def _run_block(
         self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """A block runs; within another one, or without gradients, it is no visit."""
+        """Runs a block call; a block inside another one, or without gradients, is none."""
         if self._block_call is not None or not torch.is_grad_enabled():
             if self._block_call is None and find_sharded_tensors((args, kwargs)):
                 raise PlanError(f"{name} {recompute_reason()}", fix="set mesh.cp = 1", location="model")
             return forward(*args, **kwargs)
         self._num_calls[name] += 1
-        visit = TracedBlockCall(block_call_name(name, self._num_calls[name]), [(name, block)])
-        slots = tuple(slot for slot, _ in named_tensors((args, kwargs)))
-        takes = analyze_block_inputs(
+        block_call = TracedBlockCall(block_call_name(name, self._num_calls[name]), [(name, block)])
+        arg_paths = tuple(slot for slot, _ in named_tensors((args, kwargs)))
+        block_inputs = analyze_block_inputs(
             (args, kwargs),
             self.trial_lengths,
             self.token_layouts,
-            starts_tokens=visit.name in self.starting_calls,
+            starts_tokens=block_call.name in self.starting_calls,
         )
-        self.gathers.enter_block(self._last_block_call, (args, kwargs), takes.token_dims, takes.replacements)
-        self._note(visit, takes.not_sequence_parallel)
-        new, alone = takes.replacements, not find_sharded_tensors((args, kwargs))
-        self._note(visit, "" if alone else recompute_reason())
-        args, kwargs = replace_tensors((args, kwargs), new)
-        visit.replicated_masks = frozenset(takes.replicated_masks)
-        self._block_call, self._last_block_call, capturing = visit, visit.name, capture_marks()
-        self.on_block_call(visit.name)
+        self.gathers.enter_block(
+            self._last_block_call, (args, kwargs), block_inputs.token_dims, block_inputs.replacements
+        )
+        self._note(block_call, block_inputs.not_sequence_parallel)
+        replacements, has_no_sharded_inputs = (
+            block_inputs.replacements,
+            not find_sharded_tensors((args, kwargs)),
+        )
+        self._note(block_call, "" if has_no_sharded_inputs else recompute_reason())
+        args, kwargs = replace_tensors((args, kwargs), replacements)
+        block_call.replicated_masks = frozenset(block_inputs.replicated_masks)
+        self._block_call, self._last_block_call, side_channels = block_call, block_call.name, capture_marks()
+        self.on_block_call(block_call.name)
         try:
             with self.fake_mode:
                 outputs = forward(*args, **kwargs)
@@ -238,183 +251,198 @@ class BlockTrace(TorchFunctionMode):
             self._block_call = None
         replace_tensors(
             (args, kwargs),
-            {id(new[id(each)]): each for each in tree_tensors((args, kwargs)) if id(each) in new},
+            {
+                id(replacements[id(each)]): each
+                for each in tree_tensors((args, kwargs))
+                if id(each) in replacements
+            },
         )
-        for mark in capturing:
+        for mark in side_channels:
             for each in tree_tensors(mark.added_tensors):
-                visit.leaks_tokens = visit.leaks_tokens or bool(find_token_dims(each, self.prime_product))
+                block_call.leaks_tokens = block_call.leaks_tokens or bool(
+                    find_token_dims(each, self.prime_product)
+                )
                 self._note(
-                    visit, f"hands {mark.channel} on behind what it gives out" if visit.leaks_tokens else ""
+                    block_call,
+                    f"hands {mark.channel} on other than in its outputs" if block_call.leaks_tokens else "",
                 )
                 self.token_layouts.pop(each, None)
-        gives = tuple(self._output_token_dims(visit, each) for each in tree_tensors(outputs))
+        output_dims = tuple(self._output_token_dims(block_call, each) for each in tree_tensors(outputs))
         self._note(
-            visit,
+            block_call,
             "attends to something else than its own tokens"
-            if visit.attends_elsewhere and takes.has_tokens
+            if block_call.attends_elsewhere and block_inputs.has_tokens
             else "",
         )
-        passing = BlockSequenceInfo(
-            visit.name,
-            tuple(takes.token_dims),
-            gives,
-            visit.not_sequence_parallel,
-            slots,
-            input_num_tokens=tuple(takes.num_tokens),
+        block_info = BlockSequenceInfo(
+            block_call.name,
+            tuple(block_inputs.token_dims),
+            output_dims,
+            block_call.not_sequence_parallel,
+            arg_paths,
+            input_num_tokens=tuple(block_inputs.num_tokens),
         )
-        own = (
-            visit.calls_attention
-            if alone
-            else any(each.block_call == visit.name for each in self.attention_calls)
+        has_attention = (
+            block_call.calls_attention
+            if has_no_sharded_inputs
+            else any(each.block_call == block_call.name for each in self.attention_calls)
         )
-        if visit.not_sequence_parallel and not visit.leaks_tokens and not own:
-            passing = (
-                self._try_replicated(passing, outputs, takes)
-                if alone or not visit.reads_tokens
-                else self._try_replicated_pooling(passing, outputs)
+        if block_call.not_sequence_parallel and not block_call.leaks_tokens and not has_attention:
+            block_info = (
+                self._try_replicated(block_info, outputs, block_inputs)
+                if has_no_sharded_inputs or not block_call.reads_tokens
+                else self._try_replicated_pooling(block_info, outputs)
             )
             self.conv_calls = [
                 each
                 for each in self.conv_calls
-                if passing.not_sequence_parallel or each.block_call != visit.name
+                if block_info.not_sequence_parallel or each.block_call != block_call.name
             ]
-        self.gathers.leave_block(visit.name, outputs, is_replicated=passing.is_replicated)
-        return self._wrap_outputs(passing, outputs, visit.module_num_tokens)
+        self.gathers.leave_block(block_call.name, outputs, is_replicated=block_info.is_replicated)
+        return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
 
-    def _wrap_outputs(self, passing: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
-        """A block has been left: what glue is given of its outputs."""
-        pairs = list(zip(tree_tensors(outputs), passing.output_token_dims, strict=True))
-        of = tuple(
-            self.trial_lengths.planned_length(each.shape[dims[0]]) if dims else 0 for each, dims in pairs
+    def _wrap_outputs(self, block_info: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
+        """Returns the outputs of a block call as glue sees them."""
+        outputs_and_dims = list(zip(tree_tensors(outputs), block_info.output_token_dims, strict=True))
+        num_tokens = tuple(
+            self.trial_lengths.planned_length(each.shape[dims[0]]) if dims else 0
+            for each, dims in outputs_and_dims
         )
-        passing = replace(passing, output_num_tokens=of)
-        within = tuple(
-            (name, count) for name, count in rows.items() if count != passing.num_sharded_tokens(0) > 0
+        block_info = replace(block_info, output_num_tokens=num_tokens)
+        module_lengths = tuple(
+            (name, count) for name, count in rows.items() if count != block_info.num_sharded_tokens(0) > 0
         )
-        self.block_calls[passing.block_call] = replace(passing, module_num_tokens=within)
-        told = [
+        self.block_calls[block_info.block_call] = replace(block_info, module_num_tokens=module_lengths)
+        output_shards = [
             (dims[0], self._full_shard(self.trial_lengths.glue_length(each.shape[dims[0]]))) if dims else None
-            for each, dims in pairs
+            for each, dims in outputs_and_dims
         ]
-        back = {id(each): self.trial_lengths.resize_for_glue(each) for each, dims in pairs if dims}
-        return wrap_block_outputs(replace_tensors(outputs, back), told)
+        resized = {
+            id(each): self.trial_lengths.resize_for_glue(each) for each, dims in outputs_and_dims if dims
+        }
+        return wrap_block_outputs(replace_tensors(outputs, resized), output_shards)
 
     def _try_replicated(
-        self, passing: BlockSequenceInfo, outputs: Any, takes: BlockInputs
+        self, block_info: BlockSequenceInfo, outputs: Any, block_inputs: BlockInputs
     ) -> BlockSequenceInfo:
-        """A visit that cannot run on some of the tokens, and may run on all: it is given no other's; as it was, if it may not."""
-        found, none = tree_tensors(outputs), ((),) * len(passing.input_token_dims)
-        gives = tuple(find_token_dims(each, self.prime_product) for each in found)
-        told = [
+        """A block call that cannot run on a shard may run on all tokens, if it takes no gathered ones; else
+        returned unchanged.
+        """
+        tensors_found, no_dims = tree_tensors(outputs), ((),) * len(block_info.input_token_dims)
+        output_dims = tuple(find_token_dims(each, self.prime_product) for each in tensors_found)
+        output_shards = [
             each.shape[dims[0]] in self.trial_lengths.planned_lengths
-            for each, dims in zip(found, gives, strict=True)
+            for each, dims in zip(tensors_found, output_dims, strict=True)
             if len(dims) == 1
         ]
-        if told and all(told) and not any(len(dims) > 1 for dims in gives):
+        if output_shards and all(output_shards) and not any(len(dims) > 1 for dims in output_dims):
             return replace(
-                passing,
-                input_token_dims=none,
+                block_info,
+                input_token_dims=no_dims,
                 input_num_tokens=(),
-                output_token_dims=gives,
+                output_token_dims=output_dims,
                 not_sequence_parallel="",
                 is_replicated=True,
             )
-        if takes.has_tokens:
-            return passing
+        if block_inputs.has_tokens:
+            return block_info
+        # another size equals the length
         return replace(
-            passing,
-            input_token_dims=none,
+            block_info,
+            input_token_dims=no_dims,
             input_num_tokens=(),
-            output_token_dims=((),) * len(found),
+            output_token_dims=((),) * len(tensors_found),
             not_sequence_parallel="",
-        )  # some other size is as large
+        )
 
-    def _try_replicated_pooling(self, passing: BlockSequenceInfo, outputs: Any) -> BlockSequenceInfo:
-        """A visit that gives out no tokens: every rank may run it on all of them, brought together for it."""
-        pools = bool(passing.output_token_dims) and not any(
+    def _try_replicated_pooling(self, block_info: BlockSequenceInfo, outputs: Any) -> BlockSequenceInfo:
+        """A block call without token outputs may run on gathered tokens on every rank."""
+        is_pooling = bool(block_info.output_token_dims) and not any(
             find_token_dims(each, self.prime_product) for each in tree_tensors(outputs)
         )
         return (
             replace(
-                passing,
-                input_token_dims=((),) * len(passing.input_token_dims),
+                block_info,
+                input_token_dims=((),) * len(block_info.input_token_dims),
                 input_num_tokens=(),
                 not_sequence_parallel="",
                 is_replicated=True,
             )
-            if pools
-            else passing
+            if is_pooling
+            else block_info
         )
 
-    def _output_token_dims(self, visit: TracedBlockCall, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Which dims of a tensor that a visit gives out are tokens."""
-        dims, along = find_token_dims(tensor, self.prime_product), self.token_layouts.get(tensor)
-        if along is not None and along.kind in ("subset", "padded"):
-            self._note(visit, along.origin)
-            self.token_layouts.pop(tensor)  # glue may compute with it, if the visit runs on all tokens
-        if not dims or (along is not None and along.kind == "keys"):
+    def _output_token_dims(self, block_call: TracedBlockCall, tensor: torch.Tensor) -> tuple[int, ...]:
+        """Returns the token dims of an output of a block call."""
+        dims, layout = find_token_dims(tensor, self.prime_product), self.token_layouts.get(tensor)
+        if layout is not None and layout.kind in ("subset", "padded"):
+            self._note(block_call, layout.origin)
+            self.token_layouts.pop(tensor)  # glue may use it if the block call runs on full sequences
+        if not dims or (layout is not None and layout.kind == "keys"):
             return ()
-        if along is None:
-            visit.reads_tokens = True  # who knows what
+        if layout is None:
+            block_call.reads_tokens = True  # of unknown origin
             self._note(
-                visit,
-                "gives out tokens that it was not given: put into an attribute, or made by code out of sight",
+                block_call,
+                "returns tokens that were not among its inputs: from an attribute, or from code that is not followed",
             )
-        elif along.kind == "from_length":
-            self._note(visit, MADE_IN_BLOCK.format(along.origin))
+        elif layout.kind == "from_length":
+            self._note(block_call, MADE_IN_BLOCK.format(layout.origin))
         if any(tensor.shape[dim] not in self.trial_lengths.planned_lengths for dim in dims):
             shape = describe_shape(tensor, self.trial_lengths)
             self._note(
-                visit, f"gives out a tensor of shape {shape}, in which tokens are merged with another dim"
+                block_call,
+                f"returns a tensor of shape {shape}, in which tokens are merged with another dim",
             )
             return ()
         return dims
 
-    def _note_attention(self, visit: TracedBlockCall, given: SDPAArguments, made: torch.Tensor) -> None:
-        """A visit attends."""
+    def _note_attention(self, block_call: TracedBlockCall, given: SDPAArguments, made: torch.Tensor) -> None:
         if is_unrelated_to_tokens(given, self.trial_lengths):
-            visit.attends_elsewhere = True
+            block_call.attends_elsewhere = True
             self.calls_attending_elsewhere += (
-                [] if visit.name in self.calls_attending_elsewhere else [visit.name]
+                [] if block_call.name in self.calls_attending_elsewhere else [block_call.name]
             )
             return
-        visit.calls_attention = True
-        self._note(visit, recompute_reason())
-        declared = any(vars(module).get("is_causal") is True for _, module in visit.open_modules)
-        found = describe_attention_call(
-            visit, given, self.token_layouts, self.trial_lengths, declared_causal=declared
+        block_call.calls_attention = True
+        self._note(block_call, recompute_reason())
+        is_causal = any(vars(module).get("is_causal") is True for _, module in block_call.open_modules)
+        tensors_found = describe_attention_call(
+            block_call, given, self.token_layouts, self.trial_lengths, declared_causal=is_causal
         )
-        if isinstance(found, AttentionSpec):
+        if isinstance(tensors_found, AttentionSpec):
             self.token_layouts[made] = SHARDED
-            self.attention_calls.append(found)
+            self.attention_calls.append(tensors_found)
         else:
-            self._note(visit, found)
+            self._note(block_call, tensors_found)
 
-    def _note_convolution(self, visit: TracedBlockCall, step: TokenOp) -> str:
-        """Note a convolution. Returns why nobody can answer it."""
-        why, found = analyze_convolution(step)
-        attended = sum(each.block_call == visit.name for each in self.attention_calls)
+    def _note_convolution(self, block_call: TracedBlockCall, op: TokenOp) -> str:
+        """Notes a convolution. Returns why it cannot run on a shard."""
+        reason, tensors_found = analyze_convolution(op)
+        attended = sum(each.block_call == block_call.name for each in self.attention_calls)
         where = {
-            "block_call": visit.name,
-            "module": visit.open_modules[-1][0],
-            "num_tokens": self.trial_lengths.planned_lengths.get(found.num_tokens, 0),
+            "block_call": block_call.name,
+            "module": block_call.open_modules[-1][0],
+            "num_tokens": self.trial_lengths.planned_lengths.get(tensors_found.num_tokens, 0),
         }
         self.conv_calls.append(
             replace(
-                found, **where, num_prior_attention_calls=attended, prior_layers=tuple(visit.finished_modules)
+                tensors_found,
+                **where,
+                num_prior_attention_calls=attended,
+                prior_layers=tuple(block_call.finished_modules),
             )
         )
-        return why
+        return reason
 
-    def _enter_module(self, name: str, aside: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A module within a block is called."""
+    def _enter_module(self, name: str, is_expert: bool, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._block_call is not None:
             note_module_call(self._block_call, name, args, self.trial_lengths)
             self._block_call.open_modules.append((name, module))
-            self._block_call.num_open_experts += aside
+            self._block_call.num_open_experts += is_expert
 
-    def _leave_module(self, aside: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A module within a block has been left; what experts give out has tokens as what they were given."""
+    def _leave_module(self, is_expert: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Ends a module inside a block; outputs of experts have tokens like their inputs."""
         if (
             self._block_call is None
             or not self._block_call.open_modules
@@ -422,8 +450,8 @@ class BlockTrace(TorchFunctionMode):
         ):
             return
         self._block_call.finished_modules.append(self._block_call.open_modules.pop()[0])
-        self._block_call.num_open_experts -= aside
-        for each in tree_tensors(output) if aside else ():
+        self._block_call.num_open_experts -= is_expert
+        for each in tree_tensors(output) if is_expert else ():
             dims = find_token_dims(each, self.prime_product)
             if dims:
                 self.token_layouts[each] = SHARDED

@@ -91,7 +91,7 @@ class SequenceShardedTensor(torch.Tensor):
             f"{func} takes in a tensor of which each rank has some of the tokens, below all "
             f"that could bring them together"
         )
-        raise PlanError(text, fix="compute it inside of a block: Model(blocks=[...])", location="model")
+        raise PlanError(text, fix="compute it inside a block: Model(blocks=[...])", location="model")
 
 
 def make_sharded_tensor(
@@ -199,11 +199,11 @@ def _shard_of_dim(
     shard = shares(planned_length, length)
     if shard.length != length:
         text = (
-            f"it is given a tensor of shape {list(tensor.shape)}, and in the trial run dim "
+            f"it is given a tensor of shape {list(tensor.shape)}, in the trial run dim "
             f"{dim} of that was tokens"
         )
         raise PlanError(
-            f"{text}: there are {shard.length}", fix="give each row as many tokens", location=visit
+            f"{text}: there are {shard.length}", fix="give all samples the same length", location=visit
         )
     return shard
 
@@ -219,9 +219,9 @@ def _shard_of_new_tensor(tensor: torch.Tensor, shards: Sequence[TokenShard], vis
         if rows is not None:
             return rows
     if any(shard.length in tensor.shape for shard in shards):
-        text = f"it is given a tensor of shape {list(tensor.shape)}, which was not there in the trial run"
+        text = f"it is given a tensor of shape {list(tensor.shape)}, which was absent in the trial run"
         raise PlanError(
-            text, fix="make the plan from an example batch that has all that later ones have", location=visit
+            text, fix="make the plan from an example batch with all inputs of later batches", location=visit
         )
     return None
 

@@ -51,13 +51,13 @@ class SequenceLengths:
             if len(set(found.values())) > 1:
                 described = ", ".join(f"{key} {length}" for key, length in found.items())
                 text = (
-                    f"the rows hold {described} tokens, and in the example of the plan they were "
+                    f"the sequences have {described} tokens, and in the example of the plan they were "
                     f"as "
                     f"long as each other"
                 )
                 fix = (
-                    "pad the rows to one length, or make the plan from an example whose rows "
-                    "have unlike lengths too"
+                    "pad the sequences to one length, or make the plan from an example whose sequences "
+                    "differ in length too"
                 )
                 raise PlanError(text, fix=fix, location="batch")
         return cls(get_shard, {planned: next(iter(found.values())) for planned, found in known.items()})
@@ -108,11 +108,7 @@ class ShardedForward:
         unknown block call.
         """
         if block_call not in self._block_calls:
-            text = (
-                f"the forward reaches '{block_call}', of which nothing is known: which of "
-                f"its "
-                f"tensors have tokens"
-            )
+            text = f"the forward reaches '{block_call}', which has no rule: which of its tensors have tokens"
             raise PlanError(text, fix="let the forward call the same blocks on every batch", location="model")
         self.active_calls.append(self._block_calls[block_call])
         self._num_attention_calls = self._num_conv_calls = 0
@@ -146,7 +142,9 @@ class ShardedForward:
                 f"it calls attention {self._num_attention_calls + 1} times, and in the trial "
                 f"run {len(attention_calls)} times"
             )
-            raise PlanError(text, fix="let a block attend as often on every batch", location=block_call)
+            raise PlanError(
+                text, fix="let a block call attention equally often on every batch", location=block_call
+            )
         lengths = (
             attention_calls[min(self._num_attention_calls, len(attention_calls) - 1)]
             if attention_calls

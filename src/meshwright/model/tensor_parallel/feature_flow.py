@@ -1,14 +1,17 @@
-"""Who takes in what whom gives out: the features of linear layers are followed through a trial run of the model.
+"""Who takes in what whom gives out: the features of linear layers are followed through a trial run of the
+model.
 
-While the model runs, a mode below all of torch's Python follows the numbers of features (model/carried.py). Layers are met at
-their own calls: a linear layer notes what the tensor carries that it takes in, and what it gives out carries features of its own.
+While the model runs, a mode below all of torch's Python follows the numbers of features (model/carried.py).
+Layers are met at their own calls: a linear layer notes what the tensor carries that it takes in, and what it
+gives out carries features of its own.
 
     q k v -> heads, norms, rope, softmax -> o     o takes in features of q, tied by heads to those of k and v
     gate_up -> split -> act, times -> down        down takes in features of gate_up, tied two by two
 
-What is handed from block to block, or to a head, counts as needed whole (`escaped`), but for tables by head, which are passed
-from the layer that has them to those that use them. A tensor by head that a block is given (a bias of the attention that the glue
-computes) is a source too, by the name of the block's argument. `model/pairing.py` reads the layers off from what is found here.
+What is handed from block to block, or to a head, counts as needed whole (`escaped`), but for tables by head,
+which are passed from the layer that has them to those that use them. A tensor by head that a block is given
+(a bias of the attention that the glue computes) is a source too, by the name of the block's argument.
+`model/pairing.py` reads the layers off from what is found here.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -37,24 +40,26 @@ from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.pytree import tree_tensors
 
 FeatureSourceKind = Literal["linear", "table", "argument"]
-PER_HEAD_NDIM = 4  # dims of a tensor that is one table per head: rows, heads, queries, keys
+PER_HEAD_NDIM = 4  # a table per head: [samples, heads, queries, keys]
 
 
+# by kind of layer role
 FEATURE_KINDS = {
     "linear": "linear",
     "embedding": "table",
     "head": "head",
-}  # what a layer is to a flow, by the kind of its socket
+}
 DROPOUT_FUNCTIONS = (F.dropout, torch.dropout, torch.dropout_)
 ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask")
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureNode:
-    """One call of a layer that gives out features: its kind, the visit, the number of the first feature and how many there are.
+    """One call of a layer that gives out features: its kind, the visit, the number of the first feature and
+    how many there are.
 
-    `into` are the numbers of the features that it takes in, along its last dim; None where that carries none. Of an argument of a
-    block, `name` is the block and `slot` the argument, cut along dim 1.
+    `into` are the numbers of the features that it takes in, along its last dim; None where that carries none.
+    Of an argument of a block, `name` is the block and `slot` the argument, cut along dim 1.
     """
 
     name: str
@@ -70,8 +75,8 @@ class FeatureNode:
 class FeatureFlow(TorchDispatchMode):
     """Follows features (`following`).
 
-    `met` are the parameters that stood beside features outside of layers, by name, each with the numbers that it met; `apart_too`
-    are those that were used apart from features.
+    `met` are the parameters that stood beside features outside of layers, by name, each with the numbers that
+    it met; `apart_too` are those that were used apart from features.
     """
 
     features: CarriedFeatures = field(default_factory=CarriedFeatures)
@@ -86,11 +91,11 @@ class FeatureFlow(TorchDispatchMode):
         super().__init__()
         self._num_open_layers = 0
         self._parameters: Mapping[int, str] = {}
-        self._params_behind: MutableMapping[torch.Tensor, set[str]] = (
-            WeakIdKeyDictionary()
-        )  # of what is made of parameters alone, those
+        # by tensor computed from parameters only: the names of these
+        self._params_behind: MutableMapping[torch.Tensor, set[str]] = WeakIdKeyDictionary()
         self._in_glue: Callable[[], bool] = lambda: False
-        self._is_table_feature = np.zeros(0, dtype=bool)  # by number: whether it is of a table
+        # by feature id: whether it belongs to a per-head table
+        self._is_table_feature = np.zeros(0, dtype=bool)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -121,7 +126,8 @@ class FeatureFlow(TorchDispatchMode):
     ) -> Iterator[None]:
         """Meanwhile, what `module` computes is followed: its `blocks`, and `layers` by name with their kinds.
 
-        `in_glue` tells whether a layer that begins is called between blocks: it takes in all, and gives out nothing.
+        `in_glue` tells whether a layer that begins is called between blocks: it takes in all, and gives out
+        nothing.
         """
         handles = []
         self._in_glue = in_glue
@@ -163,11 +169,11 @@ class FeatureFlow(TorchDispatchMode):
             if self.features.get(value) is None and self.features.varying_dims(value)[1]:
                 self._add_node(block, "argument", value.shape[1], slot=slot)
                 numbers = np.arange(self.nodes[-1].first_feature, self.num_features).reshape(1, -1, 1, 1)
-                self.features.put(value, numbers)
+                self.features.record(value, numbers)
 
     def _after_block(self, outputs: object) -> None:
         """A block gives these out; of all else that it has computed, only tables are still known."""
-        if not self._in_glue():  # it is a part of another
+        if not self._in_glue():  # a block inside another block
             return
         for tensor in tree_tensors(outputs):
             numbers = self.features.get(tensor)
@@ -192,7 +198,7 @@ class FeatureFlow(TorchDispatchMode):
         carried = None if kind == "table" else self.features.get(layer_input)
         if kind not in ("linear", "table"):
             self.unsplit_features += [] if carried is None else [carried]
-            self.features.put(out, None)
+            self.features.record(out, None)
             return
         into = None
         if carried is not None:
@@ -204,24 +210,26 @@ class FeatureFlow(TorchDispatchMode):
             into = None if into is None or (into == NO_FEATURE).any() else into
             self.unsplit_features += [carried] if into is None else []
         self._add_node(name, "linear" if kind == "linear" else "table", out.shape[-1], into)
-        self.features.put(out, output_features(self.nodes[-1].first_feature, out.shape[-1], out.ndim))
+        self.features.record(out, output_features(self.nodes[-1].first_feature, out.shape[-1], out.ndim))
 
     def copy_features(self, source: object, out: object) -> None:
         """`out` carries what `given` does."""
         if isinstance(source, torch.Tensor) and isinstance(out, torch.Tensor):
-            self.features.put(out, self.features.get(source))
+            self.features.record(out, self.features.get(source))
 
     def follow_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, out: torch.Tensor
     ) -> None:
-        """Attention by heads, which stand along the third dim from behind: every one uses a key, a value, and its table."""
+        """Attention by heads, which stand along the third dim from behind: every one uses a key, a value, and
+        its table.
+        """
         carried, ties = self.features, self.features.ties
         found = [carried.get(tensor) for tensor in (query, key, value)]
         met = [None if each is None else self._one_per_head(each) for each in found]
         asking = met[0]
         if asking is None:
             self._tie_all([each for each in met if each is not None])
-            carried.put(out, None)
+            carried.record(out, None)
             return
         for tensor, numbers in zip((key, value), met[1:], strict=True):
             if numbers is None:
@@ -239,7 +247,7 @@ class FeatureFlow(TorchDispatchMode):
                 asking = ties.tie_along(asking, [asking.ndim - 3] if by_head else [])
             else:
                 ties.tie(asking, ties.tie_along(table, [table.ndim - 2, table.ndim - 1]))
-        carried.put(out, asking)
+        carried.record(out, asking)
         self._note_params(tree_tensors((query, key, value, mask)), out)
 
     def _one_per_head(self, numbers: FeatureIds) -> FeatureIds:
@@ -269,10 +277,11 @@ class FeatureFlow(TorchDispatchMode):
         return bool(self._is_table_feature[numbers[numbers != NO_FEATURE]].all())
 
     def _note_params(self, given: list[torch.Tensor], out: object) -> None:
-        """Parameters that are used beside features, they or what is made of them alone (1 + weight): all ranks use them.
+        """Parameters that are used beside features, they or what is made of them alone (1 + weight): all
+        ranks use them.
 
-        Features beside which stands something else that needs a gradient (a gate of the stream) are needed whole: a rank has a
-        summand of that gradient only.
+        Features beside which stands something else that needs a gradient (a gate of the stream) are needed
+        whole: a rank has a summand of that gradient only.
         """
         names = set[str]().union(*(self._params_of(each) for each in given))
         carry = [self.features.get(each) is not None for each in given]
@@ -298,7 +307,9 @@ class FeatureFlow(TorchDispatchMode):
 
 
 def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
-    """The layers of `module` that are met in a flow, and their kinds; of one with adapters, whose layers are two, none."""
+    """The layers of `module` that are met in a flow, and their kinds; of one with adapters, whose layers are
+    two, none.
+    """
     if is_adapted(module):
         return {}
     return {

@@ -1,25 +1,29 @@
-"""What every operation of torch does to the features that its tensors carry (model/carried.py), by the name of the operation.
+"""What every operation of torch does to the features that its tensors carry (model/carried.py), by the name
+of the operation.
 
     views, copies           the same numbers, laid out as the tensor
     element by element      an element that is computed from several ties their numbers
     along a dim             a sum, a norm, a softmax ties all numbers along it
     products                tie along what is summed over; the first factor uses what the second carries
-    all else                ties everything that goes in, and what comes out carries nothing: such a layer stays whole; so does
+    all else                ties everything that goes in, and what comes out carries nothing: such a layer
+                            stays whole; so does
                             a known operation that is called in a form of which nothing is known
 
 Limits: an operation that picks single elements by an index that is not known ties all along that dim.
 
-Which features of which layers a tensor carries: numbers that travel with it, through views and products, while a model runs.
+Which features of which layers a tensor carries: numbers that travel with it, through views and products,
+while a model runs.
 
-Every feature that a layer gives out has a number. What a tensor *carries* is an array of such numbers with the tensor's own dims,
-of size 1 along dims in which they do not change:
+Every feature that a layer gives out has a number. What a tensor *carries* is an array of such numbers with
+the tensor's own dims, of size 1 along dims in which they do not change:
 
     q = x W      [3, 9, 8]       carries [1, 1, 8]:  0 1 2 3 4 5 6 7
     as heads     [3, 2, 9, 4]    carries [1, 2, 1, 4]: head 0 has 0 1 2 3, head 1 has 4 5 6 7
 
-An operation that computes one element from several features ties them together: a rank that has one of them must have all.
-`unite` ties, and `uses` ties loosely: what uses a feature needs it, and others may need it too (heads that share a key).
-Numbers of features that are tied to all others of a dim are left out: the array gets size 1 there. NONE marks what is no feature.
+An operation that computes one element from several features ties them together: a rank that has one of them
+must have all. `unite` ties, and `uses` ties loosely: what uses a feature needs it, and others may need it too
+(heads that share a key). Numbers of features that are tied to all others of a dim are left out: the array
+gets size 1 there. NONE marks what is no feature.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +44,9 @@ NO_FEATURE = -1
 
 @dataclass
 class FeatureTies:
-    """Which numbers belong together, as pairs of arrays: `together` always, `used` by those that read them."""
+    """Which numbers belong together, as pairs of arrays: `together` always,
+    `used` by those that read them.
+    """
 
     tied_pairs: list[tuple[FeatureIds, FeatureIds]] = field(default_factory=list)
     used_pairs: list[tuple[FeatureIds, FeatureIds]] = field(default_factory=list)
@@ -57,7 +63,7 @@ class FeatureTies:
         """`numbers` after all that differ along `dims` are tied: size 1 there."""
         for dim in dims:
             if numbers.shape[dim] > 1:
-                some = numbers.max(axis=dim, keepdims=True)  # where there is a number, it is not NONE
+                some = numbers.max(axis=dim, keepdims=True)  # feature ids are greater than NO_FEATURE
                 self.tie(numbers, some)
                 numbers = some
         return numbers
@@ -79,7 +85,9 @@ def component_labels(count: int, ties: Iterable[tuple[FeatureIds, FeatureIds]]) 
 
 @dataclass
 class CarriedFeatures:
-    """What tensors carry, by identity; and of tensors that carry nothing and are constant along dims, the other dims."""
+    """What tensors carry, by identity; and of tensors that carry nothing and are constant along dims, the
+    other dims.
+    """
 
     ties: FeatureTies = field(default_factory=FeatureTies)
     _feature_ids: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
@@ -89,7 +97,7 @@ class CarriedFeatures:
         """What `tensor` carries, if anything."""
         return self._feature_ids.get(tensor)
 
-    def put(self, tensor: torch.Tensor, numbers: FeatureIds | None) -> None:
+    def record(self, tensor: torch.Tensor, numbers: FeatureIds | None) -> None:
         """Note what `tensor` carries."""
         if numbers is not None:
             self._feature_ids[tensor] = drop_constant_dims(np.asarray(numbers))
@@ -118,7 +126,9 @@ class CarriedFeatures:
         )
 
     def tie_to_other(self, numbers: FeatureIds, other: torch.Tensor, ndim: int) -> FeatureIds:
-        """`numbers`, of `ndim` dims, where an element of them meets one of `plain`: tied along dims in which that changes."""
+        """`numbers`, of `ndim` dims, where an element of them meets one of `plain`: tied along dims in which
+        that changes.
+        """
         loose = self.varying_dims(other)
         changing = [dim + ndim - other.ndim for dim, changes in enumerate(loose) if changes]
         return self.ties.tie_along(numbers, [dim for dim in changing if dim >= 0])
@@ -199,7 +209,7 @@ def propagate_features(
     if packet in COPY_OPS or effect is _pointwise or any(carried.get(tensor) is not None for tensor in given):
         try:
             effect(carried, func, args, kwargs, out)
-        except (IndexError, KeyError, TypeError, ValueError):  # called in a form that is not known here
+        except (IndexError, KeyError, TypeError, ValueError):  # called with unknown arguments
             _tie_everything(carried, func, args, kwargs, out)
 
 
@@ -227,7 +237,7 @@ def _pointwise(
         found = [carried.tie_to_other(numbers, tensor, out.ndim) for numbers in found]
     for other in found[1:]:
         carried.ties.tie(found[0], other)
-    carried.put(out, _merge_features(found))
+    carried.record(out, _merge_features(found))
 
 
 def _merge_features(found: Sequence[FeatureIds]) -> FeatureIds:
@@ -245,26 +255,26 @@ def _copy(
     if carried.get(args[0]) is None:
         carried.set_constant(out, carried.varying_dims(args[0]))
     else:
-        carried.put(out, carried.get(args[0]))
+        carried.record(out, carried.get(args[0]))
 
 
 def _view(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
     if out.numel():
-        carried.put(out, view_features(_first_features(carried, args), args[0].shape, out.shape))
+        carried.record(out, view_features(_first_features(carried, args), args[0].shape, out.shape))
 
 
 def _transpose(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    carried.put(out, np.swapaxes(_first_features(carried, args), args[1], args[2]))
+    carried.record(out, np.swapaxes(_first_features(carried, args), args[1], args[2]))
 
 
 def _permute(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    carried.put(out, np.transpose(_first_features(carried, args), args[1] if len(args) > 1 else None))
+    carried.record(out, np.transpose(_first_features(carried, args), args[1] if len(args) > 1 else None))
 
 
 def _expand(
@@ -274,7 +284,7 @@ def _expand(
         loose = carried.varying_dims(args[0])
         carried.set_constant(out, (*[False] * (out.ndim - len(loose)), *loose))
     else:
-        carried.put(out, add_leading_dims(_first_features(carried, args), out.ndim))
+        carried.record(out, add_leading_dims(_first_features(carried, args), out.ndim))
 
 
 def _slice(
@@ -286,14 +296,14 @@ def _slice(
     if numbers.shape[dim] > 1:
         places = range(args[0].shape[dim])[start:end:step]
         numbers = numbers.take(list(places), axis=dim)
-    carried.put(out, numbers)
+    carried.record(out, numbers)
 
 
 def _select(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
     numbers, dim, index = _first_features(carried, args), args[1], args[2]
-    carried.put(out, numbers.take(index if numbers.shape[dim] > 1 else 0, axis=dim))
+    carried.record(out, numbers.take(index if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
 def _split(
@@ -302,7 +312,9 @@ def _split(
     numbers, dim, start = _first_features(carried, args), _dim_argument(func, args, kwargs), 0
     for part in out:
         end = start + part.shape[dim]
-        carried.put(part, numbers if numbers.shape[dim] == 1 else numbers.take(range(start, end), axis=dim))
+        carried.record(
+            part, numbers if numbers.shape[dim] == 1 else numbers.take(range(start, end), axis=dim)
+        )
         start = end
 
 
@@ -311,7 +323,7 @@ def _unbind(
 ) -> None:
     numbers, dim = _first_features(carried, args), _dim_argument(func, args, kwargs)
     for i, part in enumerate(out):
-        carried.put(part, numbers.take(i if numbers.shape[dim] > 1 else 0, axis=dim))
+        carried.record(part, numbers.take(i if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
 def _cat(
@@ -329,7 +341,7 @@ def _stack(
     ndim = out.ndim - 1
     shapes = np.broadcast_shapes(*(numbers.shape for numbers in found if numbers is not None))
     rows = [np.full((1,) * ndim, NO_FEATURE) if numbers is None else numbers for numbers in found]
-    carried.put(out, np.stack([np.broadcast_to(numbers, shapes) for numbers in rows], axis=dim))
+    carried.record(out, np.stack([np.broadcast_to(numbers, shapes) for numbers in rows], axis=dim))
 
 
 def _concatenate(
@@ -347,7 +359,7 @@ def _concatenate(
         rows.append(
             np.broadcast_to(np.full((1,) * out.ndim, NO_FEATURE) if numbers is None else numbers, shape)
         )
-    carried.put(out, np.concatenate(rows, axis=dim))
+    carried.record(out, np.concatenate(rows, axis=dim))
 
 
 def _shape_without_dim(shape: Sequence[int], dim: int) -> tuple[int, ...]:
@@ -368,7 +380,7 @@ def _reduce(
     numbers = carried.ties.tie_along(numbers, [dim for dim in dims if dim < numbers.ndim])
     for each in tree_tensors(out):
         fits = each.ndim == numbers.ndim
-        carried.put(each, numbers if fits else np.squeeze(numbers, axis=tuple(dims)))
+        carried.record(each, numbers if fits else np.squeeze(numbers, axis=tuple(dims)))
 
 
 def _layer_norm(
@@ -379,7 +391,7 @@ def _layer_norm(
     found = carried.ties.tie_along(numbers, range(numbers.ndim - ndim, numbers.ndim))
     for each in tree_tensors(out):
         if each.ndim == found.ndim:
-            carried.put(each, found)
+            carried.record(each, found)
 
 
 def _product(
@@ -402,7 +414,7 @@ def _product(
         first = carried.ties.tie_along(first, [0] if right.shape[0] > 1 else [])
     elif out.ndim == 3 and second is not None:
         second = carried.ties.tie_along(second, [0] if left.shape[0] > 1 else [])
-    carried.put(out, second if first is None else first)
+    carried.record(out, second if first is None else first)
 
 
 def _glu(
@@ -412,7 +424,7 @@ def _glu(
     if numbers.shape[dim] > 1:
         numbers, gate = np.split(numbers, 2, axis=dim)
         carried.ties.tie(numbers, gate)
-    carried.put(out, numbers)
+    carried.record(out, numbers)
 
 
 def _index(
@@ -431,7 +443,7 @@ def _index(
     if numbers.shape[dim] > 1:
         places = _known_index(index)
         numbers = carried.ties.tie_along(numbers, [dim]) if places is None else numbers.take(places, axis=dim)
-    carried.put(out, numbers)
+    carried.record(out, numbers)
 
 
 def _known_index(index: torch.Tensor) -> list[int] | None:
@@ -450,7 +462,7 @@ def _tie_everything(
     for one in ones[1:]:
         carried.ties.tie(ones[0], one)
     for each in tree_tensors(out):
-        carried.put(each, None)
+        carried.record(each, None)
 
 
 def _first_features(carried: CarriedFeatures, args: Sequence[Any]) -> FeatureIds:

@@ -1,14 +1,16 @@
-"""Layers whose outputs end in one sum: what rows layers give out is followed through a trial run, as long as it is only added to.
+"""Layers whose outputs end in one sum: what rows layers give out is followed through a trial run, as long as
+it is only added to.
 
     h = norm(x);  a = attention(h);  m = mlp(h);  y = x + a + m        a and m are summands of one sum: y
-    a = attention(norm(x));  y = x + a;  m = mlp(norm(y));  z = y + m  a is looked at before m is there: two sums
+    a = attention(norm(x));  y = x + a;  m = mlp(norm(y));  z = y + m  a is read before m is there: two sums
 
-A tensor carries the outputs that it has as summands, each once. An addition joins what its operands carry. Whatever else looks at
-a tensor (another operation, the end of the block, somebody who keeps it) sees all that it carries at once. Outputs that are never
-seen one without the other may change places: one layer may hand its output to the other, and give out zeros.
+A tensor carries the outputs that it has as summands, each once. An addition joins what its operands carry.
+Whatever else looks at a tensor (another operation, the end of the block, somebody who keeps it) sees all that
+it carries at once. Outputs that are never seen one without the other may change places: one layer may hand
+its output to the other, and give out zeros.
 
-Limits: additions of equal shapes and dtypes, with factor one, where gradients are on; layers that are called once in a forward.
-Who looks at an output in some steps only, and not in the trial run, sees zeros there.
+Limits: additions of equal shapes and dtypes, with factor one, where gradients are on; layers that are called
+once in a forward. Who looks at an output in some steps only, and not in the trial run, sees zeros there.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,21 +29,24 @@ from meshwright.plan.model_spec.layer_calls import LayerCall
 
 aten: Any = torch.ops.aten
 ADD_OPS = (aten.add.Tensor, aten.add_.Tensor)
-METADATA_OPS = (torch.ops.prim.device.default,)  # what tells nothing of values
-COPY_OPS = (aten.alias, aten.view, aten._unsafe_view, aten.clone)  # where the shape stays: the same summands
+METADATA_OPS = (torch.ops.prim.device.default,)  # reads no values
+# these keep the summands if the shape stays
+COPY_OPS = (aten.alias, aten.view, aten._unsafe_view, aten.clone)
 SummandIds = frozenset[int]
 
 
 class JointSums(TorchDispatchMode):
-    """Follows what layers give out through additions (`watching`), and tells which of them end in one sum (`marked`)."""
+    """Follows what layers give out through additions (`watching`), and tells which of them end in one sum
+    (`marked`).
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._uses: list[
-            tuple[str, int]
-        ] = []  # layers, each with the number of the block's call in which it ran
-        self._summands: Any = WeakTensorKeyDictionary()  # of a tensor, the uses that it has as summands
-        self._read_together: dict[SummandIds, None] = {}  # what was looked at, in order
+        # layer, and index of the block call in which it ran
+        self._uses: list[tuple[str, int]] = []
+        # by tensor: the layer uses that it contains as summands
+        self._summands: Any = WeakTensorKeyDictionary()
+        self._read_together: dict[SummandIds, None] = {}  # sets of summands that were read together, in order
         self._num_open_blocks, self._block = 0, 0
 
     @contextmanager
@@ -51,7 +56,7 @@ class JointSums(TorchDispatchMode):
         """Meanwhile, what `layers` of `module` give out is followed to the ends of its `blocks`."""
         handles = [block.register_forward_pre_hook(self._before_block) for block in blocks.values()]
         handles += [block.register_forward_hook(self._after_block) for block in blocks.values()]
-        for name in dict.fromkeys(layers):  # before hooks of others change what comes out
+        for name in dict.fromkeys(layers):  # before other hooks change the output
             handles.append(
                 module.get_submodule(name).register_forward_hook(
                     partial(self._after_layer, name), prepend=True

@@ -1,10 +1,12 @@
-"""Norms over the last dim whose formula is known: ranks that have a slice of that dim can compute them together.
+"""Norms over the last dim whose formula is known: ranks that have a slice of that dim can compute them
+together.
 
     y = (x - mean) / sqrt(variance + eps) * (weight + offset) + bias        LayerNorm
     y = x / sqrt(mean of squares + eps) * (weight + offset)                 RMSNorm
 
-Mean and variance of a row are one or two numbers: its *statistics*. Those of slices of one size give those of the whole. That a
-layer follows one of the two is not read off its name: it is tried on a few random rows, some of them so small that eps shows.
+Mean and variance of a row are one or two numbers: its *statistics*. Those of slices of one size give those of
+the whole. That a layer follows one of the two is not read off its name: it is tried on a few random rows,
+some of them so small that eps shows.
 """
 
 from itertools import product
@@ -15,7 +17,7 @@ from torch import nn
 from meshwright.plan.model_spec.layer_calls import NormFormula
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
-TOLERANCE = 1e-4  # of float32 sums over some thousand elements
+TOLERANCE = 1e-4  # rounding of float32 sums over some thousand elements
 
 
 def find_norm_formula(layer: nn.Module) -> NormFormula | None:
@@ -26,9 +28,8 @@ def find_norm_formula(layer: nn.Module) -> NormFormula | None:
         for key, value in vars(layer).items()
         if key in EPS_NAMES and (value is None or isinstance(value, float))
     ]
-    if (
-        weight is None or weight.dim() != 1 or len(eps) != 1 or layer._buffers
-    ):  # who has buffers keeps count of what it sees
+    # buffers mean running statistics
+    if weight is None or weight.dim() != 1 or len(eps) != 1 or layer._buffers:
         return None
     width, generator = len(weight), torch.Generator().manual_seed(0)
     x = torch.randn(4, width, generator=generator) + 0.3
@@ -52,7 +53,9 @@ def norm_statistics(formula: NormFormula, x: torch.Tensor) -> torch.Tensor:
 
 
 def combine_statistics(formula: NormFormula, slices: torch.Tensor) -> torch.Tensor:
-    """The statistics of whole rows, of those of their slices, which are of one size: [..., slices * k] -> [..., k]."""
+    """The statistics of whole rows, of those of their slices, which are of one size: [..., slices * k] ->
+    [..., k].
+    """
     each = slices.unflatten(-1, (-1, formula.num_statistics))
     whole = each.mean(-2)
     if not formula.subtracts_mean:
@@ -68,7 +71,9 @@ def apply_norm(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What the norm gives out for `x`, rows or slices of rows whose statistics are `known`; weight and bias likewise."""
+    """What the norm gives out for `x`, rows or slices of rows whose statistics are `known`; weight and bias
+    likewise.
+    """
     eps = torch.finfo(x.dtype).eps if formula.eps is None else formula.eps
     x = x - statistics[..., :1] if formula.subtracts_mean else x
     y = x * torch.rsqrt(statistics[..., -1:] + eps)
@@ -78,7 +83,9 @@ def apply_norm(
 
 
 def _run_norm(layer: nn.Module, held: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor | None:
-    """What `layer` makes of `x` with the parameters `held`; None where it takes in something else, or more."""
+    """What `layer` makes of `x` with the parameters `held`; None where it takes in something else,
+    or more.
+    """
     before = dict(layer._parameters)
     try:
         layer._parameters.update({leaf: nn.Parameter(value) for leaf, value in held.items()})

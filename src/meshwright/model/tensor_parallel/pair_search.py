@@ -1,25 +1,29 @@
-"""Which layers can be divided together: read off the features that were followed through a trial run (model/flow.py).
+"""Which layers can be divided together: read off the features that were followed through a trial run
+(model/flow.py).
 
-A linear layer that takes in features of others is the rows layer of a group, those others are its columns layers. All features
-that are tied to one another are a unit; the group can be divided if its units lie in every layer as a `Cut` has them: section
-after section, one unit behind the other. Features that are only used (keys and values that query heads share) may belong to
-several units at once: then the units are groups of heads, and single heads where every rank makes the keys that its heads need.
+A linear layer that takes in features of others is the rows layer of a group, those others are its columns
+layers. All features that are tied to one another are a unit; the group can be divided if its units lie in
+every layer as a `Cut` has them: section after section, one unit behind the other. Features that are only used
+(keys and values that query heads share) may belong to several units at once: then the units are groups of
+heads, and single heads where every rank makes the keys that its heads need.
 
-A group is given up, and its layers stay whole, where some of its features are needed whole: by glue, by a norm over all of
-them, by a layer that is declared as something else.
+A group is given up, and its layers stay whole, where some of its features are needed whole: by glue, by a
+norm over all of them, by a layer that is declared as something else.
 
 Numbers of heads and widths that modules hold, and that must be those of the slice where a rank has one.
 
-Code that says `x.view(rows, tokens, self.num_heads, width)` or `split(self.split_size)` would not run on a slice. What such
-numbers are called is known by habit (the tables below), what they count by their values; which of them a forward reads, and for
-which it must see the whole, only a run on slices shows (model/trying.py). It is tried with more of them until it runs:
+Code that says `x.view(rows, tokens, self.num_heads, width)` or `split(self.split_size)` would not run on a
+slice. What such numbers are called is known by habit (the tables below), what they count by their values;
+which of them a forward reads, and for which it must see the whole, only a run on slices shows
+(model/trying.py). It is tried with more of them until it runs:
 
     0    numbers of heads, keys and values, and what is named after a split
     1    also those of the config that an attention module holds (it gets a copy of its own)
     2    also widths that elsewhere mean the stream's
     3    all
 
-Limits: a forward that reads such a number under another name does not run on slices, and its layers stay whole.
+Limits: a forward that reads such a number under another name does not run on slices, and its layers stay
+whole.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -35,14 +39,16 @@ from meshwright.model.tensor_parallel.feature_rules import FeatureIds, component
 from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import SizeAttribute
 
-UNDECLARED = ""  # a layer of which no role is declared
+UNDECLARED = ""  # no declared role
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are divided together: of each node how it is cut (`dim` is 0), and of rows layers how what goes in is.
+    """Layers that are divided together: of each node how it is cut (`dim` is 0), and of rows layers how what
+    goes in is.
 
-    `beside` are the parameters that stand between columns and rows, which every rank uses with its own features.
+    `beside` are the parameters that stand between columns and rows, which every rank uses with its own
+    features.
     """
 
     sources: Mapping[FeatureNode, DimSplit]
@@ -58,7 +64,9 @@ class LayerGroup:
 def find_layer_groups(
     feature_flow: FeatureFlow, roles: Mapping[str, str], excluded: Collection[str] = ()
 ) -> list[LayerGroup]:
-    """The groups of a trial run; `roles` are those declared, by layer, and the layers `without` stay whole."""
+    """The groups of a trial run; `roles` are those declared, by layer,
+    and the layers `without` stay whole.
+    """
     found = _GroupSearch(feature_flow, roles, set(excluded))
     refused: set[FeatureNode] = set()
     while True:
@@ -88,7 +96,9 @@ class _GroupSearch:
     def candidate_groups(
         self, refused: Collection[FeatureNode]
     ) -> tuple[list[tuple[list[FeatureNode], list[FeatureNode]]], FeatureIds]:
-        """Rows layers and those that they take in from, group by group, and the classes of all that is needed whole."""
+        """Rows layers and those that they take in from, group by group, and the classes of all that is needed
+        whole.
+        """
         whole = [numbers[numbers >= 0].reshape(-1) for numbers in self._flow.unsplit_features]
         merged: list[tuple[list[FeatureNode], list[FeatureNode]]] = []
         used_as_rows: set[FeatureNode] = set()
@@ -115,7 +125,8 @@ class _GroupSearch:
             merged.append(([*rows, node], list(dict.fromkeys([*known, *sources]))))
         used = {source for _, sources in merged for source in sources}
         taken = [rows for rows, _ in merged]
-        for node in (node for rows in taken for node in rows if node in used):  # one layer cannot be both
+        # a layer cannot be both colwise and rowwise
+        for node in (node for rows in taken for node in rows if node in used):
             whole.append(np.arange(node.first_feature, node.first_feature + node.width))
         numbers = np.concatenate(whole) if whole else np.zeros(0, dtype=int)
         return merged, np.unique(self._unit_labels[numbers])
@@ -153,13 +164,11 @@ class _GroupSearch:
         ):
             return None
         beside = {name: self._num_units_met(met, units) for name, met in self._flow.param_features.items()}
-        if any(
-            0 < met < len(units) for met in beside.values()
-        ):  # a norm for each head: which one is whose, the model says
+        # one norm per head: the assignment to heads is the model's
+        if any(0 < met < len(units) for met in beside.values()):
             return None
-        if any(
-            met and name in self._flow.params_without_features for name, met in beside.items()
-        ):  # of its gradient, one summand is whole
+        # one summand of its gradient is not sharded
+        if any(met and name in self._flow.params_without_features for name, met in beside.items()):
             return None
         return LayerGroup(
             _without_none(cuts), _without_none(ends), tuple(name for name, met in beside.items() if met)
@@ -220,7 +229,9 @@ class _GroupSearch:
 
 
 def _per_head_numel(labels: FeatureIds, units: FeatureIds, heads: FeatureIds) -> int | None:
-    """Of a section, how many elements at the front of each unit belong to single heads, in order; None: otherwise laid out."""
+    """Of a section, how many elements at the front of each unit belong to single heads, in order; None:
+    otherwise laid out.
+    """
     length, each = len(labels) // len(units), len(heads) // len(units)
     head_of = _index_of(labels, heads).reshape(len(units), length)
     own = int((head_of[0] >= 0).sum())
@@ -278,7 +289,7 @@ def find_size_attributes(module: nn.Module, group: LayerGroup, attempt: int) -> 
     """The numbers that modules around the layers of `group` hold of its heads and its width."""
     cut = group.dim_split
     width = sum(cut.sections)
-    if width == cut.num_units:  # single features: there is nothing to count
+    if width == cut.num_units:  # units are single features: no counts
         return
     names = (*WIDTH_NAMES, *RESIDUAL_WIDTH_NAMES) if attempt >= 2 else WIDTH_NAMES
     for name in _modules_around(group):
@@ -316,7 +327,9 @@ def _count_split(cut: DimSplit, value: int, own: int) -> DimSplit:
 
 
 def _modules_around(group: LayerGroup) -> Iterator[str]:
-    """The modules that hold layers of `group`, from the innermost that holds all those of one visit down to the layers."""
+    """The modules that hold layers of `group`, from the innermost that holds all those of one visit down to
+    the layers.
+    """
     visits: dict[str, list[str]] = {}
     for node in (*group.sources, *group.rowwise):
         if node.kind != "argument":

@@ -1,10 +1,12 @@
-"""Roles of layers, as a trial run shows them: of every layer how it is cut, and which others must be told the sizes of a slice.
+"""Roles of layers, as a trial run shows them: of every layer how it is cut, and which others must be told the
+sizes of a slice.
 
-What `model/pairing.py` finds is calls; here they become layers. A layer that is called twice must be cut alike both times, one
-whose weight another layer has too must be cut as that, and a parameter that stands between columns and rows must belong to a
-module that is called there: else they stay whole.
+What `model/pairing.py` finds is calls; here they become layers. A layer that is called twice must be cut
+alike both times, one whose weight another layer has too must be cut as that, and a parameter that stands
+between columns and rows must belong to a module that is called there: else they stay whole.
 
-What is local to one rank in a module that computes on a slice: numbers of heads and widths, its part of what it is given.
+What is local to one rank in a module that computes on a slice: numbers of heads and widths, its part of what
+it is given.
 """
 
 import copy
@@ -23,7 +25,8 @@ from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 
 @dataclass(frozen=True)
 class SplitProposal:
-    """The `roles` of layers by name (columns, rows, inside), how they are cut, and the groups that this was read off.
+    """The `roles` of layers by name (columns, rows, inside), how they are cut, and the groups that this was
+    read off.
 
     Layers that are not cut, but stand inside, have no `cuts`.
     """
@@ -46,7 +49,9 @@ class SplitProposal:
         )
 
     def size_attributes(self, module: nn.Module, attempt: int) -> tuple[SizeAttribute, ...]:
-        """The numbers that modules of `module` hold of what is cut; the `attempt` says which are looked at."""
+        """The numbers that modules of `module` hold of what is cut;
+        the `attempt` says which are looked at.
+        """
         return tuple(
             dict.fromkeys(
                 each for group in self.groups for each in find_size_attributes(module, group, attempt)
@@ -63,7 +68,8 @@ def propose_splits(
 ) -> SplitProposal:
     """What the `flow` of a trial shows of the layers of `module`.
 
-    `roles` are those declared, by layer; `uses` the layers that were called in blocks, in order; the layers `without` stay whole.
+    `roles` are those declared, by layer; `uses` the layers that were called in blocks, in order; the layers
+    `without` stay whole.
     """
     while True:
         found = find_layer_groups(feature_flow, roles, excluded)

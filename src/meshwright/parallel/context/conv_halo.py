@@ -1,5 +1,4 @@
-"""Halo exchange: a convolution along the sequence gets the few tokens of other ranks that its kernel
-reaches.
+"""Halo exchange: a convolution along the sequence gets the tokens of other ranks that its kernel reaches.
 
 Why it works: output i of a convolution reads tokens i - l to i + r, for a kernel of k with dilation d: l + r
 = (k - 1) d. A rank has its tokens in one span or two; the missing tokens stand right before and behind
@@ -166,14 +165,14 @@ def _halo_columns(
         for number, span in enumerate(sequence_sharding.token_ranges(length, rank))
     ]
 
-    def before(position: int) -> int:
+    def left_row(position: int) -> int:
         return next(at + left - (end - position) for (begin, end), at in dealt if begin <= position < end)
 
-    def behind(position: int) -> int:
+    def right_row(position: int) -> int:
         return next(at + left + position - begin for (begin, end), at in dealt if begin <= position < end)
 
     found, nowhere = list[int](), sequence_sharding.num_ranks * sequence_sharding.max_ranges * (left + right)
     for begin, end in spans:
-        found += [before(each) if each >= 0 else nowhere for each in range(begin - left, begin)]
-        found += [behind(each) if each < length else nowhere for each in range(end, end + right)]
+        found += [left_row(each) if each >= 0 else nowhere for each in range(begin - left, begin)]
+        found += [right_row(each) if each < length else nowhere for each in range(end, end + right)]
     return tuple(found)

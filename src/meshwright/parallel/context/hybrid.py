@@ -1,5 +1,4 @@
-"""Hybrid context parallelism (USP): Ulysses between neighbouring ranks, ring attention between the groups of
-neighbours.
+"""Hybrid context parallelism (USP): Ulysses between neighbouring ranks, ring attention between their groups.
 
 Why it works: Ulysses turns some tokens of all heads into more tokens of some heads, and a ring needs only
 that each rank has some tokens of the heads that it computes. So one nests in the other, each at its best
@@ -97,7 +96,11 @@ class HybridContextParallel(ContextParallel):
         if self.axis == CP_AXIS and not self._is_divisible(sharding):
             ranks = sharding.mesh.size(CP_AXIS)
             sizes = " or ".join(map(str, divisors(ranks)))
-            text = f"ulysses_degree = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, which are to be groups of so many neighbours"
+            text = (
+                f"ulysses_degree = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, "
+                f"which are to be groups of so many "
+                f"neighbours"
+            )
             yield Diagnostic(text, f"set ulysses_degree to {sizes}", f"strategies.{self.name}.ulysses_degree")
         yield from check_ring(self.name, self.load_balance, self.comm_dtype)
 
@@ -121,19 +124,21 @@ class HybridContextParallel(ContextParallel):
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forth(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def forward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
             taken, given, *_ = exchange_transfers(
                 sharding, job, self.axis, sequence_sharding, attention_call, rows
             )
             return taken + self._ring_transfers(sharding, job, attention_call, rows)[0] + given
 
-        def back(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def backward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
             *_, of_given, of_taken = exchange_transfers(
                 sharding, job, self.axis, sequence_sharding, attention_call, rows
             )
             return of_given + self._ring_transfers(sharding, job, attention_call, rows)[1] + of_taken
 
-        program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
+        program = reduce_totals_along(
+            add_attention_comm(program, sharding, job, forward_transfers, backward_transfers), self.axis
+        )
         of = partial(
             exchange_memory if sequence_sharding.num_inner_ranks > 1 else ring_memory,
             sharding,

@@ -195,16 +195,18 @@ def add_attention_comm(
     """
     boundaries = sharding.global_plan.model_spec.stage_boundaries
 
-    def moved(each: AttentionSpec | ConvSpec, rows: int, *, forward: bool) -> Sequence[Transfer]:
+    def call_transfers(each: AttentionSpec | ConvSpec, rows: int, *, forward: bool) -> Sequence[Transfer]:
         if isinstance(each, ConvSpec):
             return halo_transfers(sharding, job, CP_AXIS, each, rows)[0 if forward else 1]
         return (forward_transfers if forward else backward_transfers)(each, rows)
 
-    def within(action: Action, rows: int) -> Action:
+    def add_transfers(action: Action, rows: int) -> Action:
         mine = list(_attention_positions(sharding, action.subject))
         if action.kind in FORWARD_KINDS:
             more = [
-                replace(move, position=at) for at, each in mine for move in moved(each, rows, forward=True)
+                replace(move, position=at)
+                for at, each in mine
+                for move in call_transfers(each, rows, forward=True)
             ]
         else:
             late = boundaries is not None and not boundaries.input_needs_grad(action.subject)
@@ -214,7 +216,7 @@ def add_attention_comm(
             more = [
                 replace(move, position=-at)
                 for at, each in needed
-                for move in moved(each, rows, forward=False)
+                for move in call_transfers(each, rows, forward=False)
             ]
         return (
             replace(
@@ -230,7 +232,7 @@ def add_attention_comm(
     def edited(actions: list[Action]) -> list[Action]:
         rows = samples_per_microbatch(actions, sharding, job)
         return [
-            within(action, rows) if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W") else action
+            add_transfers(action, rows) if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W") else action
             for action in actions
         ]
 
@@ -271,8 +273,15 @@ def check_sequence_sharding(
         text = f"the tokens of each sample are dealt along {CP_AXIS} already"
         yield Diagnostic(text, "keep one of the strategies that deal them", location)
     if model_spec.sequence_info is None:
-        text = f"nothing is known of tokens in {model_spec.name}: no integer input of its example has them, as [rows, tokens]"
-        text += ", and no block takes in [rows, tokens, width] and attends to them by F.scaled_dot_product_attention"
+        text = (
+            f"nothing is known of tokens in {model_spec.name}: no integer input of its "
+            f"example "
+            f"has them, as [rows, tokens]"
+        )
+        text += (
+            ", and no block takes in [rows, tokens, width] and attends to them by "
+            "F.scaled_dot_product_attention"
+        )
         yield Diagnostic(
             text,
             f"give it an example batch that has one (input_ids), or declare smaller blocks; or {other}",
@@ -280,7 +289,10 @@ def check_sequence_sharding(
         )
         return
     if model_spec.sequence_info.batch_dependent_reason:
-        fix = f"compute it for all rows and tokens at once (hidden[rows, last] for a loop over rows); or {other}"
+        fix = (
+            f"compute it for all rows and tokens at once (hidden[rows, last] for a loop over "
+            f"rows); or {other}"
+        )
         yield Diagnostic(model_spec.sequence_info.batch_dependent_reason, fix, location)
     for why, block_calls in _token_mixing_calls(model_spec).items():
         more = f" (and so in {len(block_calls) - 1} more blocks)" if len(block_calls) > 1 else ""
@@ -290,7 +302,11 @@ def check_sequence_sharding(
         yield Diagnostic(f"a block cannot run on some of the tokens: {why}{more}", fix, location)
     yield from check_convolutions(name, axis, sharding, sharding_for(ranks))
     if model_spec.needs_global_batch:
-        text = f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each rank has some of the tokens of a row"
+        text = (
+            f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each "
+            f"rank "
+            f"has some of the tokens of a row"
+        )
         yield Diagnostic(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
 
 

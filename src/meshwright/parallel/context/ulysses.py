@@ -83,19 +83,21 @@ class Ulysses(ContextParallel):
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forth(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def forward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
             taken, given, *_ = exchange_transfers(
                 sharding, job, self.axis, sequence_sharding, attention_call, rows
             )
             return taken + given
 
-        def back(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def backward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
             *_, of_given, of_taken = exchange_transfers(
                 sharding, job, self.axis, sequence_sharding, attention_call, rows
             )
             return of_given + of_taken
 
-        program = reduce_totals_along(add_attention_comm(program, sharding, job, forth, back), self.axis)
+        program = reduce_totals_along(
+            add_attention_comm(program, sharding, job, forward_transfers, backward_transfers), self.axis
+        )
         return add_attention_memory(
             program, sharding, job, memory_of=partial(exchange_memory, sharding, job, sequence_sharding)
         )

@@ -1,5 +1,4 @@
-"""Data parallelism with one master: one rank reads the data, takes the loss and steps; the others compute
-for it.
+"""Data parallelism with one master: one rank reads the data, takes the loss and steps; all ranks compute.
 
 Why it is here: it is the first scheme that everybody builds, `torch.nn.DataParallel` works like this within
 one process, and it shows what DDP avoids. A loss is a function of all outputs, so the master, which has them
@@ -10,10 +9,12 @@ of every message:
     master   SCATTER(x) F F F GATHER(y)  LOSS  SCATTER(gradient(y)) B B B REDUCE(w)  CLIP STEP  BROADCAST(w)
     others   SCATTER(x) F F F GATHER(y)        SCATTER(gradient(y)) B B B REDUCE(w)             BROADCAST(w)
 
-SCATTER sends each rank its samples of a tensor that the master holds; GATHER collects the samples of one
-output at the master; REDUCE sums a gradient at the master; BROADCAST sends a weight from the master to all
-ranks after STEP, so a step ends with equal weights everywhere. Labels stay at the master. TOKEN_COUNT and
-LOSS_SUM are those of `batch_split`.
+    SCATTER    sends each rank its samples of a tensor that the master holds
+    GATHER     collects the samples of one output at the master
+    REDUCE     sums a gradient at the master
+    BROADCAST  sends a weight from the master to all ranks after STEP, so a step ends with equal weights
+
+Labels stay at the master. TOKEN_COUNT and LOSS_SUM are those of `batch_split`.
 
     bytes through the master = S + (n-1) S + (n-1) (x + 2 y)       through a rank of `ddp` = 4 (n-1)/n S
 
@@ -66,7 +67,11 @@ class DataParallelMaster(Strategy):
         ]
         if shared:
             one = shared[0]
-            text = f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be that of the master"
+            text = (
+                f"the loss takes {one.name} of shape {list(one.shape)}, which is not per "
+                f"row: "
+                f"it would be that of the master"
+            )
             yield Diagnostic(text, 'use the strategy "ddp"', location)
         for column in (
             *sharding.model_spec.inputs,
@@ -74,7 +79,11 @@ class DataParallelMaster(Strategy):
         ):
             yield from column.diagnostics(location)
         if job.precision.reduce != job.precision.parameters:
-            text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
+            text = (
+                f"gradients travel in {job.precision.parameters} here, and precision.reduce "
+                f"is "
+                f"{job.precision.reduce}"
+            )
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
@@ -103,21 +112,23 @@ class DataParallelMaster(Strategy):
         )
         forward, loss = actions[at - 1].name, actions[at]
 
-        def moved(how: str, column: BatchTensor) -> Transfer:
+        def batch_transfer(how: str, column: BatchTensor) -> Transfer:
             return Transfer(
                 how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8"
             )  # as bytes
 
         handed = [
-            Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=moved("scatter", c))
+            Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=batch_transfer("scatter", c))
             for c in sharding.model_spec.inputs
         ]
         met = [
-            Action("GATHER", c.name, stream="comm", waits=(forward,), transfer=moved("gather", c))
+            Action("GATHER", c.name, stream="comm", waits=(forward,), transfer=batch_transfer("gather", c))
             for c in used
         ]
         back = [
-            Action("SCATTER", output_grad_name(c.name), waits=(loss.name,), transfer=moved("scatter", c))
+            Action(
+                "SCATTER", output_grad_name(c.name), waits=(loss.name,), transfer=batch_transfer("scatter", c)
+            )
             for c in used
             if c.dtype in FLOAT_NBYTES
         ]

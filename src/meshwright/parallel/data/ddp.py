@@ -1,5 +1,4 @@
-"""Distributed data parallel (DDP): every rank keeps all weights; gradients are all-reduced while backward
-runs.
+"""Distributed data parallel (DDP): every rank keeps all weights; backward overlaps the gradient all-reduce.
 
 Why it works: each rank's gradient is a summand of the true one (see `batch_split`), so one all-reduce per
 gradient makes all replicas equal, and equal replicas that take equal steps stay equal. The gradients of the
@@ -210,7 +209,10 @@ def _check_single_axis(name: str, axis: str, sharding: ShardingPlan) -> Iterator
         fix = f"make it one axis: mesh.{others[0]} = {ranks}, mesh.{axis} = 1"
         tokens = [each for each in (*others, axis) if each in sharding.token_axes]
         if tokens:
-            fix = f"keep one of them, along an axis of samples if there is one: it sums over {' and '.join(tokens)} too"
+            fix = (
+                f"keep one of them, along an axis of samples if there is one: it sums over "
+                f"{' and '.join(tokens)} too"
+            )
         yield Diagnostic(text, fix, f"strategies.{name}.axis")
 
 

@@ -1,5 +1,4 @@
-"""Naive data parallelism: after the whole backward, the gradient of each parameter is all-reduced, one by
-one.
+"""Naive data parallelism: after the whole backward, each gradient is all-reduced, one by one.
 
 Why it is here: it is the oracle for `ddp` (same sums, no buckets, no overlap), and a lesson: two lines that
 are easy to trust, and their cost. Every message pays its latency, and the network is idle while backward
@@ -51,7 +50,11 @@ class NaiveDDP(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if job.precision.reduce != job.precision.parameters:
-            text = f"gradients travel in {job.precision.parameters} here, and precision.reduce is {job.precision.reduce}"
+            text = (
+                f"gradients travel in {job.precision.parameters} here, and precision.reduce "
+                f"is "
+                f"{job.precision.reduce}"
+            )
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:

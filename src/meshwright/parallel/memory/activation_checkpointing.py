@@ -3,9 +3,9 @@
 Why it works: a backward needs what the forward computed, and the whole rest of the model lies between the
 two, so the insides of all blocks are in memory at once. The input of a block is far smaller, and the inside
 follows from it: the forward is a function of its inputs, its weights and its (stateless) random numbers. So
-F becomes F_CHECKPOINTED, which keeps the inputs and frees the inside, and RECOMPUTE stands before B: then
-the inside of one block is in memory at any time. The backward of the last block follows its forward at once,
-so by default that block is not checkpointed.
+F becomes F_CHECKPOINTED (the forward of a block that keeps its inputs alone), and RECOMPUTE stands before B:
+then the inside of one block is in memory at any time. The backward of the last block follows its forward at
+once, so by default that block is not checkpointed.
 
     before   F0   F1   F2   LOSS   B2            B1            B0
     after    F_CHECKPOINTED0   F_CHECKPOINTED1   F2   LOSS   B2   RECOMPUTE1   B1   RECOMPUTE0   B0
@@ -80,7 +80,11 @@ class ActivationCheckpointing(Strategy):
                 text = f"'{pattern}' is no block of {sharding.model_spec.name}"
                 yield Diagnostic(text, suggest_name(pattern, block_calls), f"{location}.blocks")
         if not self.blocks and len(block_calls) == 1:
-            text = f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at once: nothing is spared"
+            text = (
+                f"the model runs as one block, '{block_calls[0]}', whose backward follows "
+                f"its "
+                f"forward at once: nothing is spared"
+            )
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
         if not 0 <= self.keep_mb < inf:
             yield Diagnostic(

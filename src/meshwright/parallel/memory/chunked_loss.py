@@ -1,25 +1,28 @@
-"""Chunked loss: the head and the loss run on one chunk of tokens at a time, so the logits of all tokens never exist.
+"""Chunked loss: the head and the loss run on one chunk of tokens at a time; all logits at once never exist.
 
-Why it works: logits are the widest tensor of a language model, and a loss that is a sum over tokens needs those of one token at a
-time. The head passes its input on to the loss. The loss multiplies one chunk of tokens by the weight of the head, takes the loss
-and its gradient at once, adds both up, and frees the chunk.
+Why it works: logits are the widest tensor of a language model, and a loss that is a sum over tokens needs
+those of one token at a time. The head passes its input on to the loss. The loss multiplies one chunk of
+tokens by the weight of the head, takes the loss and its gradient at once, adds both up, and frees the chunk.
 
-    before   F(norm) F(head)  LOSS  B(head) B(norm)       in memory: logits of all tokens, what the loss saves, their gradient
-    after    F(norm) F(head)  LOSS  B(head) B(norm)       in memory: hidden states of all tokens, their gradient, one chunk x 3
+    before   F(norm) F(head)  LOSS  B(head) B(norm)       in memory: logits of all tokens, what the loss
+                                                          saves, their gradient
+    after    F(norm) F(head)  LOSS  B(head) B(norm)       in memory: hidden states of all tokens, their
+                                                          gradient, one chunk x 3
                      nothing  3 products per chunk
 
-    logits in float32, b samples of s tokens, vocabulary V, n chunks:    bytes = 3 x 4 b s V / n    instead of 3 x 4 b s V
+    logits in float32, b samples of s tokens, vocabulary V, n chunks:
+    bytes = 3 x 4 b s V / n    instead of 3 x 4 b s V
 
-Sums over tokens are taken chunk by chunk, so the last bits may differ. The technique combines with context parallelism (each rank
-chunks its own tokens), with a sharded vocabulary (ranks then exchange the numbers of one chunk at a time), and with evaluations,
-which never hold more than one chunk of logits either.
-Cost: no additional operation and no additional bytes sent. The products have fewer rows: below some hundred tokens per chunk they
-slow down.
-Limits: the head is an nn.Linear that is called once, in the last block, and returns what the loss takes: logits that the model
-scales, caps or slices are refused. The loss is a sum over tokens, and every rank takes its own. Chunks split the tokens of each
-sample, so a sample of one token has one chunk.
-Paper: Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy), arXiv 2410.10989; Bekman et al. 2025, "Arctic Long Sequence
-Training" (tiled logits and loss), arXiv 2506.13996.
+Sums over tokens are taken chunk by chunk, so the last bits may differ. The technique combines with context
+parallelism (each rank chunks its own tokens), with a sharded vocabulary (ranks then exchange the numbers of
+one chunk at a time), and with evaluations, which never hold more than one chunk of logits either.
+Cost: no additional operation and no additional bytes sent. The products have fewer rows: below some hundred
+tokens per chunk they slow down.
+Limits: the head is an nn.Linear that is called once, in the last block, and returns what the loss takes:
+logits that the model scales, caps or slices are refused. The loss is a sum over tokens, and every rank takes
+its own. Chunks split the tokens of each sample, so a sample of one token has one chunk.
+Paper: Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy), arXiv 2410.10989; Bekman et al. 2025,
+"Arctic Long Sequence Training" (tiled logits and loss), arXiv 2506.13996.
 """
 
 from collections.abc import Iterator
@@ -64,7 +67,11 @@ class ChunkedLoss(Strategy):
         }
         head = None if call is None else sliced.get(f"{call.name}.weight")
         if head is not None and set(head.sliced_dims) != set(sharding.logits_layout.axes_with("S")):
-            text = f"the head {head.param.name} is sharded along {' and '.join(head.sliced_dims)}, which needs a collective per product"
+            text = (
+                f"the head {head.param.name} is sharded along "
+                f"{' and '.join(head.sliced_dims)}, "
+                f"which needs a collective per product"
+            )
             fix = f"shard it by vocabulary alone (tensor_parallel and vocab_parallel), or {UNCHUNKED_FIX}"
             yield Diagnostic(text, fix, LOCATION)
         if sharding.primary_rank_axes:
@@ -96,11 +103,18 @@ def _check_head(sharding: ShardingPlan) -> Iterator[Diagnostic]:
         text = f"the head {logits.layer} is not in the last block that runs, {model_spec.block_calls[-1]}"
         yield Diagnostic(text, UNCHUNKED_FIX, LOCATION)
     elif logits.modified_by:
-        text = f"the model changes the logits between the head {logits.layer} and the loss ({logits.modified_by}); a chunk would not be changed"
+        text = (
+            f"the model changes the logits between the head {logits.layer} and the loss "
+            f"({logits.modified_by}); a chunk would not be "
+            f"changed"
+        )
         fix = f"return the head's output unchanged and change it in a loss of your own, or {UNCHUNKED_FIX}"
         yield Diagnostic(text, fix, LOCATION)
     elif not any(each.per_sample and each.shape == vocab_shape for each in model_spec.outputs):
-        text = f"the logits do not have the shape [samples, tokens, vocabulary]: there are {logits.num_tokens} of a sample"
+        text = (
+            f"the logits do not have the shape [samples, tokens, vocabulary]: there are "
+            f"{logits.num_tokens} of a sample"
+        )
         yield Diagnostic(text, UNCHUNKED_FIX, LOCATION)
     elif logits.num_tokens < 2:
         text = "a sample has the logits of one token, so there is nothing to split into chunks"

@@ -1,17 +1,21 @@
 """Tiled MLPs: an MLP runs on one tile of tokens at a time, and saves nothing of what it computes inside.
 
-Why it works: an MLP treats tokens one by one. It can therefore run on one tile of tokens after the other, without a graph; its
-backward runs each tile once more, with a graph, and frees it. One tile of the inside exists at any time.
+Why it works: an MLP treats tokens one by one. It can therefore run on one tile of tokens after the other,
+without a graph; its backward runs each tile once more, with a graph, and frees it. One tile of the inside
+exists at any time.
 
     forward     x0 --> [module] --> y0        x1 --> [module] --> y1        no graph: the inside is freed
     backward    x1 --> [module] --> y1'  with a graph, from dy1 to dx1 and the weights; then the same for x0
 
-    inside of an MLP, w elements per token:    bytes = 4 b s w / n, of one block at a time    instead of 4 b s w per block
+    inside of an MLP, w elements per token:
+    bytes = 4 b s w / n, of one block at a time    instead of 4 b s w per block
 
 The second run uses the function modes and the autocast state of the first.
-Cost: one more forward of the MLPs; no bytes sent. The products have fewer rows: below some hundred tokens per tile they slow down.
-Limits: an MLP is a module of its own between a colwise and a rowwise layer whose units are single features. It is not sharded,
-and the model has no dropout. In a split backward (zero bubble) the gradients of its weights come with the input gradients.
+Cost: one more forward of the MLPs; no bytes sent. The products have fewer rows: below some hundred tokens per
+tile they slow down.
+Limits: an MLP is a module of its own between a colwise and a rowwise layer whose units are single features.
+It is not sharded, and the model has no dropout. In a split backward (zero bubble) the gradients of its
+weights come with the input gradients.
 Paper: Bekman et al. 2025, "Arctic Long Sequence Training" (tiled MLP), arXiv 2506.13996.
 """
 
@@ -133,7 +137,9 @@ def _scratch(action: Action) -> int:
 
 @dataclass(frozen=True)
 class _MLPCall:
-    """One call of an MLP; elements between its colwise and rowwise layers and floating-point operations, per sample."""
+    """One call of an MLP; elements between its colwise and rowwise layers and floating-point operations, per
+    sample.
+    """
 
     name: str
     block_call: str
@@ -142,7 +148,9 @@ class _MLPCall:
 
 
 def _find_mlps(model_spec: ModelSpec) -> Iterator[_MLPCall]:
-    """The MLPs of a model, in order: modules that hold a pair of layers and nothing else that can be sharded."""
+    """The MLPs of a model, in order: modules that hold a pair of layers and nothing else that
+    can be sharded.
+    """
     weights = {
         layer: weight for weight in model_spec.params if len(weight.shape) > 1 for layer in weight.layers
     }
@@ -185,7 +193,10 @@ def _local_tokens(sharding: ShardingPlan) -> int:
 def _check_mlps(model_spec: ModelSpec) -> Iterator[Diagnostic]:
     mlps, known = list(_find_mlps(model_spec)), model_spec.sequence_info
     if known is None or not mlps:
-        text = f"{model_spec.name} has no module between colwise and rowwise layers of single features that takes in tokens"
+        text = (
+            f"{model_spec.name} has no module between colwise and rowwise layers of single "
+            f"features that takes in tokens"
+        )
         yield Diagnostic(
             text, f"declare the roles of its layers: Model(layer_roles=...); or {UNTILED_FIX}", LOCATION
         )
@@ -219,7 +230,11 @@ def run_tiled(name: str, num_tiles: int, run: RunModule, *args: Any, **kwargs: A
         PlanError: the module takes more than one such tensor, attends, or returns other tokens than it takes.
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].ndim != 3:
-        text = f"the module '{name}' is called with more than one tensor [samples, tokens, width]; tiles split just one"
+        text = (
+            f"the module '{name}' is called with more than one tensor [samples, tokens, "
+            f"width]; "
+            f"tiles split just one"
+        )
         raise PlanError(text, fix=UNTILED_FIX, location="model")
     if not torch.is_grad_enabled():
         tiles = args[0].tensor_split(_clamp_num_tiles(args[0], num_tiles), TOKEN_DIM)

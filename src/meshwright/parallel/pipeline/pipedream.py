@@ -1,5 +1,4 @@
-"""PipeDream: asynchronous 1F1B, in which every micro-batch is an update of its own and stages use weights of
-unlike age.
+"""PipeDream: asynchronous 1F1B; every micro-batch is an update, and stages use weights of unlike age.
 
 Why it works: the bubble comes from the wait, at the end of a step, for all gradients. Here nobody waits: a
 stage updates its weights right after each backward, and the next forward uses the newest ones. If an update
@@ -112,8 +111,14 @@ class PipeDream(Strategy):
             if len(sharding.pp_ranks_using(param_sharding.param)) > 1 and param_sharding.param.trainable
         ]
         if tied:
-            text = f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, which would step them apart"
-            fix = 'untie them, choose split_points that leave all their users in one stage, or use the strategy "pipeline"'
+            text = (
+                f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, "
+                f"which would step them apart"
+            )
+            fix = (
+                "untie them, choose split_points that leave all their users in one stage, or "
+                'use the strategy "pipeline"'
+            )
             yield Diagnostic(text, fix, f"{location}.split_points")
         else:
             yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check_combined(sharding))

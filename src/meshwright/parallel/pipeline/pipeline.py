@@ -1,5 +1,4 @@
-"""Pipeline parallelism: the layers of a model on several ranks; micro-batches pass through them one after
-the other.
+"""Pipeline parallelism: the layers of a model on several ranks; micro-batches pass through them in turn.
 
 Why it works: a layer needs of the layers before it only their outputs, and of those behind it only its
 gradient. So runs of layers, *stages*, can live on ranks of their own, which hold no other weight, gradient
@@ -183,7 +182,11 @@ class Pipeline(Strategy):
             num_ranks = f"{sharding.mesh.pp} ranks" + (
                 f" of {num_virtual_stages} parts each" if num_virtual_stages > 1 else ""
             )
-            text = f"{num_ranks} for a model that can be cut into {known} parts ({len(boundaries.block_calls)} blocks)"
+            text = (
+                f"{num_ranks} for a model that can be cut into {known} parts "
+                f"({len(boundaries.block_calls)} "
+                f"blocks)"
+            )
             text += "".join(
                 f"; none can begin with '{each.block_call}': {each.reason}"
                 for each in boundaries.closed_boundaries[:1]
@@ -196,7 +199,10 @@ class Pipeline(Strategy):
                 "mesh.pp",
             )
         if self.split_points and stages and len(self.split_points) != stages - 1:
-            text = f"{len(self.split_points)} split points make {len(self.split_points) + 1} stages; needed are {stages}"
+            text = (
+                f"{len(self.split_points)} split points make {len(self.split_points) + 1} "
+                f"stages; needed are {stages}"
+            )
             yield Diagnostic(
                 text, f"name {stages - 1} block{'s' * (stages > 2)}, or none", f"{location}.split_points"
             )
@@ -229,7 +235,10 @@ class Pipeline(Strategy):
         values = [value for stage in self._find_stages(sharding) or () for value in stage.outputs]
         yield from stage_value_diagnostics(sharding, values)
         if self.scatter and not any(map(StageValueShards(sharding, values).replicated_axes, values)):
-            text = "scatter = true, and no several ranks have the same to send: values go in slices already, or no weight does"
+            text = (
+                "scatter = true, and no several ranks have the same to send: values go in "
+                "slices already, or no weight does"
+            )
             yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
@@ -272,7 +281,11 @@ class Pipeline(Strategy):
         call = self._request(sharding, num_microbatches)
         schedule, idle = _cached_schedule(call), _idle_stages(call)
         if schedule.virtual_stages != self._placement(sharding):
-            text = f"{self.schedule} puts parts on other ranks for {num_microbatches} micro-batches than for {sharding.mesh.pp}"
+            text = (
+                f"{self.schedule} puts parts on other ranks for {num_microbatches} "
+                f"micro-batches than for "
+                f"{sharding.mesh.pp}"
+            )
             raise PlanError(
                 text,
                 fix="have it put them on the same ones for any number",
@@ -280,7 +293,11 @@ class Pipeline(Strategy):
             )
         if idle:
             stage, rank = idle[0]
-            text = f"{self.schedule} has no micro-batch for part {stage} on rank {rank} of the pipeline, but {num_microbatches} in all"
+            text = (
+                f"{self.schedule} has no micro-batch for part {stage} on rank {rank} of the "
+                f"pipeline, but {num_microbatches} in "
+                f"all"
+            )
             raise PlanError(text, fix="make more of them: a smaller micro_batch", location="micro_batch")
         return schedule
 

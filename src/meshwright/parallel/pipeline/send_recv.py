@@ -3,7 +3,7 @@ gradients back.
 
     SEND        a value, to the next stage that needs it          RECV        that value
     SEND_GRAD   its gradient, back to where it came from          RECV_GRAD   that gradient
-    CONCAT      joins received pieces of a value                  CONCAT_GRAD joins those of a gradient
+    CONCAT      joins received pieces of a value                  CONCAT_GRAD  joins those of a gradient
 
     F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the
                      rank: a message travels during that run

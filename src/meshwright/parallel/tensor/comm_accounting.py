@@ -75,7 +75,7 @@ def add_planned_comm(
 ) -> Program:
     """`program` with the collectives of all sharded layers in the forwards and backwards that run them."""
 
-    def met(actions: list[Action]) -> list[Action]:
+    def add_comm(actions: list[Action]) -> list[Action]:
         block_calls = _block_call_comm(
             layer_shardings, sharding, job, samples_per_microbatch(actions, sharding, job)
         )
@@ -84,7 +84,7 @@ def add_planned_comm(
             for action in actions
         ]
 
-    return program.edit(met)
+    return program.edit(add_comm)
 
 
 def reduce_token_count_along(program: Program, axis: str) -> Program:
@@ -116,7 +116,7 @@ def _block_call_comm(
         sharding.global_plan.model_spec.stage_boundaries,
     )
 
-    def sent(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
+    def transfers_of(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
         return tuple(each for move, numel, at in taken for each in move.transfers(numel, sharding, job, at))
 
     def booked(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
@@ -124,11 +124,11 @@ def _block_call_comm(
         if boundaries is not None and not boundaries.input_needs_grad(block_call):
             back = [(taken, True) for taken, _ in back]
         whole, first, late = (
-            sent(taken for taken, each in back if each in halves)
+            transfers_of(taken for taken, each in back if each in halves)
             for halves in ((True, False), (False,), (True,))
         )
         more = _gathered_numel(mine, rows, sharding, learning) * FLOAT_NBYTES[job.precision.compute]
-        return _BlockCallComm(sent(_forward_moves(mine, rows)), whole, first, late, more)
+        return _BlockCallComm(transfers_of(_forward_moves(mine, rows)), whole, first, late, more)
 
     return {block_call: booked(block_call, mine) for block_call, mine in calls.items()}
 

@@ -76,11 +76,11 @@ def run_in_chunks(
         return send(compute(x), None)
     mode, ready = torch.is_grad_enabled(), [compute(parts[0])]
 
-    def ahead(part: torch.Tensor) -> None:
+    def compute_next(part: torch.Tensor) -> None:
         with torch.set_grad_enabled(mode):  # a tensor is sent where gradients are off
             ready.append(compute(part))
 
-    sent = [send(ready.pop(), partial(ahead, following)) for _, following in pairwise(parts)]
+    sent = [send(ready.pop(), partial(compute_next, following)) for _, following in pairwise(parts)]
     return torch.cat([*sent, send(ready.pop(), None)])
 
 
@@ -192,9 +192,14 @@ class JointSumMember:
         given, summand, biases = joint.contributors, joint.summand, joint.biases
         joint.clear()
         if summand is None or given != joint.layers[:-1]:
-            text = f"{self.layer} ends the sum of {', '.join(joint.layers)}, and {', '.join(given) or 'none'} ran before it"
+            text = (
+                f"{self.layer} ends the sum of {', '.join(joint.layers)}, and "
+                f"{', '.join(given) or 'none'} ran before "
+                f"it"
+            )
             raise RuntimeError(
-                f"{text}: needed are all, in the order of the trial run. Call them in every forward of the block"
+                f"{text}: needed are all, in the order of the trial run. Call them in every "
+                f"forward of the block"
             )
         return summand, biases
 

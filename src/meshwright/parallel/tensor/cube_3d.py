@@ -1,5 +1,4 @@
-"""Tensor parallelism, 3-D: samples, and both sides of every matrix, each along its own axis of a cube of
-ranks.
+"""Tensor parallelism, 3-D: samples, and both sides of every matrix, each along an axis of a cube of ranks.
 
 Why it works: Y = X W sums over the width of X, for each sample and each feature of Y: three indices. On q x
 q x q ranks each has a q-th of every index, so a block of X, of W and of Y is needed by q ranks each, and no
@@ -25,8 +24,8 @@ along tp for the loss.
 Cost: three gathers and scatters for one; per rank fewer bytes than 2-D as q grows, in more messages.
 Limits: q^2 divides all widths and groups of heads, q the vocabulary. The limit of 2-D on norms without
 weights holds.
-Paper: Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks", arXiv
-2105.14450 (section 3); Agarwal et al. 1995, "A three-dimensional approach to parallel matrix
+Paper: Bian et al. 2021, "Maximizing Parallelism in Distributed Training for Huge Neural Networks",
+arXiv 2105.14450 (section 3); Agarwal et al. 1995, "A three-dimensional approach to parallel matrix
 multiplication".
 """
 
@@ -104,7 +103,10 @@ class TensorParallel3D(Strategy):
         yield from check_even_units(self._sharded_sides(sharding), sharding.mesh.size(self.axis))
         yield from check_weight_shards(sharding, "strategies.tensor_parallel")
         if vocab_sharded_layers(sharding, self.axis):
-            text = "another strategy divides table or head by words along tp, and here they are divided along tp_depth too"
+            text = (
+                "another strategy divides table or head by words along tp, and here they are "
+                "divided along tp_depth too"
+            )
             yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:

@@ -1,5 +1,4 @@
-"""Single heads on a rank: local head counts, per-head inputs, and the key/value heads that its query heads
-share.
+"""Single heads on a rank: local head counts, per-head inputs, and shared key/value heads.
 
 Why it works: a head of attention needs its own query, one key and one value, and nothing of other heads.
 Several query heads may share a key (grouped query; one key for all: multi-query). With at most as many ranks

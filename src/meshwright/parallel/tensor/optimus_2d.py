@@ -1,5 +1,4 @@
-"""Tensor parallelism, 2-D (Optimus): activations and matrices are sharded over a square of ranks, by samples
-and width.
+"""Tensor parallelism, 2-D (Optimus): activations and matrices are sharded over a square of ranks.
 
 Why it works: SUMMA multiplies X W on q x q ranks, each with a block of X and one of W, in q steps: in step k
 the ranks of column k broadcast their blocks of X along their rows, those of row k their blocks of W down
@@ -239,11 +238,21 @@ def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
         why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
-        text = f"no rank has all of a token, and {len(left)} parameters compute with all of it ({left[0].name}{why})"
-        fix = 'declare the layers that can be divided: meshwright.Model(..., layer_roles={"layers.*.up": "colwise", '
+        text = (
+            f"no rank has all of a token, and {len(left)} parameters compute with all of it "
+            f"({left[0].name}{why})"
+        )
+        fix = (
+            "declare the layers that can be divided: meshwright.Model(..., "
+            'layer_roles={"layers.*.up": '
+            '"colwise", '
+        )
         yield Diagnostic(
             text,
-            f'{fix}"layers.*.down": "rowwise"}}), or divide pairs of matrices alone: name = "tensor_parallel"',
+            (
+                f'{fix}"layers.*.down": '
+                f'"rowwise"}}), or divide pairs of matrices alone: name = "tensor_parallel"'
+            ),
             where,
         )
 
@@ -298,7 +307,10 @@ def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Itera
     )
     for (units, ranks), weights in sorted(found.items()):
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
-        text = f"{weights[0].name}{more}: {units} units (heads that share a key, words, or features) on {ranks} ranks"
+        text = (
+            f"{weights[0].name}{more}: {units} units (heads that share a key, words, or "
+            f"features) on {ranks} ranks"
+        )
         near = " or ".join(
             str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size
         )
@@ -313,7 +325,11 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
     replicated.
     """
     if sharding.token_axes:
-        text = f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, and a grid wants all of them"
+        text = (
+            f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a "
+            f"sample each, and a grid wants all of "
+            f"them"
+        )
         yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
     whole = [
@@ -327,7 +343,10 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
         if param_sharding.param.trainable and replicate_axis in param_sharding.flat_shard_axes
     ]
     if whole or cut or not set(axes) <= set(sharding.data_axes):
-        text = f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each would hold whole columns of it"
+        text = (
+            f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each "
+            f"would hold whole columns of it"
+        )
         text = (
             text
             if whole or ROW_AXIS not in sharding.data_axes

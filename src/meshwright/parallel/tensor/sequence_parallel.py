@@ -22,8 +22,8 @@ block and micro-batch.
 Limits: all blocks with pairs treat tokens one by one outside of their pairs, and are called once per
 forward; t divides the tokens. A module that asks a slice for its length is given all tokens if all its
 layers take the same input.
-Paper: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", arXiv
-2205.05198 (section 4.2.2).
+Paper: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models",
+arXiv 2205.05198 (section 4.2.2).
 """
 
 import re
@@ -101,7 +101,10 @@ class SequenceParallel(Strategy):
             if param_sharding.param.role == "rowwise"
         ]
         if not any(side is not None and dim == side.dim for dim, side in num_samples):
-            text = f"tokens are divided between pairs of matrices; no strategy divides those by columns and rows along {self.axis}"
+            text = (
+                f"tokens are divided between pairs of matrices; no strategy divides those by "
+                f"columns and rows along {self.axis}"
+            )
             yield Diagnostic(
                 text,
                 'write [[strategies]] name = "tensor_parallel" beside it, or leave it out',
@@ -122,7 +125,11 @@ class SequenceParallel(Strategy):
                 for index in range(sequence_sharding.num_ranks)
             ]
             if any(count % ranks for count in counts):
-                text = f"{residual_flow.num_tokens} tokens are dealt to {' x '.join(sharding.token_axes)} as {', '.join(map(str, counts))}"
+                text = (
+                    f"{residual_flow.num_tokens} tokens are dealt to "
+                    f"{' x '.join(sharding.token_axes)} "
+                    f"as {', '.join(map(str, counts))}"
+                )
                 fix = f"make them a multiple of {2 * sequence_sharding.num_ranks * ranks}"
                 yield Diagnostic(
                     f"{text}, which do not divide by the {ranks} ranks of {self.axis}", fix, "data.sequence"
@@ -260,7 +267,10 @@ def _check_single_use(sharding: ShardingPlan, location: str) -> Iterator[Diagnos
             taken.setdefault(call.name, set()).add(sharding.takes_sequence_slices(call))
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
-        text = f"{both[0]} is called on the stream between pairs and on something else, and its ranks would add up unlike gradients"
+        text = (
+            f"{both[0]} is called on the stream between pairs and on something else, and its "
+            f"ranks would add up unlike gradients"
+        )
         yield Diagnostic(
             text, 'leave name = "sequence_parallel" out, or give each of the two a layer of its own', location
         )

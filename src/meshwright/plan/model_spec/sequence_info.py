@@ -38,7 +38,7 @@ class SequenceSharding:
         """The position ranges of rank `index`, in order."""
         outer, inner_index = divmod(index, self.num_inner_ranks)
         num_groups = self.num_ranks // self.num_inner_ranks
-        ranges = self._around(length, outer, num_groups)
+        ranges = self._outer_ranges(length, outer, num_groups)
         return select_positions(ranges, *_piece(num_positions(ranges), self.num_inner_ranks, inner_index))
 
     def num_tokens(self, length: int, index: int) -> int:
@@ -60,9 +60,11 @@ class SequenceSharding:
 
     def inner_group_ranges(self, length: int, index: int) -> tuple[TokenRange, ...]:
         """The position ranges of all inner ranks in the group of rank `index`, in order."""
-        return self._around(length, index // self.num_inner_ranks, self.num_ranks // self.num_inner_ranks)
+        return self._outer_ranges(
+            length, index // self.num_inner_ranks, self.num_ranks // self.num_inner_ranks
+        )
 
-    def _around(self, length: int, index: int, num_ranks: int) -> tuple[TokenRange, ...]:
+    def _outer_ranges(self, length: int, index: int, num_ranks: int) -> tuple[TokenRange, ...]:
         if self.striped and num_ranks > 1:
             return tuple((at, at + 1) for at in range(index, length, num_ranks))
         if not self.zigzag or num_ranks == 1:
@@ -275,7 +277,7 @@ class SequenceInfo:
         """The tokens per sample of which each rank runs a shard in a block call or its `module`; 0: every
         rank runs all.
         """
-        return self._within.get((block_call, module), self._runs.get(block_call, self.length))
+        return self._module_token_counts.get((block_call, module), self._runs.get(block_call, self.length))
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -285,7 +287,7 @@ class SequenceInfo:
         return tuple(dict.fromkeys(filter(None, found)))
 
     @cached_property
-    def _within(self) -> dict[tuple[str, str], int]:
+    def _module_token_counts(self) -> dict[tuple[str, str], int]:
         return {
             (info.block_call, name): count
             for info in self.block_calls

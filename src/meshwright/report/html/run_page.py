@@ -122,13 +122,13 @@ def _run_headline(record: RunRecord, *, pair: bool) -> str:
 
 
 def _plan_differences(one: RunRecord, other: RunRecord) -> str:
-    found = plan_differences(one, other)
-    if not found:
+    differences = plan_differences(one, other)
+    if not differences:
         return _section("What differs", '<p class="note">Nothing: the two plans are the same.</p>')
     names = [
         f'<span class="run-{place}">{escape(record.name)}</span>' for place, record in enumerate((one, other))
     ]
-    rows = [[escape(text) for text in row] for row in found]
+    rows = [[escape(text) for text in row] for row in differences]
     return _section("What differs", _table(["key", *names], rows))
 
 
@@ -167,10 +167,10 @@ def _time_section(record: RunRecord, place: int) -> str:
             _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}")
             + f'<p class="note">{note}</p>'
         )
-    for rank, said in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
-        if said.get("steps"):
+    for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
+        if account.get("steps"):
             rows[f"rank {rank}"] = {
-                part: 1e3 * seconds / said["steps"] for part, seconds in said.get("seconds", {}).items()
+                part: 1e3 * seconds / account["steps"] for part, seconds in account.get("seconds", {}).items()
             }
     if not rows:
         return f'<p class="note">The run has not recorded its time by category. {NO_TRACE_HINT}</p>'
@@ -182,10 +182,10 @@ def _time_section(record: RunRecord, place: int) -> str:
 
 
 def _prediction_section(record: RunRecord) -> str:
-    found = compare_run(record)
-    if not found:
+    comparisons = compare_run(record)
+    if not comparisons:
         return '<p class="note">Nothing was predicted, or nothing measured yet.</p>'
-    rows = [[escape(text) for text in each.cells] for each in found]
+    rows = [[escape(text) for text in comparison.cells] for comparison in comparisons]
     note = "Per rank and step. " + (
         "" if "step_s" in record.run_info.get("prediction", {}) else NO_PREDICTION_HINT
     )
@@ -193,51 +193,52 @@ def _prediction_section(record: RunRecord) -> str:
 
 
 def _mean_times_text(record: RunRecord) -> str:
-    said = record.rank_accounts.get(0, {})
-    if not said.get("steps"):
+    account = record.rank_accounts.get(0, {})
+    if not account.get("steps"):
         return ""
-    each = [
-        f"{part} {1e3 * seconds / said['steps']:.3g} ms" for part, seconds in said.get("seconds", {}).items()
+    texts = [
+        f"{part} {1e3 * seconds / account['steps']:.3g} ms"
+        for part, seconds in account.get("seconds", {}).items()
     ]
-    return escape(f"Over all {said['steps']:,} steps of the last start, rank 0: {', '.join(each)}.")
+    return escape(f"Over all {account['steps']:,} steps of the last start, rank 0: {', '.join(texts)}.")
 
 
 def _timeline_section(record: RunRecord, place: int) -> str:
-    found = step_timeline(record)
-    if found is None:
+    timeline = step_timeline(record)
+    if timeline is None:
         return f'<p class="note">The run has recorded neither its program nor a trace. {NO_TRACE_HINT}</p>'
     texts = []
-    if found.planned and found.has_times:
+    if timeline.planned and timeline.has_times:
         texts.append(
             "Planned: the program, simulated in its order and with its waits; each action takes its mean "
             "measured time (on the comm stream: its shortest). Measured: as each rank executed it; a "
             "collective lasts from its issue until its result has arrived, and the time that the compute "
             "stream waits for it is drawn as waiting."
         )
-    elif found.planned:
+    elif timeline.planned:
         texts.append(f"The program in its order and with its waits, scaled by operations. {NO_TRACE_HINT}")
-    if found.num_hidden_ranks:
+    if timeline.num_hidden_ranks:
         texts.append(
-            f"{found.num_hidden_ranks} more ranks are not drawn; their traces are in the folder of the run."
+            f"{timeline.num_hidden_ranks} more ranks are not drawn; the folder of the run has their traces."
         )
-    return _figure(timeline_figure(found), f"timeline-{place}") + "".join(
+    return _figure(timeline_figure(timeline), f"timeline-{place}") + "".join(
         f'<p class="note">{text}</p>' for text in texts
     )
 
 
 def _memory_section(record: RunRecord, place: int) -> str:
-    held = record.run_info.get("resident_memory")
+    resident = record.run_info.get("resident_memory")
     rows: dict[str, Mapping[str, Any]] = {}
-    if record.program is not None and isinstance(held, Mapping):
+    if record.program is not None and isinstance(resident, Mapping):
         for role, actions in record.program.roles:
             name = f"{role} planned" if len(record.program.roles) > 1 else "planned"
-            each = held.get(role, held)  # of an older run: those of rank 0
+            each = resident.get(role, resident)  # of an older run: those of rank 0
             rows[f"{name}, at its peak"], rows[f"{name}, peak of each category"] = planned_memory(
                 Program.from_dict({role: actions}), each
             )
-    for rank, said in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
-        if isinstance(said.get("memory"), Mapping):
-            rows[f"rank {rank}"] = said["memory"]
+    for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
+        if isinstance(account.get("memory"), Mapping):
+            rows[f"rank {rank}"] = account["memory"]
     if not rows:
         return '<p class="note">The run has not recorded its memory.</p>'
     drawn = {
@@ -247,10 +248,10 @@ def _memory_section(record: RunRecord, place: int) -> str:
     }
     parts = dict.fromkeys(part for each in rows.values() for part in each)
     heads = ["", *(escape(name) for name in rows)]
-    lines = []
+    table_rows = []
     for part in parts:
         name = "high-water mark of the process" if part == "peak" else part
-        lines.append(
+        table_rows.append(
             [escape(name), *(format_nbytes(each[part]) if part in each else "" for each in rows.values())]
         )
     note = (
@@ -259,14 +260,14 @@ def _memory_section(record: RunRecord, place: int) -> str:
     )
     return (
         _figure(stacked_figure(drawn, "MiB"), f"memory-{place}")
-        + _table(heads, lines, numbers=True)
+        + _table(heads, table_rows, numbers=True)
         + f'<p class="note">{note}</p>'
     )
 
 
 def _nbytes_section(record: RunRecord) -> str:
-    found = sent_by_action(record)
-    if not found:
+    actions = sent_by_action(record)
+    if not actions:
         return '<p class="note">Nothing is sent: the run has one rank, or has not recorded its program.</p>'
     rows = [
         [
@@ -274,7 +275,7 @@ def _nbytes_section(record: RunRecord) -> str:
             escape(each.description),
             *("" if n is None else f"{n:,.0f} B" for n in (each.planned, each.measured)),
         ]
-        for each in found
+        for each in actions
     ]
     more = (
         f'<p class="note">and {len(rows) - MAX_SHOWN_ACTIONS} more actions</p>'
@@ -288,14 +289,14 @@ def _nbytes_section(record: RunRecord) -> str:
 
 
 def _machine_section(record: RunRecord) -> str:
-    said = {**record.run_info.get("versions", {}), **record.run_info.get("machine", {})}
-    if not said:
+    values = {**record.run_info.get("versions", {}), **record.run_info.get("machine", {})}
+    if not values:
         return '<p class="note">The run has not recorded them.</p>'
-    words = {
+    texts = {
         key: format_nbytes(value) if key == "memory" and isinstance(value, int) else str(value)
-        for key, value in said.items()
+        for key, value in values.items()
     }
-    return _table([], [[f"<b>{escape(key)}</b>", escape(value)] for key, value in words.items()])
+    return _table([], [[f"<b>{escape(key)}</b>", escape(value)] for key, value in texts.items()])
 
 
 def _section(title: str, body: str) -> str:

@@ -32,7 +32,7 @@ FLOP_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 def stage_block_calls(plan: Plan) -> BlockCallsByStage:
     """Returns the block calls of each stage, in order of the forward; one stage without a pipeline."""
-    return [part.block_calls for part in plan.sharding.stages] or [plan.model_spec.block_calls]
+    return [stage.block_calls for stage in plan.sharding.stages] or [plan.model_spec.block_calls]
 
 
 def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
@@ -87,7 +87,7 @@ def row_label(world: int, roles: int) -> str:
 
 
 def _idle_warning(plan: Plan) -> Iterator[Text]:
-    """A warning if there are too few micro-batches to keep all pp ranks busy."""
+    """A warning if there are too few microbatches to keep all pp ranks busy."""
     ranks = len(plan.sharding.block_calls_by_pp_rank)
     if plan.num_microbatches < ranks:
         found = simulated_spans(plan)
@@ -168,7 +168,9 @@ def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) ->
         Column("bytes", justify="right"),
     )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    of = {visit: number for number, part in enumerate(stage_block_calls(plan)) for visit in part}
+    stage_of = {
+        block_call: number for number, stage in enumerate(stage_block_calls(plan)) for block_call in stage
+    }
     found = [
         (number, value)
         for number, cut in enumerate(plan.sharding.split_points, start=1)
@@ -181,7 +183,7 @@ def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) ->
                 (
                     f"{number - 1} | {number}",
                     str(value),
-                    _route_text(value, of),
+                    _route_text(value, stage_of),
                     *_value_size(value, plan.micro_batch),
                 ),
             )
@@ -190,8 +192,12 @@ def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) ->
     return table
 
 
-def _route_text(value: StageValue, of: dict[str, int]) -> str:
-    return " > ".join(map(str, sorted({of[value.producer], *(of[visit] for visit in value.consumers)})))
+def _route_text(value: StageValue, stage_of: dict[str, int]) -> str:
+    return " > ".join(
+        map(
+            str, sorted({stage_of[value.producer], *(stage_of[block_call] for block_call in value.consumers)})
+        )
+    )
 
 
 def _value_size(value: StageValue, num_samples: int) -> tuple[str, str]:
@@ -200,8 +206,8 @@ def _value_size(value: StageValue, num_samples: int) -> tuple[str, str]:
     return f"{shape} {value.dtype}", f"{format_nbytes(value.nbytes(num_samples))}{back}"
 
 
-def _first_rows(found: Sequence[Row], *, show_all: bool) -> Iterator[Row]:
-    yield from found if show_all else found[:MAX_ROWS]
+def _first_rows(rows: Sequence[Row], *, show_all: bool) -> Iterator[Row]:
+    yield from rows if show_all else rows[:MAX_ROWS]
 
 
 def _caption_hidden(table: Table, count: int, *, show_all: bool) -> None:

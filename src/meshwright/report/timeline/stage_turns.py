@@ -107,47 +107,50 @@ class _StageTurn:
 
 
 def _stage_turns(acts: Sequence[TimedAction], parts: BlockCallsByStage) -> list[_StageTurn]:
-    of = {visit: number for number, part in enumerate(parts) for visit in part}
-    found: list[_StageTurn] = []
-    ahead: list[
+    stage_of = {block_call: number for number, part in enumerate(parts) for block_call in part}
+    turns: list[_StageTurn] = []
+    pending: list[
         TimedAction
     ] = []  # the loss, and forwards once more, which belong to the backward that follows
     for act in sorted(
         (act for act in acts if act.action.kind in KIND_LETTERS), key=lambda act: (act.begin, act.end)
     ):
-        letter, part, micro = (
+        letter, part, microbatch = (
             KIND_LETTERS[act.action.kind],
-            of.get(act.action.subject, len(parts) - 1),
+            stage_of.get(act.action.subject, len(parts) - 1),
             act.action.microbatch or 0,
         )
         if not letter:
-            ahead.append(act)
-        elif found and (found[-1].kind, found[-1].microbatch, found[-1].stage) == (letter, micro, part):
-            found[-1] = _StageTurn(letter, micro, part, (*found[-1].actions, *ahead, act))
-            ahead = []
+            pending.append(act)
+        elif turns and (turns[-1].kind, turns[-1].microbatch, turns[-1].stage) == (letter, microbatch, part):
+            turns[-1] = _StageTurn(letter, microbatch, part, (*turns[-1].actions, *pending, act))
+            pending = []
         else:
-            found.append(_StageTurn(letter, micro, part, (*ahead, act)))
-            ahead = []
-    return found
+            turns.append(_StageTurn(letter, microbatch, part, (*pending, act)))
+            pending = []
+    return turns
 
 
 def _span_row(
-    turns: Sequence[_StageTurn], came: Mapping[str, float], holds: Mapping[str, tuple[int, int]], start: float
+    turns: Sequence[_StageTurn],
+    sent_at: Mapping[str, float],
+    activation_nbytes: Mapping[str, tuple[int, int]],
+    start: float,
 ) -> Iterator[TimelineSpan]:
     numbers = sorted({turn.stage for turn in turns})
     free, now = start, 0.0
     for turn in turns:
-        told = [came[act.action.name] for act in turn.actions if act.action.name in came]
-        on_its_way = max(free, *told) if told else turn.begin
+        send_times = [sent_at[act.action.name] for act in turn.actions if act.action.name in sent_at]
+        on_its_way = max(free, *send_times) if send_times else turn.begin
         if on_its_way < turn.begin:
             yield TimelineSpan("~", on_its_way - start, turn.begin - start, memory=now, memory_after=now)
-        kept = [holds.get(act.action.name, (0, 0)) for act in turn.actions]
-        during, left = float(max(most for most, _ in kept)), float(kept[-1][1])
+        nbytes = [activation_nbytes.get(act.action.name, (0, 0)) for act in turn.actions]
+        during, after = float(max(most for most, _ in nbytes)), float(nbytes[-1][1])
         chunk = numbers.index(turn.stage)
         yield TimelineSpan(
-            turn.kind, turn.begin - start, turn.end - start, turn.microbatch, chunk, during, left
+            turn.kind, turn.begin - start, turn.end - start, turn.microbatch, chunk, during, after
         )
-        free, now = turn.end, left
+        free, now = turn.end, after
 
 
 def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:

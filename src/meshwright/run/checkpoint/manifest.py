@@ -3,7 +3,8 @@ checksums.
 
     {"format": "meshwright checkpoint", "version": 1, "step": 100,
      "entries": {"model/lm_head.weight": {"shape": [64, 8], "dtype": "float32", "slices": [
-         {"file": "rank-00000.safetensors", "key": "model/lm_head.weight", "start": [0, 0], "shape": [64, 8]}]}},
+         {"file": "rank-00000.safetensors", "key": "model/lm_head.weight", "start": [0, 0], "shape": [64,
+             8]}]}},
      "files": {"rank-00000.safetensors": {"nbytes": 2136, "sha256": "..."}},
      "meta": {"seed": 0, ...}, "sha256": "..."}
 
@@ -43,7 +44,11 @@ SHARD_FILE_PATTERN = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.safetensors"
 )  # no separator, drive, "..", or hidden file fits
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
-DAMAGED_FIX = "resume from another checkpoint of the run; this one is damaged, or this version of meshwright did not write it"
+DAMAGED_FIX = (
+    "resume from another checkpoint of the run; this one is damaged, or this version "
+    "of "
+    "meshwright did not write it"
+)
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
@@ -152,7 +157,7 @@ class Manifest:
         )
         _need(body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited")
         return cls(
-            step=_whole(body["step"], "step"),
+            step=_whole_number(body["step"], "step"),
             entries={
                 name: _entry(value, f"entries.{name}")
                 for name, value in _mapping(body["entries"], "entries").items()
@@ -280,7 +285,7 @@ def _entry(value: Json, where: str) -> TensorEntry:
 
 def _shard(value: Json, where: str) -> ShardFile:
     body = _fields(value, where, ("nbytes", "sha256"))
-    return ShardFile(_whole(body["nbytes"], where), _text(body["sha256"], where))
+    return ShardFile(_whole_number(body["nbytes"], where), _text(body["sha256"], where))
 
 
 def _fields(value: Json, where: str, keys: tuple[str, ...], *, others: bool = False) -> dict[str, Json]:
@@ -310,14 +315,14 @@ def _text(value: Json, where: str) -> str:
     raise _refusal(where, "a string is needed")
 
 
-def _whole(value: Json, where: str) -> int:
+def _whole_number(value: Json, where: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_NBYTES:
         return value
     raise _refusal(where, "a whole number from 0 to 2^50 is needed")
 
 
 def _sizes(value: Json, where: str) -> tuple[int, ...]:
-    return tuple(_whole(size, where) for size in _list(value, where))
+    return tuple(_whole_number(size, where) for size in _list(value, where))
 
 
 def _need(true: bool, where: str, otherwise: str) -> None:

@@ -132,20 +132,24 @@ def _newest(folder: Path, executor: Executor, consensus: RankConsensus, notes: l
 def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     listing = "".join(f"\n  skipped {reason}" for reason in reasons)
     text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
-    fix = "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, move the folder away"
+    fix = (
+        "train into another run.folder, or restore a checkpoint from a copy; to start from "
+        "step "
+        "0 here, move the folder away"
+    )
     raise PlanError(text, fix=fix, location=str(folder))
 
 
 def _requested(folder: Path, executor: Executor, consensus: RankConsensus, step: int) -> Manifest:
     path = step_folder(folder, step)
 
-    def there() -> bytes:
+    def require_folder() -> bytes:
         if not path.is_dir():
             fix = f"choose one of: {checkpoint_names(folder)}"
             raise CheckpointError(f"there is no checkpoint of step {step}", fix=fix, location=str(folder))
         return b""
 
-    consensus.gather_or_raise("looking for a checkpoint", there)
+    consensus.gather_or_raise("looking for a checkpoint", require_folder)
     return verify_checkpoint(
         path, consensus, lambda manifest, path: check_model(manifest, executor, path), step
     )

@@ -7,9 +7,11 @@ them.
 
     agree      all ranks have the same names, shapes and dtypes for the same step
     begin      rank 0 makes   step-00000100.partial-5f3a9c01/
-    write      each rank      rank-00000.safetensors, rank-00001.safetensors ...     fsync, sha256; sizes and sums exchanged
+    write      each rank      rank-00000.safetensors, rank-00001.safetensors ...; fsync, sha256; the ranks
+                              exchange sizes and checksums
     publish    rank 0         manifest.json, fsync; rename to  step-00000100/ ; fsync of the folder above
-    prune      rank 0         removes all but the newest `keep` and the best, and what stopped saves left behind
+    prune      rank 0         removes all but the newest `keep` and the best, and what stopped saves left
+                              behind
 
 The rename is the only moment at which a checkpoint appears. A crash before it leaves a `.partial-` folder,
 which no reader takes for a checkpoint; a crash after it leaves a valid one. Old checkpoints are removed
@@ -167,7 +169,9 @@ def newest_valid(folder: Path, check: ManifestCheck | None = None) -> NewestChec
     `check(manifest, path)` raises CheckpointError for a checkpoint to skip, such as one of another model.
     Without a valid one: (None, None, all that were skipped).
     """
-    return first_valid(folder, list_step_folders(folder), lambda path, step: _whole(path, step, check))
+    return first_valid(
+        folder, list_step_folders(folder), lambda path, step: _verified_manifest(path, step, check)
+    )
 
 
 def first_valid(
@@ -240,7 +244,7 @@ def compare_checkpoints(a: Path, b: Path) -> list[str]:
 
     Raises CheckpointError when one of them is damaged.
     """
-    left, right = _whole(a), _whole(b)
+    left, right = _verified_manifest(a), _verified_manifest(b)
     both = sorted(set(left.entries) & set(right.entries))
     alike = [
         n
@@ -284,7 +288,7 @@ def _begin(place: Path, step: int, outline: ExpectedTensors) -> bytes:
     place.parent.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(place):
         try:
-            manifest = _whole(place, step)
+            manifest = _verified_manifest(place, step)
         except CheckpointError as error:
             logger.warning("a damaged checkpoint is replaced: %s", error)
         else:
@@ -321,11 +325,11 @@ def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
 
 def _equals(place: Path, manifest: Manifest) -> bool:
     with suppress(CheckpointError):
-        return _whole(place).dump() == manifest.dump()
+        return _verified_manifest(place).dump() == manifest.dump()
     return False
 
 
-def _whole(path: Path, step: int | None = None, check: ManifestCheck | None = None) -> Manifest:
+def _verified_manifest(path: Path, step: int | None = None, check: ManifestCheck | None = None) -> Manifest:
     manifest = checked_manifest(path, step, check)
     check_checksums(path, manifest.files)
     return manifest

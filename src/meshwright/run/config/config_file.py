@@ -2,7 +2,8 @@
 left to resolve.
 
     micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
-    cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once, for the plan
+    cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once,
+                                         for the plan
 
     [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job
     [run]                                folder, logging, checkpoints, limits
@@ -65,7 +66,7 @@ def apply_overrides(
     document = deepcopy(document)
     paths = set()
     for key, text in _pairs(args, diagnostics):
-        path = _put(document, key.split("."), _value(text), diagnostics)
+        path = _set_value(document, key.split("."), _value(text), diagnostics)
         paths.add(path)
     return document, frozenset(paths - {()})
 
@@ -111,7 +112,7 @@ def _value(text: str) -> Any:
     return read["value"]
 
 
-def _put(
+def _set_value(
     document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
 ) -> tuple[str, ...]:
     """Set `path` in `document`; returns it with names in place of positions, or () when

@@ -53,7 +53,7 @@ class SchemaCheck:
         """Returns `value` as an object of type `hint`; None, with the reasons added to `diagnostics`, if it
         has another type.
         """
-        known = self._known(value, hint, path)
+        known = self._check_keys(value, hint, path)
         try:
             return TypeAdapter(hint).validate_json(json.dumps(known), strict=True)
         except ValidationError as error:
@@ -85,7 +85,7 @@ class SchemaCheck:
         )
         return f"--{dotted}" if given else f"{self.file}: {dotted}"
 
-    def _known(self, value: Any, hint: Any, path: KeyPath) -> Any:
+    def _check_keys(self, value: Any, hint: Any, path: KeyPath) -> Any:
         """`value` without unknown keys, which become faults, and with None where `{}` stands for it."""
         if isinstance(value, (date, time)):
             self.diagnostics.append(
@@ -103,19 +103,21 @@ class SchemaCheck:
         lists = [member for member in members if get_origin(member) in (tuple, list)]
         if isinstance(value, list) and lists:
             hints = _item_hints(lists[0], len(value))
-            return [self._known(item, hints[i], (*path, str(i))) for i, item in enumerate(value)]
+            return [self._check_keys(item, hints[i], (*path, str(i))) for i, item in enumerate(value)]
         return value
 
     def _known_table(self, value: dict[str, Any], table: Any, path: KeyPath) -> dict[str, Any]:
         if get_origin(table) is dict:
             hint = get_args(table)[1]
-            return {key: self._known(item, hint, (*path, key)) for key, item in value.items()}
+            return {key: self._check_keys(item, hint, (*path, key)) for key, item in value.items()}
         hints = _field_hints(table)
         for key in value:
             if key not in hints:
                 self.add_unknown_key(key, hints, (*path, key))
         return {
-            key: self._known(item, hints[key], (*path, key)) for key, item in value.items() if key in hints
+            key: self._check_keys(item, hints[key], (*path, key))
+            for key, item in value.items()
+            if key in hints
         }
 
     def _translate(self, errors: list[ErrorDetails], value: Any, path: KeyPath) -> None:
@@ -167,7 +169,7 @@ def _fault(errors: list[ErrorDetails], where: str) -> Diagnostic:
         expected = errors[0]["ctx"]["expected"]
         words = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
         fix = suggest_name(given, words) if isinstance(given, str) else f"write {expected}"
-        return Diagnostic(f"given is {_shown(given)}; needed is {expected}", fix, where)
+        return Diagnostic(f"given is {_json_text(given)}; needed is {expected}", fix, where)
     needed = [TYPE_DESCRIPTIONS.get(error["type"], error["msg"]) for error in errors]
     text = ", or ".join(dict.fromkeys(needed))
     fix = f"write {text}" if kind in TYPE_DESCRIPTIONS else "change it accordingly"
@@ -176,9 +178,9 @@ def _fault(errors: list[ErrorDetails], where: str) -> Diagnostic:
     elif isinstance(given, str) and kind in ("int_type", "float_type", "bool_type"):
         fix += ", without quotes"
     elif kind in ("tuple_type", "list_type"):
-        fix = f"write [{_shown(given)}]" if not isinstance(given, dict) else fix
-    return Diagnostic(f"given is {_shown(given)}; needed is {text}", fix, where)
+        fix = f"write [{_json_text(given)}]" if not isinstance(given, dict) else fix
+    return Diagnostic(f"given is {_json_text(given)}; needed is {text}", fix, where)
 
 
-def _shown(given: Any) -> str:
+def _json_text(given: Any) -> str:
     return json.dumps(given)

@@ -1,8 +1,10 @@
 """Documents as token samples: texts packed into windows, or one conversation per sample.
 
-    texts           t t t t <end> t t <end> t t t t t t <end>     one sequence of tokens; every document ends with end-of-text;
+    texts           t t t t <end> t t <end> t t t t t t <end>     one sequence of tokens; every document ends
+                                                                  with end-of-text;
                     |-- sample 0 --|-- sample 1 --|-- sample 2    a sample is a window of it
-    conversations   u u a a a . .                                 a sample is one conversation, padded with tokens that have
+    conversations   u u a a a . .                                 a sample is one conversation, padded with
+                                                                  tokens that have
                     u a u u a a a|a a                             no label, or truncated
 
 All documents are read and tokenized once, before training, so errors in them are reported then, with their
@@ -11,10 +13,13 @@ location: the first `MAX_DIAGNOSTICS`. The tokens are kept on disk (`token_cache
 Only the assistant's tokens of a conversation have labels. The tokenizer's own chat template formats the
 conversation. The assistant's tokens are found in one of two ways, both exact:
 
-    tags        the template encloses the assistant's messages in {% generation %} ... {% endgeneration %}: transformers
+    tags        the template encloses the assistant's messages in {% generation %} ... {% endgeneration %}:
+                transformers
                 reports the tokens between
-    prefixes    before(i) = messages[:i] with the generation prompt, after(i) = messages[:i + 1]. If before(i) is a prefix of
-                after(i), and after(i) of the whole text, the difference is the assistant's i-th answer, its closing
+    prefixes    before(i) = messages[:i] with the generation prompt, after(i) = messages[:i + 1]. If before(i)
+                is a prefix of
+                after(i), and after(i) of the whole text, the difference is the assistant's i-th answer,
+                    its closing
                 tag included; the tokens that cover it have labels.
 
         <user>2 + 2?<end><assistant>four<end>
@@ -71,7 +76,11 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
         text = f"the tokenizer '{tokenizer.name}' has no chat template, and data.chat asks for one"
         raise PlanError(text, fix=fix, location="data.tokenizer") from error
     if not tokenizer.hf_tokenizer.is_fast:
-        text = f"the tokenizer '{tokenizer.name}' cannot map its tokens to positions in the text, so answers cannot be located"
+        text = (
+            f"the tokenizer '{tokenizer.name}' cannot map its tokens to positions in the "
+            f"text, "
+            f"so answers cannot be located"
+        )
         raise PlanError(text, fix="choose one that has a tokenizer.json", location="data.tokenizer")
     return template
 
@@ -109,15 +118,17 @@ def has_generation_tag(template: str) -> bool:
 def _form_faults(messages: object, where: str) -> Iterator[Diagnostic]:
     fix = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, list) or not messages:
-        yield Diagnostic(f"the conversation is {_shown(messages)}; needed is a list of messages", fix, where)
+        yield Diagnostic(
+            f"the conversation is {_short_repr(messages)}; needed is a list of messages", fix, where
+        )
         return
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            yield Diagnostic(f"message {i} is {_shown(message)}; needed is an object", fix, where)
+            yield Diagnostic(f"message {i} is {_short_repr(message)}; needed is an object", fix, where)
             return
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                given = f"has {key} = {_shown(message[key])}" if key in message else f"has no {key}"
+                given = f"has {key} = {_short_repr(message[key])}" if key in message else f"has no {key}"
                 yield Diagnostic(f"message {i} {given}; needed is a text", fix, where)
     roles = [message.get("role") for message in messages]
     if ASSISTANT not in roles:
@@ -126,7 +137,7 @@ def _form_faults(messages: object, where: str) -> Iterator[Diagnostic]:
         yield Diagnostic(text, "remove it, or name the answering role 'assistant'", where)
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -153,8 +164,15 @@ def _prefixed(
         if message["role"] == ASSISTANT:
             before, after = written(i, cue=True), written(i + 1)
             if not (after.startswith(before) and whole.startswith(after)):
-                text = f"the template has no generation marks, and writes message {i} differently when there is more before or after"
-                fix = "enclose answers in the template in {% generation %} and {% endgeneration %}, or choose another tokenizer"
+                text = (
+                    f"the template has no generation marks, and writes message {i} "
+                    f"differently "
+                    f"when there is more before or after"
+                )
+                fix = (
+                    "enclose answers in the template in {% generation %} and {% endgeneration "
+                    "%}, or choose another tokenizer"
+                )
                 return Diagnostic(text, fix, where)
             spans.append((len(before), len(after)))
     found = tokenizer.hf_tokenizer(
@@ -232,7 +250,10 @@ class Conversations(TokenDataset):
             fix = f"raise data.sequence; the longest has {lengths.max()} tokens"
             raise PlanError(text, fix=fix, location="data.sequence")
         if cut.size:
-            note = f"{cut.size} of {len(lengths)} conversations are longer than data.sequence = {self.sequence} and are cut"
+            note = (
+                f"{cut.size} of {len(lengths)} conversations are longer than data.sequence = "
+                f"{self.sequence} and are cut"
+            )
             self.notes = (note + (f"; {mute} of them teach nothing: no answer is left" if mute else ""),)
 
     def __len__(self) -> int:
@@ -309,7 +330,11 @@ def _text(row: Mapping[str, object] | Diagnostic, where: str, column: str) -> st
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"the column '{column}' holds half a character (\\u{ord(text[error.start]):04x}) at position {error.start}"
+        reason = (
+            f"the column '{column}' holds half a character "
+            f"(\\u{ord(text[error.start]):04x}) "
+            f"at position {error.start}"
+        )
         return Diagnostic(reason, "write the whole character, or remove the half", where)
     return text
 

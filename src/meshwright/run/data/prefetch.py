@@ -1,7 +1,8 @@
 """Prepares batches in threads, ahead of their step, so that no rank waits for its data.
 
     step            0    1    2    3         the main thread trains
-    prepared        1 2  3 4  5 ...          `workers` threads prepare the next batches, at most 2 x workers of them
+    prepared        1 2  3 4  5 ...          `workers` threads prepare the next batches, at most 2 x workers
+                                             of them
 
 Threads are enough: samples are slices of arrays in memory or mapped from disk, numpy and the tokenizers
 release the GIL, and nothing has to be sent between processes. The samples of a step depend on its number
@@ -52,17 +53,17 @@ class PrefetchedFeed:
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the samples end before global step `step`."""
-        return self._made(step)[0]
+        return self._prepared(step)[0]
 
     def batch(self, step: int) -> MaybeBatch:
         """Returns this rank's samples of global step `step` (from 0); None when all are absent."""
-        return self._made(step)[1]
+        return self._prepared(step)[1]
 
     def wait_idle(self, timeout_s: float) -> None:
         """Waits until no batch is being prepared, at most `timeout_s` seconds."""
         wait(self._queue, timeout_s)
 
-    def _made(self, step: int) -> tuple[bool, MaybeBatch]:
+    def _prepared(self, step: int) -> tuple[bool, MaybeBatch]:
         if step < self._first or step > self._first + len(self._queue):
             self._drop(len(self._queue))
             self._first = step

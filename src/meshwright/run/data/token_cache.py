@@ -3,7 +3,8 @@ memory.
 
     cache/
       3f9a...c1/               one per (content, tokenizer, columns); its name is their hash
-        tokens.bin             the ids of all documents, one after the other: uint16, or uint32 for large vocabularies
+        tokens.bin             the ids of all documents, one after the other: uint16, or uint32 for large
+                               vocabularies
         document_starts.bin    where each document begins, and the end: int64
         label_mask.bin         conversations only: which tokens have labels, one byte each
         meta.json              the lengths, the dtype of the ids, and the sha256 of the contents
@@ -74,7 +75,7 @@ def open_token_cache(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(place.with_suffix(".lock")):
-            if not _whole(place):
+            if not _is_complete(place):
                 _build(place, vocab_size, documents())
     except OSError as error:
         text = f"the tokens cannot be kept in '{cache}': {error.strerror or error}"
@@ -121,7 +122,7 @@ def _write(
     with ExitStack() as stack:
         files: dict[str, BinaryIO] = {}
 
-        def put(name: str, values: np.ndarray) -> None:
+        def append(name: str, values: np.ndarray) -> None:
             if name not in files:
                 files[name] = stack.enter_context((folder / f"{name}.bin").open("wb"))
             content = values.tobytes()
@@ -129,13 +130,13 @@ def _write(
             files[name].write(content)
 
         for document in documents:
-            put("tokens", document.ids.astype(width))
+            append("tokens", document.ids.astype(width))
             if document.label_mask is not None:
                 chosen = True
-                put("label_mask", document.label_mask.astype(np.uint8))
+                append("label_mask", document.label_mask.astype(np.uint8))
             total += document.ids.size
             starts.append(total)
-        put("document_starts", np.asarray(starts, dtype=ARRAY_DTYPES["document_starts"]))
+        append("document_starts", np.asarray(starts, dtype=ARRAY_DTYPES["document_starts"]))
     return {
         "tokens": total,
         "document_starts": len(starts),
@@ -145,7 +146,7 @@ def _write(
     }
 
 
-def _whole(place: Path) -> bool:
+def _is_complete(place: Path) -> bool:
     try:
         meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
         sizes = {

@@ -3,7 +3,8 @@ published names.
 
     names, shapes          from transformers, on tensors without values: the position of each is known at once
     config, tokenizer      as transformers writes them; files next to the model's source are copied
-    tensors                one group at a time: read, cast, converted to published tensors, written at their offsets
+    tensors                one group at a time: read, cast, converted to published tensors, written at their
+                           offsets
     round trip             transformers loads the folder, which must give the logits of the model here
     rename                 only now the folder gets its name
 
@@ -349,7 +350,7 @@ def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype, beside: P
             ValueError
         ):  # a generation config that contradicts itself is refused by transformers; it is optional
             pretrained.generation_config.save_pretrained(folder)
-    for path in _beside(beside, remote=config.to_dict().get("auto_map") is not None):
+    for path in _companion_files(beside, remote=config.to_dict().get("auto_map") is not None):
         shutil.copyfile(path, folder / path.name)
 
 
@@ -359,7 +360,7 @@ def _used_cache(beside: Path | None) -> bool:
     return bool(said.get("use_cache", True))
 
 
-def _beside(folder: Path | None, *, remote: bool) -> Iterator[Path]:
+def _companion_files(folder: Path | None, *, remote: bool) -> Iterator[Path]:
     if folder is not None:
         yield from (folder / name for name in COMPANION_FILES if (folder / name).is_file())
         yield from folder.glob("*.model")

@@ -1,7 +1,8 @@
 """Writes an adapter like peft, or merges it into its base.
 
     adapter_config.json            written by peft, with the name of the base model
-    adapter_model.safetensors      the trained parts under peft's names: ...q_proj.lora_A.weight, ...lm_head.weight
+    adapter_model.safetensors      the trained parts under peft's names: ...q_proj.lora_A.weight,
+                                   ...lm_head.weight
 
 peft says which tensors belong to an adapter and what they are called, on a model without values. The values
 are those of the full logical parameters, so nothing depends on how they were sharded. Before the folder gets
@@ -47,7 +48,7 @@ def write_adapter(
         text = f"the model holds {len(adapters)} adapters ({', '.join(adapters)}), and a folder is one"
         raise PlanError(text, fix=f"leave one of them in the factory, or {MERGE_FIX}", location=WHERE)
     config = copy.deepcopy(model.peft_config[adapters[0]])
-    config.base_model_name_or_path = _found(base or config.base_model_name_or_path or "")
+    config.base_model_name_or_path = _stored_base(base or config.base_model_name_or_path or "")
     names = adapter_tensor_names(model, adapters[0])
     tensors = {stored: _cast(read_value(name), dtype) for stored, name in names.items()}
     _check(model, names, tensors)
@@ -94,12 +95,16 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
 
 def _checked(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
-        text = f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, not of weights"
+        text = (
+            f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front "
+            f"of "
+            f"the text, not of weights"
+        )
         raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", location=WHERE)
     return model
 
 
-def _found(base: str) -> str:
+def _stored_base(base: str) -> str:
     if base and (is_hub_id(base) or Path(base).exists()):
         return base
     text = (

@@ -58,7 +58,10 @@ class RoundTripResult:
             if self.rounding_difference is None
             else f"; rounding changed them by {self.rounding_difference:.2g}"
         )
-        return f"{self.description} differ by {self.max_difference:.2g} at most (allowed: {self.tolerance:.2g}){rounded}"
+        return (
+            f"{self.description} differ by {self.max_difference:.2g} at most (allowed: "
+            f"{self.tolerance:.2g}){rounded}"
+        )
 
 
 def compare_logits(
@@ -72,7 +75,7 @@ def compare_logits(
     module = deferred_init.instantiate()
     inputs = probe_inputs(module)
     if inputs is None:
-        theirs = dict(_theirs(type(module), folder).state_dict())
+        theirs = dict(_load_with_transformers(type(module), folder).state_dict())
         rounded = {name: read_value(name) for name in deferred_init.logical_params}
         pairs = ((_rounded(mine, dtype).float(), theirs[name].float()) for name, mine in rounded.items())
         return RoundTripResult(
@@ -89,7 +92,7 @@ def compare_logits(
         rounding = _distance(exact, mine)
     kind = type(module)
     del module
-    other = _outputs(_theirs(kind, folder), inputs)
+    other = _outputs(_load_with_transformers(kind, folder), inputs)
     scale = max(1.0, mine.abs().max().item()) if mine.numel() else 1.0
     bound = TOLERANCE * scale if isfinite(scale) else 0.0
     return RoundTripResult(
@@ -234,7 +237,7 @@ def load_values(module: nn.Module, deferred_init: DeferredInit, read_value: Read
         module.get_buffer(name).copy_(read_value(name))
 
 
-def _theirs(kind: type[nn.Module], folder: Path) -> nn.Module:
+def _load_with_transformers(kind: type[nn.Module], folder: Path) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(folder) if kind.__name__ in dir(transformers) else None
     names = [] if config is None else config.architectures or [kind.__name__]
     loader: Any = getattr(transformers, names[0]) if names else kind

@@ -1,13 +1,13 @@
 """Finds rank, world size and master address in the environment, for every launcher.
 
-    launcher       rank                   world size              local rank                   used by
-    torchrun       RANK                   WORLD_SIZE              LOCAL_RANK                   TORCHELASTIC_RUN_ID is set
-    environment    RANK                   WORLD_SIZE              LOCAL_RANK                   by hand, Kubeflow 1, Ray ...
-    Open MPI       OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE    OMPI_COMM_WORLD_LOCAL_RANK   mpirun
-    PMI            PMI_RANK               PMI_SIZE                MPI_LOCALRANKID              MPICH, Intel MPI
-    Kubeflow       PET_NODE_RANK          PET_NNODES              0                            one rank per pod
-    Kubernetes     JOB_COMPLETION_INDEX   WORLD_SIZE              0                            Indexed Job: 1 rank per pod
-    SLURM          SLURM_PROCID           SLURM_STEP_NUM_TASKS    SLURM_LOCALID                a task of srun
+    launcher     rank                  world size            local rank                  used by
+    torchrun     RANK                  WORLD_SIZE            LOCAL_RANK                  TORCHELASTIC_RUN_ID
+    environment  RANK                  WORLD_SIZE            LOCAL_RANK                  by hand, Ray
+    Open MPI     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_LOCAL_RANK  mpirun
+    PMI          PMI_RANK              PMI_SIZE              MPI_LOCALRANKID             MPICH, Intel MPI
+    Kubeflow     PET_NODE_RANK         PET_NNODES            0                           one rank per pod
+    Kubernetes   JOB_COMPLETION_INDEX  WORLD_SIZE            0                           an Indexed Job
+    SLURM        SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID               a task of srun
 
 The first launcher of this table whose variables are set is used. The others must agree with it: the same
 rank and world size, one process per host (srun around torchrun), or one process in all. Anything else is an
@@ -92,7 +92,10 @@ class LauncherEnv:
         )
 
     def __str__(self) -> str:
-        text = f"rank {self.rank} of {self.world} ({self.launcher} on host {self.host}, {self.local_world} per host)"
+        text = (
+            f"rank {self.rank} of {self.world} ({self.launcher} on host {self.host}, "
+            f"{self.local_world} per host)"
+        )
         text += "" if self.master_addr is None else f", master {self.master_addr}:{self.master_port}"
         return text + (f", restart {self.num_restarts}" if self.num_restarts else "")
 
@@ -261,7 +264,11 @@ def _disagreements(first: LauncherClaim, others: Iterable[LauncherClaim]) -> Ite
                 first.num_hosts - 1
             }  # mpirun itself sits on the first host, and has srun start its daemons on the others
         if not (alike or other.world == 1 or other.world in per_host):
-            fix = f"start one {first.launcher} per host, as ranks of one job (srun round torchrun needs --nnodes and a rendezvous"
+            fix = (
+                f"start one {first.launcher} per host, as ranks of one job (srun round "
+                f"torchrun "
+                f"needs --nnodes and a rendezvous"
+            )
             fix += f"), or only one of the two; a stale variable goes with: unset {first.rank_key}"
             yield Diagnostic(f"{first}, and {other}", fix, WHERE)
 

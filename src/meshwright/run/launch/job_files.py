@@ -19,6 +19,7 @@ from meshwright.run.launch.cluster_env import DEFAULT_PORT
 
 STOP_GRACE_S = 180  # ahead of a limit: long enough to end a step and save
 MAX_RESTARTS = 3
+POD_INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,11 @@ def distribute_ranks(world: int, num_hosts: int | None, ranks_per_host: int | No
     if num_hosts * ranks_per_host != world:
         options = [f"--hosts {n} --per-host {world // n}" for n in range(1, world + 1) if world % n == 0]
         shown = ", ".join([*options[:3], *(["..."] if len(options) > 4 else []), *options[3:][-1:]])
-        text = f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, and the mesh of the plan has {world}"
+        text = (
+            f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, "
+            f"and "
+            f"the mesh of the plan has {world}"
+        )
         raise_diagnostics([Diagnostic(text, f"choose from {shown}; or change the mesh", "--hosts")])
     return num_hosts, ranks_per_host
 
@@ -76,8 +81,9 @@ def slurm_script(job: JobFile) -> str:
         """
     body = f"""\
 
-        # One task is one rank; meshwright reads its place from SLURM's variables. USR1 reaches every task {STOP_GRACE_S} s before the
-        # limit: they save together and end with 143, and the job goes back into the queue to go on from there.
+        # One task is one rank; meshwright reads its place from SLURM's variables. USR1 reaches every task
+        # {STOP_GRACE_S} s before the limit: they save together and end with 143, and the job goes back into
+        # the queue to go on from there.
         # The folder of the run, the data and the environment must be visible on every host.
         srun --kill-on-bad-exit=1 {_train(job)}
         code=$?
@@ -96,7 +102,11 @@ def torchrun_command(job: JobFile) -> str:
         return f"torchrun --standalone {rest}\n"
     master = '"${MASTER_ADDR:?set it to the address of host 0}"'
     lines = [
-        f"# host {host}\ntorchrun --nnodes={job.num_hosts} --node-rank={host} --master-addr={master} --master-port={DEFAULT_PORT} {rest}\n"
+        (
+            f"# host {host}\ntorchrun --nnodes={job.num_hosts} --node-rank={host} "
+            f"--master-addr={master} --master-port={DEFAULT_PORT} "
+            f"{rest}\n"
+        )
         for host in range(job.num_hosts)
     ]
     return "\n".join(lines)
@@ -123,7 +133,7 @@ def kubernetes_manifest(job: JobFile) -> str:
           env:
           # the index of the pod; the names of launchers' own variables are kept free for them
           - name: POD_INDEX
-            valueFrom: {{fieldRef: {{fieldPath: "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}}}
+            valueFrom: {{fieldRef: {{fieldPath: "{POD_INDEX_FIELD}"}}}}
           {_pod_variables(job)}
           {limits}
           volumeMounts:

@@ -31,14 +31,14 @@ def choose_algorithms(
     `cluster` is the path of a cluster.toml ("": none), `folder` the run's folder. Raises PlanError if a rule
     is needed and nothing is measured.
     """
-    if not any(_said(strategy).get("algorithm") == AUTO for strategy in strategies):
+    if not any(_strategy_fields(strategy).get("algorithm") == AUTO for strategy in strategies):
         return tuple(strategies), []
-    kept = [_kept(strategy, mesh, folder) for strategy in strategies]
+    kept = [_resumed_rule(strategy, mesh, folder) for strategy in strategies]
     notes: list[str] = []
     measured: Cluster | None = None
     found = []
     for strategy, rule in zip(strategies, kept, strict=True):
-        if _said(strategy).get("algorithm") != AUTO:
+        if _strategy_fields(strategy).get("algorithm") != AUTO:
             found.append(strategy)
             continue
         if rule is not None:
@@ -55,7 +55,7 @@ def choose_algorithms(
     return tuple(found), notes
 
 
-def _said(strategy: Strategy) -> dict[str, Any]:
+def _strategy_fields(strategy: Strategy) -> dict[str, Any]:
     return strategy.as_dict()
 
 
@@ -67,13 +67,17 @@ def _with_rule(strategy: Strategy, rule: str) -> Strategy:
 def _measured(cluster: str, strategy: Strategy) -> Cluster:
     if not cluster:
         text = "auto chooses by the measured cost of the links, and no measurement is named"
-        fix = 'run `meshwright bench network`, then write cluster = "cluster.toml" at the top of the file; or algorithm = "ring"'
+        fix = (
+            'run `meshwright bench network`, then write cluster = "cluster.toml" at the top '
+            "of "
+            'the file; or algorithm = "ring"'
+        )
         raise PlanError(text, fix=fix, location=f"strategies.{strategy.name}.algorithm")
     return read_cluster(Path(cluster))
 
 
 def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]:
-    ranks = mesh.peers(0, _axes(_said(strategy)))
+    ranks = mesh.peers(0, _axes(_strategy_fields(strategy)))
     if not cluster.ranks_per_host or len(ranks) == 1:
         return len(ranks), 0
     hosts = len({rank // cluster.ranks_per_host for rank in ranks})
@@ -85,16 +89,23 @@ def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
     gpu = torch.cuda.is_available()
     if (cluster.transport == "nccl") != gpu:
         have = "has GPUs" if gpu else "has none"
-        yield f"{path} was measured over {cluster.transport}, and this machine {have}: measure where the plan will run"
+        yield (
+            f"{path} was measured over {cluster.transport}, and this machine {have}: measure "
+            f"where the plan will run"
+        )
     elif cluster.machine != here:
-        yield f"{path} was measured on another machine ({cluster.machine}; here: {here}): measure where the plan will run"
+        yield (
+            f"{path} was measured on another machine ({cluster.machine}; here: {here}): "
+            f"measure "
+            f"where the plan will run"
+        )
 
 
 def _axes(fields: dict[str, Any]) -> tuple[str, str]:
     return fields.get("axis", "dp_replicate"), "cp"
 
 
-def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
+def _resumed_rule(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
     path = folder / "plan.toml"
     if not path.is_file() or not any((folder / CHECKPOINTS_FOLDER).glob("step-*")):
         return None
@@ -102,7 +113,7 @@ def _kept(strategy: Strategy, mesh: Mesh, folder: Path) -> str | None:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # resuming says what is wrong with it
-    mine = {key: value for key, value in _said(strategy).items() if key != "algorithm"}
+    mine = {key: value for key, value in _strategy_fields(strategy).items() if key != "algorithm"}
     sizes = document.get("mesh", {})
     if any(sizes.get(axis, 1) != mesh.size(axis) for axis in _axes(mine)):
         return None

@@ -5,7 +5,8 @@ device.toml is written by `meshwright bench device` for people, and read by the 
 
     version, date, kind, device, torch, threads, ranks, memory      what was measured, when and how
     call_s, call_backward_s                                         the least seconds of an operation
-    matmuls, attention, memory_ops, elementwise_ops, lag_samples    the measurements: plan/hardware/device_profile.py
+    matmuls, attention, memory_ops, elementwise_ops, lag_samples    the measurements:
+                                                                    plan/hardware/device_profile.py
 """
 
 import json
@@ -78,11 +79,14 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 PROFILE_HEADER = """\
-# What a device does per second, measured by `meshwright bench device`. Plans are priced by it: --hardware device.toml. Measure
-# again when the device, torch or the number of threads change.
+# What a device does per second, measured by `meshwright bench device`. Plans are priced by it: --hardware
+# device.toml. Measure again when the device, torch or the number of threads change.
 """
 TABLE_COMMENTS = {
-    "matmuls": "matrix products, [m, k] by [k, n] so many at once: FLOP/s, and the distance of the quartiles as a share",
+    "matmuls": (
+        "matrix products, [m, k] by [k, n] so many at once: FLOP/s, and the distance of "
+        "the quartiles as a share"
+    ),
     "attention": "fused attention without a mask: seconds, backward alone",
     "memory_ops": "operations that only read and write: bytes of both together, bytes/s",
     "elementwise_ops": "operations that compute much for each number: seconds of one",

@@ -4,7 +4,8 @@
     ranks_per_host                               ranks on each host; 0: all on one
     [fit_error]                                  the prediction error at sizes that were not fitted
     [network]                                    the model of the links: plan/hardware/network_model.py
-    [[measurements]]                             one table per algorithm and number of ranks: bytes, seconds, spread
+    [[measurements]]                             one table per algorithm and number of ranks: bytes, seconds,
+                                                 spread
 
 All diagnostics of a file are reported at once. The same file always gives the same rule, so keep it with the
 configs.
@@ -24,8 +25,9 @@ from meshwright.run.measure.measured_files import parse_measurements, read_toml,
 from meshwright.run.telemetry.run_info import processor_name
 
 CLUSTER_HEADER = """\
-# The links of a cluster, measured by `meshwright bench network`. Named by the key cluster of a config, it makes a rule by
-# message size of algorithm = "auto". Measure again when machine, transport or number of ranks change.
+# The links of a cluster, measured by `meshwright bench network`. Named by the key cluster of a config, it
+# makes a rule by message size of algorithm = "auto". Measure again when machine, transport or number of
+# ranks change.
 """
 
 
@@ -69,7 +71,10 @@ def _names(cluster: Cluster) -> Iterator[Diagnostic]:
 def _lines(cluster: Cluster) -> Iterator[str]:
     for key in ("version", "date", "machine", "torch", "transport", "ranks_per_host"):
         yield f"{key} = {json.dumps(vars(cluster)[key], ensure_ascii=False)}"
-    yield "\n[fit_error]  # median relative error at sizes that were not fitted: of the model, and with what was measured nearby"
+    yield (
+        "\n[fit_error]  # median relative error at sizes that were not fitted: of the model, "
+        "and with what was measured nearby"
+    )
     yield f"model = {cluster.fit_error.model:.4g}\ncorrected = {cluster.fit_error.corrected:.4g}"
     yield "\n[network]"
     crowds = [
@@ -95,7 +100,10 @@ def _lines(cluster: Cluster) -> Iterator[str]:
 
 def _bands(link: LinkCost) -> str:
     lines = [
-        f"    {{max_nbytes = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, bytes_per_s = {band.bytes_per_s:.4g}}},"
+        (
+            f"    {{max_nbytes = {band.max_nbytes}, latency_s = {band.latency_s:.4g}, "
+            f"bytes_per_s = {band.bytes_per_s:.4g}}},"
+        )
         for band in link.bands
     ]
     return "\n".join(["bands = [", *lines, "]"])

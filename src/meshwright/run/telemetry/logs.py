@@ -36,7 +36,7 @@ def rank_log(folder: Path, rank: int, show: Callable[[str], None] | None = None)
     root, package = logging.getLogger(), logging.getLogger("meshwright")
     before = package.level
     package.setLevel(logging.INFO)
-    handlers: list[logging.Handler] = [] if show is None else [_Shown(rank, show)]
+    handlers: list[logging.Handler] = [] if show is None else [_WarningHandler(rank, show)]
     error_text = ""
     try:
         log_path(folder, rank).parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def unshown_warnings(folder: Path, sizes_before: Mapping[Path, int]) -> list[str
     return shown + more
 
 
-class _Shown(logging.Handler):
+class _WarningHandler(logging.Handler):
     def __init__(self, rank: int, show: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._show = show

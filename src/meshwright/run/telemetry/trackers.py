@@ -4,8 +4,10 @@
 continues; one thread per tracker starts it, takes lines out of the queue and logs them. So
 
     a tracker that cannot start, or raises      logs one warning with its error and is off from then on
-    a tracker that hangs (no network)           fills its queue of 10,000 lines; further lines are dropped and counted
-    a tracker that is slow to close             gets `CLOSE_TIMEOUT_S` seconds after the last step, then it is abandoned
+    a tracker that hangs (no network)           fills its queue of 10,000 lines; further lines are dropped and
+                                                counted
+    a tracker that is slow to close             gets `CLOSE_TIMEOUT_S` seconds after the last step, then it is
+                                                abandoned
 
 The threads are daemons: none keeps the process from ending. Every metric is logged at its global step, so
 repeated steps after a resume replace the earlier ones. TensorBoard writes event files into `tensorboard/` in
@@ -98,12 +100,12 @@ class TrackerQueue:
     def put_step(self, event: CallbackEvent) -> None:
         """Queues the record of a step."""
         if event.step_record is not None:
-            self._put(event.step, metrics_by_name(event.step_record))
+            self._enqueue(event.step, metrics_by_name(event.step_record))
 
     def put_evaluation(self, event: CallbackEvent) -> None:
         """Queues an evaluation."""
         numbers = {name: value for name, value in event.evaluation.items() if type(value) in (int, float)}
-        self._put(event.step, {f"eval/{name}": float(value) for name, value in numbers.items()})
+        self._enqueue(event.step, {f"eval/{name}": float(value) for name, value in numbers.items()})
 
     def begin_close(self) -> None:
         """Accepts no more lines: the tracker closes after it has logged the queued ones."""
@@ -125,7 +127,7 @@ class TrackerQueue:
             text = "the tracker %s was too slow: %d lines were dropped; all are in metrics.jsonl"
             logger.warning(text, self.name, self.num_dropped)
 
-    def _put(self, step: int, values: dict[str, float]) -> None:
+    def _enqueue(self, step: int, values: dict[str, float]) -> None:
         if self.failed.is_set():
             return
         try:

@@ -87,7 +87,9 @@ def noticed(order: Schedule, costs: StageCosts, right: ScheduleTimeline) -> bool
 
 
 def theirs(pipeline_order: list[object]) -> list[tuple[str, int, int]]:
-    """A rank's list as torch writes it, without pauses and what follows from it: (kind, stage, micro-batch)."""
+    """A rank's list as torch writes it, without pauses and what follows from it: (kind, stage,
+    micro-batch).
+    """
     actions = [action for action in pipeline_order if action is not None]
     found = [
         (action.computation_type.value, action.stage_index, action.microbatch_index) for action in actions

@@ -130,8 +130,10 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
         from meshwright.parallel.pipeline.schedules.schedule import Schedule
 
         def cells(ranks, micros):
-            each = [[f"{rank}{kind}{micro}" for kind in "FB" for micro in range(micros)] for rank in range(ranks)]
-            return each
+            return [
+                [f"{rank}{kind}{micro}" for kind in "FB" for micro in range(micros)]
+                for rank in range(ranks)
+            ]
 
         def made(ranks, micros):
             return Schedule.with_looped_placement([[("F", 0, 0), ("B", 0, 0)]] * ranks)

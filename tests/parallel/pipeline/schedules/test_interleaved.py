@@ -1,4 +1,6 @@
-"""Interleaved 1F1B against its closed forms, torch's lists, and on unlike parts; any number of micro-batches."""
+"""Interleaved 1F1B against its closed forms, torch's lists, and on unlike parts;
+any number of micro-batches.
+"""
 
 from types import SimpleNamespace
 

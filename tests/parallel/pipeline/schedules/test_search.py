@@ -1,4 +1,6 @@
-"""The searched order is never worse than a named one that fits, keeps to the limits, and is the same again."""
+"""The searched order is never worse than a named one that fits, keeps to the limits,
+and is the same again.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,5 +1,4 @@
-"""DualPipe: micro-batches enter from both ends, so a forward and a backward overlap and hide each other's
-messages.
+"""DualPipe: micro-batches enter from both ends, so forwards and backwards hide each other's messages.
 
 Why it works: half of the micro-batches enter at rank 0 and go up, half enter at the last rank and go down.
 So every rank has two stages of the model, one per direction, and in the steady state always a forward of one
@@ -8,7 +7,7 @@ way to the first gradient is half as long for every rank. DualPipeV is the same 
 1 - k of DualPipe do the same, so one is left out and the other has both stages, with one copy of the
 weights.
 
-    p = 4, m = 8   rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1' F2' B0  ...   0 .. 3 go up, 0' .. 3' (4 .. 7) down
+    p = 4, m = 8   rank 0   F0  F1  F2  F0' I0' W0' F1' F3  B1' F2' B0  ...   0 .. 3 up, 0' .. 3' back
                    rank 1   F0  F0' F1  F1' F2  B0' F2' B0  F3  B1' F3' ...   B: I and W in one
                    rank 2   F0' F0  F1' F1  F2' B0  F2  B0' F3' B1  F3  ...   adjacent F and B may run as one
                    rank 3   F0' F1' F2' F0  I0  W0  F1  F3' B1  F2  B0' ...

@@ -1,5 +1,4 @@
-"""V-shaped zero-bubble pipelines: each rank has two stages, one on the way down and one on the way back; W
-fills gaps.
+"""V-shaped zero-bubble pipelines: each rank has two stages, one down and one back; W fills gaps.
 
 Why it works: stage k lies on rank k for k < p, and on rank 2 p - 1 - k after the turn. A rank that keeps a
 micro-batch long in one stage keeps it briefly in the other, so all ranks hold the same; and the loss is
@@ -11,7 +10,8 @@ is in flight, and so in memory.
             rank 1   .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 ...
             rank 2   .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 ...
     half,   every 6 actions each rank runs each of F f i I for the next micro-batch, and W in the other two;
-    min     a micro-batch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), 1, 1, 1, 1 (min)
+    min     a micro-batch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), 1, 1, 1, 1
+            (min)
 
     idle time of a rank, between its first and last action, F, I and W those of a rank with both stages:
         v     = (p - 1) (F - W)          if F = I >= W: none if all take the same time

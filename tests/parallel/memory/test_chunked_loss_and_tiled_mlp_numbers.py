@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.api import single_rank_world, make_plan, parallelize
+from meshwright.api import make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.ring import RingAttention

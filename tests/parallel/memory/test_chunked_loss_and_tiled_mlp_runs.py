@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.api import single_rank_world, analyze, make_plan, parallelize, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, single_rank_world, trace, verify
 from meshwright.engine.losses import chunked
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
