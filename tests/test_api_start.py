@@ -45,12 +45,12 @@ class Deep(nn.Module):
 
 torch.set_num_threads(1)
 data = {"input_ids": torch.ones(2, 1000), "labels": torch.zeros(2, 1, dtype=torch.long)}
-analyzed = read(Deep, data)
+analyzed = analyze(Deep, data)
 job = replace(tiny_job(batch=16), precision=PrecisionConfig())
-plan = make_plan(analyzed, job, Mesh(dp_shard=8), (Batch(axis="dp_shard"), Zero(stage=int(sys.argv[1]))))
-analyzed.blueprint.value("layers.0.weight")  # what the first initial value sets up
+plan = make_plan(analyzed, job, Mesh(dp_shard=8), (BatchSplit(axis="dp_shard"), ZeRO(stage=int(sys.argv[1]))))
+analyzed.deferred_init.initial_value("layers.0.weight")  # what the first initial value sets up
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-trainer = build(analyzed, plan, world=FakeWorld(plan.mesh, 5))
+trainer = parallelize(analyzed, plan, world=FakeWorld(plan.mesh, 5))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 

@@ -134,7 +134,7 @@ def test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone(
     stopped.process.send_signal(signal.SIGTERM)
     code, out, err = stopped.output()
     assert (code, err) == (143, "")
-    assert "the same command goes on from here" in out
+    assert "the same command resumes from here" in out
     step = max(metrics(run))
     assert f"stopped at step {step}, loss " in out
     assert checkpoint(run, step).is_dir()

@@ -93,7 +93,7 @@ def test_an_edited_plan_is_refused_by_every_verb(config, say, tmp_path):
     [
         (["--train.step", 3], "--train.step: there is no key 'step' here", "did you mean 'steps'?"),
         (["--trian.steps", 3], "--trian: there is no key 'trian' here", "did you mean 'train'?"),
-        (["--wrold", 3], "there is no key 'wrold'", "options of the command itself: --out, --world"),
+        (["--wrold", 3], "there is no key 'wrold'", "options of the command itself: --from-step, --world"),
         (["--mesh.dp_replicat", 2], "there is no axis 'dp_replicat'", "did you mean 'dp_replicate'?"),
         (["--mesh.tp", 2], "no pair of linear layers of build is known to split", "meshwright inspect"),
         (["--mesh.cp", 2], "layers.0 takes cumsum over tokens", "mesh.dp_shard = 2 are as many ranks"),
@@ -130,11 +130,11 @@ def test_what_cannot_work_is_refused_in_words(config, say, words, what, fix):
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest(config, say):
-    config.write_text(config.read_text() + '\n[[strategies]]\nname = "replicat"\n')
+    config.write_text(config.read_text() + '\n[[strategies]]\nname = "naive_dp"\n')
     code, _, err = say("plan", config)
     assert code == 2
-    assert "there is no strategy 'replicat'" in err
-    assert "did you mean 'replicate'?" in err
+    assert "there is no strategy 'naive_dp'" in err
+    assert "did you mean 'naive_ddp'?" in err
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_small_copy_of_an_unmodified_model_is_verified_under_the_name_of_the_p
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--on", "moons"], "ranks cannot live on 'moons'"),
+        (["--on", "moons"], "ranks cannot run on 'moons'"),
         (["--shrink"], "a model from a factory cannot be scaled down"),
     ],
 )

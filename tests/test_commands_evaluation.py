@@ -67,10 +67,10 @@ def test_a_run_that_ends_early_says_why_and_says_it_again(config, forks):
     early = ("--evaluate.every", 2, "--evaluate.patience", 1, "--evaluate.min_delta", 9.0)
     code, out, _ = forks("train", config, *early)
     assert code == 0
-    assert "ended early at step 4: 1 evaluations did not improve by more than 9" in out
+    assert "stopped early at step 4: 1 evaluations did not improve by more than 9" in out
     code, out, _ = forks("train", config, *early)
     assert (code, len(lines(config, ""))) == (0, 4)
-    assert "ended early at step 4" in out
+    assert "stopped early at step 4" in out
 
 
 def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(config, forks):
@@ -80,14 +80,14 @@ def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(conf
     found = lines(config, "spike")
     assert 0 < len(found) < 12
     step = found[0]["step"]
-    assert f"step {step} was left out: " in out
+    assert f"step {step} was skipped: " in out
     assert "is the first that is not finite" in out
-    assert f"{len(found)} of these steps were left out (guard.action = skip)" in out
+    assert f"{len(found)} of these steps were skipped (guard.action = skip)" in out
     (config.parent / "run").rename(config.parent / "skipped")
     code, out, err = forks(*spiky, "--guard.action", "stop")
     assert code == 2
     assert f"step {step}: the " in err
-    culprit = next(rank for rank in found[0]["ranks"] if rank["stage"])
+    culprit = next(rank for rank in found[0]["ranks"] if rank["phase"])
     assert f"samples {', '.join(map(str, culprit['samples']))}" in err
     assert not (config.parent / "run" / "checkpoints").exists() or f"step-{step:08d}" not in steps_kept(
         config.parent / "run"

@@ -84,7 +84,7 @@ def test_a_model_that_looks_at_values_is_played_on_real_tensors_and_that_is_said
     )
     assert (code, err) == (0, "")
     assert "looks, on real tensors" in " ".join(out.split())
-    assert verdict_of(config)["tensors"] == "real"
+    assert verdict_of(config)["tensor_kind"] == "real"
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_a_model_that_looks_at_values_is_played_on_real_tensors_and_that_is_said
             "there is no rank 1024 in dp_replicate 1024",
             "choose from 0 to 1023",
         ),
-        (["--rank", 3], "threads compare all ranks, and --rank 3 names one", "add --on trace"),
+        (["--rank", 3], "--on threads compares all ranks, and --rank 3 names one", "add --on trace"),
         ([], "1024 ranks on this machine", "--on trace plays single ranks of any mesh"),
         (["--on", "processes"], "1024 ranks on this machine", "compare a smaller mesh"),
     ],

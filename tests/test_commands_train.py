@@ -46,7 +46,7 @@ def test_a_finished_run_has_nothing_to_do(config, say):
     before = metrics(config.parent / "run")
     code, out, _ = say(*alone(config, "--train.steps", 3))
     assert code == 0
-    assert "resumed from step 3\nnothing to do: step 3 is reached already (train.steps = 3)" in out
+    assert "resumed from step 3\nnothing to do: step 3 is already reached (train.steps = 3)" in out
     assert metrics(config.parent / "run") == before
 
 

@@ -212,12 +212,14 @@ def test_everything_is_gone_after_an_error_in_the_body() -> None:
 def test_what_a_killed_maker_has_left_is_removed_by_the_next_use(tmp_path: Path) -> None:
     script = tmp_path / "maker.py"
     script.write_text(
-        "from tests.network.virtual_hosts import hosts\n"
-        "with hosts(2, rate_mbit=100) as two:\n"
+        "from tests.network.virtual_hosts import virtual_hosts\n"
+        "with virtual_hosts(2, rate_mbit=100) as two:\n"
         "    print(two[0].namespace, flush=True)\n"
-        "    two.command(['sleep', '1000'])\n"
+        "    two.run_command(['sleep', '1000'])\n"
     )
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=ENV) as maker:
+    argv = [sys.executable, str(script)]
+    env = {**ENV, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), ENV["PYTHONPATH"]])}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env) as maker:
         name = maker.stdout.readline().strip()
         while not (inside := subprocess.check_output(["ip", "netns", "pids", name], text=True).split()):
             time.sleep(0.02)

@@ -71,7 +71,7 @@ def read_since(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
             found.append((current_thread().name, path))
         return usual(path, mode, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open_boundaries", noting)
+    monkeypatch.setattr(Path, "open", noting)
     return found
 
 
@@ -185,7 +185,7 @@ def test_a_check_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path):
 def test_ranks_that_find_different_checkpoints_are_named(tmp_path: Path):
     path, other = by_ranks(tmp_path / "a", 1), by_ranks(tmp_path / "b", 2)
     for said in verdicts(lambda rank: other if rank == 2 else path):
-        assert "ranks [2] find another checkpoint there than rank 0" in said
+        assert "ranks [2] read another manifest than rank 0" in said
         assert "give every rank the same folder, or a copy of it" in said
 
 
@@ -239,7 +239,8 @@ def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reas
     first, second, third = run_on_threads(body, THREE)
     assert first == second
     assert (
-        "the test does not go on: looking at a checkpoint failed on rank 2 (its own message says why)\n"
+        "the test does not go on: reading the manifest of a checkpoint failed on rank 2 "
+        "(its own message says why)\n"
         in first
     )
     assert "repair the cause and start again, where every rank can read the checkpoint folder" in first

@@ -15,7 +15,7 @@ from meshwright.run.launch.local_launcher import LOCK, PREFIX, temporary_folder
 HOLDS = """
 import sys
 from meshwright.run.launch.local_launcher import temporary_folder
-with private_folder() as folder:
+with temporary_folder() as folder:
     (folder / "store").write_text("x")
     print(folder, flush=True)
     sys.stdin.read()

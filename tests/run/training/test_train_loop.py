@@ -193,7 +193,7 @@ def test_a_run_whose_data_changed_says_so(tmp_path):
 
 def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path, whole):
     with pytest.raises(PlanError) as caught:
-        whole.run(step=5)
+        whole.play(step=5)
     (fault,) = caught.value.diagnostics
     assert fault.problem == "there is no checkpoint of step 5"
     assert fault.fix == "choose one of: step-00000004, step-00000008, step-00000012"
@@ -307,7 +307,7 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
         assert [ended.step for ended in run_on_threads(rank, plan.mesh)] == [STEPS] * 3
     else:
         with pytest.raises(
-            PlanError, match=r"(?s)nothing counts in any of the 24 samples, all played up to step 2.*-100"
+            PlanError, match=r"(?s)nothing counts in any of the 24 samples, all trained on up to step 2.*-100"
         ):
             run_on_threads(rank, plan.mesh)
     skipped = [json.loads(text)["skipped"] for text in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -46,7 +46,7 @@ def test_a_skipped_step_is_counted_and_written_down_with_its_samples(tmp_path):
     plan = course.plan
     feed = open_feed(split_held_out(DATA, plan.job.evaluate)[0], plan, 0)
     assert [rank["samples"] for rank in line["ranks"]] == feed.sample_ids(4)
-    assert [rank["stage"] for rank in line["ranks"]] == ["", "loss"]
+    assert [rank["phase"] for rank in line["ranks"]] == ["", "loss"]
     assert course.lines()[5]["skipped"]
     assert [step for step, spike in enumerate(told, start=1) if spike] == [5]
 
@@ -89,5 +89,5 @@ def test_without_a_guard_the_first_step_that_is_not_finite_is_named_once(tmp_pat
         Course(tmp_path, evaluate=EvalConfig(), change=poisoned(5)).play()
     (record,) = [record for record in caplog.records if record.name == "meshwright.run.training.train_loop"]
     assert record.getMessage().startswith(
-        "step 5: the loss is nan and the gradient norm nan; the parameters are lost"
+        "step 5: the loss is nan and the gradient norm nan; the parameters are unusable"
     )
