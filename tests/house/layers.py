@@ -16,7 +16,6 @@ ORDINARY = {
     "interleaved": "a kind of schedule among the choices of the search",
     "sequence_parallel": "a key of the strategies of a measured run, read by the search",
     "ulysses": "a key of the strategies of a measured run, read by the search",
-    "zero": "a key of `search --set`",
 }
 
 

@@ -108,7 +108,7 @@ class Watchdog:
         return frozenset(self._rings)
 
     def watch_wait(self, sequence_id: int) -> "WatchedWait":
-        """Returns a context manager for the wait of this thread for the collective with this `sequence_id`."""
+        """Returns a context manager for this thread's wait for the collective with this `sequence_id`."""
         return WatchedWait(self, sequence_id)
 
     def limit_s(self) -> float:

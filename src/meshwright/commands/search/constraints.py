@@ -33,9 +33,11 @@ SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
     "gpipe": (GPIPE, 1),
     "dualpipe": (DUALPIPE, 1),
 }
-# not searched: gpipe has the bubble of 1f1b and more memory, dualpipe a larger bubble than zb_v and two copies of the weights
+# not searched: gpipe has the bubble of 1f1b and more memory, dualpipe a larger bubble than zb_v and two
+# copies of the weights
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v")
 # name of --set -> key of SearchRequest.fixed
+NUMBER_EXAMPLES = {"zero": "3"}
 NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp")} | {
     "micro_batch": "micro",
     "virtual_stages": "chunks",
@@ -109,7 +111,7 @@ def _assignment_diagnostics(assignment: str, name: str, value: str) -> Iterator[
             "--set",
         )
     elif not value:
-        example = ("3" if name == "zero" else "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
+        example = NUMBER_EXAMPLES.get(name, "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
         yield Diagnostic(
             f"'{assignment}' has no value", f"write NAME=VALUE, for example {name}={example}", "--set"
         )

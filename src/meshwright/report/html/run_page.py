@@ -1,11 +1,10 @@
-"""The report on one run, or on two side by side, as one HTML file that needs no network.
+"""Writes the report on one run, or on two side by side, as one HTML file that needs no network.
 
     what differs            two runs only: the keys in which their plans differ
     curves                  loss, gradient norm, learning rate, speed, gradient noise if measured, over the
                             step
-    per run, in a column    the plan, predicted beside measured, time by category, a step on its streams,
-                            memory,
-                            bytes, versions and machine
+    per run, in a column    the plan, predicted and measured values, time by category, the timeline of a
+                            step, memory, bytes, versions and machine
 
 Every text from a run is escaped. What a run has not recorded is named in its place, with how to get it.
 """

@@ -242,7 +242,7 @@ class Conversations(TokenDataset):
         self.digest = f"conversations {source.sequence} {cache.digest}"
         lengths = np.diff(cache.document_starts)
         cut = np.flatnonzero(lengths > self.sequence + 1)
-        mute = sum(not self._is_learnt(int(i)) for i in cut)
+        mute = sum(not self._has_labels(int(i)) for i in cut)
         if mute == len(lengths):
             text = (
                 f"no answer begins within the first {self.sequence} tokens of any of the {mute} conversations"
@@ -263,7 +263,7 @@ class Conversations(TokenDataset):
         rows = [self._kept.document(i) if i >= 0 else None for i in check_ids(ids, len(self)).tolist()]
         return pad_documents(rows, self.sequence, self.tokenizer.eos_token_id or 0)
 
-    def _is_learnt(self, i: int) -> bool:
+    def _has_labels(self, i: int) -> bool:
         wanted = self._kept.document(i).label_mask
         return wanted is None or bool(wanted[1 : self.sequence + 1].any())
 
