@@ -102,7 +102,8 @@ def planned(reading: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strat
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("rule", "said"), [(far, "layers.0 computes 'mul' on rows of 40"), (scaled, "the number of tokens (mul)")]
+    ("rule", "said"),
+    [(far, "layers.0 computes 'mul' on sequences of 40"), (scaled, "the number of tokens (mul)")],
 )
 def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
     rule: Rule, said: str, mesh: Mesh, strategies: tuple
@@ -158,7 +159,7 @@ def test_evaluations_are_looked_at_too() -> None:
         with parallelize(reading, plan, world=world) as engine:
             engine.evaluate([engine.local_batch(rows(40))])
 
-    with pytest.raises(PlanError, match="on rows of 40 tokens"):
+    with pytest.raises(PlanError, match="on sequences of 40 tokens"):
         run_on_threads(evaluate, Mesh(cp=3))
 
 
@@ -171,5 +172,5 @@ def test_what_does_not_run_on_so_many_tokens_says_so() -> None:
     reading = reading_of(short)
     tokens = reading.sequence_info
     assert tokens is not None
-    with pytest.raises(PlanError, match="it does not run on rows of 40 tokens: ValueError: too long"):
+    with pytest.raises(PlanError, match="it does not run on sequences of 40 tokens: ValueError: too long"):
         reading.shard_check.check(tokens, SequenceSharding(3), {TOKENS: 40})

@@ -296,11 +296,12 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
 def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(self: conv_call.Conv1dMode, known, given, share) -> torch.Tensor:
         own = F.pad(
-            given.input[..., known.before : known.before + max(MIN_TOKENS, share.count)],
-            (known.left, known.right_halo),
+            given.input[..., known.pad_before : known.pad_before + max(MIN_TOKENS, share.num_tokens)],
+            (known.left_halo, known.right_halo),
         )
         return F.pad(
-            F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups), (0, known.behind)
+            F.conv1d(own, given.weight, given.bias, 1, 0, given.dilation, given.groups),
+            (0, known.num_extra_outputs),
         )
 
     monkeypatch.setattr(conv_call.Conv1dMode, "_call_impl", alone)

@@ -266,7 +266,10 @@ def test_the_bucket_is_the_home_of_its_gradients(reading: AnalyzedModel):
     def look(action: Action, state: object) -> None:
         flats = [bucket.buffer.untyped_storage().data_ptr() for bucket in state.buckets.values()]
         seen.append(
-            all(p.grad.untyped_storage().data_ptr() in flats for p in state.trained_module.trainable.values())
+            all(
+                p.grad.untyped_storage().data_ptr() in flats
+                for p in state.trained_module.trainable_parameters.values()
+            )
         )
 
     player_of(reading, plan, FakeWorld(plan.mesh, 1), extra_handlers={"CLIP": look}).step(

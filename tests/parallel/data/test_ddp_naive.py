@@ -40,11 +40,9 @@ def test_it_sends_the_bytes_of_replicate_in_more_messages(reading: AnalyzedModel
         actions = plan_of(reading, 3, (BatchSplit(), store)).program.actions(FIRST_ROLE)
         sizes[store.name] = [action.transfer.nbytes for action in actions if action.kind == "REDUCE"]
     assert (
-        sum(sizes["naive"])
-        == sum(sizes["replicate"])
-        == sum(w.numel for w in reading.model_spec.trainable) * 8
+        sum(sizes["naive_ddp"]) == sum(sizes["ddp"]) == sum(w.numel for w in reading.model_spec.trainable) * 8
     )
-    assert len(sizes["naive"]) > len(sizes["replicate"])
+    assert len(sizes["naive_ddp"]) > len(sizes["ddp"])
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])

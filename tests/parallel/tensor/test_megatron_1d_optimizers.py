@@ -108,7 +108,11 @@ def test_two_messages_a_bundle_and_owner_carry_each_slice_once(reading: Analyzed
 def test_owners_share_the_work_and_no_weight_is_owned_twice(reading: AnalyzedModel):
     for case in ("3 ranks", "stage 3"):
         plan = plan_of(reading, "adafactor", case)
-        cut = {home.weight.name: home.weight for home in plan.sharding.all_ranks.param_shardings if home.cut}
+        cut = {
+            home.param.name: home.param
+            for home in plan.sharding.all_ranks.param_shardings
+            if home.sliced_dims
+        }
         owned = [
             weight for rank in range(plan.mesh.world_size) for _, weight in owned_params(plan.sharding, rank)
         ]
@@ -125,7 +129,9 @@ def test_a_slice_in_a_wrong_place_is_noticed(
     reading: AnalyzedModel, alone: Callable, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(
-        matrix_owners, "put", lambda whole, spans, part: copy_slice_into(whole, spans, part.flip(0))
+        matrix_owners,
+        "copy_slice_into",
+        lambda whole, spans, part: copy_slice_into(whole, spans, part.flip(0)),
     )
     assert error(outcome(reading, plan_of(reading, "muon", "2 ranks")), alone("muon")) > 1e-6
 
