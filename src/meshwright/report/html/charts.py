@@ -1,4 +1,4 @@
-"""The plotly figures of a report: curves, the timeline of a step, time and memory by category.
+"""Draws the Plotly figures of a report: curves, the timeline of a step, time and memory by category.
 
 Texts from a run (names of blocks, of runs) are escaped here, because plotly interprets tags in them.
 """
@@ -168,16 +168,18 @@ def stacked_figure(rows: Mapping[str, Mapping[str, float]], title: str) -> go.Fi
     """Returns a stacked bar per row; `rows` is row -> category -> amount in the unit that `title` names."""
     figure = go.Figure()
     names = list(rows)
-    for part in dict.fromkeys(part for parts in rows.values() for part in parts):
-        amounts = [rows[name].get(part, 0.0) for name in names]
+    for category in dict.fromkeys(
+        category for amounts_by_category in rows.values() for category in amounts_by_category
+    ):
+        amounts = [rows[name].get(category, 0.0) for name in names]
         if any(amounts):
-            colour = CATEGORY_COLOURS.get(part, CATEGORY_COLOURS["other"])
-            hover = f"{escape(part)}: %{{x:.4g}}<extra>%{{y}}</extra>"
+            colour = CATEGORY_COLOURS.get(category, CATEGORY_COLOURS["other"])
+            hover = f"{escape(category)}: %{{x:.4g}}<extra>%{{y}}</extra>"
             figure.add_bar(
                 x=amounts,
                 y=names,
                 orientation="h",
-                name=escape(part),
+                name=escape(category),
                 marker_color=colour,
                 hovertemplate=hover,
             )

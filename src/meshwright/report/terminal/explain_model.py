@@ -1,7 +1,4 @@
-"""Tables of what a model is made of.
-
-Blocks, shardable layers, tied params, side channels, and what was not recognised.
-"""
+"""Shows a model as tables: its blocks, shardable layers, tied parameters, and what was not recognised."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace

@@ -1,8 +1,8 @@
-"""What a rank of a plan holds and sends, as two tables.
+"""Shows the memory of a rank by category, and the bytes that it sends per step by kind of action.
 
-State bytes by category, bytes per step by kind of action. Ranks differ where shards are uneven and where one
-is the primary rank: then the first and the last are shown. With several roles, the first rank of each; of
-many, the first, the last, and the one that holds most. Bytes sent are those of the busiest rank.
+Ranks differ if shards are uneven, and if one rank is the primary one: then the first and the last are shown.
+With several roles, the table has the first rank of each; of many roles, the first, the last, and the one
+with the largest peak. Bytes sent are those of the busiest rank.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
 
     Without gradients and buffers.
     """
-    found = {}
+    nbytes_by_role = {}
     for rank, (role, _) in zip(first_ranks(plan), plan.program.roles, strict=True):
         states = state_bytes(plan, rank)
-        found[role] = {
+        nbytes_by_role[role] = {
             "parameters": states.parameters,
             "optimizer_states": states.optimizer_states,
             **({"master": states.master} if states.master else {}),
         }
-    return found
+    return nbytes_by_role
 
 
 def states_text(plan: Plan) -> str:
@@ -51,10 +51,10 @@ def states_table(plan: Plan) -> Table:
 
     The last row includes activations: the most that is held at any moment of a step.
     """
-    fullest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
+    largest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
     ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
     if len(ranks) > MAX_SHOWN_RANKS:
-        ranks = sorted({ranks[0], fullest, ranks[-1]})
+        ranks = sorted({ranks[0], largest, ranks[-1]})
     found = [state_bytes(plan, rank) for rank in ranks]
     texts = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
     shown = list(zip(ranks, found, strict=True))[: 1 if all(each == texts[0] for each in texts) else None]
@@ -72,7 +72,7 @@ def states_table(plan: Plan) -> Table:
     peaks = [peak_nbytes(plan, rank) for rank, _ in shown]
     table.add_row("peak", *map(format_nbytes, peaks), _per_param_text(peaks[0], plan))
     if len(plan.program.roles) > 1 and len(shown) > 1:
-        table.caption, table.caption_justify = f"rank {fullest} has the largest peak", "left"
+        table.caption, table.caption_justify = f"rank {largest} has the largest peak", "left"
     return table
 
 
@@ -100,15 +100,15 @@ def sent_table(plan: Plan) -> Table | None:
 
     None if nothing is sent.
     """
-    found: dict[tuple[str, str], tuple[int, float]] = {}
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
     rank, actions = busiest_rank(plan)
     for action in actions:
         for transfer in action.transfers:
             key = action.kind, _transfer_text(transfer)
-            messages, nbytes = found.get(key, (0, 0.0))
+            messages, nbytes = totals.get(key, (0, 0.0))
             most = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]
-            found[key] = messages + 1, nbytes + most
-    if not found:
+            totals[key] = messages + 1, nbytes + most
+    if not totals:
         return None
     columns = [Column(head, justify="right") for head in ("messages", "sent per step")]
     table = Table(
@@ -119,13 +119,13 @@ def sent_table(plan: Plan) -> Table | None:
         header_style="bold",
     )
     table.padding = (0, 2, 0, 0)
-    for (kind, what), (messages, nbytes) in found.items():
-        table.add_row(kind, Text(what), f"{messages:,}", format_nbytes(nbytes))
+    for (kind, transfer_text), (messages, nbytes) in totals.items():
+        table.add_row(kind, Text(transfer_text), f"{messages:,}", format_nbytes(nbytes))
     table.add_row(
         "total",
         "",
-        f"{sum(m for m, _ in found.values()):,}",
-        format_nbytes(sum(n for _, n in found.values())),
+        f"{sum(m for m, _ in totals.values()):,}",
+        format_nbytes(sum(n for _, n in totals.values())),
         style="bold",
     )
     if len(plan.program.roles) > 1:

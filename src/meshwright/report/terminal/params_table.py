@@ -1,4 +1,4 @@
-"""A table of every parameter: its role, placement, why it is not sharded, and its bytes on a rank.
+"""Shows every parameter as a table row: its role, placement, why it is not sharded, and its bytes on a rank.
 
 The same parameter of equal layers is one row. With a pipeline, the first rank of each stage has a column. If
 a plan shards nothing, the table shows what it could shard, for two ranks.
@@ -138,8 +138,8 @@ def _shown_ranks(rows: list[ParamRow], sharding: ShardingPlan) -> list[tuple[int
     count = len(sharding.block_calls_by_pp_rank) or 1
     stages = range(count)
     if count > MAX_SHOWN_STAGES:
-        fullest = max(stages, key=lambda stage: sum(row.stage_nbytes[stage] for row in rows))
-        stages = sorted({0, fullest, count - 1})
+        largest = max(stages, key=lambda stage: sum(row.stage_nbytes[stage] for row in rows))
+        stages = sorted({0, largest, count - 1})
     return [(stage * (sharding.mesh.world_size // count), stage) for stage in stages]
 
 

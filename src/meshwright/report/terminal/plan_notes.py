@@ -1,4 +1,4 @@
-"""Notes on a plan: the dtype of each role, the sharding of sequences, and the staleness of weights."""
+"""Describes a plan in notes: the dtype of each role, sequence sharding, and staleness of weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Tables of what a plan will do, and of what a verdict found.
+"""Shows a plan as a table of its actions, and a verdict as a table of its errors.
 
 Equal actions on consecutive blocks are one row; waits for another stream, bytes sent and memory are named in
 the row.

@@ -1,4 +1,4 @@
-"""A prediction as a table and as plain values: seconds by category, peak memory, bytes sent.
+"""Shows a predicted step as a table and as plain values: seconds by category, peak memory, bytes sent.
 
 Bytes come from the program and need no device; seconds need the hardware. The plain values are stored with a
 run (run_info.json), so that its report can compare them with measurements (predicted_vs_measured.py).
@@ -33,10 +33,10 @@ def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, 
     And the predicted seconds if there are any.
     """
     roles = [role for role, _ in plan.program.roles]
-    held = {
+    peak_nbytes = {
         role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
     }
-    values = {"held": held, "sent": dict(_sent_nbytes(plan))}
+    values = {"held": peak_nbytes, "sent": dict(_sent_nbytes(plan))}
     return values if prediction is None else {**values, **prediction.as_dict()}
 
 

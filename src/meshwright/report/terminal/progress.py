@@ -1,4 +1,4 @@
-"""The progress of a run: a live table and a bar on a terminal, aligned plain lines elsewhere.
+"""Shows the progress of a run: a live table and a bar on a terminal, aligned plain lines elsewhere.
 
        step     loss  grad_norm        lr    memory  tokens/s      mfu      ETA
      20/400   4.1234      1.234  3.00e-04   412 MiB    12,345   38.2 %  0:02:05

@@ -1,4 +1,4 @@
-"""A schedule as a standalone SVG: a row of boxes per rank, its memory as a curve below, all on one scale.
+"""Draws a schedule as a standalone SVG: a row of boxes per rank, its memory below, all on one scale.
 
 planned       [F0][F1]      [B0   ][B1   ]      box: its kind's colour, darker for later virtual stages, a
                                                 tooltip

@@ -1,4 +1,4 @@
-"""A schedule as text: a row per rank, a cell per unit of time, memory below.
+"""Draws a schedule as text: a row per rank, a cell per unit of time, memory below.
 
 Planned above measured, on one scale.
 
@@ -7,7 +7,7 @@ Planned above measured, on one scale.
     rank 1   .  F0 F1 B0---          ...            . the rank waits; ~ it waits for a message in flight
     mem  0   1  2  3  3  3  3     3  ...            memory as bars; the peak is at the end
 
-The input are spans (plan/step/simulator.py) from any clock: of a simulated schedule, or of a real run.
+The input is a list of spans per rank (plan/step/simulator.py), of a simulated schedule or of a real run.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -36,10 +36,7 @@ CATEGORY_ORDER = ("parameters", "master", "gradients", "optimizer_states", "buck
 
 @dataclass(frozen=True)
 class ActionBytes:
-    """The bytes of one action per step, of the rank that sends most: planned, and measured (None.
-
-    Unknown).
-    """
+    """The bytes that the busiest rank sends per step in one action, planned and measured; None: unknown."""
 
     action: str
     description: str
@@ -50,11 +47,11 @@ class ActionBytes:
 def planned_memory(
     program: Program, state_nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the bytes by category at the peak of the fullest role.
+    """Returns bytes by category at the largest peak of all roles, and the maximum of each category.
 
-    And the maximum of each category at any time. `state_nbytes` is allocated all the time.
+    `state_nbytes` is allocated all the time.
     """
-    fullest: Counter[str] = Counter()
+    peak: Counter[str] = Counter()
     most: Counter[str] = Counter()
     for _, actions in program.roles:
         now: Counter[str] = Counter()
@@ -69,11 +66,11 @@ def planned_memory(
                 sizes[hold.name] = (memory_category(hold.name), hold.nbytes)
                 now[sizes[hold.name][0]] += hold.nbytes
             most |= now
-            fullest = Counter(now) if now.total() > fullest.total() else fullest
+            peak = Counter(now) if now.total() > peak.total() else peak
             for name in (name for name in action.frees if name not in again):
                 kind, nbytes = sizes.pop(name, ("", 0))
                 now[kind] -= nbytes
-    return _ordered({**state_nbytes, **fullest}), _ordered({**state_nbytes, **most})
+    return _ordered({**state_nbytes, **peak}), _ordered({**state_nbytes, **most})
 
 
 def memory_category(name: str) -> str:
@@ -93,7 +90,7 @@ def _ordered(found: Mapping[str, int]) -> dict[str, int]:
 def sent_by_action(record: RunRecord) -> list[ActionBytes]:
     """Returns what each action sends in a step, in the order of the program; then other traffic, as totals.
 
-    Messages between two ranks are one line for all micro-batches; an action of several roles is listed once,
+    Messages between two ranks are one line for all microbatches; an action of several roles is listed once,
     for the busiest.
     """
     listed: dict[str, dict[str, list[Action]]] = {}

@@ -1,4 +1,4 @@
-"""Reads what the folder of a run holds, also of a run that was killed or is still going.
+"""Reads the folder of a run, also of a run that was killed or is still going.
 
     metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the
                         last counts

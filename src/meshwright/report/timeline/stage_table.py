@@ -1,7 +1,4 @@
-"""The stages of a pipelined plan, as tables and a chart.
-
-Their blocks, the values that cross each boundary, the schedule.
-"""
+"""Shows the stages of a pipelined plan: their blocks, the values sent across each boundary, the schedule."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -69,7 +66,7 @@ class _ScheduleDrawing:
             row_label(self.plan.mesh.world_size, len(found)),
         )
         yield gantt_view(
-            {"planned, scaled by operations" if known else "planned": found},
+            {"planned, by FLOPs" if known else "planned": found},
             options.max_width - AMOUNT_COLUMNS,
             units,
             draw_all=self.show_all,

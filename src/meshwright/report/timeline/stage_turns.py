@@ -1,4 +1,4 @@
-"""Which rank runs which stage for which microbatch, and when: from a simulated program or a traced step.
+"""Computes when each rank runs which stage and microbatch, from a simulated program or a traced step.
 
 A *turn* is a run of actions of one kind on one stage for one microbatch: its forwards, its backwards, or a
 half of those. It lasts from the begin of the first to the end of the last. A rank that is idle while the

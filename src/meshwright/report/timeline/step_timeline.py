@@ -1,4 +1,4 @@
-"""One step as bars on streams: planned by the program, and measured on every rank.
+"""Shows one step as bars on streams: planned by the program, and measured on every rank.
 
 *Measured* is what a trace has: from the begin of an action to its end, on the clock of its rank. *Planned* is
 the simulated program (plan/step/simulator.py): the same actions in program order and under their waits, each
@@ -154,14 +154,14 @@ def event_durations_ms(events: Any) -> dict[str, float]:
 
     The mean on the compute stream, the minimum on the comm stream.
     """
-    found: dict[str, list[float]] = defaultdict(list)
-    wire: set[str] = set()
+    durations_ms: dict[str, list[float]] = defaultdict(list)
+    comm_names: set[str] = set()
     for event in (event for each in events for event in each):
         name = event["args"].get("action")
         if name:
-            found[name].append(event["dur"] / 1e3)
-            wire |= {name} if event["tid"] > 1 else set()
-    return {name: min(times) if name in wire else fmean(times) for name, times in found.items()}
+            durations_ms[name].append(event["dur"] / 1e3)
+            comm_names |= {name} if event["tid"] > 1 else set()
+    return {name: min(times) if name in comm_names else fmean(times) for name, times in durations_ms.items()}
 
 
 def _step_events(trace: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -191,15 +191,20 @@ def _measured_bars(rank: int, events: Sequence[Mapping[str, Any]], step: int) ->
     for event in events:
         if event["args"]["step"] != step or event["cat"] == "step":
             continue
-        lane = ("run", "compute", "comm")[min(event["tid"], 2)]
+        stream = ("run", "compute", "comm")[min(event["tid"], 2)]
         more = f" ({event['tid'] - 1})" if event["tid"] > 2 else ""
-        said = "; ".join(
+        details = "; ".join(
             f"{key} {event['args'][key]}" for key in ("bytes", "collective", "flops") if key in event["args"]
         )
-        part = CATEGORY_OF_KIND.get(event["cat"], "communication" if lane == "comm" else "other")
+        category = CATEGORY_OF_KIND.get(event["cat"], "communication" if stream == "comm" else "other")
         bars.append(
             TimelineBar(
-                f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said
+                f"rank {rank} {stream}{more}",
+                event["name"],
+                category,
+                event["ts"] / 1e3,
+                event["dur"] / 1e3,
+                details,
             )
         )
     return bars
@@ -233,7 +238,7 @@ def _planned_bars(program: Program, known: Mapping[str, float]) -> list[Timeline
 
 
 def _action_details(action: Action) -> str:
-    said = [f"bytes {action.transfer.nbytes}; {action.transfer.collective}"] if action.transfer else []
-    said += [f"flops {action.flops}"] if action.flops else []
-    said += [f"waits for {', '.join(action.waits[:4])}"] if action.waits else []
-    return "; ".join(said)
+    texts = [f"bytes {action.transfer.nbytes}; {action.transfer.collective}"] if action.transfer else []
+    texts += [f"flops {action.flops}"] if action.flops else []
+    texts += [f"waits for {', '.join(action.waits[:4])}"] if action.waits else []
+    return "; ".join(texts)
