@@ -159,7 +159,7 @@ def test_glue_brings_together_what_it_needs_all_of():
         ),
         ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),
         ("rwkv", "rwkv.blocks.0.attention.time_shift pads tokens"),
-        ("mixtral, shown", "model.layers.0 hands router_logits on behind what it gives out"),
+        ("mixtral, shown", "model.layers.0 hands router_logits on other than in its outputs"),
     ],
 )
 def test_families_that_mix_tokens_are_named(name: str, words: str):
@@ -316,7 +316,7 @@ def test_a_model_that_runs_on_rows_of_one_length_alone_is_told():
 
     tokens = tokens_of(Fixed, 16)
     assert len(why(tokens)) == 5
-    assert why(tokens)[0].startswith("it does not run on rows of 1")
+    assert why(tokens)[0].startswith("it does not run on sequences of 1")
     assert why(tokens)[0].endswith("ValueError: 16 tokens, please")
 
 

@@ -137,7 +137,7 @@ class Placed(Attention):
 
 @pytest.mark.parametrize(
     ("layer", "words"),
-    [(Windows, "qkv takes some of the tokens"), (Placed, "it does not run on rows of")],
+    [(Windows, "qkv takes some of the tokens"), (Placed, "it does not run on sequences of")],
 )
 def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], words: str):
     reading = known(lambda: Images(layer=layer))

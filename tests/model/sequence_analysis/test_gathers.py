@@ -41,13 +41,13 @@ def test_of_one_forward_alone_what_divides_by_rows_comes_with_rows():
     [
         (
             [],
-            "the glue behind 'a' brings tokens of several ranks together 1 times on 3 rows, and 0 times on 4",
+            "the glue after 'a' gathers tokens of several ranks 1 times on 3 samples, and 0 times on 4",
         ),
         (
             [moved("a", 9 * 4 * 4, torch.float64)],
-            "depends on the number of rows, or of tokens: 36 elements of 3 rows, 144 of 4",
+            "depends on the number of samples, or of tokens: 36 elements of 3 samples, 144 of 4",
         ),
-        ([moved("a", 4 * 12, torch.float64, "b")], "depends on the number of rows, or of tokens"),
+        ([moved("a", 4 * 12, torch.float64, "b")], "depends on the number of samples, or of tokens"),
     ],
 )
 def test_what_varies_is_told(more: list[GatherRecord], why: str):

@@ -27,5 +27,5 @@ def test_what_a_block_takes_in_has_another_number_and_what_it_gives_out_the_old_
 
 
 def test_numbers_that_cannot_be_told_from_each_other_are_none():
-    with pytest.raises(RuntimeError, match="22 tokens that begin within"):
+    with pytest.raises(RuntimeError, match="22 tokens that start inside the model"):
         sizes().start_tokens(22)

@@ -156,7 +156,7 @@ MIXING: dict[str, tuple[Rule, str]] = {
     "shifted": (lambda self, x: torch.cat([x[:, 1:], x[:, :1]], 1), "takes some of the tokens (indexing)"),
     "the first": (lambda self, x: x + x[:, :1], "takes some of the tokens (indexing)"),
     "one by one": (one_by_one, "takes some of the tokens (indexing)"),
-    "cut": (lambda self, x: torch.cat(x.split(1, 1), 1), "takes tokens apart"),
+    "cut": (lambda self, x: torch.cat(x.split(1, 1), 1), "splits along the tokens"),
     "by an index": (
         lambda self, x: x[:, torch.arange(x.shape[1] - 1, -1, -1)],
         "inside of the block (arange)",
@@ -184,14 +184,14 @@ MIXING: dict[str, tuple[Rule, str]] = {
     ),
     "into a table": (
         lambda self, x: x + torch.zeros(WIDTH).scatter_add(0, x.argmax(-1).flatten(), x[..., 0].flatten()),
-        "adds tokens up in a table (scatter_add)",
+        "sums tokens in a table (scatter_add)",
     ),
     "a variance of all": (lambda self, x: x / x.var(False), "takes var over tokens"),
     "a sum over no dims": (lambda self, x: x * x.sum(()), "takes sum over tokens"),
     "by the root of it": (lambda self, x: x * x.shape[1] ** -0.5, "computes with the number of tokens (mul)"),
     "unknown": (
         lambda self, x: torch.fft.fft(x, dim=1).real,
-        "computes 'fft_fft' with tokens, of which nothing is known",
+        "computes 'fft_fft' with tokens, which has no rule",
     ),
     "MultiheadAttention": (lambda self, x: self.attend(x, x, x)[0], "attends by itself"),
 }
@@ -237,8 +237,8 @@ def test_tokens_that_a_block_was_not_given_are_refused():
     def found(rule: Rule) -> str:
         return tokens_of(lambda: Behind(rule)).block_calls[1].not_sequence_parallel
 
-    assert "'mul' with tokens that it was not given" in found(lambda self, x: x * self.positions)
-    assert "gives out tokens that it was not given" in found(lambda self, x: self.positions)
+    assert "'mul' with tokens that were not among its inputs" in found(lambda self, x: x * self.positions)
+    assert "returns tokens that were not among its inputs" in found(lambda self, x: self.positions)
 
 
 def test_what_glue_takes_from_within_a_block_is_refused():
@@ -252,7 +252,7 @@ def test_what_glue_takes_from_within_a_block_is_refused():
         return x * self.kept
 
     assert (
-        "hands tokens on behind what it gives out"
+        "passes tokens on other than in its outputs"
         in tokens_of(lambda: Reaching(keeping)).block_calls[1].not_sequence_parallel
     )
 
@@ -318,7 +318,7 @@ def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
             return self.head(self.layers[0]((self.embed(input_ids), input_ids.shape[1])))
 
     assert (
-        "is told how many tokens there are"
+        "gets the number of tokens as an argument"
         in tokens_of(lambda: Told(ALONE["whole"])).block_calls[1].not_sequence_parallel
     )
 

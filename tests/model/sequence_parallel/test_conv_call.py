@@ -104,7 +104,7 @@ def test_another_convolution_than_in_the_trial_run_is_refused(
         pytest.raises(PlanError, match=r"'layer.conv' convolves \[4, \d\](?s:.*)4 tokens of width") as told,
     ):
         F.conv1d(given, WEIGHT, **said)
-    assert "let the block convolve as often, and as far, on every batch" in told.value.diagnostics[0].fix
+    assert "let the block run the same convolutions on every batch" in told.value.diagnostics[0].fix
 
 
 @pytest.mark.parametrize(

@@ -168,5 +168,5 @@ def test_a_mask_that_was_not_there_in_the_trial_run_is_taken_by_rows_and_nothing
     _, kwargs = shard_block_inputs(given_now, passing, shares)
     assert kwargs["mask"].shape == (2, 1, SHARE.num_tokens, LENGTH)
     assert kwargs["width"].shape == (3,)
-    with pytest.raises(PlanError, match="was not there in the trial run"):
+    with pytest.raises(PlanError, match="was absent in the trial run"):
         shard_block_inputs(((some(),), {"table": torch.ones(LENGTH, 3)}), passing, shares)

@@ -86,14 +86,14 @@ def test_which_call_of_attention_comes_says_whose_keys_are_looked_at():
 
 
 def test_rows_that_were_as_long_as_each_other_must_be_so_again():
-    with pytest.raises(PlanError, match="the rows hold ids 7, more 4 tokens"):
+    with pytest.raises(PlanError, match="the sequences have ids 7, more 4 tokens"):
         SingleRankForward.for_inputs(SequenceInfo(5, ("ids", "more"), ()), {"ids": IDS, "more": IDS[:, :4]})
 
 
 def test_a_block_of_which_nothing_is_known_is_refused():
     only = SingleRankForward.for_inputs(KNOWN, {"ids": IDS})
     assert only is not None
-    with pytest.raises(PlanError, match="the forward reaches 'layer#2', of which nothing is known"):
+    with pytest.raises(PlanError, match="the forward reaches 'layer#2', which has no rule"):
         only.enter_block("layer#2", ((), {}))
 
 

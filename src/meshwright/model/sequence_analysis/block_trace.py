@@ -384,7 +384,8 @@ class BlockTrace(TorchFunctionMode):
             block_call.reads_tokens = True  # of unknown origin
             self._note(
                 block_call,
-                "returns tokens that were not among its inputs: from an attribute, or from code that is not followed",
+                "returns tokens that were not among its inputs: from an attribute, "
+                "or from code that is not followed",
             )
         elif layout.kind == "from_length":
             self._note(block_call, MADE_IN_BLOCK.format(layout.origin))

@@ -1,13 +1,14 @@
-"""Convolutions over tokens, and what models put around tokens for them: which of it a rank can do that has some of the tokens.
+"""Rules for convolutions along the sequence, and for the padding that models add for them.
 
-F.conv1d takes in neighbours of each token, and is answered where those are on other ranks (model/convolve.py). Models write:
+F.conv1d reads neighbours of each token; a call can be answered if these lie on other ranks (conv_call.py).
+Models write:
 
-    even         conv1d(x, padding=(k - 1) / 2)                    as many tokens come out as go in
-    causal       conv1d(x, padding=k - 1)[..., :tokens]            what is behind the tokens is cut off
+    centered     conv1d(x, padding=(k - 1) / 2)                    as many outputs as tokens
+    causal       conv1d(x, padding=k - 1)[..., :tokens]            outputs after the tokens are cut off
     causal       conv1d(F.pad(x, (k - 1, 0)))                      zeros, then tokens, go in
 
-So there are tensors with something around the tokens: zeros, before a convolution, or what nobody will use, behind one. Such a
-tensor may be computed with element by element, be turned round, and be cut to its tokens; whatever else is done with it is named.
+So there are tensors with elements around the tokens: zeros before a convolution, or unused outputs after
+one. Such a tensor may be used elementwise, transposed, and cut to its tokens; any other use is reported.
 """
 
 from dataclasses import dataclass, replace
@@ -22,22 +23,22 @@ from meshwright.model.tensors.op_tables import CONSTANT_LIKE, ELEMENTWISE, reads
 from meshwright.plan.model_spec.sequence_info import ConvSpec
 
 PADS_TOKENS = "pads tokens"
-CACHES_TOKENS = "keeps some of the tokens (copy): build the model with use_cache=False, if that is a cache"
+CACHES_TOKENS = "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False"
 EXTRA_CONV_OUTPUTS = "convolves tokens into more than there are, which are not cut at once: y[..., :tokens]"
 _COPIES = frozenset(
     ("contiguous", "clone", "detach", "to", "type", "type_as", "float", "double", "half", "bfloat16")
 )
 _TRANSPOSES = frozenset(("transpose", "swapaxes", "swapdims", "permute", "mT"))
-_ELEMENTWISE = (
-    ELEMENTWISE - CONSTANT_LIKE - {"dropout", "rand_like"}
-)  # those draw by the place of an element among all
+# random draws depend on the global position of an element
+_ELEMENTWISE = ELEMENTWISE - CONSTANT_LIKE - {"dropout", "rand_like"}
 
 
 @dataclass(frozen=True)
 class PaddedTokens(TokenLayout):
-    """Tokens along the dim that is number `back` from behind, with so many elements `before` and `after` them; zeros, if `empty`.
+    """Tokens along dim `-dim_from_end` with `num_before` and `num_after` elements around them; zeros if
+    `is_zero_padded`.
 
-    `made` says why that cannot be computed with.
+    `origin` is the reason why the tensor cannot be used otherwise.
     """
 
     dim_from_end: int = 1
@@ -47,124 +48,135 @@ class PaddedTokens(TokenLayout):
 
 
 def propagate_op(op: TokenOp) -> str:
-    """Note in `step.held` how what it has made has tokens, with whatever stands around them. Returns why nobody knows."""
-    found = {
-        each: known for each in op.operands if isinstance(known := op.token_layouts.get(each), PaddedTokens)
+    """Notes the token layouts of the results of `op`, including padding. Returns why they are unknown; "" if
+    known.
+    """
+    padded = {
+        each: layout for each in op.operands if isinstance(layout := op.token_layouts.get(each), PaddedTokens)
     }
-    if not found:
+    if not padded:
         if op.name == "copy" and op.operands_of_kind("subset"):
             return CACHES_TOKENS
         return "" if op.name == "pad" and _propagate_pad(op) else token_rules.propagate_tokens(op)
     if not op.results and op.name != "setitem" and not reads_values(op.name):
-        return ""  # it asks for a shape
-    tensor, known = next(iter(found.items()))
+        return ""  # only reads a shape
+    tensor, layout = next(iter(padded.items()))
     if op.name == "getitem" and tensor is op.args[0]:
-        return _propagate_slice(op, known)
+        return _propagate_slice(op, layout)
     if op.name in _TRANSPOSES:
         return _propagate_unchanged(
-            op, replace(known, dim_from_end=_transposed_dim(op, tensor.ndim, known.dim_from_end))
+            op, replace(layout, dim_from_end=_transposed_dim(op, tensor.ndim, layout.dim_from_end))
         )
     if op.name in _COPIES:
-        return _propagate_unchanged(op, known)
-    written = any(each is op.results[0] for each in op.operands) if op.results else True
-    beside = all(_has_same_padding(op, each, known) for each in op.operands)
+        return _propagate_unchanged(op, layout)
+    is_written = any(each is op.results[0] for each in op.operands) if op.results else True
+    has_same_padding = all(_has_same_padding(op, each, layout) for each in op.operands)
     if (
         op.name in _ELEMENTWISE
-        and beside
-        and not (written and any(each.is_zero_padded for each in found.values()))
+        and has_same_padding
+        and not (is_written and any(each.is_zero_padded for each in padded.values()))
     ):
-        return _propagate_unchanged(op, replace(known, is_zero_padded=False))
-    return f"{known.origin} ({op.name})"
+        return _propagate_unchanged(op, replace(layout, is_zero_padded=False))
+    return f"{layout.origin} ({op.name})"
 
 
 def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
-    """Why a call of F.conv1d cannot be answered; "": it can. With what is to be known of it, but for where it is.
+    """Returns why a call of F.conv1d cannot run on a shard ("" if it can), and its spec without its
+    position.
 
-    Its `tokens` are as many as there are in the trial.
+    `num_tokens` of the spec is the length in the trial.
     """
-    given, nothing = Conv1dArguments(*op.args, **op.kwargs), ConvSpec("", "")
-    known = op.token_layouts.get(given.input)
-    alone = given.input.ndim == 3 and op.token_dims(given.input) == (0,)  # each token is a row of its own
-    if known is None or known.kind not in ("sharded", "padded") or (known.kind == "sharded" and alone):
-        return token_rules.propagate_tokens(op), nothing
-    if any(each is not None and each in op.token_layouts for each in (given.weight, given.bias)):
-        return "convolves tokens with a kernel that is made of them (conv1d)", nothing
-    frame = known if isinstance(known, PaddedTokens) else _without_padding(op, given.input)
-    left = frame.num_before + given.padding_sizes[0]
-    behind = left + frame.num_after + given.padding_sizes[1] - given.kernel_reach
-    why = _unsupported_convolution(op, given, known, frame)
-    if not why and behind < 0:
-        why = f"convolves tokens into fewer: {-behind} zeros are missing around them (conv1d)"
-    if not why and left > given.kernel_reach:
-        why = "convolves tokens of which more stand behind than its kernel reaches over (conv1d)"
+    arguments, no_spec = Conv1dArguments(*op.args, **op.kwargs), ConvSpec("", "")
+    layout = op.token_layouts.get(arguments.input)
+    # tokens are merged into the batch dim
+    is_batch_dim = arguments.input.ndim == 3 and op.token_dims(arguments.input) == (0,)
+    if (
+        layout is None
+        or layout.kind not in ("sharded", "padded")
+        or (layout.kind == "sharded" and is_batch_dim)
+    ):
+        return token_rules.propagate_tokens(op), no_spec
+    if any(each is not None and each in op.token_layouts for each in (arguments.weight, arguments.bias)):
+        return "convolves tokens with a kernel that is made of them (conv1d)", no_spec
+    padding = layout if isinstance(layout, PaddedTokens) else _without_padding(op, arguments.input)
+    pad_left = padding.num_before + arguments.padding_sizes[0]
+    num_extra = pad_left + padding.num_after + arguments.padding_sizes[1] - arguments.kernel_reach
+    why = _unsupported_convolution(op, arguments, layout, padding)
+    if not why and num_extra < 0:
+        why = f"convolves tokens into fewer: {-num_extra} zeros are missing around them (conv1d)"
+    if not why and pad_left > arguments.kernel_reach:
+        why = "convolves tokens with more padding before them than its kernel reaches (conv1d)"
     if why:
-        return why, nothing
+        return why, no_spec
     for each in op.results:
         op.token_layouts[each] = (
-            PaddedTokens("padded", origin=EXTRA_CONV_OUTPUTS, num_after=behind) if behind else SHARDED
+            PaddedTokens("padded", origin=EXTRA_CONV_OUTPUTS, num_after=num_extra) if num_extra else SHARDED
         )
-    said = {
-        "pad_before": frame.num_before,
-        "pad_after": frame.num_after,
-        "num_extra_outputs": behind,
-        "needs_grad": given.input.requires_grad,
+    options = {
+        "pad_before": padding.num_before,
+        "pad_after": padding.num_after,
+        "num_extra_outputs": num_extra,
+        "needs_grad": arguments.input.requires_grad,
     }
-    tokens, width = given.input.shape[-1] - frame.num_before - frame.num_after, given.input.shape[-2]
+    tokens, width = (
+        arguments.input.shape[-1] - padding.num_before - padding.num_after,
+        arguments.input.shape[-2],
+    )
     return "", replace(
-        nothing,
+        no_spec,
         num_tokens=tokens,
         token_numel=width,
-        left_halo=left,
-        right_halo=given.kernel_reach - left,
-        **said,
+        left_halo=pad_left,
+        right_halo=arguments.kernel_reach - pad_left,
+        **options,
     )
 
 
-def _without_padding(step: TokenOp, tensor: torch.Tensor) -> PaddedTokens:
-    """Tokens with nothing around them."""
-    return PaddedTokens("padded", dim_from_end=tensor.ndim - step.token_dims(tensor)[0], is_zero_padded=True)
+def _without_padding(op: TokenOp, tensor: torch.Tensor) -> PaddedTokens:
+    return PaddedTokens("padded", dim_from_end=tensor.ndim - op.token_dims(tensor)[0], is_zero_padded=True)
 
 
 def _unsupported_convolution(
-    step: TokenOp, given: Conv1dArguments, known: TokenLayout, frame: PaddedTokens
+    op: TokenOp, arguments: Conv1dArguments, layout: TokenLayout, padding: PaddedTokens
 ) -> str:
-    """Why a convolution is not over tokens, or is none that is known."""
-    if frame.dim_from_end == 2:
+    if padding.dim_from_end == 2:
         return "sums over tokens (conv1d)"
-    tokens = given.input.shape[-1] - frame.num_before - frame.num_after
+    tokens = arguments.input.shape[-1] - padding.num_before - padding.num_after
     if (
-        frame.dim_from_end != 1
-        or known.numel_per_token != 1
-        or tokens not in prime_factors(step.prime_product)
+        padding.dim_from_end != 1
+        or layout.numel_per_token != 1
+        or tokens not in prime_factors(op.prime_product)
     ):
         return "computes 'conv1d' along tokens"
-    if not frame.is_zero_padded:
-        return f"{frame.origin} (conv1d)"
-    return f"convolves tokens in steps of {given.stride_size} (conv1d)" if given.stride_size != 1 else ""
+    if not padding.is_zero_padded:
+        return f"{padding.origin} (conv1d)"
+    return (
+        f"convolves tokens in steps of {arguments.stride_size} (conv1d)" if arguments.stride_size != 1 else ""
+    )
 
 
-def _propagate_pad(step: TokenOp) -> bool:
-    """Whether zeros are put around tokens."""
-    tensor = step.argument(0, "input")
-    known = step.token_layouts.get(tensor)
-    if known is None or known.kind != "sharded" or known.numel_per_token != 1:
+def _propagate_pad(op: TokenOp) -> bool:
+    """Whether the call pads tokens with zeros; notes the layout of the result."""
+    tensor = op.argument(0, "input")
+    layout = op.token_layouts.get(tensor)
+    if layout is None or layout.kind != "sharded" or layout.numel_per_token != 1:
         return False
-    back = _without_padding(step, tensor).dim_from_end
-    pads = list(step.argument(1, "pad"))[2 * back - 2 : 2 * back]
-    mode, value = step.argument(2, "mode", default="constant"), step.argument(3, "value")
+    dim_from_end = _without_padding(op, tensor).dim_from_end
+    pads = list(op.argument(1, "pad"))[2 * dim_from_end - 2 : 2 * dim_from_end]
+    mode, value = op.argument(2, "mode", default="constant"), op.argument(3, "value")
     if (
         not any(pads)
         or min(pads) < 0
         or mode != "constant"
         or value
-        or tensor.shape[-back] not in prime_factors(step.prime_product)
+        or tensor.shape[-dim_from_end] not in prime_factors(op.prime_product)
     ):
         return False
-    for each in step.results:
-        step.token_layouts[each] = PaddedTokens(
+    for each in op.results:
+        op.token_layouts[each] = PaddedTokens(
             "padded",
             origin=PADS_TOKENS,
-            dim_from_end=back,
+            dim_from_end=dim_from_end,
             num_before=pads[0],
             num_after=pads[1],
             is_zero_padded=True,
@@ -172,65 +184,65 @@ def _propagate_pad(step: TokenOp) -> bool:
     return True
 
 
-def _propagate_slice(step: TokenOp, known: PaddedTokens) -> str:
-    """What stands around tokens is cut off, or left alone."""
-    tensor, index = step.args[:2]
-    parts = index if isinstance(index, tuple) else (index,)
-    at, size = tensor.ndim - known.dim_from_end, tensor.shape[-known.dim_from_end]
-    own = range(size)[known.num_before : size - known.num_after]
-    if not all(each is None or each is Ellipsis or type(each) in (slice, int) for each in parts):
-        return f"{known.origin} ({step.name})"
-    taken = [range(size)[each] for dim, each in indexed_dims(parts, tensor.ndim) if dim == at]
-    if taken == [own]:
-        step.token_layouts.update(dict.fromkeys(step.results, SHARDED))
+def _propagate_slice(op: TokenOp, layout: PaddedTokens) -> str:
+    """Cuts the padding off, or keeps all of it."""
+    tensor, index = op.args[:2]
+    entries = index if isinstance(index, tuple) else (index,)
+    sequence_dim, size = tensor.ndim - layout.dim_from_end, tensor.shape[-layout.dim_from_end]
+    token_range = range(size)[layout.num_before : size - layout.num_after]
+    if not all(each is None or each is Ellipsis or type(each) in (slice, int) for each in entries):
+        return f"{layout.origin} ({op.name})"
+    ranges = [range(size)[each] for dim, each in indexed_dims(entries, tensor.ndim) if dim == sequence_dim]
+    if ranges == [token_range]:
+        op.token_layouts.update(dict.fromkeys(op.results, SHARDED))
         return ""
-    if taken in ([], [range(size)]) and not any(each is None or type(each) is int for each in parts):
-        return _propagate_unchanged(step, known)
-    return f"{known.origin} ({step.name})"
+    if ranges in ([], [range(size)]) and not any(each is None or type(each) is int for each in entries):
+        return _propagate_unchanged(op, layout)
+    return f"{layout.origin} ({op.name})"
 
 
-def _propagate_unchanged(step: TokenOp, known: PaddedTokens) -> str:
-    """What is made has as much around its tokens."""
+def _propagate_unchanged(op: TokenOp, layout: PaddedTokens) -> str:
+    """Notes that the results have the same padding."""
     size = next(
         each.shape[-was.dim_from_end]
-        for each in step.operands
-        if isinstance(was := step.token_layouts.get(each), PaddedTokens)
+        for each in op.operands
+        if isinstance(was := op.token_layouts.get(each), PaddedTokens)
     )
     if any(
-        each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] != size for each in step.results
+        each.ndim < layout.dim_from_end or each.shape[-layout.dim_from_end] != size for each in op.results
     ):
-        return f"{known.origin} ({step.name})"
-    step.token_layouts.update(dict.fromkeys(step.results, known))
+        return f"{layout.origin} ({op.name})"
+    op.token_layouts.update(dict.fromkeys(op.results, layout))
     return ""
 
 
-def _transposed_dim(step: TokenOp, ndim: int, back: int) -> int:
-    """Where tokens stand behind a change of dims, counted from behind."""
-    at = ndim - back
-    if step.name == "permute":
-        said = step.argument(1, "dims")
-        order = said if isinstance(said, (tuple, list)) else step.args[1:]
-        return ndim - [each % ndim for each in order].index(at)
+def _transposed_dim(op: TokenOp, ndim: int, dim_from_end: int) -> int:
+    """Returns the sequence dim after a change of dims, counted from the end."""
+    dim = ndim - dim_from_end
+    if op.name == "permute":
+        options = op.argument(1, "dims")
+        dims_order = options if isinstance(options, (tuple, list)) else op.args[1:]
+        return ndim - [each % ndim for each in dims_order].index(dim)
     dims = (
         (-2, -1)
-        if step.name == "mT"
-        else [step.argument(place, f"dim{place - 1}", f"axis{place - 1}") for place in (1, 2)]
+        if op.name == "mT"
+        else [op.argument(place, f"dim{place - 1}", f"axis{place - 1}") for place in (1, 2)]
     )
-    one, two = (each % ndim for each in dims)
-    return ndim - (two if at == one else one if at == two else at)
+    first_dim, second_dim = (each % ndim for each in dims)
+    return ndim - (second_dim if dim == first_dim else first_dim if dim == second_dim else dim)
 
 
-def _has_same_padding(step: TokenOp, each: torch.Tensor, known: PaddedTokens) -> bool:
-    """Whether `each` has as much around its tokens, at the same place, or none at all."""
-    mine = step.token_layouts.get(each)
-    if isinstance(mine, PaddedTokens):
-        return (mine.dim_from_end, mine.num_before, mine.num_after) == (
-            known.dim_from_end,
-            known.num_before,
-            known.num_after,
+def _has_same_padding(op: TokenOp, each: torch.Tensor, layout: PaddedTokens) -> bool:
+    """Whether `each` has the same padding at the same dim, or no tokens."""
+    own_layout = op.token_layouts.get(each)
+    if isinstance(own_layout, PaddedTokens):
+        return (own_layout.dim_from_end, own_layout.num_before, own_layout.num_after) == (
+            layout.dim_from_end,
+            layout.num_before,
+            layout.num_after,
         )
     return (
-        mine is None
-        and not step.token_dims(each)
-        and (each.ndim < known.dim_from_end or each.shape[-known.dim_from_end] == 1)
+        own_layout is None
+        and not op.token_dims(each)
+        and (each.ndim < layout.dim_from_end or each.shape[-layout.dim_from_end] == 1)
     )

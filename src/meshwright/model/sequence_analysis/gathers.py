@@ -1,12 +1,14 @@
-"""What glue brings together of tokens in one trial forward, and in the backwards of which visits its gradients go back.
+"""Records the tensors that glue gathers over ranks in one trial forward, and the backwards through which
+their gradients flow.
 
-    hidden = layers.1(x)         a rank has some of the tokens
-    pooled = hidden.mean(1)      forward: brought together behind layers.1
-    y = hidden - pooled          apart, and given to layers.2       backward: when layers.2 has had its own, what it took in flows
+    hidden = layers.1(x)         a rank has a shard
+    pooled = hidden.mean(1)      forward: gathered after layers.1
+    y = hidden - pooled          sharded, input of layers.2       backward: after the backward of layers.2
 
-A step cuts the graph where a visit takes something in, and what glue has made flows once, behind the backward of the visit that
-took it in first; what the model gives out flows behind the loss (model/drive.py). So all follows from the graph that autograd has
-made: from what the loss takes, back to what visits gave out, from there within the visit to what it took in, and on.
+A step cuts the graph at the inputs of each block call. What glue has made flows once, after the backward of
+the first block call that takes it; the model outputs flow after the loss (blocks/driver.py). So everything
+follows from the autograd graph: from the loss back to the outputs of block calls, through each to its
+inputs, and on.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,14 +24,15 @@ from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.sequence_info import GlueGather
 
 GradNode = Any  # torch.autograd.graph.Node
-GradEdge = tuple[GradNode, int]  # and which of its outputs
+GradEdge = tuple[GradNode, int]  # node and output index
 
 
 @dataclass(eq=False)
 class GatherRecord:
-    """One tensor that was brought together behind `visit` (empty: in the loss), and given `into` another (empty: to glue).
+    """One tensor gathered after `block_call` ("" in the loss), for block call `consumer` ("" for glue).
 
-    It has `numel` elements, with as many tokens as there are: so many `tokens`, of which each rank gave its own; 0: a summand.
+    It has `numel` elements and `num_tokens` tokens at full length, of which each rank gave its shard; 0: a
+    summand.
     """
 
     block_call: str
@@ -43,9 +46,8 @@ class GatherRecord:
 
 @dataclass(frozen=True)
 class _InputEdges:
-    """A tensor that a visit takes in, as it runs on it, where gradients of both flow, the tokens of one that is apart, 0: none.
-
-    `keys`: it is given with all tokens.
+    """An input of a block call: the tensor on which it runs, the edges of both, and its tokens if sharded
+    (0: not).
     """
 
     block_tensor: torch.Tensor
@@ -57,7 +59,7 @@ class _InputEdges:
 
 @dataclass
 class _BlockCallEdges:
-    """A visit: what it took in, each with what it ran on instead; the glue of that which it took in first; what it gave out."""
+    """The edges of a block call: inputs with what it ran on, glue that it was first to take, and outputs."""
 
     block_call: str
     inputs: list[tuple[GradEdge, GradEdge]]
@@ -66,7 +68,7 @@ class _BlockCallEdges:
 
 
 class GatherTrace:
-    """Follows one forward, on tokens as `sizes` says; `found` is what was brought together, in order."""
+    """Follows one forward; `gathers` are the gathered tensors in order."""
 
     def __init__(self, trial_lengths: TrialLengths) -> None:
         self.gathers: list[GatherRecord] = []
@@ -80,13 +82,15 @@ class GatherTrace:
     def add_gather(
         self, block_call: str, gathered: torch.Tensor, num_tokens: int = 0, consumer: str = ""
     ) -> torch.Tensor:
-        """Behind `visit` glue, or a visit, is given `made`, which nobody else has: of all `tokens`, or a sum. Returns it."""
-        planned = self._trial_lengths.planned_lengths.get(num_tokens, num_tokens)
+        """Notes and returns `gathered`, a tensor of its own: a gather of `num_tokens` tokens after
+        `block_call`, or a sum (0).
+        """
+        planned_length = self._trial_lengths.planned_lengths.get(num_tokens, num_tokens)
         self.gathers.append(
             GatherRecord(
                 block_call,
                 self._trial_lengths.planned_numel(gathered.shape),
-                planned,
+                planned_length,
                 gathered.dtype,
                 consumer,
                 gathered.grad_fn,
@@ -101,78 +105,92 @@ class GatherTrace:
         token_dims: Iterable[tuple[int, ...]],
         replacements: Mapping[int, torch.Tensor],
     ) -> None:
-        """A visit behind another takes in `value`; of its tensors, in order, these `dims` are tokens, and `new` run instead."""
-        self._previous_call, found = previous_call, dict[int, _InputEdges]()
+        """Notes the inputs `value` of the next block call, with `token_dims` per tensor; the block runs on
+        `replacements`.
+        """
+        self._previous_call, gathers_found = previous_call, dict[int, _InputEdges]()
         for tensor, along in zip(tree_tensors(value), token_dims, strict=True):
             inner = replacements.get(id(tensor), tensor)
-            apart = tensor if type(tensor) is SequenceShardedTensor else None
-            outer = (
-                inner if apart is None else apart.local_tensor
-            )  # a rank cuts its tokens out of all else, every time
-            tokens = 0 if apart is None else apart.token_shard.length
-            found.setdefault(
+            sharded = tensor if type(tensor) is SequenceShardedTensor else None
+            # a rank takes its shard of any other tensor in every block call
+            outer = inner if sharded is None else sharded.local_tensor
+            tokens = 0 if sharded is None else sharded.token_shard.length
+            gathers_found.setdefault(
                 id(tensor),
                 _InputEdges(inner, grad_edge(outer), grad_edge(inner), tokens, is_replicated=not along),
             )
-        self._inputs = list(found.values())
+        self._inputs = list(gathers_found.values())
 
     def leave_block(self, block_call: str, outputs: Any, *, is_replicated: bool) -> None:
-        """It has run, on all tokens of what it takes in where that is `whole`."""
-        pairs = list[tuple[GradEdge, GradEdge]]()
-        for each in self._inputs:
-            brought = each.num_tokens > 0 and (is_replicated or each.is_replicated)
-            if brought:
-                self.add_gather(self._previous_call, each.block_tensor, each.num_tokens, block_call)
-            outer = each.inner_edge if brought else each.outer_edge
-            if outer is not None and each.inner_edge is not None:
-                pairs.append((outer, each.inner_edge))
+        """Ends the block call; `is_replicated` if it ran on all tokens."""
+        edge_pairs = list[tuple[GradEdge, GradEdge]]()
+        for per_sample in self._inputs:
+            is_gathered = per_sample.num_tokens > 0 and (is_replicated or per_sample.is_replicated)
+            if is_gathered:
+                self.add_gather(
+                    self._previous_call, per_sample.block_tensor, per_sample.num_tokens, block_call
+                )
+            outer = per_sample.inner_edge if is_gathered else per_sample.outer_edge
+            if outer is not None and per_sample.inner_edge is not None:
+                edge_pairs.append((outer, per_sample.inner_edge))
         glue = [
             outer
-            for outer, _ in pairs
+            for outer, _ in edge_pairs
             if outer[0] not in self._output_nodes and outer not in self._seen_edges
         ]
         self._seen_edges.update(glue)
-        gave = grad_edges(outputs)
-        self._output_nodes |= {node for node, _ in gave}
-        self._block_calls.append(_BlockCallEdges(block_call, pairs, list(dict.fromkeys(glue)), gave))
+        output_edges = grad_edges(outputs)
+        self._output_nodes |= {node for node, _ in output_edges}
+        self._block_calls.append(
+            _BlockCallEdges(block_call, edge_pairs, list(dict.fromkeys(glue)), output_edges)
+        )
         self._inputs = []
 
     def finish(self, outputs: Any, loss: torch.Tensor | None) -> None:
-        """The forward has given `outputs`, of which a loss has made `total`; None: all that need a gradient seem to get one."""
-        given = grad_edges(to_local_tensors(outputs))
-        marked = set(given)
+        """Ends the forward with `outputs` and their `loss`; None: all outputs that need a gradient seem to
+        get one.
+        """
+        output_edges = grad_edges(to_local_tensors(outputs))
+        with_gradient = set(output_edges)
         if loss is not None:
-            reached = _reachable_edges(grad_edges(loss), {node for node, _ in given})
+            reached = _reachable_edges(grad_edges(loss), {node for node, _ in output_edges})
             self._note_backward("", reached)
-            marked &= reached
+            with_gradient &= reached
         self._flow_back(
             "",
-            [each for each in given if each[0] not in self._output_nodes and each not in self._seen_edges],
-            marked,
+            [
+                per_sample
+                for per_sample in output_edges
+                if per_sample[0] not in self._output_nodes and per_sample not in self._seen_edges
+            ],
+            with_gradient,
         )
-        for passed in reversed(self._block_calls):
-            inside = _reachable_edges(
-                [each for each in passed.outputs if each in marked], {node for _, (node, _) in passed.inputs}
+        for call_edges in reversed(self._block_calls):
+            reached_inside = _reachable_edges(
+                [per_sample for per_sample in call_edges.outputs if per_sample in with_gradient],
+                {node for _, (node, _) in call_edges.inputs},
             )
-            marked |= {outer for outer, inner in passed.inputs if inner in inside}
-            self._flow_back(passed.block_call, passed.glue_edges, marked)
+            with_gradient |= {outer for outer, inner in call_edges.inputs if inner in reached_inside}
+            self._flow_back(call_edges.block_call, call_edges.glue_edges, with_gradient)
         self._block_calls.clear()
         self._output_nodes.clear()
         self._seen_edges.clear()
-        for moved in self.gathers:
-            moved.grad_node = None
+        for gather in self.gathers:
+            gather.grad_node = None
 
-    def _flow_back(self, visit: str, glue: Iterable[GradEdge], marked: set[GradEdge]) -> None:
-        """What was taken in flows, as far as it has a gradient, to what visits gave out, which then have one."""
-        reached = _reachable_edges([each for each in glue if each in marked], self._output_nodes)
+    def _flow_back(self, visit: str, glue: Iterable[GradEdge], with_gradient: set[GradEdge]) -> None:
+        """Propagates gradients through glue back to outputs of block calls."""
+        reached = _reachable_edges(
+            [per_sample for per_sample in glue if per_sample in with_gradient], self._output_nodes
+        )
         self._note_backward(visit, reached)
-        marked |= {each for each in reached if each[0] in self._output_nodes}
+        with_gradient |= {per_sample for per_sample in reached if per_sample[0] in self._output_nodes}
 
     def _note_backward(self, visit: str, reached: set[GradEdge]) -> None:
         nodes = {node for node, _ in reached}
-        for moved in self.gathers:
-            if moved.grad_node is not None and moved.grad_node in nodes:
-                moved.backward_calls.append(visit)
+        for gather in self.gathers:
+            if gather.grad_node is not None and gather.grad_node in nodes:
+                gather.backward_calls.append(visit)
 
 
 def compare_gathers(
@@ -180,85 +198,112 @@ def compare_gathers(
     second_gathers: Sequence[GatherRecord] | None,
     batch_sizes: tuple[int, int],
 ) -> tuple[tuple[GlueGather, ...], str]:
-    """What is brought together on any number of rows, as two forwards show it; and why it is not the same on all (empty: it is).
+    """Returns the gathers for any batch size, from two forwards, and why they vary ("" if they do not).
 
-    They ran on so many `rows`, the second on other numbers of tokens too, and in float64; None: it did not run.
+    The second forward has other lengths and float64; None: it did not run.
     """
-    for visit in dict.fromkeys(each.block_call for each in (*first_gathers, *(second_gathers or ()))):
+    for visit in dict.fromkeys(
+        per_sample.block_call for per_sample in (*first_gathers, *(second_gathers or ()))
+    ):
         counts = [
-            sum(each.block_call == visit for each in some)
+            sum(per_sample.block_call == visit for per_sample in some)
             for some in (first_gathers, first_gathers if second_gathers is None else second_gathers)
         ]
         if counts[0] != counts[1]:
-            text = f"{_describe_glue(visit)} brings tokens of several ranks together {counts[0]} times on {batch_sizes[0]} rows"
+            text = (
+                f"{_describe_glue(visit)} gathers tokens of several ranks "
+                f"{counts[0]} "
+                f"times on {batch_sizes[0]} samples"
+            )
             return (), f"{text}, and {counts[1]} times on {batch_sizes[1]} longer or shorter ones"
-    found = list[GlueGather]()
-    for number, one in enumerate(first_gathers):
-        two = one if second_gathers is None else second_gathers[number]
-        each, rest = divmod(one.numel, batch_sizes[0])
-        by_row = not rest and two.numel == each * batch_sizes[0 if second_gathers is None else 1]
-        if (not by_row and two.numel != one.numel) or (two.block_call, two.backward_calls) != (
-            one.block_call,
-            one.backward_calls,
+    gathers_found = list[GlueGather]()
+    for number, first_gather in enumerate(first_gathers):
+        second_gather = first_gather if second_gathers is None else second_gathers[number]
+        per_sample, remainder = divmod(first_gather.numel, batch_sizes[0])
+        is_per_sample = (
+            not remainder
+            and second_gather.numel == per_sample * batch_sizes[0 if second_gathers is None else 1]
+        )
+        if (not is_per_sample and second_gather.numel != first_gather.numel) or (
+            second_gather.block_call,
+            second_gather.backward_calls,
+        ) != (
+            first_gather.block_call,
+            first_gather.backward_calls,
         ):
-            text = f"what {_describe_glue(one.block_call)} needs of several ranks' tokens depends on the number of rows, or of tokens"
+            text = (
+                f"what {_describe_glue(first_gather.block_call)} needs of several ranks' tokens "
+                f"depends on the number of samples, or of tokens"
+            )
             return (
                 (),
-                f"{text}: {one.numel:,} elements of {batch_sizes[0]} rows, {two.numel:,} of {batch_sizes[1]}",
+                f"{text}: {first_gather.numel:,} elements of {batch_sizes[0]} samples, "
+                f"{second_gather.numel:,} of {batch_sizes[1]}",
             )
-        own = not one.dtype.is_floating_point or (second_gathers is not None and two.dtype == one.dtype)
-        dtype = str(one.dtype).removeprefix("torch.") if own else ""
-        found.append(
+        has_own_dtype = not first_gather.dtype.is_floating_point or (
+            second_gathers is not None and second_gather.dtype == first_gather.dtype
+        )
+        dtype = str(first_gather.dtype).removeprefix("torch.") if has_own_dtype else ""
+        gathers_found.append(
             GlueGather(
-                one.block_call,
-                each if by_row else one.numel,
-                one.num_tokens,
-                by_row,
-                tuple(one.backward_calls),
+                first_gather.block_call,
+                per_sample if is_per_sample else first_gather.numel,
+                first_gather.num_tokens,
+                is_per_sample,
+                tuple(first_gather.backward_calls),
                 dtype,
-                one.consumer,
+                first_gather.consumer,
             )
         )
-    return tuple(found), ""
+    return tuple(gathers_found), ""
 
 
 def rank_loss(
     loss_spec: LossSpec, outputs: Any, batch: Mapping[str, torch.Tensor], targets: Iterable[str]
 ) -> torch.Tensor | None:
-    """The loss of what a forward gave out, as a rank takes it: of its own tokens, where it is a sum over those."""
+    """Returns the loss as a rank computes it: of its own tokens if the loss is a sum over tokens."""
     if loss_spec.whole_batch:
         return None
-    read = tree_tensors(outputs if loss_spec.logits is None else loss_spec.logits(outputs))
-    lengths = {each.token_shard.length if type(each) is SequenceShardedTensor else 0 for each in read}
+    logits_tensors = tree_tensors(outputs if loss_spec.logits is None else loss_spec.logits(outputs))
+    lengths = {
+        per_sample.token_shard.length if type(per_sample) is SequenceShardedTensor else 0
+        for per_sample in logits_tensors
+    }
     (length,) = lengths if len(lengths) == 1 else (0,)
-    own = loss_spec.is_token_sum and length > 0 and all(batch[key].shape[1] == length for key in targets)
-    return loss_spec.total(to_local_tensors(outputs) if own else outputs, batch)
+    has_own_dtype = (
+        loss_spec.is_token_sum and length > 0 and all(batch[key].shape[1] == length for key in targets)
+    )
+    return loss_spec.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
 
 
 def _describe_glue(visit: str) -> str:
-    return f"the glue behind '{visit}'" if visit else "the loss"
+    return f"the glue after '{visit}'" if visit else "the loss"
 
 
 def grad_edge(tensor: torch.Tensor) -> GradEdge | None:
-    """Where a gradient of `tensor` begins to flow; None: it has none."""
+    """Returns the edge at which a gradient of `tensor` starts; None without gradient."""
     return (tensor.grad_fn, tensor.output_nr) if tensor.requires_grad and tensor.grad_fn is not None else None
 
 
 def grad_edges(value: Any) -> list[GradEdge]:
-    """The same of the tensors in `value` that have one."""
-    return [found for found in map(grad_edge, tree_tensors(value)) if found is not None]
+    """Returns the edges of the tensors in `value` that have one."""
+    return [
+        gathers_found for gathers_found in map(grad_edge, tree_tensors(value)) if gathers_found is not None
+    ]
 
 
 def _reachable_edges(starts: Iterable[GradEdge], ends: Collection[GradNode]) -> set[GradEdge]:
-    """Where gradients come to from `starts`; nobody looks behind `ends`."""
+    """Returns the edges that gradients reach from `starts`, not beyond `ends`."""
     reached = set(starts)
-    todo, known = [node for node, _ in reached], set[GradNode]()
-    while todo:
-        node = todo.pop()
-        if node in known or node in ends:
+    pending, visited = [node for node, _ in reached], set[GradNode]()
+    while pending:
+        node = pending.pop()
+        if node in visited or node in ends:
             continue
-        known.add(node)
-        behind = [(each, number) for each, number in node.next_functions if each is not None]
-        reached.update(behind)
-        todo += [each for each, _ in behind]
+        visited.add(node)
+        next_edges = [
+            (per_sample, number) for per_sample, number in node.next_functions if per_sample is not None
+        ]
+        reached.update(next_edges)
+        pending += [per_sample for per_sample, _ in next_edges]
     return reached

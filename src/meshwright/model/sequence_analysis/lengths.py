@@ -1,17 +1,21 @@
-"""What blocks compute on rows of two lengths: who asks how many tokens there are would compute something else on a rank.
+"""Chooses the sequence lengths of a trial, and compares operations on two lengths to find length-dependent
+code.
 
-    rows of 7 tokens      layers.0: mul 0.35, softmax, mul 2.81, ...          log(7) / log(2)
-    rows of 5 tokens      layers.0: mul 0.35, softmax, mul 2.32, ...          log(5) / log(2)
+Lengths differ from the example's, so that token dims are known by their size:
 
-A number may have become anything by the time that it is computed with, so it is told by this alone. The same holds for a branch.
-What a model runs again by itself in backward asks nobody, and would attend to this rank's tokens alone.
+    ids [3, 13]             cut to 11: everything made from them has 11 tokens, in glue and in blocks
+    images [3, 3, 8, 8]     unchanged: glue sees 17 patches, a block gets 13, and its outputs have 17 again
 
-How many tokens the rows of a trial have: other numbers than the example's, so that dims of tokens are known by their size.
+Only the model knows the number of patches, so it changes where the first block that attends takes them.
 
-    ids [3, 13]             cut to 11: what reads them has 11 tokens, between blocks and within
-    images [3, 3, 8, 8]     as they are: glue sees 17 patches, a block is given 13 of them, and what it gives out has 17 again
+A block that uses the length would compute something else on a shard:
 
-How many patches there are the model alone knows, so their number changes where a block takes them in, the first that attends.
+    sequences of 7 tokens      layers.0: mul 0.35, softmax, mul 2.81, ...          log(7) / log(2)
+    sequences of 5 tokens      layers.0: mul 0.35, softmax, mul 2.32, ...          log(5) / log(2)
+
+A number may have any form by the time it is used, so the comparison is the only way to tell; the same holds
+for branches. Code that the model itself recomputes in backward cannot be intercepted, and would attend to
+the tokens of this rank only.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,14 +31,16 @@ from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.trial import PROBE_BATCH
 
 USER_CHECKPOINT = (
-    "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'activation_checkpointing'"
+    "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy "
+    "'activation_checkpointing'"
 )
+# position of the value; shapes show the sizes
 _FILL_VALUE_POSITIONS = {
     "full": 1,
     "full_like": 1,
     "new_full": 2,
     "fill": 1,
-}  # where the value stands; sizes are told by shapes
+}
 _NUMBER_FACTORIES = frozenset(
     ("tensor", "as_tensor", "asarray", "new_tensor", "scalar_tensor", "scaled_dot_product_attention")
 )
@@ -45,7 +51,7 @@ _WITH_NUMBERS = (
 
 @dataclass(frozen=True)
 class ComputedOp:
-    """One operation of a block: within which module, its name, the numbers that it was given."""
+    """One operation of a block: its module, its name, and the numbers among its arguments."""
 
     module: str
     name: str
@@ -55,19 +61,21 @@ class ComputedOp:
     def from_call(
         cls, module: str, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> "ComputedOp":
-        """The operation `name` on these."""
+        """Returns the operation `name` with these arguments."""
         if name in _FILL_VALUE_POSITIONS:
-            given: list[Any] = [
+            values: list[Any] = [
                 *args[_FILL_VALUE_POSITIONS[name] :][:1],
                 *(kwargs[key] for key in ("fill_value", "value") if key in kwargs),
             ]
         else:
-            given = value_leaves((args, dict(kwargs))) if name in _WITH_NUMBERS else []
-        return cls(module, name, tuple(repr(each) for each in given if type(each) in (int, float, complex)))
+            values = value_leaves((args, dict(kwargs))) if name in _WITH_NUMBERS else []
+        return cls(module, name, tuple(repr(each) for each in values if type(each) in (int, float, complex)))
 
 
 def recompute_reason() -> str:
-    """Why what runs now cannot have some of the tokens, in a trial: it runs once more in backward, unseen; "": it does not."""
+    """Returns why the running code cannot be sharded: it runs again in backward, not intercepted; "" if it
+    does not.
+    """
     if not torch.is_grad_enabled():
         return f"runs without gradients: torch.no_grad, or {USER_CHECKPOINT}"
     return (
@@ -78,48 +86,54 @@ def recompute_reason() -> str:
 
 
 def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp], length: str) -> str:
-    """Why a visit that computes `mine`, and `other` on rows of so many tokens, must know how many there are; "": it need not."""
-    for one, two in zip(ops, other_ops, strict=False):
-        if one.name != two.name:
-            return f"{one.module} computes '{two.name}' on rows of {length} tokens where it else computes '{one.name}'"
-        if one.numbers != two.numbers:
-            return f"{one.module} computes with the number of tokens ({one.name})"
+    """Returns why a block call with operations `ops`, and `other_ops` on another length, depends on the
+    length; "" if not.
+    """
+    for op, other_op in zip(ops, other_ops, strict=False):
+        if op.name != other_op.name:
+            return (
+                f"{op.module} computes '{other_op.name}' on sequences of {length} tokens and "
+                f"else "
+                f"computes '{op.name}'"
+            )
+        if op.numbers != other_op.numbers:
+            return f"{op.module} computes with the number of tokens ({op.name})"
     return (
         ""
         if len(ops) == len(other_ops)
-        else f"{ops[-1].module} computes more or less on rows of {length} tokens than else"
+        else f"{ops[-1].module} runs more or fewer operations on sequences of {length} tokens than otherwise"
     )
 
 
-NextPrime = Callable[[int, Collection[int]], int]  # a prime near a number, which is none of those in use
+NextPrime = Callable[[int, Collection[int]], int]  # a prime near a number that is not yet in use
 
 
 class TrialLengths:
-    """The primes of a trial on `batch` rows.
+    """The prime lengths of a trial on `num_samples` samples.
 
-    `rows` are those of inputs, each with the length that it stands for; `spare` gives more.
+    `planned_lengths` maps each prime to the length it stands for; `next_prime` gives further primes.
     """
 
     def __init__(
         self, planned_lengths: Mapping[int, int], next_prime: NextPrime, num_samples: int = PROBE_BATCH
     ) -> None:
         self.planned_lengths, self.num_samples = dict(planned_lengths), num_samples
-        self.inner_primes = dict[int, int]()  # by how many glue sees
+        self.inner_primes = dict[int, int]()  # prime in blocks, by the length that glue sees
         self._next_prime = next_prime
 
     @property
     def prime_product(self) -> int:
-        """All primes in use."""
+        """The product of all primes in use."""
         return prod(self.planned_lengths)
 
     @property
     def description(self) -> str:
-        """How long the rows are, in words."""
+        """The lengths in words."""
         return " and ".join(map(str, self.planned_lengths))
 
     @property
     def input_lengths(self) -> list[int]:
-        """How long the rows of inputs are in the plan."""
+        """The planned lengths of the inputs."""
         return [
             planned
             for prime, planned in self.planned_lengths.items()
@@ -127,33 +141,33 @@ class TrialLengths:
         ]
 
     def start_tokens(self, count: int) -> None:
-        """From here on, `count` in glue are tokens too."""
+        """Counts `count` in glue as tokens from here on."""
         if count not in self.inner_primes:
             if has_tokens(count, prod(self.planned_lengths)):
                 raise RuntimeError(
-                    f"{count} tokens that begin within, and those of rows, are not told from each other"
+                    f"{count} tokens that start inside the model cannot be distinguished from those of inputs"
                 )
             prime = self._next_prime(count, {*self.planned_lengths, *self.inner_primes, count})
             self.inner_primes[count], self.planned_lengths[prime] = prime, count
 
     def glue_length(self, prime: int) -> int:
-        """How many tokens glue sees of rows that have `prime` in blocks."""
+        """Returns the length that glue sees of sequences with length `prime` in blocks."""
         return next((count for count, inside in self.inner_primes.items() if inside == prime), prime)
 
     def planned_length(self, size: int) -> int:
-        """How many tokens they have in the plan whose dim in a block has this size; 0: several, or none."""
+        """Returns the planned length of a dim of this size in a block; 0 if it has none or several."""
         return self.planned_lengths.get(find_prime(size, self.prime_product), 0)
 
     def planned_numel(self, shape: Sequence[int]) -> int:
-        """The elements of a tensor in a block, in the plan."""
+        """Returns the number of elements that a tensor of a block has in the plan."""
         return prod(map(self._planned_size, shape))
 
     def resize_for_block(self, tensor: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-        """A tensor of glue with as many tokens along `dims` as blocks are given."""
+        """Returns a tensor of glue with the block's lengths along `dims`."""
         return _resize(tensor, {dim: self.inner_primes[tensor.shape[dim]] for dim in dims})
 
     def resize_for_glue(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that a block gives out with as many tokens as glue sees."""
+        """Returns an output of a block with the lengths that glue sees."""
         sizes = {
             dim: self.glue_length(size)
             for dim, size in enumerate(tensor.shape)

@@ -1,16 +1,16 @@
-"""Whether blocks compute alike on as many tokens as one device has, and on as few as a rank has.
+"""Checks that blocks run the same operations on a sequence shard as on full sequences.
 
-A block may ask how many tokens there are, and go another way by that:
+A block may read the length and branch on it:
 
-    x = x if x.shape[1] <= 16 else self.far(x)         one device, 40 tokens: far(x)          a rank, 14 of them: x
+    x = x if x.shape[1] <= 16 else self.far(x)     one device, 40 tokens: far(x)     a rank with 14: x
 
-The trial that finds how tokens go through a model (model/passing.py) has rows of lengths that tell dims of tokens from others.
-What a run has is found here, by forwards on fake tensors: one as on one device, one as on the rank that has fewest tokens, and
-what each block computes is compared, operation by operation, with the numbers in it. Once for the plan, and again for rows that
-are longer than all before, or of which a rank has fewer: what is alike at both ends is taken to be so between them.
+The sequence analysis uses lengths that mark token dims. This check uses the lengths of the run, with
+forwards on fake tensors: one as on one device, one as on the rank with the fewest tokens; it compares the
+operations of each block and their numbers. It runs once for the plan, and again for sequences longer than
+all before, or with fewer tokens on a rank: what is equal at both ends counts as equal between them.
 
-Limits: a branch that turns and turns back between two lengths is not seen. Of rows so long that masks of all queries would not
-fit here, and of tokens that begin within a model, nothing is found out.
+Limits: a branch that turns and turns back between two lengths is missed. Sequences too long for real masks,
+and tokens that start inside the model, are not checked.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -41,102 +41,108 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo, SequenceSharding
 
-OpsByBlockCall = Mapping[str, list[ComputedOp]]  # what each visit computes, in order
+OpsByBlockCall = Mapping[str, list[ComputedOp]]  # operations by block call, in order
 
 
 @dataclass
 class SequenceShardCheck:
-    """The blocks of a model, tried on rows like those of `inputs` of the lengths that somebody has; threads may share it.
+    """Compares the operations of blocks on the lengths of a run; threads may share it.
 
-    `ready` gives a trial of the model.
+    `inputs` are samples, and `make_trial` makes a trial of the model.
     """
 
     inputs: Example
     make_trial: TrialFactory
-    _fewest_tokens: dict[int, int] = field(
-        default_factory=dict
-    )  # by length in the plan: the fewest tokens on which they were alike
+    # by planned length: the fewest tokens with equal operations
+    _fewest_tokens: dict[int, int] = field(default_factory=dict)
     _most_tokens: dict[int, int] = field(default_factory=dict)
-    _ops: OpsByBlockCall = field(default_factory=dict)  # that on fewest
+    _ops: OpsByBlockCall = field(default_factory=dict)  # operations on the fewest tokens
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def check(
         self, sequence_info: SequenceInfo, sequence_sharding: SequenceSharding, lengths: Mapping[int, int]
     ) -> None:
-        """Raise PlanError where ranks to which `deal` gives tokens compute something else than one device.
+        """Raises PlanError if ranks under `sequence_sharding` run other operations than one device.
 
-        `lengths` says how many tokens rows have, by how many they have in the plan, where some are known.
+        `lengths` maps planned lengths to actual ones, as far as they are known.
         """
         lengths = {
             sequence_info.num_tokens_in(key): sequence_info.num_tokens_in(key) for key in sequence_info.inputs
         } | dict(lengths)
-        if not lengths or any(passing.not_sequence_parallel for passing in sequence_info.block_calls):
+        if not lengths or any(block_info.not_sequence_parallel for block_info in sequence_info.block_calls):
             return
         if max(lengths.values()) > MAX_TRIAL_LENGTH and any(
             each.has_mask for each in sequence_info.attention_calls
         ):
             return
         ranks = range(sequence_sharding.num_ranks)
-        few = min(
+        smallest_rank = min(
             ranks,
             key=lambda index: sum(
                 sequence_sharding.num_padded_tokens(length, index) for length in lengths.values()
             ),
         )
-        least = {
-            planned: sequence_sharding.num_padded_tokens(length, few) for planned, length in lengths.items()
+        fewest = {
+            planned: sequence_sharding.num_padded_tokens(length, smallest_rank)
+            for planned, length in lengths.items()
         }
         with self._lock:
-            fewer = any(
-                count < self._fewest_tokens.get(planned, count + 1) for planned, count in least.items()
+            has_fewer = any(
+                num_calls < self._fewest_tokens.get(planned, num_calls + 1)
+                for planned, num_calls in fewest.items()
             )
-            course = (
-                self._trace_in_thread(sequence_info, lengths, partial(_rank_shard, sequence_sharding, few))
-                if fewer
+            ops = (
+                self._trace_in_thread(
+                    sequence_info, lengths, partial(_rank_shard, sequence_sharding, smallest_rank)
+                )
+                if has_fewer
                 else self._ops
             )
-            _compare_ops(self._ops, course, lengths)
+            _compare_ops(self._ops, ops, lengths)
             if any(length > self._most_tokens.get(planned, 0) for planned, length in lengths.items()):
-                _compare_ops(course, self._trace_in_thread(sequence_info, lengths, _full_shard), lengths)
+                _compare_ops(ops, self._trace_in_thread(sequence_info, lengths, _full_shard), lengths)
                 self._most_tokens |= lengths
-            if fewer:
-                self._ops = course
-                self._fewest_tokens |= least
+            if has_fewer:
+                self._ops = ops
+                self._fewest_tokens |= fewest
 
     def _trace_in_thread(
-        self, tokens: SequenceInfo, lengths: Mapping[int, int], share: Callable[[int], TokenShard]
+        self, sequence_info: SequenceInfo, lengths: Mapping[int, int], get_shard: Callable[[int], TokenShard]
     ) -> OpsByBlockCall:
-        """What blocks compute on rows of so many tokens, of which a rank has a share; on a thread where nothing is active."""
-        with ThreadPoolExecutor(1) as apart:
-            return apart.submit(self._trace, tokens, lengths, share).result()
+        """Returns the operations of blocks on these lengths; on a thread without active modes."""
+        with ThreadPoolExecutor(1) as executor:
+            return executor.submit(self._trace, sequence_info, lengths, get_shard).result()
 
     def _trace(
-        self, tokens: SequenceInfo, lengths: Mapping[int, int], share: Callable[[int], TokenShard]
+        self, sequence_info: SequenceInfo, lengths: Mapping[int, int], get_shard: Callable[[int], TokenShard]
     ) -> OpsByBlockCall:
-        rows = {key: resize_sequence(value, lengths) for key, value in self.inputs.items()}
+        batch = {key: resize_sequence(value, lengths) for key, value in self.inputs.items()}
         try:
-            with silence_fake_errors(), self.make_trial(rows, PROBE_BATCH) as run:
+            with silence_fake_errors(), self.make_trial(batch, PROBE_BATCH) as trial:
                 forward = _OpRecorder(
-                    tokens,
-                    SequenceLengths.from_inputs(share, tokens, run.batch),
-                    run.on_block_call,
-                    run.fake_mode,
+                    sequence_info,
+                    SequenceLengths.from_inputs(get_shard, sequence_info, trial.batch),
+                    trial.on_block_call,
+                    trial.fake_mode,
                 )
-                with forward.record_ops(run.module, run.blocks):
-                    run.module(**run.batch)
+                with forward.record_ops(trial.module, trial.blocks):
+                    trial.module(**trial.batch)
         except PlanError:
             raise
         except Exception as error:
-            words = " and ".join(map(str, lengths.values()))
-            text = f"it does not run on rows of {words} tokens: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            lengths_text = " and ".join(map(str, lengths.values()))
+            text = (
+                f"it does not run on sequences of {lengths_text} tokens: {type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}"
+            )
             raise PlanError(
-                text, fix="give it rows that it takes, or set mesh.cp = 1", location="model"
+                text, fix="use sequences that the model accepts, or set mesh.cp = 1", location="model"
             ) from error
         return forward.ops
 
 
 class _OpRecorder(ShardedForward):
-    """A forward on fake tensors as on a rank, that notes what blocks compute."""
+    """A forward on fake tensors as on one rank, which records the operations of blocks."""
 
     def __init__(
         self,
@@ -161,28 +167,30 @@ class _OpRecorder(ShardedForward):
 
     @contextmanager
     def record_ops(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Meanwhile the blocks of `module` run as on the rank; what experts do is their own."""
-        asks = lambda: self._num_sharded_tokens.get(self._block_call, 0) > 0  # noqa: E731  what a name would say twice
-        plugged = patch_attention(
+        """Patches the blocks of `module` to run as on the rank; operations of experts are not recorded."""
+        is_sharded = lambda: self._num_sharded_tokens.get(self._block_call, 0) > 0  # noqa: E731  what a name would say twice
+        patched = patch_attention(
             module,
-            lambda queries, keys: self.next_attention_shards(self._block_call) if asks() else None,
+            lambda queries, keys: self.next_attention_shards(self._block_call) if is_sharded() else None,
             self._pause,
         )
         for name, block in blocks.items():
             block.forward = partial(self._run_block, name, block.forward)
-        for socket in find_layer_roles(module):
-            if socket.kind == "experts":
-                experts = module.get_submodule(socket.name)
+        for layer_role in find_layer_roles(module):
+            if layer_role.kind == "experts":
+                experts = module.get_submodule(layer_role.name)
                 experts.forward = partial(self._run_experts, experts.forward)
         with ExitStack() as stack:
-            stack.callback(plugged.restore)
+            stack.callback(patched.restore)
             stack.enter_context(
-                AttentionMode(_empty_attention, lambda: self.take_attention_shards(self._block_call), asks)
+                AttentionMode(
+                    _empty_attention, lambda: self.take_attention_shards(self._block_call), is_sharded
+                )
             )
             stack.enter_context(
                 Conv1dMode(
                     _empty_convolution,
-                    lambda: self.take_convolution(self._block_call) if asks() else None,
+                    lambda: self.take_convolution(self._block_call) if is_sharded() else None,
                     self._pause,
                 )
             )
@@ -192,11 +200,11 @@ class _OpRecorder(ShardedForward):
     def _run_block(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if self._block_call or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        count = self._calls[name] = self._calls.get(name, 0) + 1
-        visit = block_call_name(name, count)
-        args, kwargs = self.enter_block(visit, (args, kwargs))
-        self._on_block_call(visit)
-        self._block_call = visit
+        num_calls = self._calls[name] = self._calls.get(name, 0) + 1
+        block_call = block_call_name(name, num_calls)
+        args, kwargs = self.enter_block(block_call, (args, kwargs))
+        self._on_block_call(block_call)
+        self._block_call = block_call
         try:
             with self._fake_mode:
                 outputs = forward(*args, **kwargs)
@@ -217,33 +225,37 @@ class _OpRecorder(ShardedForward):
             self._num_open_experts -= 1
 
 
-def _compare_ops(course: OpsByBlockCall, found: OpsByBlockCall, lengths: Mapping[int, int]) -> None:
-    """Raise PlanError where what was `found` on rows of these lengths is not the course."""
-    words = " and ".join(map(str, lengths.values()))
-    for visit, mine in course.items():
-        why = length_dependence(mine, found.get(visit, []), words)
-        if why:
-            fix = f"let it compute the same on {words} tokens as on fewer; or set mesh.cp = 1, and as many ranks for dp_shard"
-            raise PlanError(f"a block cannot run on some of the tokens: {why}", fix=fix, location="model")
+def _compare_ops(ops: OpsByBlockCall, found: OpsByBlockCall, lengths: Mapping[int, int]) -> None:
+    """Raises PlanError if `found`, on these lengths, differs from `course`."""
+    lengths_text = " and ".join(map(str, lengths.values()))
+    for block_call, ops_of_call in ops.items():
+        reason = length_dependence(ops_of_call, found.get(block_call, []), lengths_text)
+        if reason:
+            fix = (
+                f"let it compute the same on {lengths_text} tokens as on fewer; or set mesh.cp = 1, "
+                f"and "
+                f"as many ranks for dp_shard"
+            )
+            raise PlanError(f"a block cannot run on some of the tokens: {reason}", fix=fix, location="model")
 
 
-def _empty_attention(asked: ShardedAttentionCall) -> torch.Tensor:
-    return asked.query.new_empty((*asked.query.shape[:-1], asked.value.shape[-1]))
+def _empty_attention(call: ShardedAttentionCall) -> torch.Tensor:
+    return call.query.new_empty((*call.query.shape[:-1], call.value.shape[-1]))
 
 
-def _empty_convolution(convolved: ShardedConv1dCall) -> torch.Tensor:
-    own, weight = convolved.local_input, convolved.arguments.weight
-    return own.new_empty((*own.shape[:-2], weight.shape[0], own.shape[-1]))
+def _empty_convolution(call: ShardedConv1dCall) -> torch.Tensor:
+    local_input, weight = call.local_input, call.arguments.weight
+    return local_input.new_empty((*local_input.shape[:-2], weight.shape[0], local_input.shape[-1]))
 
 
 def _full_shard(length: int) -> TokenShard:
     return TokenShard(length, ((0, length),))
 
 
-def _rank_shard(deal: SequenceSharding, index: int, length: int) -> TokenShard:
-    return TokenShard(length, deal.token_ranges(length, index), partial(_tile_to_length, length))
+def _rank_shard(sequence_sharding: SequenceSharding, index: int, length: int) -> TokenShard:
+    return TokenShard(length, sequence_sharding.token_ranges(length, index), partial(_tile_to_length, length))
 
 
 def _tile_to_length(length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
-    """As many tokens as one device has."""
+    """Repeats local tokens to the full length."""
     return local.index_select(dim, torch.arange(length) % local.shape[dim])

@@ -1,24 +1,25 @@
-"""What operations do with tokens: whether each is treated by itself, so that a rank may run on some of them.
+"""Rules that tell whether an operation treats each token by itself, so that a rank may run it on a sequence
+shard.
 
-A tensor within a block has tokens in one of these ways. A dim is known by its size: rows are cut to a prime number of tokens that
-divides no size of the model, so whatever that number divides was made from the tokens.
+A tensor in a block has tokens in one of these layouts. A token dim is known by its size: sequences are cut
+to a prime length that divides no size of the model, so every size it divides was made from tokens.
 
-    own     [rows, tokens, width], [rows, heads, tokens, width], [rows * tokens, experts]    this rank's, along one dim
-    mask    [.., tokens, tokens]                                                   own queries, and all keys behind them
-    keys    [.., 1, tokens]                                                        all keys, for whatever query
-    same    zeros, ones, what is expanded: the same for every token
-    part    some of the tokens: a cache may keep them, and nobody may compute with them
-    around  tokens with something before and behind them, for a convolution (model/around.py)
-    made    a range, a triangle, a part of a table: made within the block from a length, so on a rank it would be another
+    sharded      local tokens along one dim: [samples, tokens, width], [samples * tokens, experts]
+    mask         [.., tokens, tokens]             local queries, and all keys
+    keys         [.., 1, tokens]                  all keys, for every query
+    constant     zeros, ones, expanded tensors: the same for every token
+    subset       some of the tokens: a cache may keep them, but nothing may compute with them
+    padded       tokens with elements around them, for a convolution (conv_rules.py)
+    from_length  a range, a triangle, part of a table: made in the block from a length
 
-Operations go by torch's names, less underscores. One that is not known here is named as what it is: nobody knows.
+Matrix products, by their summed and paired dims:
 
-Products of matrices with tokens in them: which dims are summed over, and which are paired.
+    x [samples, tokens, width] @ w [width, out]             tokens in one operand: each by itself
+    q [.., tokens, width] @ k' [.., width, tokens]          every token with every other: attention
+    p [.., queries, tokens] @ v [.., tokens, width]         sum over tokens: attention too
+    x [samples, tokens, heads, 1, width] @ y [samples, tokens, heads, width, n]    each by itself
 
-x [rows, tokens, width] @ w [width, out]              tokens in one of them, not summed over: each by itself
-q [.., tokens, width] @ k' [.., width, tokens]        every token with every other: attention
-p [.., queries, tokens] @ v [.., tokens, width]       summed over tokens: attention too
-x [rows, tokens, heads, 1, width] @ y [rows, tokens, heads, width, n]    the same tokens in both: each by itself
+Operations go by torch's names without underscores. An operation without a rule is reported.
 """
 
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -56,9 +57,10 @@ SUMS_TOKENS = "sums over tokens ({0})"
 def check_product(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], prime_product: int
 ) -> str | None:
-    """Why the product `name` does not treat each token by itself; "": it does, None: it is no product that is known.
+    """Returns why the product `name` does not treat each token by itself; "" if it does, None if it is no
+    known product.
 
-    Tokens are along dims whose size `length` tells (model/primes.py).
+    Token dims are those whose size `prime_product` marks.
     """
     if name == "einsum":
         return _check_einsum(args, prime_product)
@@ -77,36 +79,44 @@ def check_product(
 
 
 def _check_matmul(name: str, left: torch.Tensor, right: torch.Tensor, length: int) -> str:
-    """Of [.., m, k] @ [.., k, n]."""
-    mine, theirs = _token_dims_from_end(left, length), _token_dims_from_end(right, length)
-    summed = 1 if left.ndim else 0, 2 if right.ndim > 1 else 1
-    if summed[0] in mine or summed[1] in theirs:
+    """Checks [.., m, k] @ [.., k, n]."""
+    left_dims, right_dims = _token_dims_from_end(left, length), _token_dims_from_end(right, length)
+    summed_dims = 1 if left.ndim else 0, 2 if right.ndim > 1 else 1
+    if summed_dims[0] in left_dims or summed_dims[1] in right_dims:
         return SUMS_TOKENS.format(name)
-    if mine and theirs and (mine != theirs or min(mine) < 3):
+    if left_dims and right_dims and (left_dims != right_dims or min(left_dims) < 3):
         return PAIRS_TOKENS.format(name)
     return ""
 
 
 def _token_dims_from_end(tensor: torch.Tensor, length: int) -> set[int]:
-    """The dims of tokens, counted from behind."""
     return {tensor.ndim - dim for dim, size in enumerate(tensor.shape) if has_tokens(size, length)}
 
 
 def _check_einsum(args: tuple[Any, ...], length: int) -> str | None:
-    """Of a product by letters: tokens have one, and what is made has that too."""
+    """Checks a product given by letters: every token dim must keep its letter."""
     if not args or not isinstance(args[0], str):
         return None
-    takes, _, gives = args[0].replace(" ", "").partition("->")
+    input_terms, _, output_term = args[0].replace(" ", "").partition("->")
     given = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
     letters = set()
-    for word, tensor in zip(takes.split(","), given, strict=True):
-        before, dots, after = word.partition("...")
-        spread = tensor.ndim - len(before) - len(after)
-        named = [*before, *(f".{spread - i}" for i in range(spread if dots else 0)), *after]
+    for term, tensor in zip(input_terms.split(","), given, strict=True):
+        leading, ellipsis, trailing = term.partition("...")
+        num_spread = tensor.ndim - len(leading) - len(trailing)
+        term_letters = [
+            *leading,
+            *(f".{num_spread - i}" for i in range(num_spread if ellipsis else 0)),
+            *trailing,
+        ]
         letters |= {
-            letter for letter, size in zip(named, tensor.shape, strict=True) if has_tokens(size, length)
+            letter
+            for letter, size in zip(term_letters, tensor.shape, strict=True)
+            if has_tokens(size, length)
         }
-    if any(letter not in gives and not letter.startswith(".") for letter in letters) or "->" not in args[0]:
+    if (
+        any(letter not in output_term and not letter.startswith(".") for letter in letters)
+        or "->" not in args[0]
+    ):
         return SUMS_TOKENS.format("einsum")
     return PAIRS_TOKENS.format("einsum") if len(letters) > 1 else ""
 
@@ -120,7 +130,11 @@ MADE_IN_BLOCK = (
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How a tensor has tokens. `behind`: so many elements behind each within that dim; `made`: by which operation."""
+    """How a tensor holds tokens.
+
+    `numel_per_token` elements follow each token within its dim; `origin` is the operation that made the
+    tensor.
+    """
 
     kind: TokenKind
     numel_per_token: int = 1
@@ -134,7 +148,7 @@ TokenLayouts = MutableMapping[torch.Tensor, TokenLayout]
 
 @dataclass(frozen=True)
 class TokenOp:
-    """One operation: its name, what it was given and has made, how tensors have tokens, and how many there are."""
+    """One operation: name, arguments, results, the layouts of tensors, and the primes of the lengths."""
 
     name: str
     args: tuple[Any, ...]
@@ -144,11 +158,11 @@ class TokenOp:
     prime_product: int
 
     def token_dims(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Those of `tensor` that have to do with tokens."""
+        """Returns the token dims of `tensor`."""
         return find_token_dims(tensor, self.prime_product)
 
     def operands_of_kind(self, kind: TokenKind) -> list[torch.Tensor]:
-        """What it was given of a `kind`."""
+        """Returns the operands with a layout of this kind."""
         return [
             each
             for each in self.operands
@@ -157,224 +171,255 @@ class TokenOp:
 
     @property
     def operands(self) -> list[torch.Tensor]:
-        """The tensors that it was given."""
+        """The tensors among the arguments."""
         return tree_tensors((self.args, dict(self.kwargs)))
 
     def argument(self, position: int, *names: str, default: Any = None) -> Any:
-        """What was given at a place, or by one of the names."""
-        found = [self.kwargs[name] for name in names if name in self.kwargs]
-        return found[0] if found else self.args[position] if len(self.args) > position else default
+        """Returns the argument at `position`, or by one of the names."""
+        dims = [self.kwargs[name] for name in names if name in self.kwargs]
+        return dims[0] if dims else self.args[position] if len(self.args) > position else default
 
 
 def find_token_dims(tensor: torch.Tensor, prime_product: int) -> tuple[int, ...]:
-    """The dims of `tensor` whose size `length`, a prime or several (model/primes.py), tells."""
+    """Returns the dims of `tensor` whose size `prime_product` marks (token_dims.py)."""
     return tuple(dim for dim, size in enumerate(tensor.shape) if has_tokens(size, prime_product))
 
 
 def propagate_tokens(op: TokenOp) -> str:
-    """Note in `step.held` how what it has made has tokens. Returns why it does not treat each by itself; "": it does."""
+    """Notes the layouts of the results of `op`. Returns why it does not treat each token by itself; "" if it
+    does.
+    """
     if not op.results and op.name != "setitem" and not reads_values(op.name):
-        return ""  # it asks for a shape
-    lost = [each for each in op.operands if each not in op.token_layouts and op.token_dims(each)]
-    if lost:
-        return f"computes '{op.name}' with tokens that it was not given: put into an attribute, or made by code out of sight"
+        return ""  # only reads a shape
+    untracked = [each for each in op.operands if each not in op.token_layouts and op.token_dims(each)]
+    if untracked:
+        return (
+            f"computes '{op.name}' with tokens that were not among its inputs: from an attribute, "
+            f"or "
+            f"made by code out of sight"
+        )
     for each in op.operands_of_kind("subset"):
         return op.token_layouts[each].origin
-    own, masks = op.operands_of_kind("sharded"), op.operands_of_kind("mask") + op.operands_of_kind("keys")
-    if not own and not masks:
+    sharded, mask_operands = (
+        op.operands_of_kind("sharded"),
+        op.operands_of_kind("mask") + op.operands_of_kind("keys"),
+    )
+    if not sharded and not mask_operands:
         _propagate_without_tokens(op)
         return ""
     for each in op.operands_of_kind("from_length"):
         return MADE_IN_BLOCK.format(op.token_layouts[each].origin)
     if not op.results and op.name != "setitem":
         return f"reads values of tokens ({op.name})"
-    why, behind = _check_masks(op, own) if masks else ("", 1) if not own else _check_sharded(op, own)
-    if why == PARTIAL_TOKENS and op.name != "setitem":
-        op.token_layouts.update({each: TokenLayout("subset", origin=why) for each in op.results})
+    reason, numel_per_token = (
+        _check_masks(op, sharded)
+        if mask_operands
+        else ("", 1)
+        if not sharded
+        else _check_sharded(op, sharded)
+    )
+    if reason == PARTIAL_TOKENS and op.name != "setitem":
+        op.token_layouts.update({each: TokenLayout("subset", origin=reason) for each in op.results})
         return ""
-    if why:
-        return why
+    if reason:
+        return reason
     for each in [*op.results, *op.args[:1]] if op.name == "setitem" else op.results:
         dims = op.token_dims(each)
-        if masks and dims:
+        if mask_operands and dims:
             op.token_layouts[each] = TokenLayout("mask" if len(dims) > 1 else "keys")
         elif len(dims) > 1:
             return f"pairs tokens with tokens ({op.name})"
         elif dims:
-            op.token_layouts[each] = TokenLayout("sharded", behind)
+            op.token_layouts[each] = TokenLayout("sharded", numel_per_token)
     return ""
 
 
-def _propagate_without_tokens(step: TokenOp) -> None:
-    """What is made of no token of the block's: the same for each, or from the length."""
-    before = [step.token_layouts[each] for each in step.operands if each in step.token_layouts]
-    tall = [each for each in before if each.kind == "from_length"]
-    constant = step.name in CONSTANT_FACTORIES or (step.name in BROADCAST and not before)
-    constant = constant or (bool(before) and not tall and step.name in ELEMENTWISE | RESHAPES | DIM_MOVES)
+def _propagate_without_tokens(op: TokenOp) -> None:
+    """Notes the layouts of results made from no token: constant, or made from the length."""
+    leading = [op.token_layouts[each] for each in op.operands if each in op.token_layouts]
+    from_length = [each for each in leading if each.kind == "from_length"]
+    is_constant = op.name in CONSTANT_FACTORIES or (op.name in BROADCAST and not leading)
+    is_constant = is_constant or (
+        bool(leading) and not from_length and op.name in ELEMENTWISE | RESHAPES | DIM_MOVES
+    )
     if (
-        step.name == "setitem"
-        and before
-        and not keeps_dims(step.args[1], step.token_dims(step.args[0]), step.args[0].ndim)
+        op.name == "setitem"
+        and leading
+        and not keeps_dims(op.args[1], op.token_dims(op.args[0]), op.args[0].ndim)
     ):
-        step.token_layouts[step.args[0]] = TokenLayout("from_length", origin=step.name)
-    for each in step.results:
-        if step.token_dims(each) and constant:
-            step.token_layouts[each] = TokenLayout("constant")
-        elif before and not tall and not step.token_dims(each) and step.name in SPLITS | {"getitem"}:
-            step.token_layouts[each] = TokenLayout(
-                "subset", origin=PARTIAL_TOKENS
-            )  # a view, into which somebody may write
+        op.token_layouts[op.args[0]] = TokenLayout("from_length", origin=op.name)
+    for each in op.results:
+        if op.token_dims(each) and is_constant:
+            op.token_layouts[each] = TokenLayout("constant")
+        elif leading and not from_length and not op.token_dims(each) and op.name in SPLITS | {"getitem"}:
+            # a view that may be written in place
+            op.token_layouts[each] = TokenLayout("subset", origin=PARTIAL_TOKENS)
+        # a sum of ones depends on the length
         elif (
-            step.token_dims(each)
-            or tall
-            or (before and step.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
-        ):  # a sum of ones tells how many there are
-            step.token_layouts[each] = TokenLayout("from_length", origin=tall[0].origin if tall else step.name)
+            op.token_dims(each)
+            or from_length
+            or (leading and op.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
+        ):
+            op.token_layouts[each] = TokenLayout(
+                "from_length", origin=from_length[0].origin if from_length else op.name
+            )
 
 
-def _check_masks(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int]:
-    """Why masks are not masks any more."""
-    if own:
-        why = check_product(step.name, step.args, step.kwargs, step.prime_product)
-        return why or f"computes '{step.name}' of tokens and of a mask", 1
-    if step.name not in ELEMENTWISE | RESHAPES | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
-        return f"computes '{step.name}' with a mask", 1
-    if step.name == "getitem" and not keeps_dims(
-        step.args[1], step.token_dims(step.args[0]), step.args[0].ndim
-    ):
+def _check_masks(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, int]:
+    """Returns why masks do not stay masks."""
+    if sharded:
+        reason = check_product(op.name, op.args, op.kwargs, op.prime_product)
+        return reason or f"computes '{op.name}' of tokens and of a mask", 1
+    if op.name not in ELEMENTWISE | RESHAPES | BROADCAST | {"getitem", "unsqueeze", "squeeze"}:
+        return f"computes '{op.name}' with a mask", 1
+    if op.name == "getitem" and not keeps_dims(op.args[1], op.token_dims(op.args[0]), op.args[0].ndim):
         return "cuts its mask to the number of its own tokens", 1
-    for each in step.results:
-        dims, last = step.token_dims(each), each.ndim - 1
-        known = dims in ((last - 1, last), (last,)) and all(
-            each.shape[dim] in prime_factors(step.prime_product) for dim in dims
+    for each in op.results:
+        dims, last = op.token_dims(each), each.ndim - 1
+        is_mask = dims in ((last - 1, last), (last,)) and all(
+            each.shape[dim] in prime_factors(op.prime_product) for dim in dims
         )
-        if not known:
-            return f"turns its mask round ({step.name})", 1
+        if not is_mask:
+            return f"transposes its mask ({op.name})", 1
     return "", 1
 
 
-def _check_sharded(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int]:
-    """Why the operation does not treat each token by itself, and how many elements stand behind each in what it makes."""
-    name, behind = step.name, step.token_layouts[own[0]].numel_per_token
+def _check_sharded(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, int]:
+    """Returns why the operation does not treat each token by itself, and the elements per token of its
+    results.
+    """
+    name, numel_per_token = op.name, op.token_layouts[sharded[0]].numel_per_token
     if name in RESHAPES:
-        return _check_view(step, own[0])
+        return _check_view(op, sharded[0])
     if name in ELEMENTWISE:
-        return _check_length_arithmetic(step) or _check_aligned(step), behind
-    if name == "squeeze" and len(step.args) + len(step.kwargs) == 1:
-        return "squeezes whatever has size 1, which may be the tokens of a rank", behind
+        return _check_length_arithmetic(op) or _check_aligned(op), numel_per_token
+    if name == "squeeze" and len(op.args) + len(op.kwargs) == 1:
+        return "squeezes whatever has size 1, which may be the tokens of a rank", numel_per_token
     if name in DIM_MOVES or name == "one_hot":
-        return "", behind
+        return "", numel_per_token
     if name == "embedding":
         return (
-            "looks up in a table of tokens" if any(step.argument(1, "weight") is each for each in own) else ""
-        ), behind
+            "looks up in a table of tokens"
+            if any(op.argument(1, "weight") is each for each in sharded)
+            else ""
+        ), numel_per_token
     if name in ("layer_norm", "rms_norm"):
-        over = len(step.argument(1, "normalized_shape"))
+        reduced_dims = len(op.argument(1, "normalized_shape"))
         return (
-            f"takes {name} over tokens" if step.token_dims(own[0])[0] >= own[0].ndim - over else ""
-        ), behind
+            f"takes {name} over tokens"
+            if op.token_dims(sharded[0])[0] >= sharded[0].ndim - reduced_dims
+            else ""
+        ), numel_per_token
     if name in ("getitem", "setitem"):
-        return _check_indexing(step), step.token_layouts[own[0]].numel_per_token
+        return _check_indexing(op), op.token_layouts[sharded[0]].numel_per_token
     if name in DIM_ARGUMENT:
-        return _check_reduction(step, own), behind
+        return _check_reduction(op, sharded), numel_per_token
     if name == "pad":
-        padded = list(step.argument(1, "pad"))
-        dim = own[0].ndim - 1 - step.token_dims(own[0])[0]
-        return ("pads tokens" if any(padded[2 * dim : 2 * dim + 2]) else ""), behind
+        padding = list(op.argument(1, "pad"))
+        dim = sharded[0].ndim - 1 - op.token_dims(sharded[0])[0]
+        return ("pads tokens" if any(padding[2 * dim : 2 * dim + 2]) else ""), numel_per_token
     if name in ("repeat", "tile"):
-        back = -_dim_from_end(step, own[0])
-        return ("repeats tokens" if step.results[0].shape[back] != own[0].shape[back] else ""), behind
+        dim = -_dim_from_end(op, sharded[0])
+        return (
+            "repeats tokens" if op.results[0].shape[dim] != sharded[0].shape[dim] else ""
+        ), numel_per_token
     if name in CONVOLUTIONS | NORMS:
-        batched = step.token_dims(own[0]) == (0,) and name != "batch_norm"
-        return ("" if batched else f"computes '{name}' along tokens"), behind
+        batched = op.token_dims(sharded[0]) == (0,) and name != "batch_norm"
+        return ("" if batched else f"computes '{name}' along tokens"), numel_per_token
     if name in RECURRENT:
         return f"carries a state from token to token ({name})", 1
     if name == "multi_head_attention_forward":
         return PAIRS_TOKENS.format("nn.MultiheadAttention"), 1
-    why = check_product(name, step.args, step.kwargs, step.prime_product)
-    return (f"computes '{name}' with tokens, of which nothing is known" if why is None else why), behind
+    reason = check_product(name, op.args, op.kwargs, op.prime_product)
+    return (
+        f"computes '{name}' with tokens, which has no rule" if reason is None else reason
+    ), numel_per_token
 
 
-def _dim_from_end(step: TokenOp, tensor: torch.Tensor) -> int:
-    """Where the tokens of `tensor` stand, counted from behind."""
-    return tensor.ndim - step.token_dims(tensor)[0]
+def _dim_from_end(op: TokenOp, tensor: torch.Tensor) -> int:
+    return tensor.ndim - op.token_dims(tensor)[0]
 
 
-def _check_aligned(step: TokenOp, given: Sequence[torch.Tensor] | None = None) -> str:
-    """Why what is given does not have the same tokens along the same dim."""
-    own = [each for each in step.operands if step.token_dims(each)] if given is None else given
-    places = {(_dim_from_end(step, each), each.shape[step.token_dims(each)[0]]) for each in own}
-    behind = {
-        step.token_layouts[each].numel_per_token for each in own if step.token_layouts[each].kind == "sharded"
+def _check_aligned(op: TokenOp, given: Sequence[torch.Tensor] | None = None) -> str:
+    """Returns why operands do not have the same tokens along the same dim."""
+    sharded = [each for each in op.operands if op.token_dims(each)] if given is None else given
+    positions = {(_dim_from_end(op, each), each.shape[op.token_dims(each)[0]]) for each in sharded}
+    numel_per_token = {
+        op.token_layouts[each].numel_per_token for each in sharded if op.token_layouts[each].kind == "sharded"
     }
-    return f"pairs tokens with tokens ({step.name})" if len(places) > 1 or len(behind) > 1 else ""
+    return f"pairs tokens with tokens ({op.name})" if len(positions) > 1 or len(numel_per_token) > 1 else ""
 
 
-def _check_length_arithmetic(step: TokenOp) -> str:
-    """Whether a number that it computes with is how many tokens there are, or what people make of that."""
-    made_of = [
-        made for n in prime_factors(step.prime_product) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))
+def _check_length_arithmetic(op: TokenOp) -> str:
+    """Returns why a number among the arguments is the length, or computed from it."""
+    length_values = [
+        made for n in prime_factors(op.prime_product) for made in (n, 1 / n, n**0.5, n**-0.5, log(n))
     ]
-    numbers = [each for each in (*step.args, *step.kwargs.values()) if type(each) in (int, float)]
-    counted = step.name in ARITHMETIC and any(isclose(each, number) for each in numbers for number in made_of)
-    return f"computes with the number of tokens ({step.name})" if counted else ""
+    numbers = [each for each in (*op.args, *op.kwargs.values()) if type(each) in (int, float)]
+    uses_length = op.name in ARITHMETIC and any(
+        isclose(each, number) for each in numbers for number in length_values
+    )
+    return f"computes with the number of tokens ({op.name})" if uses_length else ""
 
 
-def _check_view(step: TokenOp, tensor: torch.Tensor) -> tuple[str, int]:
-    """A view keeps tokens apart where as many elements lie behind each in one of its dims."""
-    (dim,), made = step.token_dims(tensor), step.results[0]
-    inner = step.token_layouts[tensor].numel_per_token * prod(tensor.shape[dim + 1 :])
-    found = step.token_dims(made)
-    if len(found) == 1:
-        after = prod(made.shape[found[0] + 1 :])
-        own = find_prime(tensor.shape[dim], step.prime_product)
-        if own and inner % after == 0 and made.shape[found[0]] % (own * (inner // after)) == 0:
-            return "", inner // after
-    return f"moves elements from token to token ({step.name})", 1
+def _check_view(op: TokenOp, tensor: torch.Tensor) -> tuple[str, int]:
+    """A view keeps tokens separate if the elements of each stay together in one dim."""
+    (dim,), made = op.token_dims(tensor), op.results[0]
+    numel_behind = op.token_layouts[tensor].numel_per_token * prod(tensor.shape[dim + 1 :])
+    dims = op.token_dims(made)
+    if len(dims) == 1:
+        trailing = prod(made.shape[dims[0] + 1 :])
+        sharded = find_prime(tensor.shape[dim], op.prime_product)
+        if (
+            sharded
+            and numel_behind % trailing == 0
+            and made.shape[dims[0]] % (sharded * (numel_behind // trailing)) == 0
+        ):
+            return "", numel_behind // trailing
+    return f"moves elements between tokens ({op.name})", 1
 
 
-def _check_reduction(step: TokenOp, own: Sequence[torch.Tensor]) -> str:
-    """Why an operation over dims does not leave tokens alone."""
-    if (
-        step.name in CAT_OPS and sum(each.numel() > 0 for each in step.operands) == 1
-    ):  # with an empty cache of keys
+def _check_reduction(op: TokenOp, sharded: Sequence[torch.Tensor]) -> str:
+    """Returns why an operation along dims mixes tokens."""
+    # concatenation with an empty key cache
+    if op.name in CAT_OPS and sum(each.numel() > 0 for each in op.operands) == 1:
         return ""
-    place, default = DIM_ARGUMENT[step.name]
-    first = step.argument(0, "input", "tensors")
-    if (
-        isinstance(first, torch.Tensor) and first not in step.token_layouts
-    ):  # rows of a table, by what tokens say
-        return (
-            _check_aligned(step, own) if step.name in LOOKUPS else f"adds tokens up in a table ({step.name})"
-        )
-    over = step.argument(place, "dim", "dims", "axis", default=default)
-    if isinstance(over, torch.Tensor):  # the larger one of two
-        return _check_aligned(step)
-    over = tuple(over) if isinstance(over, (tuple, list)) else (over,)
-    if step.name == "flip" and not isinstance(step.argument(1, "dims"), (tuple, list)):
-        over = step.args[1:]
-    ndim = own[0].ndim + (step.name == "stack")
-    (dim,) = step.token_dims(own[0])
-    if step.name == "stack":
-        return _check_aligned(step)
-    if not over or any(
-        each is None or type(each) is bool or each % ndim == dim for each in over
-    ):  # x.var(False): over all
-        return "takes tokens apart" if step.name in SPLITS else f"takes {step.name} over tokens"
-    return _check_aligned(step)
+    place, default = DIM_ARGUMENT[op.name]
+    first = op.argument(0, "input", "tensors")
+    # indexes a table with values from tokens
+    if isinstance(first, torch.Tensor) and first not in op.token_layouts:
+        return _check_aligned(op, sharded) if op.name in LOOKUPS else f"sums tokens in a table ({op.name})"
+    reduced_dims = op.argument(place, "dim", "dims", "axis", default=default)
+    if isinstance(reduced_dims, torch.Tensor):  # torch.max(x, y): elementwise
+        return _check_aligned(op)
+    reduced_dims = tuple(reduced_dims) if isinstance(reduced_dims, (tuple, list)) else (reduced_dims,)
+    if op.name == "flip" and not isinstance(op.argument(1, "dims"), (tuple, list)):
+        reduced_dims = op.args[1:]
+    ndim = sharded[0].ndim + (op.name == "stack")
+    (dim,) = op.token_dims(sharded[0])
+    if op.name == "stack":
+        return _check_aligned(op)
+    # x.var(False): over all dims
+    if not reduced_dims or any(
+        each is None or type(each) is bool or each % ndim == dim for each in reduced_dims
+    ):
+        return "splits along the tokens" if op.name in SPLITS else f"takes {op.name} over tokens"
+    return _check_aligned(op)
 
 
-def _check_indexing(step: TokenOp) -> str:
-    """Why indexing does not leave tokens alone: those of a table may be looked up, tokens themselves may not."""
-    tensor, index = step.args[0], step.args[1]
-    if tensor not in step.token_layouts or step.token_layouts[tensor].kind == "constant":
-        if step.name == "setitem" and tensor not in step.token_layouts:
+def _check_indexing(op: TokenOp) -> str:
+    """Returns why indexing mixes tokens: a table may be indexed with tokens, tokens themselves may not be
+    picked.
+    """
+    tensor, index = op.args[0], op.args[1]
+    if tensor not in op.token_layouts or op.token_layouts[tensor].kind == "constant":
+        if op.name == "setitem" and tensor not in op.token_layouts:
             return "writes tokens into a table"
-        if step.name == "setitem" and not keeps_dims(index, step.token_dims(tensor), tensor.ndim):
+        if op.name == "setitem" and not keeps_dims(index, op.token_dims(tensor), tensor.ndim):
             return "writes into some of the tokens"
-        return _check_aligned(step, [each for each in tree_tensors((index,)) if each in step.token_layouts])
+        return _check_aligned(op, [each for each in tree_tensors((index,)) if each in op.token_layouts])
     if tree_tensors((index,)):
-        return f"takes tokens by an index ({step.name})"
-    if not keeps_dims(index, step.token_dims(tensor), tensor.ndim, tensor.shape[step.token_dims(tensor)[0]]):
+        return f"takes tokens by an index ({op.name})"
+    if not keeps_dims(index, op.token_dims(tensor), tensor.ndim, tensor.shape[op.token_dims(tensor)[0]]):
         return PARTIAL_TOKENS
     return ""

@@ -25,7 +25,7 @@ from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, ConvSpec
 
-CONV_FIX = "let the block convolve as often, and as far, on every batch; or set mesh.cp = 1"
+CONV_FIX = "let the block run the same convolutions on every batch; or set mesh.cp = 1"
 
 
 @dataclass(frozen=True)

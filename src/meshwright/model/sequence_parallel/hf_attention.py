@@ -118,7 +118,7 @@ def sharded_attention(
         if more.get(name) is not None:
             text = f"attention takes '{name}', which F.scaled_dot_product_attention does not know"
             raise PlanError(
-                text, fix="set mesh.cp = 1: no technique deals the tokens of this model", location="model"
+                text, fix="set mesh.cp = 1: no strategy shards the sequences of this model", location="model"
             )
     causal = (_is_causal(module) if is_causal is None else is_causal) and attention_mask is None
     mask = attention_mask
