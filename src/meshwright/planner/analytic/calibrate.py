@@ -1,7 +1,7 @@
 """Fits the constants of a machine to measured steps, regularised towards their prior values.
 
-    minimise   sum over steps of  rho(log(predicted / measured))   +   strength^2 sum over rates of  log(rate
-                                                                       / prior)^2
+    minimise   sum over steps of  rho(log(predicted / measured))
+               + strength^2  sum over rates of  log(rate / prior)^2
 
 rho is quadratic for small errors and linear for large ones, so that a disturbed run does not dominate. Each
 source has the same weight, whatever its number of steps. The constants belong to the machine: they hold for
@@ -47,7 +47,7 @@ MAX_EVALUATIONS = 25
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A measured step: model, configuration, machine, seconds, and the source of the figure."""
+    """A measured step: model, configuration, machine, seconds, and the source of the measurement."""
 
     shape: ModelShape
     config: ParallelConfig
@@ -80,20 +80,28 @@ def calibrate(
         return MachineRates(**{name: exp(value) for name, value in zip(RATE_NAMES, point, strict=True)})
 
     def errors(point: Sequence[float]) -> list[float]:
-        given = rates(point)
-        off = [
-            weight * log(each.predicted_s(given) / each.seconds)
+        candidate_rates = rates(point)
+        residuals = [
+            weight * log(each.predicted_s(candidate_rates) / each.seconds)
             for weight, each in zip(weights, steps, strict=True)
         ]
-        return [*off, *(strength * (now - then) for now, then in zip(point, start, strict=True))]
+        return [
+            *residuals,
+            *(strength * (value - prior_value) for value, prior_value in zip(point, start, strict=True)),
+        ]
 
-    borders = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in RATE_NAMES]
-    inside = [
-        min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, borders, strict=True)
+    log_limits = [tuple(map(log, limits.get(name, (1e-9, 1e9)))) for name in RATE_NAMES]
+    start_inside = [
+        min(max(value, low + 1e-6), high - 1e-6) for value, (low, high) in zip(start, log_limits, strict=True)
     ]
-    bounds = tuple(zip(*borders, strict=True))
+    bounds = tuple(zip(*log_limits, strict=True))
     return rates(
         least_squares(
-            errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT_L1_SCALE, max_nfev=MAX_EVALUATIONS
+            errors,
+            start_inside,
+            bounds=bounds,
+            loss="soft_l1",
+            f_scale=SOFT_L1_SCALE,
+            max_nfev=MAX_EVALUATIONS,
         ).x
     )

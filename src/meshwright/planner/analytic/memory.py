@@ -1,16 +1,14 @@
 """Bytes of the fullest rank, in closed form: model states, activations, logits, unsharded parameters.
 
     weights, gradients, optimizer_states    per weight, each divided by the ranks that share it
-    activations          saved tensors of a layer and a micro-batch, times the micro-batches in flight
-    block_backward | logits    the larger of two peaks: the backward of one block, with its recomputed
-                               tensors;
-                         the loss, with every copy of one micro-batch's logits. Recomputation keeps the first
-                         small,
-                         tensor ranks the second
-    gathered_params      unsharded layers where weights are sharded, the gradients of one, buffers of fixed
-                         size
-    fragmentation        bytes that the allocator has reserved without tensors
-    driver_context       of the driver and of communicators: in the device's figure, not in torch's
+    activations                saved tensors of a layer and a microbatch, times the microbatches in flight
+    block_backward | logits    the larger of two peaks: the backward of a block, with its recomputed tensors;
+                               the loss, with every copy of one microbatch's logits. Recomputation keeps the
+                               first small, tensor ranks the second
+    gathered_params            unsharded layers where weights are sharded, the gradients of one, buffers of
+                               fixed size
+    fragmentation              bytes that the allocator has reserved without tensors
+    driver_context             of the driver and of communicators: in the device's figure, not in torch's
 
     allocated = N (w + g / shards + o / shards) + in flight x layers x saved + max(block, logits) + gathered
     total     = allocated (1 + fragmentation) + context
@@ -27,7 +25,7 @@ Layers per pp rank (`stage_layers`):
     cost      by weights: a stage ends with the layer that passes its share; the head counts V h, the
               embedding nothing
 
-Under 1F1B pp rank r of p holds min(m, p - r) micro-batches; with v virtual stages per rank, those of the
+Under 1F1B pp rank r of p holds min(m, p - r) microbatches; with v virtual stages per rank, those of the
 warm-up: (2 (p - r - 1) + (v - 1) p + 1) / v; a schedule that fills bubbles with halves of backward holds the
 same on every rank.
 
@@ -69,9 +67,7 @@ def stage_layers(
     layers, pp = shape.layers, config.pp
     if pp == 1:
         return StageLayers(layers, True, True)
-    if (
-        config.schedule_profile.is_bidirectional
-    ):  # the parts of both ranks that have them, and both ends twice
+    if config.schedule_profile.is_bidirectional:  # every stage, and both ends, are on two ranks
         low, high = _item_range(layers, pp, pp_rank)
         return StageLayers(high - low, pp_rank in (0, pp - 1), pp_rank in (0, pp - 1))
     if config.schedule_profile.is_folded:
@@ -91,7 +87,7 @@ def stage_layers(
 def fullest_pp_ranks(config: ParallelConfig, layer_split: LayerSplit = "layers") -> Iterable[int]:
     """Returns the pp ranks of which one holds most.
 
-    The first, whose micro-batches stay longest; the second, which may have a layer instead of the embedding;
+    The first, whose microbatches stay longest; the second, which may have a layer instead of the embedding;
     the last, with the logits. With a split by cost any rank may have a layer more.
     """
     if layer_split == "cost":
@@ -100,37 +96,37 @@ def fullest_pp_ranks(config: ParallelConfig, layer_split: LayerSplit = "layers")
 
 
 def microbatches_in_flight(config: ParallelConfig, pp_rank: int) -> float:
-    """Returns how many micro-batches' activations `pp_rank` holds at once, in units of all its layers."""
-    pp, parts, held = config.pp, config.virtual_stages, config.schedule_profile.in_flight
+    """Returns how many microbatches' activations `pp_rank` holds at once, in units of all its layers."""
+    pp, virtual_stages, in_flight = config.pp, config.virtual_stages, config.schedule_profile.in_flight
     if pp == 1:
         return 1.0
     if config.schedule_profile.is_bidirectional:
-        most = held * (pp + 1)  # each of one of its two parts
+        most = in_flight * (pp + 1)  # each of one of its two stages
     elif config.schedule_profile.uniform_memory:
-        most = held * pp
-    elif parts > 1:
-        most = held * (2 * (pp - pp_rank - 1) + (parts - 1) * pp + 1) / parts
+        most = in_flight * pp
+    elif virtual_stages > 1:
+        most = in_flight * (2 * (pp - pp_rank - 1) + (virtual_stages - 1) * pp + 1) / virtual_stages
     else:
-        most = held * (pp - pp_rank)
+        most = in_flight * (pp - pp_rank)
     return min(config.num_microbatches, most)
 
 
-def _item_range(items: int, parts: int, part: int) -> tuple[int, int]:
-    each, rest = divmod(items, parts)
-    low = part * each + min(part, rest)
-    return low, low + each + (part < rest)
+def _item_range(items: int, num_ranks: int, rank: int) -> tuple[int, int]:
+    each, rest = divmod(items, num_ranks)
+    low = rank * each + min(rank, rest)
+    return low, low + each + (rank < rest)
 
 
 @cache
-def _split_by_cost(layers: int, pp: int, layer: float, table: float) -> tuple[StageLayers, ...]:
-    total, run, rank = layers * layer + table, 0.0, 0
+def _split_by_cost(layers: int, pp: int, layer: float, embedding: float) -> tuple[StageLayers, ...]:
+    total, cost, rank = layers * layer + embedding, 0.0, 0
     counts = [0] * pp
     for _ in range(layers):
         counts[rank] += 1
-        run += layer
-        if rank < pp - 1 and run > total * (rank + 1) / pp:
+        cost += layer
+        if rank < pp - 1 and cost > total * (rank + 1) / pp:
             rank += 1
-    return tuple(StageLayers(count, part == 0, part == pp - 1) for part, count in enumerate(counts))
+    return tuple(StageLayers(count, index == 0, index == pp - 1) for index, count in enumerate(counts))
 
 
 # bytes of a score in its backward, beside what is kept: its gradient in 16 bits; by torch in float32 before
@@ -154,7 +150,7 @@ class MemoryEstimate:
 
     @property
     def model_states(self) -> float:
-        """Bytes that do not depend on the micro-batch: weights, gradients, optimizer states."""
+        """Bytes that do not depend on the microbatch: weights, gradients, optimizer states."""
         return self.weights + self.gradients + self.optimizer_states
 
     @property
@@ -175,7 +171,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class _LayerMemory:
-    """Bytes of one layer and micro-batch: saved tensors, temporaries of its backward, the stage boundary."""
+    """Bytes of one layer and microbatch: saved tensors, temporaries of its backward, the stage boundary."""
 
     saved: float
     block_backward: float
@@ -186,7 +182,9 @@ def estimate_memory(
     shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY
 ) -> MemoryEstimate:
     """Returns the memory of the rank that holds most."""
-    return max((held for _, held in memory_by_pp_rank(shape, config, framework)), key=lambda each: each.total)
+    return max(
+        (memory for _, memory in memory_by_pp_rank(shape, config, framework)), key=lambda each: each.total
+    )
 
 
 def memory_by_pp_rank(
@@ -202,82 +200,94 @@ def memory_by_pp_rank(
 
 
 def _rank_memory(
-    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, rank: int, one: _LayerMemory
+    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, rank: int, layer: _LayerMemory
 ) -> MemoryEstimate:
-    part = stage_layers(shape, config, rank, framework.layer_split)
-    both = (
-        2 if config.schedule_profile.is_bidirectional else 1
-    )  # micro-batches from both ends: two parts of a rank
-    own = (
-        both * part.layers * shape.layer_numel + _num_tables(shape, part) * shape.embedding_numel
+    stage = stage_layers(shape, config, rank, framework.layer_split)
+    num_stages = 2 if config.schedule_profile.is_bidirectional else 1  # stages of a rank
+    local_numel = (
+        num_stages * stage.layers * shape.layer_numel + _num_tables(shape, stage) * shape.embedding_numel
     ) / config.tp
-    shared = [1 if config.zero_stage < stage else config.zero_shard_size for stage in (1, 2, 3)]
-    sums = config.grad_reduce_itemsize if framework.gradients is None else framework.gradients
-    moments = framework.optimizer_states + (framework.sharded_optimizer_extra if config.zero_stage else 0)
-    times = microbatches_in_flight(config, rank)
-    logits = _logits_nbytes(shape, config, framework) if part.has_head else 0.0
-    states = own * framework.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
-    activations = times * (part.layers * one.saved + (one.boundary if config.pp > 1 else 0.0))
-    gathered = framework.fixed_buffers + _gathered_nbytes(shape, config, framework, part, own, sums)
+    shard_sizes = [
+        1 if config.zero_stage < zero_stage else config.zero_shard_size for zero_stage in (1, 2, 3)
+    ]
+    grad_itemsize = config.grad_reduce_itemsize if framework.gradients is None else framework.gradients
+    state_itemsize = framework.optimizer_states + (
+        framework.sharded_optimizer_extra if config.zero_stage else 0
+    )
+    num_microbatches = microbatches_in_flight(config, rank)
+    logits = _logits_nbytes(shape, config, framework) if stage.has_head else 0.0
+    states = (
+        local_numel * framework.weights / shard_sizes[2],
+        local_numel * grad_itemsize / shard_sizes[1],
+        local_numel * state_itemsize / shard_sizes[0],
+    )
+    activations = num_microbatches * (stage.layers * layer.saved + (layer.boundary if config.pp > 1 else 0.0))
+    gathered = framework.fixed_buffers + _gathered_nbytes(
+        shape, config, framework, stage, local_numel, grad_itemsize
+    )
     each = framework.logits_fragmentation + (
         framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0
     )
-    pinned = each * config.local_tokens(shape) * shape.vocab if part.has_head else 0.0
-    inside, logits, pinned = (
-        (0.0, logits, pinned) if logits + pinned > one.block_backward else (one.block_backward, 0.0, 0.0)
+    freed_blocks = each * config.local_tokens(shape) * shape.vocab if stage.has_head else 0.0
+    block_backward, logits, freed_blocks = (
+        (0.0, logits, freed_blocks)
+        if logits + freed_blocks > layer.block_backward
+        else (layer.block_backward, 0.0, 0.0)
     )
-    alive = sum(states) + activations + inside + logits + gathered
-    always, tensor, pipe = framework.driver_context
-    context = always + (tensor if config.tp > 1 else 0.0) + (pipe if config.pp > 1 else 0.0)
-    gaps = (framework.fragmentation - 1) * alive + pinned
-    return MemoryEstimate(*states, activations, inside, logits, gathered, gaps, context)
+    allocated = sum(states) + activations + block_backward + logits + gathered
+    always, tp_context, pp_context = framework.driver_context
+    context = always + (tp_context if config.tp > 1 else 0.0) + (pp_context if config.pp > 1 else 0.0)
+    fragmentation = (framework.fragmentation - 1) * allocated + freed_blocks
+    return MemoryEstimate(*states, activations, block_backward, logits, gathered, fragmentation, context)
 
 
 def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> _LayerMemory:
     tokens, tp, h = config.local_tokens(shape), config.tp, shape.hidden
-    unit, over = tokens * h, tp if config.sequence_parallel else 1
-    stream = framework.residual + (0 if config.fused_norms else framework.unfused_norm_extra)
-    plain = config.attention_kernel in SCORE_BACKWARD_NBYTES
+    unit, sequence_shards = tokens * h, tp if config.sequence_parallel else 1
+    residual_itemsize = framework.residual + (0 if config.fused_norms else framework.unfused_norm_extra)
+    is_unfused = config.attention_kernel in SCORE_BACKWARD_NBYTES
     groups = (1 + shape.num_kv_heads / shape.heads) / 2
-    within = (
+    inner_nbytes = (
         tokens
         * shape.attention_dim
         * groups
-        * (framework.attention_qkv + (0 if plain else framework.flash_attention_extra))
+        * (framework.attention_qkv + (0 if is_unfused else framework.flash_attention_extra))
     )
-    within += tokens * shape.ffn_dim * _mlp_saved_nbytes(shape, config, framework)
-    whole = (
-        stream * unit / over
-        + framework.matmul_inputs * unit / (1 if framework.keeps_gathered_inputs else over)
-        + within / tp
+    inner_nbytes += tokens * shape.ffn_dim * _mlp_saved_nbytes(shape, config, framework)
+    saved = (
+        residual_itemsize * unit / sequence_shards
+        + framework.matmul_inputs * unit / (1 if framework.keeps_gathered_inputs else sequence_shards)
+        + inner_nbytes / tp
     )
     each = framework.eager_scores if config.attention_kernel == "eager" else framework.fused_softmax_scores
     pairs = tokens * shape.sequence * shape.heads / tp
-    scores = each * pairs if plain else 0.0
-    entered = HALF_NBYTES * unit / over
-    handed = HALF_NBYTES * unit if framework.full_boundary else entered
-    parts = framework.block_backward * (
+    scores = each * pairs if is_unfused else 0.0
+    input_nbytes = HALF_NBYTES * unit / sequence_shards
+    boundary = HALF_NBYTES * unit if framework.full_boundary else input_nbytes
+    block_backward = framework.block_backward * (
         6 * tokens * shape.ffn_dim / tp
         + 4 * unit
         + SCORE_BACKWARD_NBYTES.get(config.attention_kernel, 0) * pairs
     )
     if config.recompute == "layers":
-        kept = config.recompute_fraction * entered + (1 - config.recompute_fraction) * (whole + scores)
-        return _LayerMemory(kept, whole + scores + parts, handed)
+        checkpointed = config.recompute_fraction * input_nbytes + (1 - config.recompute_fraction) * (
+            saved + scores
+        )
+        return _LayerMemory(checkpointed, saved + scores + block_backward, boundary)
     if config.recompute == "operators" or (
         config.recompute == "attention" and framework.recomputes_per_operator
     ):
         # q, v, two of the MLP's, what attention gives out
-        products = (
+        matmul_outputs = (
             HALF_NBYTES
             * tokens
             * (shape.attention_dim * (2 + shape.num_kv_heads / shape.heads) + h + shape.ffn_dim)
             / tp
         )
-        return _LayerMemory(entered + products, whole + parts, handed)
+        return _LayerMemory(input_nbytes + matmul_outputs, saved + block_backward, boundary)
     if config.recompute == "attention":
-        return _LayerMemory(whole, scores + parts, handed)
-    return _LayerMemory(whole + scores, parts, handed)
+        return _LayerMemory(saved, scores + block_backward, boundary)
+    return _LayerMemory(saved + scores, block_backward, boundary)
 
 
 def _mlp_saved_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> float:

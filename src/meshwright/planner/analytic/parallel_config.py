@@ -23,11 +23,11 @@ RecomputeMode = Literal[
 class ScheduleProfile:
     """The cost of a pipeline schedule: idle time (pp - 1) (f F + b B + w W), where B = I + W.
 
-    `in_flight` is how many micro-batches the first rank keeps at once, in units of pp; `uniform_memory`: all
+    `in_flight` is how many microbatches the first rank keeps at once, in units of pp; `uniform_memory`: all
     ranks keep as many; `is_folded`: stages run down the ranks and back up (V schedule), so the first rank has
-    both the embedding and the head. `is_bidirectional`: micro-batches enter at both ends, so every stage is
+    both the embedding and the head. `is_bidirectional`: microbatches enter at both ends, so every stage is
     on two ranks, and ranks wait for half of the others. `fills_bubbles`: W fills idle time, and few
-    micro-batches have few of them.
+    microbatches have few of them.
     """
 
     f: float = 1.0
@@ -52,9 +52,9 @@ DUALPIPE = ScheduleProfile(1.0, 1.0, -2.0, uniform_memory=True, is_bidirectional
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks per axis (`dp`, `tp`, `pp`, `cp`), `virtual_stages` per pp rank, and the micro-batches.
+    """Ranks per axis (`dp`, `tp`, `pp`, `cp`), `virtual_stages` per pp rank, and the microbatches.
 
-    `micro_batch` samples per micro-batch, `num_microbatches` per step. `zero_stage` 1 shards optimizer states
+    `micro_batch` samples per microbatch, `num_microbatches` per step. `zero_stage` 1 shards optimizer states
     over the replicas, 2 gradients too, 3 weights too; `zero_group_size` is the number of replicas that share
     them (0: all). `sequence_parallel`: between matmuls tokens are sharded over tensor ranks. `ulysses_degree`
     neighbouring cp ranks exchange tokens for heads in attention; keys travel around the ring of the others
@@ -117,7 +117,7 @@ class ParallelConfig:
         return 1 if self.tp_across_hosts else self.tp
 
     def local_tokens(self, shape: ModelShape) -> float:
-        """Returns the tokens of a micro-batch on one cp rank."""
+        """Returns the tokens of a microbatch on one cp rank."""
         return self.micro_batch * shape.sequence / self.cp
 
     def max_layers_per_rank(self, shape: ModelShape) -> float:

@@ -2,12 +2,12 @@
 
     a layer, forward     4 or 5 matmuls, attention, memory operations, the collectives of tensor ranks
     backward             each matmul twice, attention 2.5 times; recomputed operations once more
-    a micro-batch        its layers; on the last pp rank the head and the loss
+    a microbatch        its layers; on the last pp rank the head and the loss
     in float8, float4    matmul inputs are cast; attention, norms and the head stay in 16 bits
     small kernels        a layer is not faster than its kernel launches
     odd head widths      scores of heads no multiple of 8 wide run at float32's speed
     gather per param     a copy for each rank's shard of each weight, without overlap: it grows with ranks
-    a step               micro-batches x the slowest rank  +  pipeline wait  +  exposed gradient reduction
+    a step               microbatches x the slowest rank  +  pipeline wait  +  exposed gradient reduction
                          + the optimizer
 
 A closed form takes microseconds, a program seconds: a search evaluates thousands of the one and few of the
@@ -89,7 +89,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class MicrobatchTime:
-    """Seconds of a micro-batch on one rank: a layer and its collectives, the embedding and the head."""
+    """Seconds of a microbatch on one rank: a layer and its collectives, the embedding and the head."""
 
     layer: PassTime
     collectives: PassTime
@@ -98,7 +98,7 @@ class MicrobatchTime:
 
 
 def microbatch_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> MicrobatchTime:
-    """Returns the times of `config` without recomputation: equal for equal tp, cp and micro-batch."""
+    """Returns the times of `config` without recomputation: equal for equal tp, cp and microbatch."""
     given = shape, config, machine
     return MicrobatchTime(
         layer_compute(*given), layer_collectives(*given), embedding_time(*given), head_time(*given)
@@ -112,45 +112,47 @@ def step_time(
 
     `microbatch` is a cached `microbatch_time`.
     """
-    found = microbatch or microbatch_time(shape, config, machine)
-    computed, met, first, last = found.layer, found.collectives, found.embedding, found.head
+    times = microbatch or microbatch_time(shape, config, machine)
+    compute, collectives, first, last = times.layer, times.collectives, times.embedding, times.head
     if config.recompute == "layers":
-        computed += PassTime(0.0, config.recompute_fraction * computed.forward)
-        met += PassTime(0.0, config.recompute_fraction * met.forward)
-    gathers = _param_gathers(shape, config, machine, computed + met)
+        compute += PassTime(0.0, config.recompute_fraction * compute.forward)
+        collectives += PassTime(0.0, config.recompute_fraction * collectives.forward)
+    gathers = _param_gathers(shape, config, machine, compute + collectives)
     layers, per_rank = config.max_layers_per_rank(shape), shape.layers / config.pp
-    one = launch_bound(computed + met + gathers, config, machine)
+    layer = launch_bound(compute + collectives + gathers, config, machine)
     if config.pp == 1:
-        slowest, waiting, handed = one.total * shape.layers + first.total + last.total, 0.0, 0.0
+        slowest, wait_s, send_s = layer.total * shape.layers + first.total + last.total, 0.0, 0.0
     else:
         ends = first.total + last.total if config.schedule_profile.is_folded else max(first.total, last.total)
         ends = (first.total + last.total) / 2 if config.schedule_profile.is_bidirectional else ends
         if layers == per_rank:
-            slowest = one.total * layers + ends
+            slowest = layer.total * layers + ends
         else:  # a rank with the head has a layer less, and may be busier for it
             layers, slowest = max(
-                (layers, one.total * layers),
-                (layers - 1, one.total * (layers - 1) + ends),
+                (layers, layer.total * layers),
+                (layers - 1, layer.total * (layers - 1) + ends),
                 key=lambda each: each[1],
             )
-        whole = PassTime(one.forward * per_rank, one.backward * per_rank, one.weight_grad * per_rank)
-        others = config.pp * whole.total + first.total + last.total - slowest
-        handed = boundary_send_s(shape, config, machine)
-        waiting = pipeline_wait_s(config, whole, others) + 2 * (config.pp - 1) * handed
-    busy = config.num_microbatches * slowest
-    turn = (
-        handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction)
+        stage = PassTime(layer.forward * per_rank, layer.backward * per_rank, layer.weight_grad * per_rank)
+        others = config.pp * stage.total + first.total + last.total - slowest
+        send_s = boundary_send_s(shape, config, machine)
+        wait_s = pipeline_wait_s(config, stage, others) + 2 * (config.pp - 1) * send_s
+    busy_s = config.num_microbatches * slowest
+    per_microbatch_s = (
+        send_s * machine.rates.boundary_exposed * (1 - config.overlap_fraction)
         + machine.rates.microbatch_overhead_s
         if config.pp > 1
         else 0.0
     )
-    between = config.num_microbatches * config.virtual_stages * turn
-    tensor = config.num_microbatches * met.total * layers
+    overhead_s = config.num_microbatches * config.virtual_stages * per_microbatch_s
+    tp_comm_s = config.num_microbatches * collectives.total * layers
     return StepTime(
-        compute=busy - tensor,
-        tp_comm=tensor,
-        pipeline_wait=waiting + between,
-        dp_comm=grad_reduce_s(shape, config, machine, PassTime(layers * one.forward, layers * one.backward)),
+        compute=busy_s - tp_comm_s,
+        tp_comm=tp_comm_s,
+        pipeline_wait=wait_s + overhead_s,
+        dp_comm=grad_reduce_s(
+            shape, config, machine, PassTime(layers * layer.forward, layers * layer.backward)
+        ),
         optimizer=optimizer_s(shape, config, machine),
         fixed=machine.rates.step_overhead_s,
     )
@@ -169,9 +171,9 @@ def pipeline_wait_s(config: ParallelConfig, stage: PassTime, others: float) -> f
 
 
 def unfilled_bubble_s(config: ParallelConfig, stage: PassTime, others: float) -> float:
-    """Returns the least wait of pp ranks where too few micro-batches have a W to fill bubbles with.
+    """Returns the least wait of pp ranks where too few microbatches have a W to fill bubbles with.
 
-    For one micro-batch only F and I are waited for; in a bidirectional schedule W of half of the ranks too.
+    For one microbatch only F and I are waited for; in a bidirectional schedule W of half of the ranks too.
     `stage` is a rank's time, `others` that of all ranks but one.
     """
     if not config.schedule_profile.fills_bubbles:
@@ -183,11 +185,11 @@ def unfilled_bubble_s(config: ParallelConfig, stage: PassTime, others: float) ->
 
 def launch_bound(layer: PassTime, config: ParallelConfig, machine: Machine) -> PassTime:
     """Returns the time of a layer, which is not faster than its kernel launches."""
-    asked = KERNELS_PER_LAYER * machine.rates.kernel_launch_s * (0.5 if config.compiled else 1.0)
-    again = config.recompute_fraction if config.recompute == "layers" else 0.0
+    launch_s = KERNELS_PER_LAYER * machine.rates.kernel_launch_s * (0.5 if config.compiled else 1.0)
+    recomputed = config.recompute_fraction if config.recompute == "layers" else 0.0
     return PassTime(
-        _overlapped_max(layer.forward, asked),
-        _overlapped_max(layer.backward, asked * (1.5 + again)),
+        _overlapped_max(layer.forward, launch_s),
+        _overlapped_max(layer.backward, launch_s * (1.5 + recomputed)),
         layer.weight_grad,
     )
 
@@ -198,15 +200,21 @@ def _overlapped_max(one: float, other: float) -> float:
 
 
 def layer_compute(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """Returns what a layer computes for one micro-batch on one rank."""
+    """Returns what a layer computes for one microbatch on one rank."""
     tokens, tp, h, f = config.local_tokens(shape), config.tp, shape.hidden, shape.ffn_dim / config.tp
     heads = shape.attention_dim / tp
     groups = max(shape.num_kv_heads / tp, 1) * shape.head_dim
-    made = [(heads + 2 * groups, h), (h, heads), (shape.num_up_projections * f, h), (h, f)]
-    forward = sum(matmul_seconds(machine, tokens, out, into, config.dtype) for out, into in made)
-    weights = sum(matmul_seconds(machine, out, into, tokens, config.dtype) for out, into in made)
-    backward = weights + sum(matmul_seconds(machine, tokens, into, out, config.dtype) for out, into in made)
-    seen = _attention_time(shape, config, machine, heads)
+    matmuls = [(heads + 2 * groups, h), (h, heads), (shape.num_up_projections * f, h), (h, f)]
+    forward = sum(
+        matmul_seconds(machine, tokens, out_dim, in_dim, config.dtype) for out_dim, in_dim in matmuls
+    )
+    weights = sum(
+        matmul_seconds(machine, out_dim, in_dim, tokens, config.dtype) for out_dim, in_dim in matmuls
+    )
+    backward = weights + sum(
+        matmul_seconds(machine, tokens, in_dim, out_dim, config.dtype) for out_dim, in_dim in matmuls
+    )
+    attention = _attention_time(shape, config, machine, heads)
     rates = machine.rates
     across = (
         HALF_NBYTES
@@ -222,18 +230,18 @@ def layer_compute(shape: ModelShape, config: ParallelConfig, machine: Machine) -
         * (2 * (heads + 2 * groups) + 1.5 * (shape.num_up_projections + 1) * f)
         * rates.inner_passes
     )
-    between = memory_op_seconds(machine, across + inside * (0.7 if config.compiled else 1.0), 8)
-    cast = _cast_seconds(shape, config, machine)
-    again = (
-        seen.forward
+    memory_s = memory_op_seconds(machine, across + inside * (0.7 if config.compiled else 1.0), 8)
+    cast_s = _cast_seconds(shape, config, machine)
+    recompute_s = (
+        attention.forward
         if config.recompute == "attention" and config.attention_kernel in ("eager", "softmax")
         else 0.0
     )
-    again += 0.3 * between if config.recompute == "attention" else 0.0
-    again += between + forward / 2 if config.recompute == "operators" else 0.0
+    recompute_s += 0.3 * memory_s if config.recompute == "attention" else 0.0
+    recompute_s += memory_s + forward / 2 if config.recompute == "operators" else 0.0
     return PassTime(
-        forward + seen.forward + between + cast,
-        backward + seen.backward + 2 * between + again + cast,
+        forward + attention.forward + memory_s + cast_s,
+        backward + attention.backward + 2 * memory_s + recompute_s + cast_s,
         weights,
     )
 
@@ -267,29 +275,33 @@ def _attention_time(shape: ModelShape, config: ParallelConfig, machine: Machine,
         )
     rates = machine.rates
     scores = tokens * shape.sequence * shape.heads / config.tp
-    times = rates.eager_score_passes if config.attention_kernel == "eager" else rates.fused_score_passes
+    passes = rates.eager_score_passes if config.attention_kernel == "eager" else rates.fused_score_passes
     dtype = "float16" if shape.head_dim % HEAD_DIM_ALIGNMENT == 0 else "float32"
     computed = flops / (machine.peak_flops(dtype) * rates.matmul * 0.7)
-    forward = computed + memory_op_seconds(machine, HALF_NBYTES * scores * times, 4)
-    return PassTime(forward, 2 * computed + memory_op_seconds(machine, 1.5 * HALF_NBYTES * scores * times, 6))
+    forward = computed + memory_op_seconds(machine, HALF_NBYTES * scores * passes, 4)
+    return PassTime(
+        forward, 2 * computed + memory_op_seconds(machine, 1.5 * HALF_NBYTES * scores * passes, 6)
+    )
 
 
 def head_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """Returns the time of the logits of one micro-batch and of their loss.
+    """Returns the time of the logits of one microbatch and of their loss.
 
     In 16 bits whatever the layers use.
     """
-    tokens, words, h = config.local_tokens(shape), shape.vocab / config.tp, shape.hidden
-    lost = 6 * tokens * words * machine.rates.loss_passes
-    forward = matmul_seconds(machine, tokens, words, h, HALF_DTYPE) + memory_op_seconds(machine, lost, 6)
-    backward = matmul_seconds(machine, tokens, h, words, HALF_DTYPE) + matmul_seconds(
-        machine, words, h, tokens, HALF_DTYPE
+    tokens, vocab, h = config.local_tokens(shape), shape.vocab / config.tp, shape.hidden
+    loss_nbytes = 6 * tokens * vocab * machine.rates.loss_passes
+    forward = matmul_seconds(machine, tokens, vocab, h, HALF_DTYPE) + memory_op_seconds(
+        machine, loss_nbytes, 6
     )
-    return PassTime(forward, backward + memory_op_seconds(machine, lost, 4))
+    backward = matmul_seconds(machine, tokens, h, vocab, HALF_DTYPE) + matmul_seconds(
+        machine, vocab, h, tokens, HALF_DTYPE
+    )
+    return PassTime(forward, backward + memory_op_seconds(machine, loss_nbytes, 4))
 
 
 def embedding_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """Returns the time of the embedding of one micro-batch."""
+    """Returns the time of the embedding of one microbatch."""
     return PassTime(memory_op_seconds(machine, 8 * config.local_tokens(shape) * shape.hidden, 6), 0.0)
 
 
@@ -299,27 +311,40 @@ def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machin
     And of keys and values that attention does not hide.
     """
     tokens, h, tp = config.local_tokens(shape), shape.hidden, config.tp
-    seen = 1 - config.overlap_fraction * min(1.0, machine.rates.tp_overlap)
-    one = seen * all_gather_seconds(machine, HALF_NBYTES * tokens * h, tp, config.tp_stride, config.num_ranks)
-    forward, backward = 4 * one, (5 if config.sequence_parallel else 4) * one
+    exposed = 1 - config.overlap_fraction * min(1.0, machine.rates.tp_overlap)
+    gather_s = exposed * all_gather_seconds(
+        machine, HALF_NBYTES * tokens * h, tp, config.tp_stride, config.num_ranks
+    )
+    forward, backward = 4 * gather_s, (5 if config.sequence_parallel else 4) * gather_s
     if config.cp > 1:
-        beside = _attention_time(shape, config, machine, shape.attention_dim / tp)
-        groups, swaps = max(shape.num_kv_heads / tp, 1), config.ulysses_degree
-        travels = 2 * HALF_NBYTES * config.micro_batch * shape.sequence * groups * shape.head_dim / swaps
-        seconds = all_gather_seconds(
-            machine, travels, config.cp / swaps, config.dp_stride * swaps, config.num_ranks
+        attention = _attention_time(shape, config, machine, shape.attention_dim / tp)
+        groups, ulysses_degree = max(shape.num_kv_heads / tp, 1), config.ulysses_degree
+        ring_nbytes = (
+            2 * HALF_NBYTES * config.micro_batch * shape.sequence * groups * shape.head_dim / ulysses_degree
         )
-        exchanged = (
-            2 * HALF_NBYTES * tokens * (shape.attention_dim / tp + max(groups, swaps) * shape.head_dim)
+        seconds = all_gather_seconds(
+            machine,
+            ring_nbytes,
+            config.cp / ulysses_degree,
+            config.dp_stride * ulysses_degree,
+            config.num_ranks,
+        )
+        exchange_nbytes = (
+            2
+            * HALF_NBYTES
+            * tokens
+            * (shape.attention_dim / tp + max(groups, ulysses_degree) * shape.head_dim)
         )  # q and o; k and v
-        swapped = all_gather_seconds(machine, exchanged, swaps, config.dp_stride, config.num_ranks)
-        forward += max(0.0, seconds - beside.forward) / 2 + swapped
-        backward += max(0.0, 2 * seconds - beside.backward) / 2 + swapped
+        exchange_s = all_gather_seconds(
+            machine, exchange_nbytes, ulysses_degree, config.dp_stride, config.num_ranks
+        )
+        forward += max(0.0, seconds - attention.forward) / 2 + exchange_s
+        backward += max(0.0, 2 * seconds - attention.backward) / 2 + exchange_s
     return PassTime(forward, backward)
 
 
 def boundary_send_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
-    """Returns the seconds in which a micro-batch goes from one pp rank to the next."""
+    """Returns the seconds in which a microbatch goes from one pp rank to the next."""
     nbytes = (
         HALF_NBYTES
         * config.local_tokens(shape)
@@ -329,7 +354,7 @@ def boundary_send_s(shape: ModelShape, config: ParallelConfig, machine: Machine)
     return send_seconds(machine, nbytes, config.tp * config.data_parallel_size)
 
 
-def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, one: PassTime) -> PassTime:
+def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, layer: PassTime) -> PassTime:
     """Exposed time of weight gathers under ZeRO 3.
 
     And the slowdown of gathers and computation by each other.
@@ -337,14 +362,14 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
     if config.zero_stage < 3 or config.data_parallel_size == 1:
         return PassTime()
     nbytes = HALF_NBYTES * shape.layer_numel / config.tp
-    whole = all_gather_seconds(
+    gather_s = all_gather_seconds(
         machine,
         nbytes / HALF_NBYTES * config.param_gather_itemsize,
         config.zero_shard_size,
         config.dp_stride,
         config.num_ranks,
     )
-    back = whole + all_gather_seconds(
+    backward_s = gather_s + all_gather_seconds(
         machine,
         nbytes / HALF_NBYTES * config.grad_reduce_itemsize,
         config.zero_shard_size,
@@ -352,14 +377,14 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
         config.num_ranks,
     )
     if config.gathers_per_param:
-        asked = (
+        copy_s = (
             PARAMS_PER_LAYER * config.zero_shard_size * machine.rates.kernel_launch_s
         )  # a copy for each rank's piece of each weight
-        return PassTime(whole + asked, back + asked)
-    beside = machine.rates.overlap_slowdown
+        return PassTime(gather_s + copy_s, backward_s + copy_s)
+    slowdown = machine.rates.overlap_slowdown
     return PassTime(
-        max(0.0, whole - one.forward) + beside * min(one.forward, whole),
-        max(0.0, back - one.backward) + beside * min(one.backward, back),
+        max(0.0, gather_s - layer.forward) + slowdown * min(layer.forward, gather_s),
+        max(0.0, backward_s - layer.backward) + slowdown * min(layer.backward, backward_s),
     )
 
 
@@ -375,52 +400,58 @@ def grad_reduce_s(
 ) -> float:
     """Returns the exposed seconds of gradient reduction and of gathering sharded weights.
 
-    Sharded gradients are reduced after every micro-batch, others once; with several ZeRO groups the shards
+    Sharded gradients are reduced after every microbatch, others once; with several ZeRO groups the shards
     are also reduced across them. In a bidirectional schedule two ranks have the same stage.
     """
-    own, ranks = _local_numel(shape, config), config.num_ranks
-    pair = (
+    local_numel, ranks = _local_numel(shape, config), config.num_ranks
+    pair_s = (
         2
         * all_gather_seconds(
-            machine, own * config.grad_reduce_itemsize, 2, config.tp * config.data_parallel_size, ranks
+            machine,
+            local_numel * config.grad_reduce_itemsize,
+            2,
+            config.tp * config.data_parallel_size,
+            ranks,
         )
         if config.schedule_profile.is_bidirectional
         else 0.0
     )
     if config.data_parallel_size == 1:
-        return pair
-    hidden = min(1.0, machine.rates.grad_reduce_overlap)
+        return pair_s
+    overlap = min(1.0, machine.rates.grad_reduce_overlap)
     groups = config.data_parallel_size / config.zero_shard_size
-    shares = own * config.grad_reduce_itemsize / config.zero_shard_size
-    across = (
+    shard_nbytes = local_numel * config.grad_reduce_itemsize / config.zero_shard_size
+    group_s = (
         2
-        * all_gather_seconds(machine, shares, groups, config.dp_stride * config.zero_shard_size, ranks)
-        * (1 - hidden)
-        + pair
+        * all_gather_seconds(machine, shard_nbytes, groups, config.dp_stride * config.zero_shard_size, ranks)
+        * (1 - overlap)
+        + pair_s
     )
-    whole = own if config.zero_stage < 3 else 2 * shape.embedding_numel / config.tp
-    there = all_gather_seconds(
-        machine, whole * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, ranks
+    numel = local_numel if config.zero_stage < 3 else 2 * shape.embedding_numel / config.tp
+    reduce_s = all_gather_seconds(
+        machine, numel * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, ranks
     )
-    back = all_gather_seconds(machine, whole * HALF_NBYTES, config.zero_shard_size, config.dp_stride, ranks)
+    gather_s = all_gather_seconds(
+        machine, numel * HALF_NBYTES, config.zero_shard_size, config.dp_stride, ranks
+    )
     if config.zero_stage == 3:
-        return there + back + across
-    times = config.num_microbatches if config.zero_stage == 2 else 1
+        return reduce_s + gather_s + group_s
+    num_reductions = config.num_microbatches if config.zero_stage == 2 else 1
     if not config.overlap_fraction:
-        return (times * there + back) * (1 - hidden) + across
-    last = min(
-        1.0, shape.embedding_numel / config.tp / own
+        return (num_reductions * reduce_s + gather_s) * (1 - overlap) + group_s
+    embedding_share = min(
+        1.0, shape.embedding_numel / config.tp / local_numel
     )  # the embedding's come when nothing is left to run beside them
-    summed = times * max(last * there, there - hidden * overlapping.backward)
-    return summed + max(last * back, back - hidden * overlapping.forward) + across
+    exposed_s = num_reductions * max(embedding_share * reduce_s, reduce_s - overlap * overlapping.backward)
+    return exposed_s + max(embedding_share * gather_s, gather_s - overlap * overlapping.forward) + group_s
 
 
 def optimizer_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """Returns the seconds in which the optimizer reads and writes its tensors."""
-    own = _local_numel(shape, config)
+    local_numel = _local_numel(shape, config)
     nbytes = (
-        own * ADAMW_NBYTES_PER_PARAM
+        local_numel * ADAMW_NBYTES_PER_PARAM
         if config.zero_stage == 0
-        else own * (ADAMW_NBYTES_PER_PARAM / config.zero_shard_size + 4)
+        else local_numel * (ADAMW_NBYTES_PER_PARAM / config.zero_shard_size + 4)
     )
     return nbytes / (machine.device.memory_rate * machine.rates.memory)

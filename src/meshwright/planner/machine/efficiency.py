@@ -1,38 +1,31 @@
-"""The share of their peaks that devices and links reach.
+"""The share of their peaks that devices and links reach: constants of a machine, never of a plan.
 
-Constants of a machine, fitted or measured, never of a plan.
+    matmul                 of the peak of matmuls, for large ones; matmul_float8, matmul_float8_blocks (a
+                           scale for every 32 elements), matmul_float4
+    half_rate_dim          the inner dim at which half of that is reached
+    cast_passes            how often the inputs of a low-precision matmul are read and written for it;
+                           rowwise_cast_factor times as often with a scale per row
+    wave_tail              the share of a last, partly filled wave of tiles that is paid for: 1 is all
+    attention              of the peak, in fused attention; attention_backward: in its backward
+    attention_flash1       times `attention`, with the first kernels; attention_flash3: with those written for
+                           the device (arXiv 2407.08608: twice what older ones reach there)
+    memory                 of the memory's rate, in operations between matmuls
+    kernel_start_s         the least time of a kernel; kernel_launch_s: the time to launch it on the host
+    link, nic              of the rates of links inside a host and out of it; latency_s per doubling of ranks
+    fabric_half_hosts      hosts at which a fabric's rate has fallen to half, as they share its upper levels;
+                           fabric_exponent: how steeply
+    tp_overlap             the share of tensor-parallel communication that runs beside matmuls;
+                           grad_reduce_overlap: of gradient reduction
+    overlap_slowdown       how much a matmul is slowed by a gather beside it
+    eager_score_passes     how often unfused attention reads or writes its scores; fused_score_passes: with
+                           one kernel for their softmax
+    residual_passes        how often the operations between a layer's matmuls read or write the hidden state;
+                           unfused_norm_factor: times more with unfused norms
+    inner_passes           the same inside attention and MLP; loss_passes: over the logits
+    boundary_exposed       the share of a send to the next pp rank that is waited for
+    microbatch_overhead_s  seconds per send, whatever its size; step_overhead_s: once per step
 
-    matmul               of the peak of matmuls, in the limit of large ones; matmul_float8,
-                         matmul_float8_blocks
-                         (a scale for every 32 elements), matmul_float4; cast_passes: how often the inputs of
-                         such a
-                         matmul are read and written for it, rowwise_cast_factor times as often with a scale
-                         per row;
-                         half_rate_dim: the inner dim at which half of that is reached
-    wave_tail            the share of a last, partly filled wave of tiles that is paid for: 1 is all
-    attention            of the peak, in fused attention; attention_backward: in its backward;
-                         attention_flash1: times
-                         that by the first kernels, attention_flash3 by those written for the device (arXiv
-                         2407.08608: twice what older ones reach there)
-    memory               of the memory's rate, in operations between matmuls; kernel_start_s: the least time
-                         of a
-                         kernel, kernel_launch_s: what its host takes to launch it
-    link, nic            of the rates of links inside a host and out of it; latency_s per doubling of ranks
-    fabric_half_hosts    hosts at which a fabric's rate has fallen to half, as they share its upper levels;
-                         fabric_exponent: how steeply
-    tp_overlap           the share of tensor-parallel communication that runs beside matmuls;
-                         grad_reduce_overlap: of gradient reduction
-    overlap_slowdown     how much a matmul is slowed by a gather beside it
-    *_score_passes       how often attention that is not fused reads or writes its scores
-    residual_passes      how often the operations between a layer's matmuls read or write the hidden state;
-                         unfused_norm_factor: times more with unfused norms; inner_passes: inside attention
-                         and MLP;
-                         loss_passes: over the logits
-    boundary_exposed     the share of a send to the next pp rank that is waited for; microbatch_overhead_s
-                         beside it,
-                         whatever its size; step_overhead_s: once per step
-
-Values are in rates.toml: by kind of device, with their sources.
+Values are in rates.toml, by kind of device, with their sources.
 """
 
 import tomllib
@@ -86,7 +79,7 @@ RATE_NAMES = tuple(field.name for field in fields(MachineRates))
 def load_rates(device: str) -> MachineRates:
     """Returns the rates of a kind of device, by its name in devices.csv.
 
-    Of one without a fit, the common ones.
+    A device without a fit has the common rates.
     """
-    said = tomllib.loads((files("meshwright.planner.machine") / "rates.toml").read_text(encoding="utf-8"))
-    return MachineRates(**{**said["all"], **said.get(device, {})})
+    table = tomllib.loads((files("meshwright.planner.machine") / "rates.toml").read_text(encoding="utf-8"))
+    return MachineRates(**{**table["all"], **table.get(device, {})})

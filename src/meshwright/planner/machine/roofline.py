@@ -30,32 +30,32 @@ def matmul_seconds(
     """Returns the seconds of [rows, inner] by [inner, columns]."""
     if rows * columns * inner <= 0:
         return 0.0
-    rates, exact = machine.rates, rows * columns / (MATMUL_TILE[0] * MATMUL_TILE[1])
-    whole = ceil(rows / MATMUL_TILE[0]) * ceil(columns / MATMUL_TILE[1])
+    rates, num_tiles = machine.rates, rows * columns / (MATMUL_TILE[0] * MATMUL_TILE[1])
+    num_full_tiles = ceil(rows / MATMUL_TILE[0]) * ceil(columns / MATMUL_TILE[1])
     units = machine.device.num_compute_units
-    waves = 1 + rates.wave_tail * (ceil(whole / units) * units / exact - 1)
-    kinds = {
+    waves = 1 + rates.wave_tail * (ceil(num_full_tiles / units) * units / num_tiles - 1)
+    by_dtype = {
         "float8": rates.matmul_float8,
         "float8_rowwise": rates.matmul_float8,
         "float8_blocks": rates.matmul_float8_blocks,
         "float4": rates.matmul_float4,
     }
-    best = kinds.get(dtype, rates.matmul)
-    computed = (
+    efficiency = by_dtype.get(dtype, rates.matmul)
+    compute_s = (
         2
         * rows
         * columns
         * inner
-        / (machine.peak_flops(dtype.partition("_")[0]) * best)
+        / (machine.peak_flops(dtype.partition("_")[0]) * efficiency)
         * (1 + rates.half_rate_dim / inner)
         * waves
     )
-    moved = (
+    memory_s = (
         HALF_NBYTES
         * (rows * columns + rows * inner + columns * inner)
         / (machine.device.memory_rate * rates.memory)
     )
-    return max(computed, moved) + rates.kernel_start_s
+    return max(compute_s, memory_s) + rates.kernel_start_s
 
 
 def attention_seconds(machine: Machine, flops: float, *, backward: bool, kernel: str = "flash2") -> float:
@@ -64,10 +64,10 @@ def attention_seconds(machine: Machine, flops: float, *, backward: bool, kernel:
     By a `kernel`.
     """
     rates = machine.rates
-    made = {"flash1": rates.attention_flash1, "flash3": rates.attention_flash3}.get(kernel, 1.0)
-    share = rates.attention * made * (rates.attention_backward if backward else 1.0)
+    kernel_factor = {"flash1": rates.attention_flash1, "flash3": rates.attention_flash3}.get(kernel, 1.0)
+    efficiency = rates.attention * kernel_factor * (rates.attention_backward if backward else 1.0)
     times, starts = (2.5, 2) if backward else (1.0, 1)
-    return times * flops / (machine.peak_flops("bfloat16") * share) + starts * rates.kernel_start_s
+    return times * flops / (machine.peak_flops("bfloat16") * efficiency) + starts * rates.kernel_start_s
 
 
 def memory_op_seconds(machine: Machine, nbytes: float, num_kernels: int = 1) -> float:
@@ -90,10 +90,9 @@ def all_gather_seconds(
     rates, sent = machine.rates, (num_ranks - 1) / num_ranks * nbytes
     if num_ranks * stride <= machine.devices_per_host:
         return sent / machine.link_rate + rates.latency_s * log2(num_ranks)
-    together = max(
-        1.0, min(num_ranks, machine.devices_per_host // max(1, stride))
-    )  # ranks of the group on one host: its ring has so many cards
-    nic = machine.nic_rate(max(1.0, num_devices / machine.devices_per_host)) * together
+    # ranks of the group on one host: its ring has so many network cards
+    cards = max(1.0, min(num_ranks, machine.devices_per_host // max(1, stride)))
+    nic = machine.nic_rate(max(1.0, num_devices / machine.devices_per_host)) * cards
     return max(sent / nic, sent / machine.link_rate) + 2 * rates.latency_s * log2(num_ranks)
 
 
