@@ -183,9 +183,9 @@ class Seat:
 
     def __init__(self, world: World, strategy: Strategy, call: Call) -> None:
         space = strategy.place(call.space(world.mesh))
-        self.plan: Any = SimpleNamespace(space=space.at_coordinate(world.mesh.coordinate(world.rank)))
+        self.plan: Any = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
         self._world, self._call = world, call
-        state: Any = SimpleNamespace(world=world, acting="")
+        state: Any = SimpleNamespace(world=world, current_action="")
         self._state, self._inner = state, BlockCollectives(state)
         self._answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         rank = world.mesh.coordinate(world.rank)["cp"]
@@ -244,24 +244,30 @@ class Seat:
                 all_of[:, :, begin:end] = local[:, :, at : at + end - begin]
                 at += end - begin
 
-    def move(self, tensor: Any, axis: str, src: Placement, dst: Placement, meanwhile: Any = None) -> Any:
-        """As core/strategy.py has it."""
-        return self._inner.redistribute(tensor, axis, src, dst, meanwhile)
+    def redistribute(
+        self, tensor: Any, axis: str, src: Placement, dst: Placement, overlap_fn: Any = None
+    ) -> Any:
+        """As plan/strategy.py has it."""
+        return self._inner.redistribute(tensor, axis, src, dst, overlap_fn)
 
-    def exchange(self, tensor: Any, axis: str, src: Placement, dst: Placement, near: int = 0) -> Any:
-        """As core/strategy.py has it."""
-        return self._inner.redistribute_uncached(tensor, axis, src, dst, near)
+    def redistribute_uncached(
+        self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
+    ) -> Any:
+        """As plan/strategy.py has it."""
+        return self._inner.redistribute_uncached(tensor, axis, src, dst, num_neighbours)
 
-    def shift(self, output: Any, tensor: Any, axis: str, by: int = 1) -> Any:
-        """As core/strategy.py has it."""
-        return self._world.group((axis,)).shift(output, tensor, offset=by, action=self._state.current_action)
+    def shift(self, output: Any, tensor: Any, axis: str, offset: int = 1) -> Any:
+        """As plan/strategy.py has it."""
+        return self._world.group((axis,)).shift(
+            output, tensor, offset=offset, action=self._state.current_action
+        )
 
-    def attend(self, answer: Callable[[Any], Any]) -> None:
-        """As core/strategy.py has it."""
+    def set_attention(self, answer: Callable[[Any], Any]) -> None:
+        """As plan/strategy.py has it."""
         self._answer = answer
 
-    def convolve(self, answer: Callable[[Any], Any]) -> None:
-        """As core/strategy.py has it: nothing here convolves."""
+    def set_convolution(self, answer: Callable[[Any], Any]) -> None:
+        """As plan/strategy.py has it: nothing here convolves."""
 
 
 def stated(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, list[Transfer]]:

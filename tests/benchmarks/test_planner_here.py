@@ -10,7 +10,15 @@ def test_twelve_plans_mix_families_and_techniques_on_two_to_four_ranks():
     assert {case.family for case in CASES.values()} == {"llama", "gpt2", "bert", "t5"}
     assert {case.mesh.world_size for case in CASES.values()} == {2, 4}
     names = {strategy.name for case in CASES.values() for strategy in case.strategies}
-    assert {"replicate", "zero", "line", "pipeline", "ring", "ulysses", "recompute"} <= names
+    assert {
+        "ddp",
+        "zero",
+        "tensor_parallel",
+        "pipeline",
+        "ring",
+        "ulysses",
+        "activation_checkpointing",
+    } <= names
 
 
 def test_an_encoder_and_decoder_that_is_run_again_has_a_price():

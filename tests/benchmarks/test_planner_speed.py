@@ -19,7 +19,7 @@ def test_a_case_is_a_plan_for_all_devices_and_the_fastest_without_a_limit():
 
 def test_layouts_that_do_not_fit_are_not_timed(monkeypatch: pytest.MonkeyPatch):
     right = search(wish(512, 512), 1)
-    broken = replace(right, best=(replace(right.best[0], layout=replace(right.best[0].config, dp=1)),))
+    broken = replace(right, best=(replace(right.best[0], config=replace(right.best[0].config, dp=1)),))
     monkeypatch.setattr(planner_speed, "search", lambda *_: broken)
     with pytest.raises(ValueError, match="512 devices: "):
         seconds(512, 512)

@@ -72,12 +72,12 @@ def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in
         (
             SQUARE,
             (TensorParallel(), TensorParallel(num_overlap_chunks=2)),
-            "line is listed twice for tp, with other options",
+            "tensor_parallel is listed twice for tp, with other options",
         ),
         (
             SQUARE,
             (TensorParallel(), SequenceParallel(), SequenceParallel(regather=True)),
-            "sequence is listed twice for tp, with other options",
+            "sequence_parallel is listed twice for tp, with other options",
         ),
     ],
     ids=str,

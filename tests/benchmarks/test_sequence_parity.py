@@ -82,7 +82,9 @@ def test_a_refused_plan_is_a_miss_and_says_why() -> None:
 def test_softmaxes_that_are_merged_wrongly_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = ring_attention.merge_outputs
     monkeypatch.setattr(
-        ring_attention, "merge", lambda out, lse, more, more_lse: right(out, lse, more, more_lse + 1e-6)
+        ring_attention,
+        "merge_outputs",
+        lambda out, lse, more, more_lse: right(out, lse, more, more_lse + 1e-6),
     )
     assert float(str(compared(Case("ring of 3", "causal", 7))["error"])) > TOLERANCE
 

@@ -78,7 +78,7 @@ def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tupl
 
 
 def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "find_slice", lambda part, whole, local, divisions, site: None)
+    monkeypatch.setattr(sites, "locate_region", lambda part, whole, local, divisions, site: None)
     assert not judged(gpt2(), Mesh(cp=2), RingAttention()).passed
 
 

@@ -92,7 +92,7 @@ def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytes
     def first(module, whole, ways, *sizes, **more):
         made = rows(module, whole, ways, *sizes, **more)
         here = ways[0](*sizes)
-        if here is None or here[0].whole or hf_attention._is_cross_attention(module):
+        if here is None or here[0].is_full or hf_attention._is_cross_attention(module):
             return made
         return whole(here[0].length, here[0].length)[:, :, : made.shape[2]]
 

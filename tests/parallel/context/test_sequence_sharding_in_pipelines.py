@@ -188,7 +188,7 @@ def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
         ).model_spec.stage_boundaries.closed_boundaries
     }
     assert "layers.1" in closed
-    assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].not_sharded_reason
+    assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].reason
     assert closed["layers.1"].fix == "write x = x + y for x += y between blocks"
     assert "layers.1" not in {
         each.block_call

@@ -172,7 +172,7 @@ def without(kind: str) -> Plan:
 
 def test_the_proof_misses_a_forgotten_rerun():
     assert any(
-        "no RECOMPUTE stands between it and its backward" in str(fault)
+        "no RECOMPUTE is between it and its backward" in str(fault)
         for fault in static_checks(without("RECOMPUTE"))
     )
 
@@ -183,7 +183,7 @@ def test_the_proof_sees_a_rerun_behind_its_backward():
         return [*actions[:at], actions[at + 1], actions[at], *actions[at + 2 :]]
 
     assert any(
-        "no RECOMPUTE stands between" in str(fault)
+        "no RECOMPUTE is between" in str(fault)
         for fault in static_checks(edited(on_paper(ActivationCheckpointing()), late))
     )
 
@@ -195,7 +195,7 @@ def test_the_proof_sees_a_rerun_of_what_was_kept():
         ]
 
     assert any(
-        "has kept all it computed" in str(fault)
+        "recomputes a forward that is not checkpointed" in str(fault)
         for fault in static_checks(edited(on_paper(ActivationCheckpointing()), fat))
     )
 

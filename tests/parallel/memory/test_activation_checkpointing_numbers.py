@@ -232,11 +232,11 @@ def test_masks_that_are_drawn_anew_are_noticed():
     class Forgetful(StatelessRNG):
         """Dice that take a second run for another step."""
 
-        def enter(self, block_visit: str) -> None:
-            super().enter_block(block_visit)
-            entered[block_visit] = entered.get(block_visit, 0) + 1
+        def enter_block(self, block_call: str) -> None:
+            super().enter_block(block_call)
+            entered[block_call] = entered.get(block_call, 0) + 1
             self._step = (
-                1000 if entered[block_visit] % 2 == 0 and block_visit.startswith("layers") else self._step
+                1000 if entered[block_call] % 2 == 0 and block_call.startswith("layers") else self._step
             )
 
     entered: dict[str, int] = {}

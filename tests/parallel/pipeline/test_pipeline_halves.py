@@ -219,7 +219,7 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
     lines = [
         "def folded(ranks, micros):",
         "    from meshwright.parallel.pipeline.schedules.zb_v import zb_v_schedule",
-        "    return v(ranks, micros)",
+        "    return zb_v_schedule(ranks, micros)",
     ]
     path.write_text("\n".join(lines))
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule=f"{path}:folded"), micro_batch=2)
@@ -251,8 +251,10 @@ def test_a_function_that_moves_parts_is_refused(tmp_path: Path):
     path = tmp_path / "own.py"
     lines = [
         "def moves(ranks, micros):",
-        "    from meshwright.parallel.pipeline import interleaved, zbv",
-        "    return zbv.v(ranks, micros) if micros == 3 else interleaved.order(ranks, micros)",
+        "    from meshwright.parallel.pipeline.schedules import interleaved, zb_v",
+        "    if micros == 3:",
+        "        return zb_v.zb_v_schedule(ranks, micros)",
+        "    return interleaved.interleaved_schedule(ranks, micros)",
     ]
     path.write_text("\n".join(lines))
     with pytest.raises(PlanError, match="puts parts on other ranks for 3 micro-batches than for 2"):

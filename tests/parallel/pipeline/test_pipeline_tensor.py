@@ -275,7 +275,7 @@ def test_what_cannot_work_is_refused():
     anatomy = planned(Mesh(pp=2), Pipeline()).model_spec
     borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, alike))
     job = tiny_job(train=TrainConfig(batch=ROWS))
-    with pytest.raises(PlanError, match=r"'layers.1' gives out 'layers.1' and 'layers.1:1', which look"):
+    with pytest.raises(PlanError, match=r"'layers.1' returns 'layers.1' and 'layers.1:1' of the same shape"):
         Plan.make(job, Mesh(pp=2, tp=2), replace(anatomy, stage_boundaries=borders), (Pipeline(), *SLICES), 1)
     scores = replace(alike, dim_sizes=((0, 1), (3, 0)))
     borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, scores))

@@ -125,7 +125,7 @@ def test_a_spike_is_judged_and_looked_into_by_all(reading: AnalyzedModel, case: 
         for suspect in found.rank_reports if found is not None and truth is not None else ():
             other = truth.rank_reports[mine.data_index(suspect.rank)]
             assert (suspect.phase, suspect.block, suspect.parameter) == (
-                other.stage,
+                other.phase,
                 other.block,
                 other.parameter,
             )

@@ -107,7 +107,7 @@ def test_shards_of_slices_are_brought_together_once_more(stage: int):
 
 def test_a_slice_alone_would_tell_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        spike_diagnosis, "_joined", lambda plan, state, seen: (seen.loss, seen.squares, "", "")
+        spike_diagnosis, "_merge_findings", lambda plan, state, seen: (seen.loss, seen.sqnorms, "", "")
     )
     wanted, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
     assert found.rank_reports[2].grad_norm != pytest.approx(wanted.rank_reports[1].grad_norm, rel=1e-3)
