@@ -38,7 +38,7 @@ from benchmarks.result import RESULTS, Result
 from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
-from meshwright.comm.tuning.network_fit import fit_network, group_into_series, fit_alpha_beta
+from meshwright.comm.tuning.network_fit import fit_alpha_beta, fit_network, group_into_series
 from meshwright.comm.world import init_world
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import format_nbytes

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from meshwright.planner.analytic.memory import estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import (
-    ZB_V,
     ZB_H1,
+    ZB_V,
     AttentionKernel,
     ParallelConfig,
-    ScheduleProfile,
     RecomputeMode,
+    ScheduleProfile,
 )
 from meshwright.planner.machine.machine import Machine
 

@@ -105,7 +105,7 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> dict[str, di
     found: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for (file, function), known in functions.items():
         total_s = sum(spent for _, spent in known)
-        if function in KEEP or total_s <= FUNCTION_S:
+        if function in KEEP or total_s <= FUNCTION_S or file.startswith(("house/", "docs/")):
             continue
         cheapest = min(spent for _, spent in known)
         kept = cover(known, FUNCTION_S) if cheapest <= CASE_S else []

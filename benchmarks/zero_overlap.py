@@ -43,7 +43,7 @@ from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import simulate
 from meshwright.run.training.engine import Trainer
 from meshwright.testing.rank_worker import NetworkLocation
-from tests.network.virtual_hosts import virtual_hosts, unavailable_reason
+from tests.network.virtual_hosts import unavailable_reason, virtual_hosts
 
 NAME = "zero_overlap"
 RATE_MBIT, BAR = 1000, 0.8

@@ -43,7 +43,7 @@ from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import StateBytes, transient_nbytes, state_bytes
+from meshwright.planner.program_cost.memory import StateBytes, state_bytes, transient_nbytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "zero_states"

@@ -72,7 +72,10 @@ def resolve_config(config: Path, overrides: Sequence[str], world: int | None) ->
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
     if request.extra.get("plan_hash") not in (None, plan.hash) and not overrides:
-        text = f"plan_hash is {request.extra['plan_hash']}, the contents make {plan.hash}: the file was edited, or the model changed"
+        text = (
+            f"plan_hash is {request.extra['plan_hash']}, the contents make {plan.hash}: the "
+            f"file was edited, or the model changed"
+        )
         raise PlanError(
             text,
             fix="remove the line plan_hash, or make the plan again with `meshwright plan`",

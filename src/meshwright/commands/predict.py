@@ -27,8 +27,15 @@ from meshwright.run.measure.network_profile import read_cluster
 ATTENTION_BLOCK_KEYS = (
     512  # keys per block of torch's CPU kernel: shorter sequences are computed fully, whatever the mask
 )
-NOT_PREDICTED = "seconds      not predicted: measure this machine (meshwright bench device, bench network), then --hardware device.toml"
-UNMEASURED_LINKS = "the links between ranks are unknown, so messages take no time here: measure them (meshwright bench network)"
+NOT_PREDICTED = (
+    "seconds      not predicted: measure this machine (meshwright bench device, "
+    "bench "
+    "network), then --hardware device.toml"
+)
+UNMEASURED_LINKS = (
+    "the links between ranks are unknown, so messages take no time here: measure "
+    "them (meshwright bench network)"
+)
 
 
 def predict_plan(plan: Plan, hardware: str, cluster: str) -> StepPrediction | None:
@@ -60,7 +67,11 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
     if per_host > cores:
         notes.append(f"{per_host} ranks share {cores} cores: work at the same time slows down accordingly")
     if threads != profile.threads:
-        text = f"a rank has {threads} of its host's cores, and was measured with {profile.threads}: its operations take"
+        text = (
+            f"a rank has {threads} of its host's cores, and was measured with "
+            f"{profile.threads}: its operations "
+            f"take"
+        )
         notes.append(f"{text} {profile.threads / threads:.3g} times as long")
     wire, link_notes = _wire(links, world)
     slower = profile.threads / threads

@@ -306,7 +306,10 @@ def _conclude(
         return
     word = "stopped at" if ended.stopped else "done:"
     console.print(
-        f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took {format_duration(seconds)}",
+        (
+            f"{word} step {ended.step}, loss {ended.loss:.4f}; {ended.step - first} steps took "
+            f"{format_duration(seconds)}"
+        ),
         soft_wrap=True,
     )
     if ended.num_skipped:

@@ -58,7 +58,10 @@ def verify(
     plan = ready.plan
     if plan.mesh.world_size > MAX_RANKS:
         text = f"{plan.mesh.world_size} ranks on this machine, each with the whole model in float64"
-        fix = "--on trace plays single ranks of any mesh; for the numbers, compare a smaller mesh: --mesh.dp_replicate 4"
+        fix = (
+            "--on trace plays single ranks of any mesh; for the numbers, compare a smaller "
+            "mesh: --mesh.dp_replicate 4"
+        )
         raise PlanError(text, fix=fix, location="verify")
     case = _case(_scaled_down(request, world) if shrink else ready)
     folder = Path(plan.run.folder) / "verify"

@@ -117,7 +117,7 @@ def test_a_family_without_a_declared_plan_has_sockets_without_roles():
 def test_experts_say_the_role_of_each_of_their_weights():
     found = of("Mixtral", "ForCausalLM", num_key_value_heads=2, num_local_experts=3)
     assert found["model.layers.0.mlp.experts"].kind == "experts"
-    assert found["model.layers.0.mlp.experts"].role == "gate_up_proj packed columns, down_proj rows"
+    assert found["model.layers.0.mlp.experts"].role == "gate_up_proj packed_colwise, down_proj rowwise"
     assert found["model.layers.0.mlp.gate"].kind == "router"
 
 
@@ -147,7 +147,7 @@ def test_a_star_stands_for_one_part_between_dots(pattern: str, name: str, fits: 
 
 def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
     with pytest.raises(
-        PlanError, match=r"^model\.sockets: 'layer\.\*' names no module or parameter(?s:.*)'layers\.\*'"
+        PlanError, match=r"^model\.layer_roles: 'layer\.\*' names no module or parameter(?s:.*)'layers\.\*'"
     ):
         load_factory(lambda: Model(Net(), layer_roles={"layer.*": "rowwise"}), 0, "net")
 
@@ -155,8 +155,8 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
 @pytest.mark.parametrize(
     ("declared", "said"),
     [
-        ({"norm": "column"}, "'norm' has the role 'column'\n  repair: did you mean 'colwise'"),
-        (["norm"], r"the sockets are \['norm'\]"),
+        ({"norm": "colwize"}, "'norm' has the role 'colwize'\n  repair: did you mean 'colwise'"),
+        (["norm"], r"layer_roles are \['norm'\]"),
     ],
 )
 def test_a_role_that_is_none_is_refused(declared: object, said: str):

@@ -253,7 +253,7 @@ def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> Non
 
 
 def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
-    why = "mixer.{0}.conv moves elements from token to token (conv1d)"
+    why = "mixer.{0}.conv moves elements between tokens (conv1d)"
     visits = tuple(
         BlockSequenceInfo(f"mixer.{number}", not_sequence_parallel=why.format(number)) for number in range(5)
     )

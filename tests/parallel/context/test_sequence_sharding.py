@@ -187,7 +187,7 @@ def test_a_loss_that_needs_all_tokens():
 
 def test_a_loop_over_rows_is_refused():
     with pytest.raises(
-        PlanError, match=r"brings tokens of several ranks together 3 times on 3 rows, and 4 times on 4"
+        PlanError, match=r"gathers tokens of several ranks 3 times on 3 samples, and 4 times on 4"
     ):
         planned(known(Looping), Mesh(cp=2), RingAttention(), COPIES)
 

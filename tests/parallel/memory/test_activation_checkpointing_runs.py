@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api import single_rank_world, analyze, make_plan, trace
+from meshwright.api import analyze, make_plan, single_rank_world, trace
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.data.batch_split import BatchSplit

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.api import single_rank_world, make_plan, parallelize
+from meshwright.api import make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Batch
 from meshwright.model.analysis.analyze import AnalyzedModel

@@ -148,11 +148,11 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
 @pytest.mark.parametrize(
     ("behind", "why"),
     [
-        ("a bias per word", "add looks at all words of a token at once"),
-        ("a trained scale", "mul looks at all words of a token at once"),
-        ("softmax", "_log_softmax looks at all words of a token at once"),
-        ("words", "slice looks at all words of a token at once"),
-        ("the table again", "the loss takes other tensors than what it gives out"),
+        ("a bias per word", "add needs all logits of a token at once"),
+        ("a trained scale", "mul needs all logits of a token at once"),
+        ("softmax", "_log_softmax needs all logits of a token at once"),
+        ("words", "slice needs all logits of a token at once"),
+        ("the table again", "the loss takes other tensors than its output"),
     ],
 )
 def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
@@ -182,7 +182,7 @@ def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
     why = next(
         weight.not_shardable_reason for weight in reading.model_spec.params if weight.name == "lm_head.weight"
     )
-    assert why == "the loss needs the logits of all words"
+    assert why == "the loss needs the logits of the whole vocabulary"
     verdict = verify(reading, plan, uneven(2), loss=loss)
     assert verdict.passed, str(verdict)
     with pytest.raises(
@@ -196,7 +196,7 @@ def test_a_table_that_looks_beyond_its_rows_stays_whole(table: dict[str, float])
     reading = analyze(Glue(**table), batches(1)[0])
     embed = next(weight for weight in reading.model_spec.params if weight.name == "embed.weight")
     assert embed.role != "embedding"
-    assert embed.not_shardable_reason == (f"{next(iter(table))} looks at more than the rows of one rank")
+    assert embed.not_shardable_reason == (f"{next(iter(table))} needs more than the rows of one rank")
 
 
 def moved(plan: Plan, kind: str) -> list[tuple[str, str, int]]:

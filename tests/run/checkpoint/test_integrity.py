@@ -240,8 +240,7 @@ def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reas
     assert first == second
     assert (
         "the test does not go on: reading the manifest of a checkpoint failed on rank 2 "
-        "(its own message says why)\n"
-        in first
+        "(its own message says why)\n" in first
     )
     assert "repair the cause and start again, where every rank can read the checkpoint folder" in first
     assert "the device is gone" in third

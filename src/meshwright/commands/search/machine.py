@@ -76,7 +76,9 @@ def search_machine(
             f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
         )
         notes.append(
-            f"a device is {profile.threads} threads of {profile.device}{measured_by}: ranks of a host need as many cores each"
+            f"a device is {profile.threads} threads of {profile.device}{measured_by}: ranks of "
+            f"a "
+            f"host need as many cores each"
         )
     if previous is not None:
         learnt = calibrate_from_run(Path(run), previous, found, shape_lookup)
@@ -100,7 +102,10 @@ def calibrate_from_run(
     """
     if not _is(base_machine.device, previous.device):
         text = f"the run used {previous.device}, and the plan is for {base_machine.device.name}"
-        fix = "name a run on such a device, or plan for the device of the run; a [device] table says with `like` or `measured`"
+        fix = (
+            "name a run on such a device, or plan for the device of the run; a [device] table "
+            "says with `like` or `measured`"
+        )
         raise PlanError(text, fix=f"{fix} which kind it is", location=WHERE)
     path = folder / PLAN_FILE
     if not path.is_file():

@@ -16,7 +16,10 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
     """Returns the PlanError that says why `request` has no `result`."""
     shape, kind = request.shape, request.machine
     if result.nearest_miss is None:
-        text = f"no mesh of {kind.num_devices} devices takes {request.batch} samples of {shape.name} with these choices"
+        text = (
+            f"no mesh of {kind.num_devices} devices takes {request.batch} samples of "
+            f"{shape.name} with these choices"
+        )
         diagnostic, copies = (
             empty_search_diagnostic(request),
             sorted({mesh.dp for mesh in candidate_meshes(replace(request, batch=kind.num_devices))}),
@@ -36,7 +39,11 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
             text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="plan"
         )
     layout, kept = result.nearest_miss
-    text = f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and {kind.device.name}"
+    text = (
+        f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest "
+        f"device, "
+        f"and {kind.device.name}"
+    )
     nearest_axes = ", ".join(axis_texts(layout)) or "one device"
     fix = f"{_repair(request)}; the nearest layout is {nearest_axes}"
     return PlanError(f"{text} has {to_gib(request.usable_memory):.0f} to give", fix=fix, location="plan")
@@ -64,4 +71,8 @@ def _repair(request: SearchRequest) -> str:
                 also = f" and {rows} samples" if rows != batch else ""
                 also += ", dp not fixed" if "dp" in request.fixed else ""
                 return f"more devices ({many}{also}), or ones with more memory"
-    return f"ones with more memory, or a smaller model or shorter samples: {count << MAX_DOUBLINGS:,} of these devices are not enough"
+    return (
+        f"ones with more memory, or a smaller model or shorter samples: "
+        f"{count << MAX_DOUBLINGS:,} of these devices are not "
+        f"enough"
+    )

@@ -459,5 +459,5 @@ def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: Trial
 
 def _missing_loss(outputs: Any, batch: Example) -> torch.Tensor:
     raise NotImplementedError(
-        "no loss was given to the reading: all outputs count as used; pass loss_spec=LossSpec(...)"
+        "no loss was given to the analysis: all outputs count as used; pass loss_spec=LossSpec(...)"
     )

@@ -232,7 +232,7 @@ def _advice(
         named = ", ".join(list(unknown)[:MAX_LISTED_NAMES]) + (
             f" and {len(unknown) - MAX_LISTED_NAMES} more" if len(unknown) > MAX_LISTED_NAMES else ""
         )
-        text = f"no role is declared for {named}: such weights stay whole on every rank"
+        text = f"no role is declared for {named}: such weights stay unsharded on every rank"
         linears, embeddings = (
             [name for name, kind in unknown.items() if kind == wanted] for wanted in ("linear", "embedding")
         )

@@ -97,18 +97,20 @@ def loss_saved_numel(loss_spec: LossSpec, batch: TensorBatch, outputs: Any) -> i
     return sum(saved_activations.numel(["loss"])) if total is not None else 0
 
 
-def _used_outputs(judge: LossSpec, outputs: Any, batch: TensorBatch) -> set[int] | None:
+def _used_outputs(loss_spec: LossSpec, outputs: Any, batch: TensorBatch) -> set[int] | None:
     """The indices of the outputs that the loss takes; None if it cannot run here."""
     recorder = _UseRecorder({id(tensor): index for index, tensor in enumerate(distinct_tensors(outputs))})
-    loss_batch = {key: value for key, value in batch.items() if key in judge.targets or not judge.whole_batch}
+    loss_batch = {
+        key: value for key, value in batch.items() if key in loss_spec.targets or not loss_spec.whole_batch
+    }
     try:
         with recorder:
-            judge.total(outputs, loss_batch)
+            loss_spec.total(outputs, loss_batch)
     except KeyError as error:
-        if judge.whole_batch and error.args and error.args[0] in batch:
+        if loss_spec.whole_batch and error.args and error.args[0] in batch:
             text = (
                 f"the loss of the whole batch reads '{error.args[0]}', which is not among its targets "
-                f"{list(judge.targets)}"
+                f"{list(loss_spec.targets)}"
             )
             fix = (
                 "name it in Loss(targets=...); targets do not go to the model: give a tensor that both need "

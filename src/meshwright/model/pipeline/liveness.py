@@ -162,14 +162,14 @@ class _ForwardRecorder(TorchFunctionMode):
         module: nn.Module,
         enter: Callable[[str], None],
         drawn: Callable[[], int],
-        dealt: ShardedForward | None,
+        sharded_forward: ShardedForward | None,
     ) -> None:
         super().__init__()
         self.record, self._caches = ForwardRecord(), lru_caches(module)
         self._late_grads = LateGrads(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
-        self._on_block_call, self._count_draws, self._sharded_forward = enter, drawn, dealt
+        self._on_block_call, self._count_draws, self._sharded_forward = enter, drawn, sharded_forward
         # block call with the last random draws (in it or in glue after it), and who drew
         self._last_draw = (
             "",

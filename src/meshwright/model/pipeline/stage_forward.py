@@ -190,7 +190,7 @@ class _StageRun:
         standing: PlaceholderEnv,
         skip: BlockCallCallback | None,
         writer: ScriptRecorder | None,
-        dealt: ShardedForward | None,
+        sharded_forward: ShardedForward | None,
     ) -> None:
         self._driver, self._forward_graph, self._stage, self._placeholders, self._on_skipped_call = (
             drive,
@@ -199,7 +199,7 @@ class _StageRun:
             standing,
             skip,
         )
-        self._recorder, self._sharded_forward = writer, dealt
+        self._recorder, self._sharded_forward = writer, sharded_forward
         self._call_index = course.boundaries.index
         self._first, self._last = (
             self._call_index[part.block_calls[0]],

@@ -178,19 +178,19 @@ class GatherTrace:
         for gather in self.gathers:
             gather.grad_node = None
 
-    def _flow_back(self, visit: str, glue: Iterable[GradEdge], with_gradient: set[GradEdge]) -> None:
+    def _flow_back(self, block_call: str, glue: Iterable[GradEdge], with_gradient: set[GradEdge]) -> None:
         """Propagates gradients through glue back to outputs of block calls."""
         reached = _reachable_edges(
             [per_sample for per_sample in glue if per_sample in with_gradient], self._output_nodes
         )
-        self._note_backward(visit, reached)
+        self._note_backward(block_call, reached)
         with_gradient |= {per_sample for per_sample in reached if per_sample[0] in self._output_nodes}
 
-    def _note_backward(self, visit: str, reached: set[GradEdge]) -> None:
+    def _note_backward(self, block_call: str, reached: set[GradEdge]) -> None:
         nodes = {node for node, _ in reached}
         for gather in self.gathers:
             if gather.grad_node is not None and gather.grad_node in nodes:
-                gather.backward_calls.append(visit)
+                gather.backward_calls.append(block_call)
 
 
 def compare_gathers(
@@ -276,8 +276,8 @@ def rank_loss(
     return loss_spec.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
 
 
-def _describe_glue(visit: str) -> str:
-    return f"the glue after '{visit}'" if visit else "the loss"
+def _describe_glue(block_call: str) -> str:
+    return f"the glue after '{block_call}'" if block_call else "the loss"
 
 
 def grad_edge(tensor: torch.Tensor) -> GradEdge | None:

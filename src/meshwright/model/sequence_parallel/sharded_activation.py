@@ -192,7 +192,7 @@ def shard_block_outputs(value: Any, sequence_info: BlockSequenceInfo, get_shard:
 
 
 def _shard_of_dim(
-    tensor: torch.Tensor, dim: int, shares: GetShard, planned_length: int, visit: str
+    tensor: torch.Tensor, dim: int, shares: GetShard, planned_length: int, block_call: str
 ) -> TokenShard:
     """Returns the shard of `tensor` along `dim`."""
     length = tensor.shape[dim] if dim < tensor.ndim else 0
@@ -203,12 +203,14 @@ def _shard_of_dim(
             f"{dim} of that was tokens"
         )
         raise PlanError(
-            f"{text}: there are {shard.length}", fix="give all samples the same length", location=visit
+            f"{text}: there are {shard.length}", fix="give all samples the same length", location=block_call
         )
     return shard
 
 
-def _shard_of_new_tensor(tensor: torch.Tensor, shards: Sequence[TokenShard], visit: str) -> TokenShard | None:
+def _shard_of_new_tensor(
+    tensor: torch.Tensor, shards: Sequence[TokenShard], block_call: str
+) -> TokenShard | None:
     """Returns the shard for a tensor that was absent in the trial run: a batch may need a mask that another
     does not.
 
@@ -221,7 +223,9 @@ def _shard_of_new_tensor(tensor: torch.Tensor, shards: Sequence[TokenShard], vis
     if any(shard.length in tensor.shape for shard in shards):
         text = f"it is given a tensor of shape {list(tensor.shape)}, which was absent in the trial run"
         raise PlanError(
-            text, fix="make the plan from an example batch with all inputs of later batches", location=visit
+            text,
+            fix="make the plan from an example batch with all inputs of later batches",
+            location=block_call,
         )
     return None
 

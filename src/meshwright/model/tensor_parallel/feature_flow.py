@@ -1,17 +1,16 @@
-"""Who takes in what whom gives out: the features of linear layers are followed through a trial run of the
-model.
+"""Follows the output features of linear layers through a trial run of the model, to find which layers
+consume them.
 
-While the model runs, a mode below all of torch's Python follows the numbers of features (model/carried.py).
-Layers are met at their own calls: a linear layer notes what the tensor carries that it takes in, and what it
-gives out carries features of its own.
+While the model runs, a dispatch mode follows feature ids (feature_rules.py). At the call of a linear layer
+it notes which features its input carries, and gives its output features of its own.
 
-    q k v -> heads, norms, rope, softmax -> o     o takes in features of q, tied by heads to those of k and v
-    gate_up -> split -> act, times -> down        down takes in features of gate_up, tied two by two
+    q k v -> heads, norms, rope, softmax -> o     o consumes features of q, tied by head to those of k and v
+    gate_up -> split -> act, mul -> down          down consumes features of gate_up, tied two by two
 
-What is handed from block to block, or to a head, counts as needed whole (`escaped`), but for tables by head,
-which are passed from the layer that has them to those that use them. A tensor by head that a block is given
-(a bias of the attention that the glue computes) is a source too, by the name of the block's argument.
-`model/pairing.py` reads the layers off from what is found here.
+Features that reach another block or a head count as needed in full (`unsplit_features`), except per-head
+tables, which are passed from the layer that computes them to the layers that use them. A per-head tensor
+that a block receives (an attention bias computed by glue) is a source too, named by the argument of the
+block. pair_search.py reads the layer groups off this flow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -55,11 +54,10 @@ ATTENTION_ARGUMENTS = ("query", "key", "value", "attn_mask")
 
 @dataclass(frozen=True, eq=False)
 class FeatureNode:
-    """One call of a layer that gives out features: its kind, the visit, the number of the first feature and
-    how many there are.
+    """One call of a layer that makes features: ids `first_feature` to `first_feature + width`.
 
-    `into` are the numbers of the features that it takes in, along its last dim; None where that carries none.
-    Of an argument of a block, `name` is the block and `slot` the argument, cut along dim 1.
+    `input_features` are those that it consumes along its last dim; None if it carries none. For an argument
+    of a block, `name` is the block and `arg` the argument, split along dim 1.
     """
 
     name: str
@@ -73,10 +71,10 @@ class FeatureNode:
 
 @dataclass(eq=False)
 class FeatureFlow(TorchDispatchMode):
-    """Follows features (`following`).
+    """A dispatch mode that follows features during `follow_forward`.
 
-    `met` are the parameters that stood beside features outside of layers, by name, each with the numbers that
-    it met; `apart_too` are those that were used apart from features.
+    `param_features` are the parameters outside of layers that meet features, by name, with the features they
+    meet; `params_without_features` are those that are also used without features.
     """
 
     features: CarriedFeatures = field(default_factory=CarriedFeatures)
@@ -109,7 +107,7 @@ class FeatureFlow(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Meanwhile nothing is followed: the caller says itself what comes out."""
+        """Pauses following: the caller sets the features of the result."""
         self._num_open_layers += 1
         try:
             yield
@@ -124,10 +122,10 @@ class FeatureFlow(TorchDispatchMode):
         layers: Mapping[str, str],
         in_glue: Callable[[], bool],
     ) -> Iterator[None]:
-        """Meanwhile, what `module` computes is followed: its `blocks`, and `layers` by name with their kinds.
+        """Follows what `module` computes: its `blocks`, and `layers` by name with their kinds.
 
-        `in_glue` tells whether a layer that begins is called between blocks: it takes in all, and gives out
-        nothing.
+        `in_glue()` tells whether a layer is called between blocks; such a layer consumes all features and
+        makes none.
         """
         handles = []
         self._in_glue = in_glue
@@ -149,7 +147,7 @@ class FeatureFlow(TorchDispatchMode):
                 handle.remove()
 
     def begin_block_call(self, block_call: str) -> None:
-        """Another block runs."""
+        """Starts the next block call."""
         self.block_call = block_call
 
     def _after_layer(
@@ -160,33 +158,35 @@ class FeatureFlow(TorchDispatchMode):
     def _before_block(
         self, block: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        """A block is given these: those by head are sources."""
+        """Makes sources of the per-head inputs of a block."""
         if not self._in_glue():
             return
-        for slot, value in (*enumerate(args), *kwargs.items()):
+        for arg, value in (*enumerate(args), *kwargs.items()):
             if not isinstance(value, torch.Tensor) or value.ndim != PER_HEAD_NDIM or value.requires_grad:
                 continue
             if self.features.get(value) is None and self.features.varying_dims(value)[1]:
-                self._add_node(block, "argument", value.shape[1], slot=slot)
-                numbers = np.arange(self.nodes[-1].first_feature, self.num_features).reshape(1, -1, 1, 1)
-                self.features.record(value, numbers)
+                self._add_node(block, "argument", value.shape[1], arg=arg)
+                features = np.arange(self.nodes[-1].first_feature, self.num_features).reshape(1, -1, 1, 1)
+                self.features.record(value, features)
 
     def _after_block(self, outputs: object) -> None:
-        """A block gives these out; of all else that it has computed, only tables are still known."""
+        """Ends a block: its output features are needed in full; only per-head tables stay known."""
         if not self._in_glue():  # a block inside another block
             return
         for tensor in tree_tensors(outputs):
-            numbers = self.features.get(tensor)
-            if numbers is not None and not self._are_table_features(numbers):
-                self.unsplit_features.append(numbers)
+            features = self.features.get(tensor)
+            if features is not None and not self._are_table_features(features):
+                self.unsplit_features.append(features)
         self.features.forget(self._are_table_features)
 
     def enter_layer(self) -> None:
-        """A layer begins: what it does within is its own."""
+        """Starts a layer, whose own operations are not followed."""
         self._num_open_layers += 1
 
     def leave_layer(self, name: str, kind: str, layer_input: object, out: object) -> None:
-        """A layer ends: `kind` is "linear", "table", or another, which takes in all and gives out nothing."""
+        """Ends a layer of `kind` "linear", "table" or another one, which consumes all features and makes
+        none.
+        """
         self._num_open_layers -= 1
         if (
             self._num_open_layers
@@ -200,115 +200,118 @@ class FeatureFlow(TorchDispatchMode):
             self.unsplit_features += [] if carried is None else [carried]
             self.features.record(out, None)
             return
-        into = None
+        input_features = None
         if carried is not None:
-            into = (
+            input_features = (
                 carried.reshape(-1)
                 if carried.size == carried.shape[-1] == layer_input.shape[-1] > 1
                 else None
             )
-            into = None if into is None or (into == NO_FEATURE).any() else into
-            self.unsplit_features += [carried] if into is None else []
-        self._add_node(name, "linear" if kind == "linear" else "table", out.shape[-1], into)
+            input_features = (
+                None if input_features is None or (input_features == NO_FEATURE).any() else input_features
+            )
+            self.unsplit_features += [carried] if input_features is None else []
+        self._add_node(name, "linear" if kind == "linear" else "table", out.shape[-1], input_features)
         self.features.record(out, output_features(self.nodes[-1].first_feature, out.shape[-1], out.ndim))
 
     def copy_features(self, source: object, out: object) -> None:
-        """`out` carries what `given` does."""
+        """Gives `out` the features of `source`."""
         if isinstance(source, torch.Tensor) and isinstance(out, torch.Tensor):
             self.features.record(out, self.features.get(source))
 
     def follow_attention(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: object, out: torch.Tensor
     ) -> None:
-        """Attention by heads, which stand along the third dim from behind: every one uses a key, a value, and
-        its table.
+        """Follows attention by head, along the third dim from the end: every query head uses a key, a value,
+        and its table.
         """
         carried, ties = self.features, self.features.ties
-        found = [carried.get(tensor) for tensor in (query, key, value)]
-        met = [None if each is None else self._one_per_head(each) for each in found]
-        asking = met[0]
-        if asking is None:
-            self._tie_all([each for each in met if each is not None])
+        operand_features = [carried.get(tensor) for tensor in (query, key, value)]
+        head_features = [None if each is None else self._one_per_head(each) for each in operand_features]
+        query_features = head_features[0]
+        if query_features is None:
+            self._tie_all([each for each in head_features if each is not None])
             carried.record(out, None)
             return
-        for tensor, numbers in zip((key, value), met[1:], strict=True):
-            if numbers is None:
-                asking = ties.tie_along(
-                    asking, [asking.ndim - 3] if tensor.ndim >= 3 and tensor.shape[-3] > 1 else []
+        for tensor, features in zip((key, value), head_features[1:], strict=True):
+            if features is None:
+                query_features = ties.tie_along(
+                    query_features,
+                    [query_features.ndim - 3] if tensor.ndim >= 3 and tensor.shape[-3] > 1 else [],
                 )
-        for numbers in met[1:]:
-            if numbers is not None:
-                shared = query.shape[-3] // numbers.shape[-3] if numbers.shape[-3] > 1 else 1
-                ties.tie_reader(asking, np.repeat(numbers, shared, axis=-3))
+        for features in head_features[1:]:
+            if features is not None:
+                heads_per_kv = query.shape[-3] // features.shape[-3] if features.shape[-3] > 1 else 1
+                ties.tie_reader(query_features, np.repeat(features, heads_per_kv, axis=-3))
         if isinstance(mask, torch.Tensor):
             table = carried.get(mask)
             if table is None:
                 by_head = mask.ndim >= 3 and carried.varying_dims(mask)[mask.ndim - 3]
-                asking = ties.tie_along(asking, [asking.ndim - 3] if by_head else [])
+                query_features = ties.tie_along(query_features, [query_features.ndim - 3] if by_head else [])
             else:
-                ties.tie(asking, ties.tie_along(table, [table.ndim - 2, table.ndim - 1]))
-        carried.record(out, asking)
+                ties.tie(query_features, ties.tie_along(table, [table.ndim - 2, table.ndim - 1]))
+        carried.record(out, query_features)
         self._note_params(tree_tensors((query, key, value, mask)), out)
 
-    def _one_per_head(self, numbers: FeatureIds) -> FeatureIds:
-        """One number per head."""
+    def _one_per_head(self, features: FeatureIds) -> FeatureIds:
         return self.features.ties.tie_along(
-            numbers, [dim for dim in range(numbers.ndim) if dim != numbers.ndim - 3]
+            features, [dim for dim in range(features.ndim) if dim != features.ndim - 3]
         )
 
-    def _tie_all(self, found: list[FeatureIds]) -> None:
-        for numbers in found:
-            self.features.ties.tie_along(numbers, range(numbers.ndim))
+    def _tie_all(self, operand_features: list[FeatureIds]) -> None:
+        for features in operand_features:
+            self.features.ties.tie_along(features, range(features.ndim))
 
     def _add_node(
         self,
         name: str,
         kind: FeatureSourceKind,
         width: int,
-        into: FeatureIds | None = None,
-        slot: int | str = 0,
+        input_features: FeatureIds | None = None,
+        arg: int | str = 0,
     ) -> None:
-        self.nodes.append(FeatureNode(name, kind, self.block_call, self.num_features, width, into, slot))
+        self.nodes.append(
+            FeatureNode(name, kind, self.block_call, self.num_features, width, input_features, arg)
+        )
         self._is_table_feature = np.concatenate([self._is_table_feature, np.full(width, kind == "table")])
         self.num_features += width
 
-    def _are_table_features(self, numbers: FeatureIds) -> bool:
-        """Whether these are numbers of tables only."""
-        return bool(self._is_table_feature[numbers[numbers != NO_FEATURE]].all())
+    def _are_table_features(self, features: FeatureIds) -> bool:
+        return bool(self._is_table_feature[features[features != NO_FEATURE]].all())
 
-    def _note_params(self, given: list[torch.Tensor], out: object) -> None:
-        """Parameters that are used beside features, they or what is made of them alone (1 + weight): all
-        ranks use them.
+    def _note_params(self, inputs: list[torch.Tensor], out: object) -> None:
+        """Notes parameters that meet features, directly or through tensors made of them alone (1 + weight):
+        all ranks use them.
 
-        Features beside which stands something else that needs a gradient (a gate of the stream) are needed
-        whole: a rank has a summand of that gradient only.
+        Features that meet another tensor with a gradient (a gate of the residual stream) are needed in full:
+        a rank has only a summand of that gradient.
         """
-        names = set[str]().union(*(self._params_of(each) for each in given))
-        carry = [self.features.get(each) is not None for each in given]
-        others = any(
+        names = set[str]().union(*(self._params_of(each) for each in inputs))
+        carries_features = [self.features.get(each) is not None for each in inputs]
+        has_other_grads = any(
             each.requires_grad and not (known or self._params_of(each))
-            for each, known in zip(given, carry, strict=True)
+            for each, known in zip(inputs, carries_features, strict=True)
         )
-        for made in tree_tensors(out) if names or others else ():
-            numbers = self.features.get(made)
-            if numbers is not None:
-                self.unsplit_features += [numbers] if others else []
+        for result in tree_tensors(out) if names or has_other_grads else ():
+            features = self.features.get(result)
+            if features is not None:
+                self.unsplit_features += [features] if has_other_grads else []
                 for name in names:
-                    self.param_features.setdefault(name, []).append(numbers)
-            elif others or any(carry):
+                    self.param_features.setdefault(name, []).append(features)
+            elif has_other_grads or any(carries_features):
                 self.params_without_features |= names
             else:
-                self._params_behind[made] = names
+                self._params_behind[result] = names
 
     def _params_of(self, tensor: torch.Tensor) -> set[str]:
-        """The parameters of which `tensor` is made, if it is made of such alone."""
+        """The parameters from which `tensor` is made, if it is made of nothing else."""
         name = self._parameters.get(id(tensor))
         return self._params_behind.get(tensor, set()) if name is None else {name}
 
 
 def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
-    """The layers of `module` that are met in a flow, and their kinds; of one with adapters, whose layers are
-    two, none.
+    """Returns the layers of `module` that the flow follows, with their kinds; none for a model with
+    adapters.
     """
     if is_adapted(module):
         return {}
@@ -320,7 +323,7 @@ def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
 
 
 class _FunctionCalls(TorchFunctionMode):
-    """Attention and dropout, met as they are called: what they do within differs from plan to plan."""
+    """Intercepts attention and dropout, whose inner operations differ from plan to plan."""
 
     def __init__(self, flow: FeatureFlow) -> None:
         super().__init__()
@@ -337,8 +340,8 @@ class _FunctionCalls(TorchFunctionMode):
         if func in DROPOUT_FUNCTIONS:
             self._flow.copy_features(args[0] if args else kwargs.get("input"), out)
         else:
-            given = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
+            inputs = {**dict(zip(ATTENTION_ARGUMENTS, args, strict=False)), **kwargs}
             self._flow.follow_attention(
-                given["query"], given["key"], given["value"], given.get("attn_mask"), out
+                inputs["query"], inputs["key"], inputs["value"], inputs.get("attn_mask"), out
             )
         return out

@@ -1,29 +1,24 @@
-"""What every operation of torch does to the features that its tensors carry (model/carried.py), by the name
-of the operation.
+"""Propagation rules for feature ids: what every torch operation does to the features that its tensors carry.
 
-    views, copies           the same numbers, laid out as the tensor
-    element by element      an element that is computed from several ties their numbers
-    along a dim             a sum, a norm, a softmax ties all numbers along it
-    products                tie along what is summed over; the first factor uses what the second carries
-    all else                ties everything that goes in, and what comes out carries nothing: such a layer
-                            stays whole; so does
-                            a known operation that is called in a form of which nothing is known
-
-Limits: an operation that picks single elements by an index that is not known ties all along that dim.
-
-Which features of which layers a tensor carries: numbers that travel with it, through views and products,
-while a model runs.
-
-Every feature that a layer gives out has a number. What a tensor *carries* is an array of such numbers with
-the tensor's own dims, of size 1 along dims in which they do not change:
+Every output feature of a layer has an id. A tensor *carries* an array of ids with its own dims, of size 1
+along dims in which they do not change:
 
     q = x W      [3, 9, 8]       carries [1, 1, 8]:  0 1 2 3 4 5 6 7
     as heads     [3, 2, 9, 4]    carries [1, 2, 1, 4]: head 0 has 0 1 2 3, head 1 has 4 5 6 7
 
-An operation that computes one element from several features ties them together: a rank that has one of them
-must have all. `unite` ties, and `uses` ties loosely: what uses a feature needs it, and others may need it too
-(heads that share a key). Numbers of features that are tied to all others of a dim are left out: the array
-gets size 1 there. NONE marks what is no feature.
+An operation that computes one element from several features ties them: a rank with one of them must have
+all. A weaker tie says that a reader uses a feature, which others may use too (query heads that share a key).
+Ids tied to all others along a dim are left out: the array gets size 1 there. NO_FEATURE marks elements that
+are no feature.
+
+    views, copies           the same ids, in the layout of the result
+    elementwise             an element computed from several features ties their ids
+    along a dim             a sum, norm or softmax ties all ids along it
+    matmuls                 tie along the summed dim; the first factor uses the features of the second
+    all else                ties all inputs, and the result carries nothing, so such a layer stays unsharded;
+                            the same holds for a known operation with unknown arguments
+
+Limits: picking single elements by an unknown index ties all ids along that dim.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,40 +39,38 @@ NO_FEATURE = -1
 
 @dataclass
 class FeatureTies:
-    """Which numbers belong together, as pairs of arrays: `together` always,
-    `used` by those that read them.
-    """
+    """Pairs of tied ids: `tied_pairs` must stay together, `used_pairs` are needed by those that read them."""
 
     tied_pairs: list[tuple[FeatureIds, FeatureIds]] = field(default_factory=list)
     used_pairs: list[tuple[FeatureIds, FeatureIds]] = field(default_factory=list)
 
     def tie(self, first: FeatureIds, second: FeatureIds) -> None:
-        """What computes with an element of both ties their numbers."""
+        """Ties ids that enter one element."""
         _add_pairs(self.tied_pairs, first, second)
 
     def tie_reader(self, reader: FeatureIds, read: FeatureIds) -> None:
-        """Numbers of `reader` use those of `read`."""
+        """Notes that the ids of `reader` use those of `read`."""
         _add_pairs(self.used_pairs, reader, read)
 
     def tie_along(self, numbers: FeatureIds, dims: Iterable[int]) -> FeatureIds:
-        """`numbers` after all that differ along `dims` are tied: size 1 there."""
+        """Ties all ids that differ along `dims` and returns the array with size 1 there."""
         for dim in dims:
             if numbers.shape[dim] > 1:
-                some = numbers.max(axis=dim, keepdims=True)  # feature ids are greater than NO_FEATURE
-                self.tie(numbers, some)
-                numbers = some
+                largest = numbers.max(axis=dim, keepdims=True)  # feature ids are greater than NO_FEATURE
+                self.tie(numbers, largest)
+                numbers = largest
         return numbers
 
 
 def component_labels(count: int, ties: Iterable[tuple[FeatureIds, FeatureIds]]) -> FeatureIds:
-    """For each of `count` numbers, the smallest one that it is tied to."""
+    """Returns for each of `count` ids the smallest id that it is tied to."""
     pairs = list(ties)
     label = np.arange(count)
     first = np.concatenate([pair[0] for pair in pairs]) if pairs else label[:0]
     second = np.concatenate([pair[1] for pair in pairs]) if pairs else label[:0]
     while (label[first] != label[second]).any():
-        one, other = label[first], label[second]
-        np.minimum.at(label, np.maximum(one, other), np.minimum(one, other))
+        tied_id, other = label[first], label[second]
+        np.minimum.at(label, np.maximum(tied_id, other), np.minimum(tied_id, other))
         while (label[label] != label).any():
             label = label[label]
     return label
@@ -85,8 +78,8 @@ def component_labels(count: int, ties: Iterable[tuple[FeatureIds, FeatureIds]]) 
 
 @dataclass
 class CarriedFeatures:
-    """What tensors carry, by identity; and of tensors that carry nothing and are constant along dims, the
-    other dims.
+    """The feature ids of tensors; for tensors without features that are constant along dims, the varying
+    dims.
     """
 
     ties: FeatureTies = field(default_factory=FeatureTies)
@@ -94,7 +87,7 @@ class CarriedFeatures:
     _varying_dims: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def get(self, tensor: torch.Tensor) -> FeatureIds | None:
-        """What `tensor` carries, if anything."""
+        """Returns the ids that `tensor` carries, if any."""
         return self._feature_ids.get(tensor)
 
     def record(self, tensor: torch.Tensor, numbers: FeatureIds | None) -> None:
@@ -105,56 +98,56 @@ class CarriedFeatures:
             del self._feature_ids[tensor]
 
     def forget(self, keep: Callable[[FeatureIds], bool]) -> None:
-        """Forget what all tensors carry but those of whose numbers `keep` holds."""
+        """Forgets all tensors except those whose ids satisfy `keep`."""
         for tensor, numbers in list(self._feature_ids.items()):
             if not keep(numbers):
                 del self._feature_ids[tensor]
 
     def varying_dims(self, tensor: torch.Tensor) -> tuple[bool, ...]:
-        """Along which dims a tensor that carries nothing may change."""
+        """Returns along which dims a tensor without features may vary."""
         known = self._varying_dims.get(tensor)
         return tuple(size > 1 for size in tensor.shape) if known is None else known
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether something is known of `tensor`: what it carries, or that it is constant."""
+        """Whether the features of `tensor`, or that it is constant, are known."""
         return tensor in self._feature_ids or tensor in self._varying_dims
 
     def set_constant(self, tensor: torch.Tensor, varying_dims: Sequence[bool] | None = None) -> None:
-        """Note that `tensor` carries nothing, and changes along the dims `loose` only."""
+        """Notes that `tensor` carries nothing and varies only along `varying_dims`."""
         self._varying_dims[tensor] = (
             tuple(varying_dims) if varying_dims is not None else (False,) * tensor.ndim
         )
 
     def tie_to_other(self, numbers: FeatureIds, other: torch.Tensor, ndim: int) -> FeatureIds:
-        """`numbers`, of `ndim` dims, where an element of them meets one of `plain`: tied along dims in which
-        that changes.
+        """Returns the ids after meeting `other` elementwise, with `ndim` dims: tied along dims in which it
+        varies.
         """
-        loose = self.varying_dims(other)
-        changing = [dim + ndim - other.ndim for dim, changes in enumerate(loose) if changes]
+        varying = self.varying_dims(other)
+        changing = [dim + ndim - other.ndim for dim, changes in enumerate(varying) if changes]
         return self.ties.tie_along(numbers, [dim for dim in changing if dim >= 0])
 
 
 def output_features(first: int, width: int, ndim: int) -> FeatureIds:
-    """What the output of a layer carries that has `width` features, the first of number `first`."""
+    """Returns the ids of a layer output with `width` features from id `first`."""
     return np.arange(first, first + width).reshape((1,) * (ndim - 1) + (width,))
 
 
 def drop_constant_dims(numbers: FeatureIds) -> FeatureIds:
-    """`numbers` with size 1 along dims in which they do not change."""
+    """Returns the ids with size 1 along dims in which they do not change."""
     for dim, size in enumerate(numbers.shape):
         if size > 1:
-            one = numbers.take([0], axis=dim)
-            numbers = one if (numbers == one).all() else numbers
+            tied_id = numbers.take([0], axis=dim)
+            numbers = tied_id if (numbers == tied_id).all() else numbers
     return numbers
 
 
 def add_leading_dims(numbers: FeatureIds, ndim: int) -> FeatureIds:
-    """`numbers` with dims of size 1 in front, `ndim` in all."""
+    """Returns the ids with leading dims of size 1, `ndim` in all."""
     return numbers.reshape((1,) * (ndim - numbers.ndim) + numbers.shape)
 
 
 def view_features(numbers: FeatureIds, old: Sequence[int], new: Sequence[int]) -> FeatureIds:
-    """What a view of shape `new` carries of a tensor of shape `old`."""
+    """Returns the ids of a view of shape `new` of a tensor of shape `old`."""
     full, shape = [], []
     for before, after in _view_groups(list(old), list(new)):
         changes = any(size > 1 for size in numbers.shape[before])
@@ -164,7 +157,7 @@ def view_features(numbers: FeatureIds, old: Sequence[int], new: Sequence[int]) -
 
 
 def _view_groups(old: list[int], new: list[int]) -> Iterable[tuple[slice, slice]]:
-    """The dims of `old` and of `new` that hold the same elements, group by group."""
+    """Yields groups of dims of `old` and `new` that hold the same elements."""
     i = j = 0
     while i < len(old) or j < len(new):
         first, start = i, j
@@ -179,11 +172,13 @@ def _view_groups(old: list[int], new: list[int]) -> Iterable[tuple[slice, slice]
         yield slice(first, i), slice(start, j)
 
 
-def _add_pairs(found: list[tuple[FeatureIds, FeatureIds]], first: FeatureIds, second: FeatureIds) -> None:
-    one, other = np.broadcast_arrays(first, second)
-    apart = (one != other) & (one != NO_FEATURE) & (other != NO_FEATURE)
-    if apart.any():
-        found.append((one[apart], other[apart]))
+def _add_pairs(
+    ids_of_inputs: list[tuple[FeatureIds, FeatureIds]], first: FeatureIds, second: FeatureIds
+) -> None:
+    tied_id, other = np.broadcast_arrays(first, second)
+    differs = (tied_id != other) & (tied_id != NO_FEATURE) & (other != NO_FEATURE)
+    if differs.any():
+        ids_of_inputs.append((tied_id[differs], other[differs]))
 
 
 FeatureRule = Callable[[CarriedFeatures, Any, Sequence[Any], Mapping[str, Any], Any], None]
@@ -193,7 +188,7 @@ aten: Any = torch.ops.aten
 def propagate_features(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """Note what the results `out` of one operation carry."""
+    """Sets the features of the results `out` of one operation."""
     packet = func._overloadpacket
     if packet in CONSTANT_OPS:
         carried.set_constant(out)
@@ -220,33 +215,33 @@ def _pointwise(
         _tie_everything(carried, func, args, kwargs, out)
         return
     given = [tensor for tensor in tree_tensors((args, kwargs)) if tensor.ndim <= out.ndim]
-    found = [
+    ids_of_inputs = [
         add_leading_dims(numbers, out.ndim)
         for tensor in given
         if (numbers := carried.get(tensor)) is not None
     ]
-    plain = [tensor for tensor in given if carried.get(tensor) is None]
-    if not found:
-        loose = [False] * out.ndim
-        for tensor in plain:
+    without_features = [tensor for tensor in given if carried.get(tensor) is None]
+    if not ids_of_inputs:
+        varying = [False] * out.ndim
+        for tensor in without_features:
             for dim, changes in enumerate(carried.varying_dims(tensor)):
-                loose[out.ndim - tensor.ndim + dim] |= changes
-        carried.set_constant(out, loose)
+                varying[out.ndim - tensor.ndim + dim] |= changes
+        carried.set_constant(out, varying)
         return
-    for tensor in plain:
-        found = [carried.tie_to_other(numbers, tensor, out.ndim) for numbers in found]
-    for other in found[1:]:
-        carried.ties.tie(found[0], other)
-    carried.record(out, _merge_features(found))
+    for tensor in without_features:
+        ids_of_inputs = [carried.tie_to_other(numbers, tensor, out.ndim) for numbers in ids_of_inputs]
+    for other in ids_of_inputs[1:]:
+        carried.ties.tie(ids_of_inputs[0], other)
+    carried.record(out, _merge_features(ids_of_inputs))
 
 
-def _merge_features(found: Sequence[FeatureIds]) -> FeatureIds:
-    """The first number that stands at each place."""
-    joined = found[0]
-    for other in found[1:]:
-        joined, other = np.broadcast_arrays(joined, other)
-        joined = np.where(joined == NO_FEATURE, other, joined)
-    return joined
+def _merge_features(ids_of_inputs: Sequence[FeatureIds]) -> FeatureIds:
+    """Returns the first id at each position."""
+    merged = ids_of_inputs[0]
+    for other in ids_of_inputs[1:]:
+        merged, other = np.broadcast_arrays(merged, other)
+        merged = np.where(merged == NO_FEATURE, other, merged)
+    return merged
 
 
 def _copy(
@@ -281,8 +276,8 @@ def _expand(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
     if carried.get(args[0]) is None:
-        loose = carried.varying_dims(args[0])
-        carried.set_constant(out, (*[False] * (out.ndim - len(loose)), *loose))
+        varying = carried.varying_dims(args[0])
+        carried.set_constant(out, (*[False] * (out.ndim - len(varying)), *varying))
     else:
         carried.record(out, add_leading_dims(_first_features(carried, args), out.ndim))
 
@@ -294,8 +289,8 @@ def _slice(
     given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
     dim, start, end, step = given
     if numbers.shape[dim] > 1:
-        places = range(args[0].shape[dim])[start:end:step]
-        numbers = numbers.take(list(places), axis=dim)
+        positions = range(args[0].shape[dim])[start:end:step]
+        numbers = numbers.take(list(positions), axis=dim)
     carried.record(out, numbers)
 
 
@@ -337,29 +332,31 @@ def _stack(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
     dim = _dim_argument(func, args, kwargs) % out.ndim
-    found = [carried.get(part) for part in args[0]]
+    ids_of_inputs = [carried.get(part) for part in args[0]]
     ndim = out.ndim - 1
-    shapes = np.broadcast_shapes(*(numbers.shape for numbers in found if numbers is not None))
-    rows = [np.full((1,) * ndim, NO_FEATURE) if numbers is None else numbers for numbers in found]
-    carried.record(out, np.stack([np.broadcast_to(numbers, shapes) for numbers in rows], axis=dim))
+    shapes = np.broadcast_shapes(*(numbers.shape for numbers in ids_of_inputs if numbers is not None))
+    parts_ids = [
+        np.full((1,) * ndim, NO_FEATURE) if numbers is None else numbers for numbers in ids_of_inputs
+    ]
+    carried.record(out, np.stack([np.broadcast_to(numbers, shapes) for numbers in parts_ids], axis=dim))
 
 
 def _concatenate(
     carried: CarriedFeatures, parts: Sequence[torch.Tensor], dim: int, out: torch.Tensor
 ) -> None:
-    found = [carried.get(part) for part in parts]
+    ids_of_inputs = [carried.get(part) for part in parts]
     shape = list(
         np.broadcast_shapes(
-            *(_shape_without_dim(numbers.shape, dim) for numbers in found if numbers is not None)
+            *(_shape_without_dim(numbers.shape, dim) for numbers in ids_of_inputs if numbers is not None)
         )
     )
-    rows = []
-    for part, numbers in zip(parts, found, strict=True):
+    parts_ids = []
+    for part, numbers in zip(parts, ids_of_inputs, strict=True):
         shape[dim] = part.shape[dim]
-        rows.append(
+        parts_ids.append(
             np.broadcast_to(np.full((1,) * out.ndim, NO_FEATURE) if numbers is None else numbers, shape)
         )
-    carried.record(out, np.concatenate(rows, axis=dim))
+    carried.record(out, np.concatenate(parts_ids, axis=dim))
 
 
 def _shape_without_dim(shape: Sequence[int], dim: int) -> tuple[int, ...]:
@@ -369,7 +366,7 @@ def _shape_without_dim(shape: Sequence[int], dim: int) -> tuple[int, ...]:
 def _reduce(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """One number for all that a sum, a norm or a softmax takes in along its dims."""
+    """Ties all ids along the dims of a sum, norm or softmax."""
     numbers = _first_features(carried, args)
     dims = _dim_argument(func, args, kwargs)
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
@@ -388,10 +385,10 @@ def _layer_norm(
 ) -> None:
     numbers = _first_features(carried, args)
     ndim = len(args[1])
-    found = carried.ties.tie_along(numbers, range(numbers.ndim - ndim, numbers.ndim))
+    ids_of_inputs = carried.ties.tie_along(numbers, range(numbers.ndim - ndim, numbers.ndim))
     for each in tree_tensors(out):
-        if each.ndim == found.ndim:
-            carried.record(each, found)
+        if each.ndim == ids_of_inputs.ndim:
+            carried.record(each, ids_of_inputs)
 
 
 def _product(
@@ -430,24 +427,26 @@ def _glu(
 def _index(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """Rows picked along one dim, by an index that is known or not."""
+    """Picks entries along one dim, by a known or unknown index."""
     numbers = _first_features(carried, args)
     if func._overloadpacket is aten.index:
-        picked = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+        indexed_dims = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
     else:
-        picked = [(args[1], args[2])]
-    if len(picked) != 1 or picked[0][1].ndim != 1 or picked[0][1].dtype == torch.bool:
+        indexed_dims = [(args[1], args[2])]
+    if len(indexed_dims) != 1 or indexed_dims[0][1].ndim != 1 or indexed_dims[0][1].dtype == torch.bool:
         _tie_everything(carried, func, args, kwargs, out)
         return
-    ((dim, index),) = picked
+    ((dim, index),) = indexed_dims
     if numbers.shape[dim] > 1:
-        places = _known_index(index)
-        numbers = carried.ties.tie_along(numbers, [dim]) if places is None else numbers.take(places, axis=dim)
+        positions = _known_index(index)
+        numbers = (
+            carried.ties.tie_along(numbers, [dim]) if positions is None else numbers.take(positions, axis=dim)
+        )
     carried.record(out, numbers)
 
 
 def _known_index(index: torch.Tensor) -> list[int] | None:
-    """The values of `index`, if they are there: a fake tensor keeps those of a list that was written down."""
+    """The values of `index` if they are known: a fake tensor keeps those of a literal list."""
     known = index.constant if isinstance(index, FakeTensor) else index
     with no_dispatch():
         return None if known is None else known.tolist()
@@ -456,11 +455,13 @@ def _known_index(index: torch.Tensor) -> list[int] | None:
 def _tie_everything(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
-    """Everything that goes in is tied; nobody knows what comes out."""
-    met = [numbers for tensor in tree_tensors((args, kwargs)) if (numbers := carried.get(tensor)) is not None]
-    ones = [carried.ties.tie_along(numbers, range(numbers.ndim)).reshape(()) for numbers in met]
-    for one in ones[1:]:
-        carried.ties.tie(ones[0], one)
+    """Ties all inputs; the result carries nothing."""
+    input_ids = [
+        numbers for tensor in tree_tensors((args, kwargs)) if (numbers := carried.get(tensor)) is not None
+    ]
+    tied_ids = [carried.ties.tie_along(numbers, range(numbers.ndim)).reshape(()) for numbers in input_ids]
+    for tied_id in tied_ids[1:]:
+        carried.ties.tie(tied_ids[0], tied_id)
     for each in tree_tensors(out):
         carried.record(each, None)
 

@@ -1,16 +1,16 @@
-"""Layers whose outputs end in one sum: what rows layers give out is followed through a trial run, as long as
-it is only added to.
+"""Finds rowwise layers whose outputs end in one sum, by following them through a trial run while they are
+only added to.
 
     h = norm(x);  a = attention(h);  m = mlp(h);  y = x + a + m        a and m are summands of one sum: y
-    a = attention(norm(x));  y = x + a;  m = mlp(norm(y));  z = y + m  a is read before m is there: two sums
+    a = attention(norm(x));  y = x + a;  m = mlp(norm(y));  z = y + m  a is read before m exists: two sums
 
-A tensor carries the outputs that it has as summands, each once. An addition joins what its operands carry.
-Whatever else looks at a tensor (another operation, the end of the block, somebody who keeps it) sees all that
-it carries at once. Outputs that are never seen one without the other may change places: one layer may hand
-its output to the other, and give out zeros.
+A tensor carries the layer outputs that it contains as summands, each once; an addition joins those of its
+operands. Any other reader (another operation, the end of the block, a tensor kept elsewhere) reads all of
+them at once. Outputs that are never read separately may share one all-reduce: one layer adds its output to
+the other's and returns zeros.
 
-Limits: additions of equal shapes and dtypes, with factor one, where gradients are on; layers that are called
-once in a forward. Who looks at an output in some steps only, and not in the trial run, sees zeros there.
+Limits: additions of equal shapes and dtypes with factor one, with gradients on; layers called once per
+forward. Code that reads an output only in some steps, and not in the trial run, sees zeros.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,8 +36,8 @@ SummandIds = frozenset[int]
 
 
 class JointSums(TorchDispatchMode):
-    """Follows what layers give out through additions (`watching`), and tells which of them end in one sum
-    (`marked`).
+    """Follows layer outputs through additions (`follow_layers`), and marks those that end in one sum
+    (`mark_calls`).
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class JointSums(TorchDispatchMode):
     def follow_layers(
         self, module: nn.Module, blocks: Mapping[str, nn.Module], layers: Iterable[str]
     ) -> Iterator[None]:
-        """Meanwhile, what `layers` of `module` give out is followed to the ends of its `blocks`."""
+        """Follows the outputs of `layers` of `module` to the ends of its `blocks`."""
         handles = [block.register_forward_pre_hook(self._before_block) for block in blocks.values()]
         handles += [block.register_forward_hook(self._after_block) for block in blocks.values()]
         for name in dict.fromkeys(layers):  # before other hooks change the output
@@ -70,16 +70,18 @@ class JointSums(TorchDispatchMode):
                 handle.remove()
 
     def mark_calls(self, calls: Sequence[LayerCall]) -> tuple[LayerCall, ...]:
-        """`calls`, those that end in one sum with its number."""
+        """Returns `calls` with the number of the sum for those that end in one."""
         names = [name for name, _ in self._uses]
-        alike: dict[tuple[int, SummandIds], list[str]] = {}
-        for use, (name, block) in enumerate(self._uses):
-            seen = frozenset(number for number, parts in enumerate(self._read_together) if use in parts)
-            once = names.count(name) == sum(call.name == name for call in calls) == 1
-            if once and seen:
-                alike.setdefault((block, seen), []).append(name)
-        sums = [layers for layers in alike.values() if len(layers) > 1]
-        numbers = {name: number for number, layers in enumerate(sums, 1) for name in layers}
+        layers_by_reads: dict[tuple[int, SummandIds], list[str]] = {}
+        for index, (name, block) in enumerate(self._uses):
+            reads = frozenset(
+                number for number, summands in enumerate(self._read_together) if index in summands
+            )
+            is_single_call = names.count(name) == sum(call.name == name for call in calls) == 1
+            if is_single_call and reads:
+                layers_by_reads.setdefault((block, reads), []).append(name)
+        joint_layers = [layers for layers in layers_by_reads.values() if len(layers) > 1]
+        numbers = {name: number for number, layers in enumerate(joint_layers, 1) for name in layers}
         return tuple(replace(call, sum_id=numbers.get(call.name, 0)) for call in calls)
 
     def __torch_dispatch__(
@@ -91,27 +93,36 @@ class JointSums(TorchDispatchMode):
         return out
 
     def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        given = [tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._summands]
-        if not given or func in METADATA_OPS:
+        inputs = [tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._summands]
+        if not inputs or func in METADATA_OPS:
             return
-        parts = [self._summands[tensor] for tensor in given]
-        plain = torch.is_grad_enabled() and all(_same_shape_and_dtype(tensor, out) for tensor in given)
-        if plain and func in ADD_OPS and kwargs.get("alpha", 1) == 1 and self._adds(func, args, parts):
-            self._summands[out] = frozenset().union(*parts)
-        elif plain and func._overloadpacket in COPY_OPS:
-            self._summands[out] = parts[0]
+        summands = [self._summands[tensor] for tensor in inputs]
+        is_followed = torch.is_grad_enabled() and all(_same_shape_and_dtype(tensor, out) for tensor in inputs)
+        if (
+            is_followed
+            and func in ADD_OPS
+            and kwargs.get("alpha", 1) == 1
+            and self._adds(func, args, summands)
+        ):
+            self._summands[out] = frozenset().union(*summands)
+        elif is_followed and func._overloadpacket in COPY_OPS:
+            self._summands[out] = summands[0]
         else:
-            self._read_together |= dict.fromkeys(parts)
+            self._read_together |= dict.fromkeys(summands)
 
-    def _adds(self, func: Any, args: tuple[Any, ...], parts: Sequence[SummandIds]) -> bool:
-        """Whether every summand is one of the result once, and nobody else holds what is written into."""
-        if len(frozenset().union(*parts)) < sum(map(len, parts)):
+    def _adds(self, func: Any, args: tuple[Any, ...], summands: Sequence[SummandIds]) -> bool:
+        """Whether every summand occurs once in the result, and nothing else holds the tensor that is
+        written.
+        """
+        if len(frozenset().union(*summands)) < sum(map(len, summands)):
             return False
         if func is aten.add.Tensor:
             return True
-        into = args[0]
-        others = (tensor for tensor in self._summands if tensor is not into)
-        return into in self._summands and not any(storage_id(tensor) == storage_id(into) for tensor in others)
+        written = args[0]
+        other_tensors = (tensor for tensor in self._summands if tensor is not written)
+        return written in self._summands and not any(
+            storage_id(tensor) == storage_id(written) for tensor in other_tensors
+        )
 
     def _after_layer(self, name: str, layer: nn.Module, args: tuple[Any, ...], out: object) -> None:
         if isinstance(out, torch.Tensor) and torch.is_grad_enabled() and self._num_open_blocks:
@@ -123,7 +134,7 @@ class JointSums(TorchDispatchMode):
         self._block += self._num_open_blocks == 1
 
     def _after_block(self, block: nn.Module, args: tuple[Any, ...], out: object) -> None:
-        """What is still there at the end of a block is in somebody's hands."""
+        """Ends a block: everything still carried counts as read."""
         self._num_open_blocks -= 1
         if not self._num_open_blocks:
             self._read_together |= dict.fromkeys(self._summands.values())

@@ -1,22 +1,21 @@
-"""The sockets of a model: every module that holds weights of its own, what kind it is, and how it may be split.
+"""Finds the layers of a model with weights: their kind, and how they may be sharded.
 
-A *socket* is where a technique could put its own computation: a linear layer, the embedding, attention, the experts. Its
-*role* says along which side of the weight that is possible without a change of the numbers:
+The *role* of a layer tells along which side of its weight it can be sharded without changing the results:
 
-    columns           y = x W splits by outputs: each rank makes some of them        q, k, v, gate, up
-    rows              y = x W splits by inputs, and the ranks' sums are added         attention output, down
-    packed columns    several columns-linears in one weight, each split by itself     qkv, gate-up
-    packed rows       the same for rows
-    vocabulary        an embedding whose rows, the words, are divided
-    experts           weights of many experts, divided among ranks by expert
-    latent            a compressed key-value projection, of which a part is shared by all heads
-    replicated        whole on every rank
+    colwise           y = x W splits by outputs: each rank computes some of them       q, k, v, gate, up
+    rowwise           y = x W splits by inputs, and partial sums are added             attention output, down
+    packed_colwise    several colwise layers in one weight, each split by itself       qkv, gate-up
+    packed_rowwise    the same for rowwise
+    vocab             an embedding split along the vocabulary
+    experts           weights of many experts, distributed by expert
+    latent            a compressed key-value projection, part of it shared by all heads
+    replicated        unsharded on every rank
 
-A role comes from what the user declared, else from what the model declares (transformers: `base_model_tp_plan`, `_tp_plan`),
-else, for norms and routers, from their kind. Where none is known the module stays whole on every rank, and that is said with
-its bytes. Patterns name modules or parameters; "*" stands for a number or a word: "layers.*.mlp.up".
+A role is declared by the user, else by the model (transformers: `base_model_tp_plan`, `_tp_plan`), else, for
+norms and routers, given by the kind. A layer without a role stays unsharded and is reported with its bytes.
+Patterns name modules or parameters; "*" stands for one part between dots: "layers.*.mlp.up".
 
-Limits: names and flags are read; that a declared role is the right one, the numbers must show (`verify`).
+Limits: names and flags are read; only a run shows that a declared role is right (`meshwright verify`).
 """
 
 import re
@@ -44,7 +43,9 @@ _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = 
 
 @dataclass(frozen=True)
 class LayerRole:
-    """One module with weights of its own: its kind, the shape of its largest weight, elements, role ("": unknown), and source."""
+    """One module with its own weights: kind, shape of its largest weight, elements, role ("": unknown), and
+    source of the role.
+    """
 
     name: str
     kind: str
@@ -60,77 +61,81 @@ class LayerRole:
 
 
 def find_layer_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> tuple[LayerRole, ...]:
-    """The sockets of `module` in module order; `declared` maps patterns to roles, and wins over what the model declares.
+    """Returns the layers of `module` in module order; `declared` maps patterns to roles and overrides the
+    model's own.
 
-    Raises PlanError for a declared role that is none, and for a pattern that names nothing with weights.
+    Raises PlanError for an unknown role, and for a pattern that matches no weights.
     """
     asked, head = dict(declared or {}), output_head(module)
-    styles = declared_roles(module)
+    model_roles = declared_roles(module)
     found = []
-    for name, owner in module.named_modules():
-        own = {leaf: weight for leaf, weight in owner._parameters.items() if weight is not None}
-        if own:
-            kind = "head" if owner is head else _kind(owner)
-            role, source = _find_role(name, list(own), kind, asked, styles)
-            largest = max(own.values(), key=lambda weight: (weight.dim(), weight.numel()))
-            numel = sum(weight.numel() for weight in own.values())
+    for name, submodule in module.named_modules():
+        own_params = {leaf: weight for leaf, weight in submodule._parameters.items() if weight is not None}
+        if own_params:
+            kind = "head" if submodule is head else _kind(submodule)
+            role, source = _find_role(name, list(own_params), kind, asked, model_roles)
+            largest = max(own_params.values(), key=lambda weight: (weight.dim(), weight.numel()))
+            numel = sum(weight.numel() for weight in own_params.values())
             found.append(LayerRole(name, kind, tuple(largest.shape), numel, role, source))
     _check_patterns(asked, module)
     return tuple(found)
 
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
-    """The names of the matrices of linear layers inside of the model: neither of the embedding nor of the head.
+    """Returns the names of the weight matrices of inner linear layers: neither embedding nor head.
 
-    The head is what the model declares as such, else its last linear layer. A weight that one of these shares is not inside.
+    The head is the one that the model declares, else its last linear layer. A weight shared with one of
+    these is not inner.
     """
-    sockets = find_layer_roles(module)
-    linears = [socket.name for socket in sockets if socket.kind == "linear"]
-    ends = {socket.name for socket in sockets if socket.kind in ("embedding", "head")}
+    layer_roles = find_layer_roles(module)
+    linears = [layer_role.name for layer_role in layer_roles if layer_role.kind == "linear"]
+    ends = {layer_role.name for layer_role in layer_roles if layer_role.kind in ("embedding", "head")}
     ends |= set(linears[-1:]) if output_head(module) is None else set()
-    inside = [
-        socket.name
-        for socket in sockets
-        if socket.kind in ("linear", "attention", "router") and socket.name not in ends
+    inner = [
+        layer_role.name
+        for layer_role in layer_roles
+        if layer_role.kind in ("linear", "attention", "router") and layer_role.name not in ends
     ]
     shared = {id(weight) for name in ends for weight in module.get_submodule(name)._parameters.values()}
     return frozenset(
         _param_name(name, leaf)
-        for name in inside
+        for name in inner
         for leaf, weight in module.get_submodule(name)._parameters.items()
         if weight is not None and weight.dim() == 2 and id(weight) not in shared
     )
 
 
 def find_traced_roles(module: nn.Module, declared: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The role of each layer that can be divided, by module name (core.anatomy.Call): pairs as declared, all else by its kind.
+    """Returns the role of each layer that can be sharded, by module name: pairs as declared, others by kind.
 
-    Without a head that the model declares, its last linear layer may be one.
+    Without a head that the model declares, the last linear layer counts as one.
     """
     by_kind = {"embedding": "embedding", "head": "lm_head", "norm": "norm"}
-    roles, sockets = {}, find_layer_roles(module, declared)
+    roles, layer_roles = {}, find_layer_roles(module, declared)
     linears = (
-        [socket.name for socket in sockets if socket.kind == "linear"] if output_head(module) is None else []
+        [layer_role.name for layer_role in layer_roles if layer_role.kind == "linear"]
+        if output_head(module) is None
+        else []
     )
-    for socket in sockets:
-        if socket.kind == "linear" and socket.role in ("colwise", "rowwise"):
-            roles[socket.name] = socket.role
-        elif socket.kind == "linear" and (socket.role == "vocab" or socket.name in linears[-1:]):
-            roles[socket.name] = "lm_head"
-        elif socket.kind in by_kind:
-            roles[socket.name] = by_kind[socket.kind]
+    for layer_role in layer_roles:
+        if layer_role.kind == "linear" and layer_role.role in ("colwise", "rowwise"):
+            roles[layer_role.name] = layer_role.role
+        elif layer_role.kind == "linear" and (layer_role.role == "vocab" or layer_role.name in linears[-1:]):
+            roles[layer_role.name] = "lm_head"
+        elif layer_role.kind in by_kind:
+            roles[layer_role.name] = by_kind[layer_role.kind]
     return roles
 
 
-def _kind(owner: nn.Module) -> str:
+def _kind(submodule: nn.Module) -> str:
     for types, kind in _KINDS:
-        if isinstance(owner, types):
+        if isinstance(submodule, types):
             return kind
-    shapes = [weight.shape for weight in owner._parameters.values() if weight is not None]
-    name, deepest = type(owner).__name__, max(map(len, shapes))
+    shapes = [weight.shape for weight in submodule._parameters.values() if weight is not None]
+    name, deepest = type(submodule).__name__, max(map(len, shapes))
     counts = {shape[0] if shape else 1 for shape in shapes}
-    if name == "Conv1D" and "transformers" in type(owner).__module__:
-        return "linear"  # GPT-2's: a linear whose weight lies the other way round
+    if name == "Conv1D" and "transformers" in type(submodule).__module__:
+        return "linear"  # of GPT-2: a linear layer with a transposed weight
     if deepest == 3 and ("Expert" in name or (len(counts) == 1 and counts != {1})):
         return "experts"
     if _ROUTERS.search(name):
@@ -139,37 +144,39 @@ def _kind(owner: nn.Module) -> str:
 
 
 def _find_role(
-    name: str, leaves: list[str], kind: str, asked: Mapping[str, str], styles: Mapping[str, str]
+    name: str, leaves: list[str], kind: str, asked: Mapping[str, str], model_roles: Mapping[str, str]
 ) -> tuple[str, str]:
-    for roles, source in ((asked, DECLARED_BY_USER), (styles, DECLARED_BY_MODEL)):
-        whole = next((role for pattern, role in roles.items() if matches_pattern(pattern, name)), None)
-        parts = {
+    for roles, source in ((asked, DECLARED_BY_USER), (model_roles, DECLARED_BY_MODEL)):
+        module_role = next((role for pattern, role in roles.items() if matches_pattern(pattern, name)), None)
+        param_roles = {
             leaf: role
             for leaf in leaves
             for pattern, role in roles.items()
             if matches_pattern(pattern, _param_name(name, leaf))
         }
-        if kind == "experts" and parts:
-            return ", ".join(f"{leaf} {role}" for leaf, role in parts.items()), source
-        if whole is not None or parts:
-            return whole or next(iter(parts.values())), source
+        if kind == "experts" and param_roles:
+            return ", ".join(f"{leaf} {role}" for leaf, role in param_roles.items()), source
+        if module_role is not None or param_roles:
+            return module_role or next(iter(param_roles.values())), source
     return ("replicated", KNOWN_BY_KIND) if kind in ("norm", "router") else ("", "")
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether `pattern`, in which a "*" stands for one part between dots, is `name`."""
-    given, parts = pattern.split("."), name.split(".")
-    return len(given) == len(parts) and all(
-        mine in ("*", part) for mine, part in zip(given, parts, strict=True)
+    """Whether `pattern`, in which "*" stands for one part between dots, matches `name`."""
+    pattern_parts, name_parts = pattern.split("."), name.split(".")
+    return len(pattern_parts) == len(name_parts) and all(
+        pattern_part in ("*", part) for pattern_part, part in zip(pattern_parts, name_parts, strict=True)
     )
 
 
 def check_roles(declared: object) -> None:
-    """Raise PlanError unless `declared` is a mapping from patterns to roles."""
+    """Raises PlanError unless `declared` maps patterns to roles."""
     if not isinstance(declared, Mapping) or not all(isinstance(key, str) for key in declared):
-        text = f"the sockets are {declared!r}; needed are patterns of module names with a role each"
+        text = f"layer_roles are {declared!r}; needed are patterns of module names with a role each"
         raise PlanError(
-            text, fix='write layer_roles={"layers.*.up": "colwise", "layers.*.down": "rowwise"}', location=ROLES_KEY
+            text,
+            fix='write layer_roles={"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
+            location=ROLES_KEY,
         )
     raise_diagnostics(
         Diagnostic(f"'{pattern}' has the role {role!r}", suggest_name(str(role), ROLES), ROLES_KEY)

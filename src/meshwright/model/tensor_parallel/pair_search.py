@@ -1,29 +1,26 @@
-"""Which layers can be divided together: read off the features that were followed through a trial run
-(model/flow.py).
+"""Finds groups of layers that can be sharded together in a feature flow, and the size attributes that must
+change with them.
 
-A linear layer that takes in features of others is the rows layer of a group, those others are its columns
-layers. All features that are tied to one another are a unit; the group can be divided if its units lie in
-every layer as a `Cut` has them: section after section, one unit behind the other. Features that are only used
-(keys and values that query heads share) may belong to several units at once: then the units are groups of
-heads, and single heads where every rank makes the keys that its heads need.
+A linear layer that consumes features of others is the rowwise layer of a group; those others are its colwise
+layers. All features tied to one another form a unit; a group can be sharded if its units lie in every layer
+as a `DimSplit` describes: section by section, one unit after the other. Features that are only used (keys
+and values shared by query heads) may belong to several units: then units are groups of heads, or single
+heads if every rank computes the keys its heads need. A group is given up, and its layers stay unsharded, if
+some of its features are needed in full: by glue, by a norm over all of them, or by a layer declared
+otherwise.
 
-A group is given up, and its layers stay whole, where some of its features are needed whole: by glue, by a
-norm over all of them, by a layer that is declared as something else.
+Code such as `x.view(batch, tokens, self.num_heads, width)` or `split(self.split_size)` needs the sizes of
+its slice. The names of such attributes are known by convention (the tables below), their meaning by their
+values; only a run on slices shows which ones a forward reads (slice_trial.py). It tries more of them until
+it runs:
 
-Numbers of heads and widths that modules hold, and that must be those of the slice where a rank has one.
-
-Code that says `x.view(rows, tokens, self.num_heads, width)` or `split(self.split_size)` would not run on a
-slice. What such numbers are called is known by habit (the tables below), what they count by their values;
-which of them a forward reads, and for which it must see the whole, only a run on slices shows
-(model/trying.py). It is tried with more of them until it runs:
-
-    0    numbers of heads, keys and values, and what is named after a split
-    1    also those of the config that an attention module holds (it gets a copy of its own)
-    2    also widths that elsewhere mean the stream's
+    0    numbers of heads, keys and values, and sizes of splits
+    1    also those in the config of an attention module, which gets its own copy
+    2    also widths that elsewhere mean the hidden size
     3    all
 
 Limits: a forward that reads such a number under another name does not run on slices, and its layers stay
-whole.
+unsharded.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -44,10 +41,10 @@ UNDECLARED = ""  # no declared role
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are divided together: of each node how it is cut (`dim` is 0), and of rows layers how what
-    goes in is.
+    """Layers that are sharded together: the split of each source (`dim` is 0), and of the inputs of rowwise
+    layers.
 
-    `beside` are the parameters that stand between columns and rows, which every rank uses with its own
+    `inner_params` are parameters between colwise and rowwise layers, which every rank uses with its own
     features.
     """
 
@@ -57,30 +54,30 @@ class LayerGroup:
 
     @property
     def dim_split(self) -> DimSplit:
-        """How the features between columns and rows are cut."""
+        """The split of the features between colwise and rowwise layers."""
         return next(iter(self.rowwise.values()))
 
 
 def find_layer_groups(
     feature_flow: FeatureFlow, roles: Mapping[str, str], excluded: Collection[str] = ()
 ) -> list[LayerGroup]:
-    """The groups of a trial run; `roles` are those declared, by layer,
-    and the layers `without` stay whole.
+    """Returns the groups of a trial run; `roles` are the declared ones by layer, and layers in `excluded`
+    stay unsharded.
     """
     found = _GroupSearch(feature_flow, roles, set(excluded))
-    refused: set[FeatureNode] = set()
+    rejected: set[FeatureNode] = set()
     while True:
-        accepted, escaped = found.candidate_groups(refused)
-        grouped = [(rows, sources, found.make_group(rows, sources)) for rows, sources in accepted]
-        spoiled = {
+        accepted, escaped = found.candidate_groups(rejected)
+        candidates = [(rows, sources, found.make_group(rows, sources)) for rows, sources in accepted]
+        rejected_now = {
             node
-            for rows, sources, group in grouped
+            for rows, sources, group in candidates
             if group is None or found.touches_unsplit(escaped, rows, sources)
             for node in rows
         }
-        if not spoiled:
-            return [group for _, _, group in grouped if group is not None]
-        refused |= spoiled
+        if not rejected_now:
+            return [group for _, _, group in candidates if group is not None]
+        rejected |= rejected_now
 
 
 class _GroupSearch:
@@ -96,8 +93,8 @@ class _GroupSearch:
     def candidate_groups(
         self, refused: Collection[FeatureNode]
     ) -> tuple[list[tuple[list[FeatureNode], list[FeatureNode]]], FeatureIds]:
-        """Rows layers and those that they take in from, group by group, and the classes of all that is needed
-        whole.
+        """Returns rowwise layers and their sources, group by group, and the labels of all features needed in
+        full.
         """
         whole = [numbers[numbers >= 0].reshape(-1) for numbers in self._flow.unsplit_features]
         merged: list[tuple[list[FeatureNode], list[FeatureNode]]] = []
@@ -134,14 +131,14 @@ class _GroupSearch:
     def touches_unsplit(
         self, escaped: FeatureIds, rows: Sequence[FeatureNode], sources: Sequence[FeatureNode]
     ) -> bool:
-        """Whether features of `sources` are among those needed whole."""
+        """Whether features of `sources` are needed in full."""
         return any(
             np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], escaped).any()
             for node in sources
         )
 
     def make_group(self, rows: Sequence[FeatureNode], sources: Sequence[FeatureNode]) -> LayerGroup | None:
-        """These layers as a group, if their units lie so that they can be divided."""
+        """Returns these layers as a group, or None if their units cannot be sharded."""
         units = _distinct_in_order(self._unit_labels[_input_features(rows[0])])
         heads = _distinct_in_order(self._head_labels[_input_features(rows[0])])
         if max(len(units), len(heads)) < 2:
@@ -149,29 +146,39 @@ class _GroupSearch:
         if len(heads) % len(units) or not self._covers(units, sources):
             return None
         features = {node: np.arange(node.first_feature, node.first_feature + node.width) for node in sources}
-        cuts = {node: self._find_split(numbers, units, heads, "out") for node, numbers in features.items()}
-        ends = {node: self._find_split(_input_features(node), units, heads, "in") for node in rows}
-        fine = all(cut is not None and cut.num_heads for cut in [*cuts.values(), *ends.values()])
-        if not fine and len(units) < 2:
+        output_splits = {
+            node: self._find_split(numbers, units, heads, "out") for node, numbers in features.items()
+        }
+        input_splits = {node: self._find_split(_input_features(node), units, heads, "in") for node in rows}
+        is_per_head = all(
+            cut is not None and cut.num_heads for cut in [*output_splits.values(), *input_splits.values()]
+        )
+        if not is_per_head and len(units) < 2:
             return None
-        if not fine:
-            cuts = {
+        if not is_per_head:
+            output_splits = {
                 node: self._find_split(numbers, units, units, "out") for node, numbers in features.items()
             }
-            ends = {node: self._find_split(_input_features(node), units, units, "in") for node in rows}
-        if any(cut is None for cut in [*cuts.values(), *ends.values()]) or any(
-            _has_shared_features(cut) for cut in ends.values()
+            input_splits = {
+                node: self._find_split(_input_features(node), units, units, "in") for node in rows
+            }
+        if any(cut is None for cut in [*output_splits.values(), *input_splits.values()]) or any(
+            _has_shared_features(cut) for cut in input_splits.values()
         ):
             return None
-        beside = {name: self._num_units_met(met, units) for name, met in self._flow.param_features.items()}
+        units_by_param = {
+            name: self._num_units_met(met, units) for name, met in self._flow.param_features.items()
+        }
         # one norm per head: the assignment to heads is the model's
-        if any(0 < met < len(units) for met in beside.values()):
+        if any(0 < met < len(units) for met in units_by_param.values()):
             return None
         # one summand of its gradient is not sharded
-        if any(met and name in self._flow.params_without_features for name, met in beside.items()):
+        if any(met and name in self._flow.params_without_features for name, met in units_by_param.items()):
             return None
         return LayerGroup(
-            _without_none(cuts), _without_none(ends), tuple(name for name, met in beside.items() if met)
+            _without_none(output_splits),
+            _without_none(input_splits),
+            tuple(name for name, met in units_by_param.items() if met),
         )
 
     def _may_have_role(self, node: FeatureNode, role: str) -> bool:
@@ -181,7 +188,7 @@ class _GroupSearch:
         )
 
     def _num_units_met(self, met: Iterable[FeatureIds], units: FeatureIds) -> int:
-        """How many of `units` are among the numbers that a parameter `met`."""
+        """The number of `units` that a parameter meets."""
         return len(
             np.intersect1d(
                 self._unit_labels[np.concatenate([numbers[numbers >= 0] for numbers in met])], units
@@ -189,48 +196,50 @@ class _GroupSearch:
         )
 
     def _covers(self, units: FeatureIds, sources: Iterable[FeatureNode]) -> bool:
-        """Whether every feature of `sources` belongs to one of `units`."""
+        """Whether every feature of `sources` belongs to a unit."""
         return all(
             np.isin(self._unit_labels[node.first_feature : node.first_feature + node.width], units).all()
             for node in sources
         )
 
     def _sources(self, into: FeatureIds) -> list[FeatureNode]:
-        """The nodes of which a feature is tied to one of `into`."""
+        """The nodes with a feature tied to one of `into`."""
         wanted = np.unique(self._unit_labels[into])
-        begins, ends = (
+        begins, input_splits = (
             np.searchsorted(self._sorted, wanted),
             np.searchsorted(self._sorted, wanted, side="right"),
         )
-        members = np.concatenate([self._order[begin:end] for begin, end in zip(begins, ends, strict=True)])
-        places = np.unique(np.searchsorted(self._starts, members, side="right") - 1)
-        return [self._flow.nodes[place] for place in places]
+        feature_ids = np.concatenate(
+            [self._order[begin:end] for begin, end in zip(begins, input_splits, strict=True)]
+        )
+        indices = np.unique(np.searchsorted(self._starts, feature_ids, side="right") - 1)
+        return [self._flow.nodes[place] for place in indices]
 
     def _find_split(
         self, numbers: FeatureIds, units: FeatureIds, heads: FeatureIds, side: str
     ) -> DimSplit | None:
-        """How features of these `numbers` are cut; None where units do not lie one behind the other."""
+        """Returns the split of these features; None if units do not lie one after the other."""
         unit_of = _index_of(self._unit_labels[numbers], units)
         starts = [0, *(np.flatnonzero(np.diff(unit_of) < 0) + 1).tolist(), len(numbers)]
         sections = tuple(end - start for start, end in pairwise(starts))
         if any(length % len(units) for length in sections):
             return None
-        even = [np.repeat(np.arange(len(units)), length // len(units)) for length in sections]
-        if not np.array_equal(np.concatenate(even), unit_of):
+        even_layout = [np.repeat(np.arange(len(units)), length // len(units)) for length in sections]
+        if not np.array_equal(np.concatenate(even_layout), unit_of):
             return None
         if len(heads) == len(units):
             return DimSplit(0, len(units), sections, side)
-        parts = [
+        per_head = [
             _per_head_numel(part, units, heads) for part in np.split(self._head_labels[numbers], starts[1:-1])
         ]
-        if any(part is None for part in parts):
+        if any(part is None for part in per_head):
             return None
-        return DimSplit(0, len(units), sections, side, len(heads), tuple(part or 0 for part in parts))
+        return DimSplit(0, len(units), sections, side, len(heads), tuple(part or 0 for part in per_head))
 
 
 def _per_head_numel(labels: FeatureIds, units: FeatureIds, heads: FeatureIds) -> int | None:
-    """Of a section, how many elements at the front of each unit belong to single heads, in order; None:
-    otherwise laid out.
+    """The number of leading elements of each unit that belong to single heads in order; None for another
+    layout.
     """
     length, each = len(labels) // len(units), len(heads) // len(units)
     head_of = _index_of(labels, heads).reshape(len(units), length)
@@ -253,20 +262,20 @@ def _input_features(node: FeatureNode) -> FeatureIds:
 
 
 def _distinct_in_order(labels: FeatureIds) -> FeatureIds:
-    """The distinct `labels` in the order in which they first stand."""
-    found, places = np.unique(labels, return_index=True)
-    return found[np.argsort(places)]
+    """The distinct labels, in order of first occurrence."""
+    found, indices = np.unique(labels, return_index=True)
+    return found[np.argsort(indices)]
 
 
 def _index_of(labels: FeatureIds, known: FeatureIds) -> FeatureIds:
-    """Where each of `labels` stands in `known`; -1 where it does not."""
+    """The index of each label in `known`; -1 if absent."""
     order = np.argsort(known)
-    places = np.clip(np.searchsorted(known[order], labels), 0, len(known) - 1)
-    return np.where(known[order][places] == labels, order[places], -1)
+    indices = np.clip(np.searchsorted(known[order], labels), 0, len(known) - 1)
+    return np.where(known[order][indices] == labels, order[indices], -1)
 
 
-def _without_none(cuts: Mapping[FeatureNode, DimSplit | None]) -> dict[Any, DimSplit]:
-    return {node: cut for node, cut in cuts.items() if cut is not None}
+def _without_none(output_splits: Mapping[FeatureNode, DimSplit | None]) -> dict[Any, DimSplit]:
+    return {node: cut for node, cut in output_splits.items() if cut is not None}
 
 
 HEAD_COUNT_NAMES = (
@@ -286,7 +295,9 @@ NUM_ATTEMPTS = 4
 
 
 def find_size_attributes(module: nn.Module, group: LayerGroup, attempt: int) -> Iterator[SizeAttribute]:
-    """The numbers that modules around the layers of `group` hold of its heads and its width."""
+    """Yields the attributes of modules around the layers of `group` that hold its numbers of heads or its
+    width.
+    """
     cut = group.dim_split
     width = sum(cut.sections)
     if width == cut.num_units:  # units are single features: no counts
@@ -322,13 +333,13 @@ def _match_attributes(
 
 
 def _count_split(cut: DimSplit, value: int, own: int) -> DimSplit:
-    """How `value` things are dealt out as `cut` is, of which so many in a unit are its heads' own."""
+    """The split of `value` items along with `cut`, of which `own` per unit belong to single heads."""
     return DimSplit(0, cut.num_units, (value,), cut.side, cut.num_heads, (own,) if cut.num_heads else ())
 
 
 def _modules_around(group: LayerGroup) -> Iterator[str]:
-    """The modules that hold layers of `group`, from the innermost that holds all those of one visit down to
-    the layers.
+    """Yields modules that hold layers of `group`: from the innermost that holds all of one block call down
+    to the layers.
     """
     visits: dict[str, list[str]] = {}
     for node in (*group.sources, *group.rowwise):
@@ -337,7 +348,7 @@ def _modules_around(group: LayerGroup) -> Iterator[str]:
     for names in visits.values():
         paths = [name.split(".")[:-1] for name in names]
         depth = next(
-            (i for i, parts in enumerate(zip(*paths, strict=False)) if len(set(parts)) > 1),
+            (i for i, per_head in enumerate(zip(*paths, strict=False)) if len(set(per_head)) > 1),
             min(map(len, paths)),
         )
         yield from dict.fromkeys(

@@ -1,15 +1,17 @@
-"""How the stream goes through a model: learnt from the trial run, by following it from operation to operation.
+"""Finds the path of the residual stream through a model, by following it operation by operation in a trial
+run.
 
-The stream is what a block takes in, [rows, tokens, width], and gives out in the same shape. A block can run on a slice of the
-tokens when all that it does with the stream treats each token by itself, but for what lies between columns and rows layers:
+The residual stream is what a block takes, [samples, tokens, width], and returns in the same shape. A block
+can run on a slice of the tokens if it treats each token of the stream by itself, except between colwise and
+rowwise layers:
 
-    x --norm--> h --columns--> (whatever: attention) --rows--> y --add--> x + y
-    followed: x h y x+y        not followed: what columns layers give out, which are given all tokens
+    x --norm--> h --colwise--> (anything: attention) --rowwise--> y --add--> x + y
+    followed: x h y x+y        not followed: outputs of colwise layers, which get all tokens
 
-    by itself     arithmetic element by element, norms over the last dim; whatever else is computed with it is named
-    gate          a module round columns layers that takes in h and hands it to no one else: who looks at the shape of h in there
-                  expects all tokens, so they are brought together where it begins
-    glue          may hand the stream on, and take all of it (`x[:, 0:]`); whatever else it does with it needs all tokens
+    per token       elementwise arithmetic, norms over the last dim; any other operation is reported
+    outer module    a module around colwise layers that takes h and passes it to no other: code in it that
+                    reads the shape of h expects all tokens, so they are gathered at its start
+    glue            may pass the stream on, and take all of it (`x[:, 0:]`); other operations need all tokens
 """
 
 from collections import Counter
@@ -30,15 +32,18 @@ from meshwright.model.tensors.op_tables import is_full_view, reads_values, token
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.layer_calls import LayerCall, ResidualFlow
 
-SHAPE_ATTRIBUTE: Any = getattr_static(torch.Tensor, "shape")  # as torch's Python sees it asked for
+# what __torch_function__ receives when a shape is read
+SHAPE_ATTRIBUTE: Any = getattr_static(torch.Tensor, "shape")
 Blocks = Mapping[str, nn.Module]
 OnBlockCall = Callable[[str], None]
-LayerCallKey = tuple[str, str, int]  # a layer, a visit, and how many calls of it came before in that
+LayerCallKey = tuple[str, str, int]  # layer, block call, and number of earlier calls of the layer in it
 
 
 @dataclass
 class ResidualMark:
-    """Of one call of a layer: whether the stream goes in, and the outermost gate, with the slots where that takes it."""
+    """Of one layer call: whether it takes the residual stream, and the outermost module that does, with its
+    arguments.
+    """
 
     takes_residual: bool = False
     outer_module: str = ""
@@ -47,7 +52,7 @@ class ResidualMark:
 
 @dataclass
 class _OpenModule:
-    """A module that runs: the tensors of the stream that it has taken in, by identity, and those that it computes with."""
+    """A running module: the tensors of the stream that it took, by id, and those it computes with."""
 
     name: str
     module: nn.Module
@@ -59,7 +64,7 @@ class _OpenModule:
 
 @dataclass
 class _OpenBlockCall:
-    """A visit that runs: what of it is the stream, where it took that in, and what it does with it but token by token."""
+    """A running block call: its residual input, and why it does not treat tokens separately."""
 
     name: str
     arg: int | str = ""
@@ -79,30 +84,32 @@ def trace_residual_stream(
     *,
     writes_in_place: bool,
 ) -> tuple[tuple[LayerCall, ...], tuple[ResidualFlow, ...]]:
-    """`calls` with their places in the stream, and its passages through visits, as one `forward` of `module` shows.
+    """Returns `calls` with their places in the residual stream, and its flow through block calls, from one
+    forward.
 
-    `enter` hears of each visit; `in_place` says that the model writes into what its blocks give out.
+    `on_block_call` is called with each block call; `writes_in_place` if the model writes into outputs of its
+    blocks.
     """
-    visits: list[str] = []
+    block_calls: list[str] = []
 
-    def reach(visit: str) -> None:
-        visits.append(visit)
-        on_block_call(visit)
+    def reach(block_call: str) -> None:
+        block_calls.append(block_call)
+        on_block_call(block_call)
 
-    streaming = _ResidualTrace(module, blocks, {call.name: call.role for call in calls}, visits)
-    drive = ForwardDriver(blocks, in_place=writes_in_place)
+    trace = _ResidualTrace(module, blocks, {call.name: call.role for call in calls}, block_calls)
+    driver = ForwardDriver(blocks, in_place=writes_in_place)
     on_block_call("")
     try:
-        with streaming:
-            outputs, _, _ = drive.forward(reach, run_forward)
+        with trace:
+            outputs, _, _ = driver.forward(reach, run_forward)
     finally:
-        drive.detach()
-        streaming.detach()
-    return _mark_calls(calls, streaming.marks), streaming.residual_flows(outputs)
+        driver.detach()
+        trace.detach()
+    return _mark_calls(calls, trace.marks), trace.residual_flows(outputs)
 
 
 class _ResidualTrace(TorchFunctionMode):
-    """What a forward does with the stream. `roles` are those of layers, `visits` are filled from outside, in order."""
+    """Follows the stream through a forward; `visits` is filled by the caller in order."""
 
     def __init__(
         self, module: nn.Module, blocks: Blocks, roles: Mapping[str, str], visits: Sequence[str]
@@ -111,13 +118,12 @@ class _ResidualTrace(TorchFunctionMode):
         self.marks: dict[LayerCallKey, ResidualMark] = {}
         self._roles, self._block_calls = roles, visits
         self._flows: dict[str, ResidualFlow] = {}
-        self._producers: WeakIdKeyDictionary = (
-            WeakIdKeyDictionary()
-        )  # what visits gave out, as glue has it: the visit
+        # block call that returned a tensor, as glue sees it
+        self._producers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._consumers: dict[str, list[tuple[str, int | str | None]]] = {}
         self._read_by_glue: set[str] = set()
         self._pending_inputs: list[tuple[str, int | str | None]] | None = (
-            None  # of the block that is called: what of others goes in, where
+            None  # inputs of the next block call: producer and argument
         )
         self._block_call: _OpenBlockCall | None = None
         self._open_modules: list[_OpenModule] = []
@@ -127,11 +133,11 @@ class _ResidualTrace(TorchFunctionMode):
         self._attach(module, blocks)
 
     def _attach(self, module: nn.Module, blocks: Blocks) -> None:
-        inside = {id(part) for block in blocks.values() for part in block.modules()} - {
+        inner_ids = {id(part) for block in blocks.values() for part in block.modules()} - {
             id(block) for block in blocks.values()
         }
         for name, part in module.named_modules():
-            if id(part) in inside:
+            if id(part) in inner_ids:
                 self._handles.append(
                     part.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
                 )
@@ -143,30 +149,30 @@ class _ResidualTrace(TorchFunctionMode):
             block.forward = partial(self._run_block, name, block, block.forward)
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Removes all hooks and patches."""
         for handle in self._handles:
             handle.remove()
-        for block, own in self._replaced:
+        for block, own_forward in self._replaced:
             block.__dict__.pop("forward", None)
-            if own is not None:
-                block.__dict__["forward"] = own
+            if own_forward is not None:
+                block.__dict__["forward"] = own_forward
 
     def residual_flows(self, outputs: Any) -> tuple[ResidualFlow, ...]:
-        """The passages of the stream in a forward that has ended with `outputs`."""
+        """Returns the flows of the stream in a forward that returned `outputs`."""
         self._read_by_glue |= {
             self._producers[tensor] for tensor in tree_tensors(outputs) if tensor in self._producers
         }
-        found = dict(self._flows)
-        for visit, takers in self._consumers.items():
-            if visit in self._read_by_glue or visit not in found or len(takers) != 1:
+        flows = dict(self._flows)
+        for block_call, consumers in self._consumers.items():
+            if block_call in self._read_by_glue or block_call not in flows or len(consumers) != 1:
                 continue
-            (taker, slot) = takers[0]
-            if taker in found and found[taker].arg == slot:
-                found[taker] = replace(found[taker], producer=visit)
-            elif taker in found or slot is None:  # it takes it in, but not as its stream
+            (consumer, arg) = consumers[0]
+            if consumer in flows and flows[consumer].arg == arg:
+                flows[consumer] = replace(flows[consumer], producer=block_call)
+            elif consumer in flows or arg is None:  # it takes the tensor, but not as its residual stream
                 continue
-            found[visit] = replace(found[visit], consumer=taker)
-        return tuple(found.values())
+            flows[block_call] = replace(flows[block_call], consumer=consumer)
+        return tuple(flows.values())
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -181,41 +187,48 @@ class _ResidualTrace(TorchFunctionMode):
         return result
 
     def _note_glue(self, func: Any, given: Any, result: Any) -> None:
-        """Glue computes something."""
         for tensor in tree_tensors(given):
             if tensor not in self._producers:
                 continue
-            visit, made = self._producers[tensor], tree_tensors(result)
-            if func.__name__ == "__getitem__" and len(made) == 1 and is_full_view(made[0], tensor):
-                self._producers[made[0]] = visit
-            elif made or func.__name__ in ("size", "__len__") or func == SHAPE_ATTRIBUTE.__get__:
-                self._read_by_glue.add(visit)
+            block_call, results = self._producers[tensor], tree_tensors(result)
+            if func.__name__ == "__getitem__" and len(results) == 1 and is_full_view(results[0], tensor):
+                self._producers[results[0]] = block_call
+            elif results or func.__name__ in ("size", "__len__") or func == SHAPE_ATTRIBUTE.__get__:
+                self._read_by_glue.add(block_call)
 
     def _note_block_op(
-        self, visit: _OpenBlockCall, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self,
+        block_call: _OpenBlockCall,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
     ) -> None:
-        """A block computes something."""
         operands = tree_tensors((args, kwargs))
-        carried = [tensor for tensor in operands if tensor in visit.residual_tensors]
-        if not carried:
+        residual = [tensor for tensor in operands if tensor in block_call.residual_tensors]
+        if not residual:
             return
-        made, name = tree_tensors(result), func.__name__.strip("_")
-        if made and made[0] is not carried[0]:
+        results, name = tree_tensors(result), func.__name__.strip("_")
+        if results and results[0] is not residual[0]:
             for frame in self._open_modules:
-                frame.used_inputs |= {id(tensor) for tensor in carried if id(tensor) in frame.residual_inputs}
-        why = f"reads its values ({name})" if not made and reads_values(name) else ""
-        if made:
-            why = self._foreign_param(operands) or tokenwise_problem(
-                name, args, kwargs, operands, carried, made[0]
+                frame.used_inputs |= {
+                    id(tensor) for tensor in residual if id(tensor) in frame.residual_inputs
+                }
+        reason = f"reads its values ({name})" if not results and reads_values(name) else ""
+        if results:
+            reason = self._foreign_param(operands) or tokenwise_problem(
+                name, args, kwargs, operands, residual, results[0]
             )
-        if why and not visit.not_sequence_parallel:
-            visit.not_sequence_parallel = f"{self._open_modules[-1].name} {why}"
-        for tensor in made:
-            if tuple(tensor.shape[:2]) == visit.shape[:2]:
-                visit.residual_tensors[tensor] = True
+        if reason and not block_call.not_sequence_parallel:
+            block_call.not_sequence_parallel = f"{self._open_modules[-1].name} {reason}"
+        for tensor in results:
+            if tuple(tensor.shape[:2]) == block_call.shape[:2]:
+                block_call.residual_tensors[tensor] = True
 
     def _foreign_param(self, operands: Iterable[torch.Tensor]) -> str:
-        """What is wrong with a parameter among `operands`: but for those of a norm, nobody adds up their gradients."""
+        """Returns what is wrong with a parameter among `operands`: only gradients of norm parameters are
+        summed over ranks.
+        """
         frame = self._open_modules[-1]
         for tensor in operands:
             if id(tensor) in self._names and not (
@@ -225,101 +238,107 @@ class _ResidualTrace(TorchFunctionMode):
         return ""
 
     def _before_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A block is about to be reached, with what glue has."""
+        """Notes the inputs of the next block call, as glue has them."""
         if self._block_call is None and torch.is_grad_enabled():
-            top = {id(value): slot for slot, value in _arguments(args, kwargs).items()}
+            arg_of_id = {id(value): arg for arg, value in _arguments(args, kwargs).items()}
             given = {
                 id(tensor): tensor for tensor in tree_tensors((args, kwargs)) if tensor in self._producers
             }
             self._pending_inputs = [
-                (self._producers[tensor], top.get(id(tensor))) for tensor in given.values()
+                (self._producers[tensor], arg_of_id.get(id(tensor))) for tensor in given.values()
             ]
 
     def _run_block(
         self, name: str, block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """A block runs; within another one, or without gradients, it is no visit."""
+        """Runs a block call; a block inside another one, or without gradients, is none."""
         if self._block_call is not None or self._pending_inputs is None:
             return forward(*args, **kwargs)
-        visit = self._block_call = _OpenBlockCall(self._block_calls[-1])
-        for source, slot in self._pending_inputs:
-            self._consumers.setdefault(source, []).append((visit.name, slot))
-        for slot, value in _arguments(args, kwargs).items():
+        block_call = self._block_call = _OpenBlockCall(self._block_calls[-1])
+        for source, arg in self._pending_inputs:
+            self._consumers.setdefault(source, []).append((block_call.name, arg))
+        for arg, value in _arguments(args, kwargs).items():
             if (
-                not visit.shape
+                not block_call.shape
                 and isinstance(value, torch.Tensor)
                 and value.ndim == 3
                 and value.is_floating_point()
             ):
-                visit.arg, visit.shape, visit.input_needs_grad = slot, tuple(value.shape), value.requires_grad
-                visit.residual_tensors[value] = True
+                block_call.arg, block_call.shape, block_call.input_needs_grad = (
+                    arg,
+                    tuple(value.shape),
+                    value.requires_grad,
+                )
+                block_call.residual_tensors[value] = True
         self._enter_module(name, block, args, kwargs)
         try:
             outputs = forward(*args, **kwargs)
             self._leave_module(block, args, outputs)
-            self._note_flow(visit, outputs)
+            self._note_flow(block_call, outputs)
         finally:
             self._block_call = None
             self._open_modules.clear()
         return outputs
 
-    def _note_flow(self, visit: _OpenBlockCall, outputs: Any) -> None:
-        """Note how the stream went through a visit that gives out `outputs`."""
-        if not visit.shape:
+    def _note_flow(self, block_call: _OpenBlockCall, outputs: Any) -> None:
+        """Notes how the stream went through a block call with these outputs."""
+        if not block_call.shape:
             return
-        several = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-        through = [
+        output_list = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+        residual_indices = [
             i
-            for i, each in enumerate(several)
-            if isinstance(each, torch.Tensor) and each in visit.residual_tensors
+            for i, each in enumerate(output_list)
+            if isinstance(each, torch.Tensor) and each in block_call.residual_tensors
         ]
-        if not through or tuple(several[through[0]].shape) != visit.shape:
+        if not residual_indices or tuple(output_list[residual_indices[0]].shape) != block_call.shape:
             return
-        if sum(each in visit.residual_tensors for each in tree_tensors(outputs)) > 1:
-            visit.not_sequence_parallel = (
-                visit.not_sequence_parallel or "it gives out more than one tensor of the stream"
+        if sum(each in block_call.residual_tensors for each in tree_tensors(outputs)) > 1:
+            block_call.not_sequence_parallel = (
+                block_call.not_sequence_parallel or "it returns more than one tensor of the residual stream"
             )
-        place, (tokens, width) = None if several[0] is outputs else through[0], visit.shape[1:]
-        self._flows[visit.name] = ResidualFlow(
-            visit.name,
-            visit.arg,
-            place,
+        output_index, (tokens, width) = (
+            None if output_list[0] is outputs else residual_indices[0],
+            block_call.shape[1:],
+        )
+        self._flows[block_call.name] = ResidualFlow(
+            block_call.name,
+            block_call.arg,
+            output_index,
             tokens,
             width,
-            input_needs_grad=visit.input_needs_grad,
-            not_sequence_parallel=visit.not_sequence_parallel,
+            input_needs_grad=block_call.input_needs_grad,
+            not_sequence_parallel=block_call.not_sequence_parallel,
         )
 
     def _after_block(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """A block has been left: `outputs` are what glue gets."""
+        """Notes the residual output that glue gets."""
         if self._block_call is not None or self._pending_inputs is None:
             return
         self._pending_inputs = None
-        passage = self._flows.get(self._block_calls[-1]) if self._block_calls else None
-        if passage is not None:
-            self._producers[outputs if passage.output_index is None else outputs[passage.output_index]] = (
-                passage.block_call
+        flow = self._flows.get(self._block_calls[-1]) if self._block_calls else None
+        if flow is not None:
+            self._producers[outputs if flow.output_index is None else outputs[flow.output_index]] = (
+                flow.block_call
             )
 
     def _enter_module(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """A module within a block is called."""
-        visit = self._block_call
-        if visit is None:
+        block_call = self._block_call
+        if block_call is None:
             return
         taken: dict[int, tuple[int | str, ...]] = {}
-        for slot, value in _arguments(args, kwargs).items():
-            if isinstance(value, torch.Tensor) and value in visit.residual_tensors:
-                taken[id(value)] = (*taken.get(id(value), ()), slot)
+        for arg, value in _arguments(args, kwargs).items():
+            if isinstance(value, torch.Tensor) and value in block_call.residual_tensors:
+                taken[id(value)] = (*taken.get(id(value), ()), arg)
         role = self._roles.get(name, "")
         if role and args:
             mark = ResidualMark(takes_residual=id(args[0]) in taken)
-            self.marks[name, visit.name, visit.num_calls[name]] = mark
-            visit.num_calls[name] += 1
+            self.marks[name, block_call.name, block_call.num_calls[name]] = mark
+            block_call.num_calls[name] += 1
             if mark.takes_residual and role == "rowwise":
-                visit.not_sequence_parallel = (
-                    visit.not_sequence_parallel or f"{name} takes in the stream itself"
+                block_call.not_sequence_parallel = (
+                    block_call.not_sequence_parallel or f"{name} takes the residual stream itself"
                 )
             if mark.takes_residual and role == "colwise":
                 for frame in self._open_modules[1:]:
@@ -327,33 +346,35 @@ class _ResidualTrace(TorchFunctionMode):
         self._open_modules.append(_OpenModule(name, module, role, taken))
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """A module within a block has been left; of those that take in what columns layers do, the outermost is their gate."""
-        visit = self._block_call
-        if visit is None or not self._open_modules or self._open_modules[-1].module is not module:
+        """Ends a module inside a block; the outermost module that takes the input of a colwise layer is its
+        outer module.
+        """
+        block_call = self._block_call
+        if block_call is None or not self._open_modules or self._open_modules[-1].module is not module:
             return
         frame = self._open_modules.pop()
-        handed_on = {id(tensor) for tensor in tree_tensors(output)}
+        output_ids = {id(tensor) for tensor in tree_tensors(output)}
         for tensor, mark in frame.marks:
-            if tensor not in frame.used_inputs | handed_on:
+            if tensor not in frame.used_inputs | output_ids:
                 mark.outer_module, mark.outer_args = frame.name, frame.residual_inputs[tensor]
         if (
             frame.role == "rowwise"
             and isinstance(output, torch.Tensor)
-            and tuple(output.shape[:2]) == visit.shape[:2]
+            and tuple(output.shape[:2]) == block_call.shape[:2]
         ):
-            visit.residual_tensors[output] = True
+            block_call.residual_tensors[output] = True
 
 
 def _mark_calls(
     calls: Iterable[LayerCall], marks: Mapping[LayerCallKey, ResidualMark]
 ) -> tuple[LayerCall, ...]:
-    """`calls`, each with what is known of its place in the stream."""
-    before: Counter = Counter()
-    found = []
+    """Returns `calls` with their residual marks."""
+    num_before: Counter = Counter()
+    flows = []
     for call in calls:
-        mark = marks.get((call.name, call.block_call, before[call.name, call.block_call]), ResidualMark())
-        before[call.name, call.block_call] += 1
-        found.append(
+        mark = marks.get((call.name, call.block_call, num_before[call.name, call.block_call]), ResidualMark())
+        num_before[call.name, call.block_call] += 1
+        flows.append(
             replace(
                 call,
                 takes_residual=mark.takes_residual,
@@ -361,7 +382,7 @@ def _mark_calls(
                 outer_args=mark.outer_args,
             )
         )
-    return tuple(found)
+    return tuple(flows)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:

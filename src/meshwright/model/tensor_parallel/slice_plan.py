@@ -1,12 +1,8 @@
-"""Roles of layers, as a trial run shows them: of every layer how it is cut, and which others must be told the
-sizes of a slice.
+"""Proposes how layers are split, from the groups of a feature flow, and takes the slice of one rank.
 
-What `model/pairing.py` finds is calls; here they become layers. A layer that is called twice must be cut
-alike both times, one whose weight another layer has too must be cut as that, and a parameter that stands
-between columns and rows must belong to a module that is called there: else they stay whole.
-
-What is local to one rank in a module that computes on a slice: numbers of heads and widths, its part of what
-it is given.
+pair_search.py finds calls; here they become layers. A layer that is called twice must be split equally both
+times, a layer whose weight another layer shares must be split like that one, and a parameter between colwise
+and rowwise layers must belong to a module that is called there; otherwise they stay unsharded.
 """
 
 import copy
@@ -25,10 +21,10 @@ from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 
 @dataclass(frozen=True)
 class SplitProposal:
-    """The `roles` of layers by name (columns, rows, inside), how they are cut, and the groups that this was
-    read off.
+    """The `roles` of layers by name (colwise, rowwise, between_pair), their splits, and the groups behind
+    them.
 
-    Layers that are not cut, but stand inside, have no `cuts`.
+    Layers between a pair that are not split have no `dim_splits`.
     """
 
     roles: Mapping[str, str]
@@ -38,19 +34,19 @@ class SplitProposal:
     @property
     def per_head_inputs(self) -> tuple[PerHeadInput, ...]:
         """The arguments of blocks of which a rank takes its heads."""
-        found = [
+        groups = [
             (node, cut)
             for group in self.groups
             for node, cut in group.sources.items()
             if node.kind == "argument"
         ]
         return tuple(
-            dict.fromkeys(PerHeadInput(node.name, node.arg, replace(cut, dim=1)) for node, cut in found)
+            dict.fromkeys(PerHeadInput(node.name, node.arg, replace(cut, dim=1)) for node, cut in groups)
         )
 
     def size_attributes(self, module: nn.Module, attempt: int) -> tuple[SizeAttribute, ...]:
-        """The numbers that modules of `module` hold of what is cut;
-        the `attempt` says which are looked at.
+        """Returns the attributes of modules that must hold local sizes; `attempt` selects which names are
+        considered.
         """
         return tuple(
             dict.fromkeys(
@@ -66,33 +62,33 @@ def propose_splits(
     called_layers: Sequence[str],
     excluded: frozenset[str] = frozenset(),
 ) -> SplitProposal:
-    """What the `flow` of a trial shows of the layers of `module`.
+    """Returns the splits that the feature flow of a trial allows for the layers of `module`.
 
-    `roles` are those declared, by layer; `uses` the layers that were called in blocks, in order; the layers
-    `without` stay whole.
+    `roles` are the declared ones by layer; `called_layers` those called in blocks, in order; `excluded`
+    layers stay unsharded.
     """
     while True:
-        found = find_layer_groups(feature_flow, roles, excluded)
-        spoiled = frozenset(_unfit_layers(module, feature_flow, found, called_layers))
-        if spoiled <= excluded:
+        groups = find_layer_groups(feature_flow, roles, excluded)
+        unfit = frozenset(_unfit_layers(module, feature_flow, groups, called_layers))
+        if unfit <= excluded:
             break
-        excluded |= spoiled
-    names: dict[str, str] = {}
-    for group in found:
-        names |= {node.name: "colwise" for node in group.sources if node.kind == "linear"}
-        names |= {node.name: "rowwise" for node in group.rowwise}
-        names |= {node.name: "between_pair" for node in group.sources if node.kind == "table"}
-        names |= {name.rpartition(".")[0]: "between_pair" for name in group.inner_params}
-    cuts = {node.name: cut for group in found for node, cut in _layer_nodes(group)}
-    return SplitProposal(names, cuts, tuple(found))
+        excluded |= unfit
+    layer_roles: dict[str, str] = {}
+    for group in groups:
+        layer_roles |= {node.name: "colwise" for node in group.sources if node.kind == "linear"}
+        layer_roles |= {node.name: "rowwise" for node in group.rowwise}
+        layer_roles |= {node.name: "between_pair" for node in group.sources if node.kind == "table"}
+        layer_roles |= {name.rpartition(".")[0]: "between_pair" for name in group.inner_params}
+    cuts = {node.name: cut for group in groups for node, cut in _layer_nodes(group)}
+    return SplitProposal(layer_roles, cuts, tuple(groups))
 
 
 def _unfit_layers(
-    module: nn.Module, flow: FeatureFlow, found: Sequence[LayerGroup], uses: Sequence[str]
+    module: nn.Module, flow: FeatureFlow, groups: Sequence[LayerGroup], uses: Sequence[str]
 ) -> Iterator[str]:
-    """The layers that cannot be what they were found to be."""
+    """Yields the layers that cannot have the split they were found to have."""
     cuts: dict[str, list[DimSplit]] = {}
-    for group in found:
+    for group in groups:
         for node, cut in _layer_nodes(group):
             cuts.setdefault(node.name, []).append(cut)
     holders: dict[int, set[str]] = {}
@@ -109,7 +105,7 @@ def _unfit_layers(
         alike = all(cuts.get(other, [None])[0] == each[0] for other in tied)
         if calls != len(each) or uses.count(name) != calls or len(set(each)) > 1 or not alike:
             yield name
-    for group in found:
+    for group in groups:
         owners = {name.rpartition(".")[0] for name in group.inner_params}
         around = {
             owner
@@ -129,37 +125,37 @@ def _layer_nodes(group: LayerGroup) -> Iterator[tuple[FeatureNode, DimSplit]]:
 def local_size_attributes(
     holder: nn.Module, size_attributes: Iterable[SizeAttribute], index: int, num_ranks: int
 ) -> dict[str, Any]:
-    """What attributes `holder`, the module that `numbers` are of, has on the rank at `index` among `ranks`.
+    """Returns the attributes of `holder` on the rank at `index` among `num_ranks`.
 
-    Of a config it gets a copy with the rank's numbers: others hold it too.
+    A config is copied with the local numbers, since other modules hold it too.
     """
-    mine: dict[str, Any] = {}
+    local_attributes: dict[str, Any] = {}
     for number in size_attributes:
-        where, _, field = number.name.rpartition(".")
-        if where:
-            vars(mine.setdefault(where, copy.copy(vars(holder)[where])))[field] = number.local_value(
-                index, num_ranks
+        config_name, _, field = number.name.rpartition(".")
+        if config_name:
+            vars(local_attributes.setdefault(config_name, copy.copy(vars(holder)[config_name])))[field] = (
+                number.local_value(index, num_ranks)
             )
         else:
-            mine[field] = number.local_value(index, num_ranks)
-    return mine
+            local_attributes[field] = number.local_value(index, num_ranks)
+    return local_attributes
 
 
 def take_local_heads(
     per_head_input: PerHeadInput, index: int, num_ranks: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a block, with that rank's heads of the tensor that `portion` names."""
-    given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    if isinstance(given.get(per_head_input.arg), torch.Tensor):
-        given[per_head_input.arg] = slice_dims(
-            given[per_head_input.arg], (per_head_input.dim_split.dim_ranges(index, num_ranks),)
+    """Returns the arguments of a block, with this rank's heads of the tensor that `per_head_input` names."""
+    inputs: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    if isinstance(inputs.get(per_head_input.arg), torch.Tensor):
+        inputs[per_head_input.arg] = slice_dims(
+            inputs[per_head_input.arg], (per_head_input.dim_split.dim_ranges(index, num_ranks),)
         )
-    return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
+    return tuple(inputs[i] for i in range(len(args))), {key: inputs[key] for key in kwargs}
 
 
 def slice_dims(tensor: torch.Tensor, spans: Iterable[DimRanges]) -> torch.Tensor:
-    """The slice of `whole` that `spans` say, dim by dim: a view, where it can be."""
+    """Returns the slice of `tensor` given by `spans`, dim by dim: a view if possible."""
     for span in spans:
-        parts = [tensor.narrow(span.dim, first, end - first) for first, end in span.ranges]
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, span.dim)
+        ranges = [tensor.narrow(span.dim, begin, end - begin) for begin, end in span.ranges]
+        tensor = ranges[0] if len(ranges) == 1 else torch.cat(ranges, span.dim)
     return tensor

@@ -1,13 +1,15 @@
-"""Which tables and heads can be divided by words: by what a trial run does with their weights and their outputs.
+"""Finds embeddings and heads that can be split along the vocabulary, from the uses of their weights and
+outputs in a trial run.
 
-A head's logits may be divided when, from there to the loss, each is changed by itself: scaled, capped, cast, reshaped. What looks
-at all words of a token at once (a softmax, a bias per word) would see a rank's own words only.
+Logits may be split if each is changed by itself up to the loss: scaled, capped, cast, reshaped. An operation
+over the vocabulary (a softmax, a bias per entry) would see only the entries of a rank.
 
-    head --> * scale --> tanh --> [rows, :-1] --> loss      divided
-    head --> softmax --> loss                               whole
+    head --> * scale --> tanh --> [samples, :-1] --> loss      split
+    head --> softmax --> loss                                  not split
 
-A table may be divided when it is looked up, and what comes out is at most scaled: rows of other ranks count as zeros, and the sum
-over the ranks is the row. Of both, nobody else may use the weight; of weights that are tied all users are divided, or none.
+An embedding may be split if it is only looked up and its output at most scaled: entries of other ranks give
+zeros, and the sum over the ranks is the embedding. In both cases no other code may use the weight; of tied
+weights all users are split, or none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,23 +44,24 @@ SCALE_OPS = (aten.mul, aten.div, aten.mul_, aten.div_)
 LOOKUP_OPS = (aten.embedding, *SCALE_OPS, *SHAPE_OPS)
 
 
-UNSHARDED_ROLES = {"embedding": "embedding_unsharded", "lm_head": "lm_head_unsharded"}  # the roles of those that cannot be divided by words
+# the roles of those that cannot be divided by words
+UNSHARDED_ROLES = {"embedding": "embedding_unsharded", "lm_head": "lm_head_unsharded"}
 
 
 class VocabFlow(TorchDispatchMode):
-    """Notes, while active, who uses the weights of `layers`, roles by name, and what becomes of the outputs of heads.
+    """Records which layers use the weights of `layers` (roles by name), and what happens to the outputs of
+    heads.
 
-    `elsewhere` are the layers whose weights are used beside them, `spoiled` says of a layer what cannot be done in parts,
-    `changed` of a head by what its logits are changed first, each by itself.
+    `used_elsewhere` are layers whose weights other code uses, `not_shardable` gives the reason by layer,
+    `logits_modified_by` the first operation that changes the logits of a head.
     """
 
     def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
         super().__init__()
         self._roles = dict(layers)
         self._open_layers: list[str] = []
-        self._logits: dict[
-            int, tuple[torch.Tensor, str]
-        ] = {}  # by storage; the tensor keeps its address its own
+        # by storage id; the tensor keeps the storage alive, so its id is not reused
+        self._logits: dict[int, tuple[torch.Tensor, str]] = {}
         self._owners: dict[int, set[str]] = {}
         self.used_elsewhere: set[str] = set()
         self.not_shardable: dict[str, str] = {}
@@ -68,17 +71,17 @@ class VocabFlow(TorchDispatchMode):
                 self._owners.setdefault(storage_id(weight), set()).add(name)
 
     def enter_layer(self, name: str) -> None:
-        """The layer `name` begins."""
+        """Starts the layer `name`."""
         self._open_layers.append(name)
 
     def leave_layer(self, name: str, output: Any) -> None:
-        """It has given `output`."""
+        """Ends the layer `name` with its output."""
         self._open_layers.remove(name)
         if self._roles[name] == "lm_head" and isinstance(output, torch.Tensor):
             self._logits[storage_id(output)] = output, name
 
     def find_head(self, tensor: torch.Tensor) -> str:
-        """The head whose words are along the last dim of `tensor`; "" where it is of none."""
+        """Returns the head whose logits lie along the last dim of `tensor`; "" if there is none."""
         return self._logits[storage_id(tensor)][1] if storage_id(tensor) in self._logits else ""
 
     def __torch_dispatch__(
@@ -87,54 +90,58 @@ class VocabFlow(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if not tree_tensors(out):
             return out
-        given = [tensor for tensor in tree_tensors((args, kwargs or {})) if tensor.layout == torch.strided]
-        self._note_weight_use(given)
+        inputs = [tensor for tensor in tree_tensors((args, kwargs or {})) if tensor.layout == torch.strided]
+        self._note_weight_use(inputs)
         name = func._overloadpacket.__name__
         if self._open_layers and self._roles[self._open_layers[-1]] == "embedding":
-            alone = func._overloadpacket in LOOKUP_OPS and sum(tensor.requires_grad for tensor in given) < 2
-            self.not_shardable |= {} if alone else {self._open_layers[-1]: f"{name} follows the look-up"}
-        heads = {self.find_head(tensor) for tensor in given} - {""}
-        if heads and not self._is_elementwise(func, args, given, out):
-            self.not_shardable |= dict.fromkeys(
-                heads - set(self.not_shardable), f"{name} looks at all words of a token at once"
+            is_lookup = (
+                func._overloadpacket in LOOKUP_OPS and sum(tensor.requires_grad for tensor in inputs) < 2
             )
-        elif heads:
+            self.not_shardable |= {} if is_lookup else {self._open_layers[-1]: f"{name} follows the look-up"}
+        heads_of_inputs = {self.find_head(tensor) for tensor in inputs} - {""}
+        if heads_of_inputs and not self._is_elementwise(func, args, inputs, out):
+            self.not_shardable |= dict.fromkeys(
+                heads_of_inputs - set(self.not_shardable), f"{name} needs all logits of a token at once"
+            )
+        elif heads_of_inputs:
             if func._overloadpacket not in ALIAS_OPS or any(
-                each.shape != given[0].shape for each in tree_tensors(out)
+                each.shape != inputs[0].shape for each in tree_tensors(out)
             ):
-                self.logits_modified_by = dict.fromkeys(heads, name) | self.logits_modified_by
-            self._logits |= {storage_id(each): (each, min(heads)) for each in tree_tensors(out)}
+                self.logits_modified_by = dict.fromkeys(heads_of_inputs, name) | self.logits_modified_by
+            self._logits |= {storage_id(each): (each, min(heads_of_inputs)) for each in tree_tensors(out)}
         return out
 
-    def _note_weight_use(self, given: Sequence[torch.Tensor]) -> None:
-        for tensor in given:
+    def _note_weight_use(self, inputs: Sequence[torch.Tensor]) -> None:
+        for tensor in inputs:
             owners = self._owners.get(storage_id(tensor), set())
             if owners and owners.isdisjoint(self._open_layers):
                 self.used_elsewhere |= owners
 
     def _is_elementwise(
-        self, func: Any, args: tuple[Any, ...], given: Sequence[torch.Tensor], out: Any
+        self, func: Any, args: tuple[Any, ...], inputs: Sequence[torch.Tensor], out: Any
     ) -> bool:
-        """Whether every logit among `given` is changed by itself, and words stay along the last dim.
+        """Whether each logit is changed by itself, and the vocabulary stays the last dim.
 
-        What is trained would get a gradient that adds up over words.
+        A trained operand would get a gradient summed over the vocabulary, so it is excluded.
         """
-        marked = [tensor for tensor in given if self.find_head(tensor)]
-        widths = {tensor.shape[-1] for tensor in marked if tensor.ndim}
-        if len(widths) != 1 or any(
-            each.ndim == 0 or each.shape[-1] not in widths for each in tree_tensors(out)
+        logits_inputs = [tensor for tensor in inputs if self.find_head(tensor)]
+        vocab_sizes = {tensor.shape[-1] for tensor in logits_inputs if tensor.ndim}
+        if len(vocab_sizes) != 1 or any(
+            each.ndim == 0 or each.shape[-1] not in vocab_sizes for each in tree_tensors(out)
         ):
             return False
         if func._overloadpacket in SHAPE_OPS:
             return True
-        others = [tensor for tensor in given if not self.find_head(tensor)]
-        alike = all((each.ndim == 0 or each.shape[-1] == 1) and not each.requires_grad for each in others)
-        return torch.Tag.pointwise in func.tags and alike
+        other_inputs = [tensor for tensor in inputs if not self.find_head(tensor)]
+        are_scalars = all(
+            (each.ndim == 0 or each.shape[-1] == 1) and not each.requires_grad for each in other_inputs
+        )
+        return torch.Tag.pointwise in func.tags and are_scalars
 
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """The `roles` of layers; of the weights of tables and heads that cannot be divided by words, why; and the logits."""
+    """The `roles` of layers, the reasons of those that cannot be split along the vocabulary, and the logits."""
 
     roles: dict[str, str]
     not_shardable: dict[str, str]
@@ -149,89 +156,117 @@ def find_vocab_splits(
     called_layers: Sequence[str],
     outputs: Any,
 ) -> VocabSplit:
-    """What is left of `roles`, by layer, when tables and heads stay whole that cannot be divided.
+    """Returns `roles` by layer, with embeddings and heads that cannot be split along the vocabulary marked
+    as unsharded.
 
-    `followed` is what the trial showed, `uses` are the layers that it called, in order, `outputs` what it gave.
+    `vocab_flow` is what the trial recorded, `called_layers` are the layers it called, in order, `outputs`
+    its outputs.
     """
-    taken = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
-    heads = [name for name, role in roles.items() if role == "lm_head"]
-    tables = [name for name, role in roles.items() if role == "embedding"]
-    whys = {
-        name: why
-        for name in heads
-        if (why := _why_head_unsharded(module, vocab_flow, called_layers, name, taken))
+    loss_logits = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
+    heads_of_inputs = [name for name, role in roles.items() if role == "lm_head"]
+    embeddings = [name for name, role in roles.items() if role == "embedding"]
+    reasons = {
+        name: reason
+        for name in heads_of_inputs
+        if (reason := _why_head_unsharded(module, vocab_flow, called_layers, name, loss_logits))
     }
-    widths = {len(weight) for name in heads if (weight := _weight(module, name)) is not None}
-    whys |= {name: why for name in tables if (why := _why_table_unsharded(module, vocab_flow, name, widths))}
-    whys |= {
-        name: f"tied to {other}: {whys[other]}"
-        for name, other in _tied_to_unsharded(module, (*tables, *heads), whys)
+    vocab_sizes = {len(weight) for name in heads_of_inputs if (weight := _weight(module, name)) is not None}
+    reasons |= {
+        name: reason
+        for name in embeddings
+        if (reason := _why_table_unsharded(module, vocab_flow, name, vocab_sizes))
     }
-    kept = {
+    reasons |= {
+        name: f"tied to {other}: {reasons[other]}"
+        for name, other in _tied_to_unsharded(module, (*embeddings, *heads_of_inputs), reasons)
+    }
+    kept_roles = {
         **roles,
-        **{name: "" if "max_norm" in why else UNSHARDED_ROLES[roles[name]] for name, why in whys.items()},
+        **{
+            name: "" if "max_norm" in reason else UNSHARDED_ROLES[roles[name]]
+            for name, reason in reasons.items()
+        },
     }
-    whole = {
-        f"{name}.{leaf}": why for name, why in whys.items() for leaf in module.get_submodule(name)._parameters
+    param_reasons = {
+        f"{name}.{leaf}": reason
+        for name, reason in reasons.items()
+        for leaf in module.get_submodule(name)._parameters
     }
-    head = next((name for name in heads if name not in whys), None)
-    if head is None or taken is None or loss_spec is None:
-        return VocabSplit(kept, whole, None)
-    words, rows, changed = taken.shape[-1], len(taken), vocab_flow.logits_modified_by.get(head, "")
+    head = next((name for name in heads_of_inputs if name not in reasons), None)
+    if head is None or loss_logits is None or loss_spec is None:
+        return VocabSplit(kept_roles, param_reasons, None)
+    vocab_size, num_samples, modified_by = (
+        loss_logits.shape[-1],
+        len(loss_logits),
+        vocab_flow.logits_modified_by.get(head, ""),
+    )
     weight = next(name for name, each in module.named_parameters() if each is _weight(module, head))
     return VocabSplit(
-        kept,
-        whole,
-        LogitsSpec(head, weight, words, taken.numel() // words // rows, loss_spec.num_token_stats, changed),
+        kept_roles,
+        param_reasons,
+        LogitsSpec(
+            head,
+            weight,
+            vocab_size,
+            loss_logits.numel() // vocab_size // num_samples,
+            loss_spec.num_token_stats,
+            modified_by,
+        ),
     )
 
 
-def _loss_logits(judge: LossSpec, outputs: Any) -> torch.Tensor | None:
-    """What the loss takes of `outputs`; None where there is none in them."""
+def _loss_logits(loss_spec: LossSpec, outputs: Any) -> torch.Tensor | None:
+    """The logits that the loss takes from `outputs`; None if there are none."""
     try:
-        found = judge.logits(outputs) if judge.logits is not None else None
+        found = loss_spec.logits(outputs) if loss_spec.logits is not None else None
     except (KeyError, IndexError, TypeError):
         return None
     return found if isinstance(found, torch.Tensor) and found.ndim > 1 and found.numel() else None
 
 
 def _why_head_unsharded(
-    module: nn.Module, followed: VocabFlow, uses: Sequence[str], name: str, taken: torch.Tensor | None
+    module: nn.Module,
+    vocab_flow: VocabFlow,
+    called_layers: Sequence[str],
+    name: str,
+    loss_logits: torch.Tensor | None,
 ) -> str:
-    """Why the head stays whole; "" if it need not."""
+    """Returns why the head cannot be split; "" if it can."""
     layer = module.get_submodule(name)
-    if taken is None:
-        return "the loss needs the logits of all words"
-    if uses.count(name) != 1:
-        return f"a forward calls it {uses.count(name)} times"
+    if loss_logits is None:
+        return "the loss needs the logits of the whole vocabulary"
+    if called_layers.count(name) != 1:
+        return f"a forward calls it {called_layers.count(name)} times"
     if type(layer).forward is not nn.Linear.forward:
-        return f"{type(layer).__name__} computes in a way of its own"
-    if name in followed.not_shardable or followed.find_head(taken) != name:
-        return followed.not_shardable.get(name, "the loss takes other tensors than what it gives out")
-    return "its weight is used elsewhere too" if name in followed.used_elsewhere else ""
+        return f"{type(layer).__name__} overrides the forward of nn.Linear"
+    if name in vocab_flow.not_shardable or vocab_flow.find_head(loss_logits) != name:
+        return vocab_flow.not_shardable.get(name, "the loss takes other tensors than its output")
+    return "its weight is used elsewhere too" if name in vocab_flow.used_elsewhere else ""
 
 
-def _why_table_unsharded(module: nn.Module, followed: VocabFlow, name: str, words: set[int]) -> str:
-    """Why the table stays whole; "" if it need not."""
+def _why_table_unsharded(module: nn.Module, vocab_flow: VocabFlow, name: str, vocab_sizes: set[int]) -> str:
+    """Returns why the embedding cannot be split; "" if it can."""
     layer = module.get_submodule(name)
-    if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in words:
-        return "its rows are not the words of a head"
-    asked = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(layer)[key]]
-    if asked:
-        return f"{asked[0]} looks at more than the rows of one rank"
-    if name in followed.not_shardable:
-        return followed.not_shardable[name]
-    return "its weight is used elsewhere too" if name in followed.used_elsewhere else ""
+    if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in vocab_sizes:
+        return "its rows are not the vocabulary of a head"
+    unsupported = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(layer)[key]]
+    if unsupported:
+        return f"{unsupported[0]} needs more than the rows of one rank"
+    if name in vocab_flow.not_shardable:
+        return vocab_flow.not_shardable[name]
+    return "its weight is used elsewhere too" if name in vocab_flow.used_elsewhere else ""
 
 
 def _tied_to_unsharded(
-    module: nn.Module, names: Sequence[str], whole: Mapping[str, str]
+    module: nn.Module, names: Sequence[str], param_reasons: Mapping[str, str]
 ) -> Iterator[tuple[str, str]]:
-    """Of `names` those that share a weight with one that stays whole, and which."""
-    stays = {id(weight): name for name in whole if (weight := _weight(module, name)) is not None}
+    """Yields those of `names` that share a weight with an unsharded layer, and that layer."""
+    unsharded_by_weight = {
+        id(weight): name for name in param_reasons if (weight := _weight(module, name)) is not None
+    }
     for name in names:
-        other = stays.get(id(_weight(module, name)))
-        if other is not None and name not in whole:
+        other = unsharded_by_weight.get(id(_weight(module, name)))
+        if other is not None and name not in param_reasons:
             yield name, other
 
 

@@ -135,7 +135,7 @@ def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | Non
             continue
         expected = _local_split(proposed)
         if traced != expected and (traced is not None or expected.max_ranks > 1):
-            units = "none" if traced is None else str(traced.largest_category)
+            units = "none" if traced is None else str(traced.max_ranks)
             return (
                 node.block_call,
                 f"of {expected.max_ranks} heads or features of {node.name} in a slice it makes {units}",

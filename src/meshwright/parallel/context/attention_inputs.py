@@ -57,7 +57,11 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         ("values", value, call.key_shard),
     ):
         if tensor.shape[-2] != share.num_tokens:
-            text = f"attention takes in {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of {share.length} tokens"
+            text = (
+                f"attention takes in {tensor.shape[-2]} {what}, and this rank has "
+                f"{share.num_tokens} of {share.length} "
+                f"tokens"
+            )
             raise PlanError(
                 text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=location
             )
@@ -68,8 +72,16 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
             or mask.shape[-1] not in (keys, 1)
             or mask.shape[-2] not in (call.query_shard.num_tokens, 1)
         ):
-            text = f"the mask is of shape {list(mask.shape)}; needed are rows for {call.query_shard.num_tokens} queries of this rank"
-            fix = "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and is_causal = False"
+            text = (
+                f"the mask is of shape {list(mask.shape)}; needed are rows for "
+                f"{call.query_shard.num_tokens} queries of this "
+                f"rank"
+            )
+            fix = (
+                "give the block a mask of shape [rows, heads, tokens, tokens], made outside "
+                "of "
+                "it; and is_causal = False"
+            )
             raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=location)
     mask, together, bias = (
         _mask_to_4d(each, query, call.key_shard.length) for each in (mask, call.group_mask_rows, call.bias)

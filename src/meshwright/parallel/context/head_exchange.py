@@ -201,8 +201,15 @@ class HeadExchange:
     def _send_mask(self, mask: torch.Tensor, given: AttentionInputs, length: int, name: str) -> torch.Tensor:
         if not self.mask_by_query:
             if mask.shape[2] > 1:
-                text = f"attention takes a mask of shape {list(mask.shape)}, made in a block, and in the trial run there was none"
-                fix = "make the plan from an example batch that needs one; or make the mask outside of the block"
+                text = (
+                    f"attention takes a mask of shape {list(mask.shape)}, made in a block, "
+                    f"and "
+                    f"in the trial run there was none"
+                )
+                fix = (
+                    "make the plan from an example batch that needs one; or make the mask "
+                    "outside of the block"
+                )
                 raise PlanError(text, fix=fix, location=f"strategies.{name}")
             first, end = self.head_range(given)
             return mask if mask.shape[1] == 1 else mask.narrow(1, first, end - first)

@@ -77,7 +77,8 @@ class _RingAttentionFunction(torch.autograd.Function):
             out, lse = _forward(circle, query, key, value, (mask, keep), view)
         out, above = out.to(query.dtype), view.row_offset((0, query.shape[2]))
         ctx.ring, ctx.view = circle, view
-        # torch's kernel keeps lse as it is, with what a mask has added to a row; its products and softmax keep the weights
+        # torch's kernel keeps lse as it is, with what a mask has added to a row; its products and softmax
+        # keep the weights
         ctx.rounds = keep is None and not ctx.needs_input_grad[3] and query.shape[-1] == value.shape[-1]
         lse = lse + above.squeeze(-1) if ctx.rounds and above is not None else lse
         ctx.save_for_backward(query, key, value, mask, keep, out, lse)

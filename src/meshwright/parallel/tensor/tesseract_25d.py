@@ -70,7 +70,10 @@ class TensorParallel25D(Strategy):
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"
             yield Diagnostic(
                 text,
-                f'set mesh.{DEPTH_AXIS} to at least 2, or name = "tensor_parallel", mode = "2d" for a single square',
+                (
+                    f'set mesh.{DEPTH_AXIS} to at least 2, or name = "tensor_parallel", mode = "2d" '
+                    f"for a single square"
+                ),
                 f"mesh.{DEPTH_AXIS}",
             )
 

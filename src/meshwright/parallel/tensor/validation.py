@@ -85,7 +85,11 @@ def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iter
     for (axis, units), weights in sorted(found.items()):
         ranks, each = sharding.mesh.size(axis), _describe_unit(weights[0], units)
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
-        text = f"{weights[0].name}{more} {'divide' if more else 'divides'} into {units} units{each}, and {axis} has {ranks} ranks"
+        text = (
+            f"{weights[0].name}{more} {'divide' if more else 'divides'} into {units} "
+            f"units{each}, and {axis} has {ranks} "
+            f"ranks"
+        )
         yield Diagnostic(
             text,
             f"set mesh.{axis} to at most {units}{_same_rank_count_fix(axis, units, ranks)}",
@@ -108,7 +112,10 @@ def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnos
                 for size in range(2, cut.num_units + 1)
                 if cut.num_units % size == 0 and size <= 2 * ranks
             ]
-            text = f"{weight.name} gives out {cut.num_units} features, which are gathered from {ranks} ranks in equal parts"
+            text = (
+                f"{weight.name} gives out {cut.num_units} features, which are gathered from "
+                f"{ranks} ranks in equal parts"
+            )
             near = f"set mesh.{axis} to {' or '.join(map(str, sizes))}, or " if sizes else ""
             yield Diagnostic(
                 text,

@@ -2,8 +2,10 @@
 
     step-00000100/                     a checkpoint
     step-00000200.partial-5f3a9c01/    being written, left behind by a stopped save, or being deleted
-    step-00000300.aside-0c77d1e4/      a later checkpoint of a run that went back; kept, never loaded, never deleted
-    best.json                          {"step": 100, "folder": "step-00000100", "loss": 1.5}: the best by its evaluation
+    step-00000300.aside-0c77d1e4/      a later checkpoint of a run that went back; kept, never loaded, never
+                                       deleted
+    best.json                          {"step": 100, "folder": "step-00000100", "loss": 1.5}: the best by its
+                                       evaluation
 
 A checkpoint appears by one rename and disappears by one: it is renamed to a partial one before it is
 deleted, so a crash leaves nothing incomplete under a valid name. Links are neither followed nor removed.

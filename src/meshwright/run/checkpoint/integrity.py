@@ -6,7 +6,8 @@ checkpoint each reads a share of the files and relies on the others for the rest
 
     read     every rank   the manifest, whether it fits this run, names and sizes       a few stats
     gather   every rank   a digest of the manifest, and the identity of its files
-    check    each rank    checksums of its share: the largest file first, each to the rank with the fewest bytes so far
+    check    each rank    checksums of its share: the largest file first, each to the rank with the fewest
+                          bytes so far
     agree    every rank   the diagnostics of all; if there is one, all ranks raise the same error
 
 Ranks that read other files, such as a copy on their own host, do not rely on each other: files are

@@ -4,7 +4,8 @@ The library's own writer needs the bytes of a whole file at once, refuses views 
 the checksum to a second pass. Parameters here are often views into one flat parameter, and a state may fill
 most of the memory. So this module writes the file itself; the format is small:
 
-    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the bytes of all tensors, no gaps
+    8 bytes: length of the header | header: JSON {name: {dtype, shape, data_offsets}} | the bytes of all
+        tensors, no gaps
 
 Tensors are written one at a time, wide dtypes first (so that each starts at a multiple of its item size), in
 chunks that are hashed as they are written. Of a view only its own elements are written. Memory: none for a

@@ -1,6 +1,7 @@
 """Evaluation samples: which ones, which samples are left to train on, and the history of results.
 
-    data      0 1 2 3 4 5 6 7 8 9 | 10 11        hold_out = 2: the first ten are shuffled for training, the rest is evaluated
+    data      0 1 2 3 4 5 6 7 8 9 | 10 11        hold_out = 2: the first ten are shuffled for training, the
+                                                 rest is evaluated
     batch 0   10 11                              split over ranks and micro-batches like the samples of a step
 
 Evaluation samples keep their order, in batches of the training batch size. All ranks split the same list, so
@@ -186,4 +187,8 @@ class EvalHistory:
             if self.best_loss is None
             else f"the best was {self.best_loss:.4f} at step {self.best_step}"
         )
-        return f"{self.num_without_gain} evaluations did not improve by more than {spec.min_delta:g} ({best}); evaluate.patience = {spec.patience}"
+        return (
+            f"{self.num_without_gain} evaluations did not improve by more than "
+            f"{spec.min_delta:g} ({best}); evaluate.patience = "
+            f"{spec.patience}"
+        )

@@ -165,7 +165,9 @@ def _tokens(
         return [TokenStream(source, rows, tokenizer)]
     if cache is None:
         raise ValueError(
-            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass cache=Path(...)"
+            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: "
+            f"pass "
+            f"cache=Path(...)"
         )
     return [open_documents(source, rows, tokenizer, cache)]
 
@@ -183,7 +185,10 @@ def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> 
         if vars(source)[name] != vars(usual)[name]
     )
     if example is None:
-        fix = "set data.source to a text file or folder, or return meshwright.Model(module, example=...) from the factory"
+        fix = (
+            "set data.source to a text file or folder, or return meshwright.Model(module, "
+            "example=...) from the factory"
+        )
         raise PlanError(
             'data.source is "example" and the model comes without an example batch',
             fix=fix,

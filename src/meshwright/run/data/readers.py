@@ -5,7 +5,8 @@ errors can name it. A row that cannot be read is a Diagnostic instead; reading c
 decides how many diagnostics to report.
 
     talk.jsonl    one JSON object per line, UTF-8; empty lines are skipped; .gz is decompressed while reading
-    datasets      a folder of `save_to_disk`, local json / parquet / csv / arrow files, or a name on the hub ("name:config")
+    datasets      a folder of `save_to_disk`, local json / parquet / csv / arrow files, or a name on the hub
+                  ("name:config")
 
 The package `datasets` is optional and imported only here.
 """

@@ -58,7 +58,8 @@ class ShuffledOrder:
         """
         if step < 0 or batch < 1:
             raise ValueError(
-                f"step {step} with {batch} samples; needed are a step from 0 and at least 1 sample: count steps from 0"
+                f"step {step} with {batch} samples; needed are a step from 0 and at least 1 "
+                f"sample: count steps from 0"
             )
         return self.ids_at(step * batch, batch)
 
@@ -101,7 +102,9 @@ def rank_sample_ids(
     """
     if not (0 <= microbatch < num_microbatches and 0 <= data_rank < num_data_ranks):
         raise ValueError(
-            f"micro-batch {microbatch} of {num_microbatches} on data rank {data_rank} of {num_data_ranks} does not exist; both count from 0, "
+            f"micro-batch {microbatch} of {num_microbatches} on data rank {data_rank} of "
+            f"{num_data_ranks} does not exist; both count from "
+            f"0, "
             "so pass numbers below their totals"
         )
     k = -(-len(ids) // (num_microbatches * num_data_ranks))

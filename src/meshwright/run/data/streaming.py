@@ -57,7 +57,10 @@ class TokenStream(TokenDataset):
         self.digest = sha256(identity.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
         how = "passing over" if source.chat else "tokenising"
         self.notes = (
-            f"a stream: every rank reads all of it, and a resumed run reads from its beginning, {how} what was played",
+            (
+                f"a stream: every rank reads all of it, and a resumed run reads from its beginning, "
+                f"{how} what was played"
+            ),
         )
 
     def __len__(self) -> int:

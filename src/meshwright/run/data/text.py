@@ -7,7 +7,8 @@ marks the end of a document without ambiguity, and a model learns it. Empty file
     tokens    h e l l o 0 w o r l d        T = 4: sample i is tokens[4 i : 4 i + 5]
     sample 0  inputs h e l l   labels e l l o
     sample 1  inputs o 0 w o   labels 0 w o r
-    sample 2  inputs r l d .   labels l d . .        . in labels is -100: no token follows, no weight in the loss
+    sample 2  inputs r l d .   labels l d . .        . in labels is -100: no token follows, no weight in the
+                                                     loss
 
 Neighboring samples share the token at their boundary, so every token but the first is a label exactly once
 per epoch. The tokens are kept in memory, one byte each; a window is cut when it is read.
@@ -57,7 +58,10 @@ class TextDataset(TokenDataset):
         self.files = list_files(source, DEFAULT_PATTERNS)
         content = _joined(self.files)
         if len(content) < 2:
-            what = f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at least 2, a token and the one after it"
+            what = (
+                f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at "
+                f"least 2, a token and the one after it"
+            )
             raise_diagnostics(
                 [Diagnostic(what, "point data.source at a text that is not empty", "data.source")]
             )
@@ -89,7 +93,11 @@ def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
     root, include = Path(source.source), source.include or tuple(patterns)
     files = tuple(_files(root, include, source.exclude)) if root.is_dir() else (root,)
     if not files:
-        what = f"no file in '{printable_path(root)}' matches include = {list(include)}, exclude = {list(source.exclude)}"
+        what = (
+            f"no file in '{printable_path(root)}' matches include = {list(include)}, exclude "
+            f"= "
+            f"{list(source.exclude)}"
+        )
         names = sorted({path.suffix for path in root.iterdir() if path.suffix and path.is_file()})[:6]
         there = f"; it holds {', '.join(f'*{name}' for name in names)}" if names else ""
         raise_diagnostics(

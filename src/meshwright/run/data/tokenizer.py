@@ -76,14 +76,18 @@ class PretrainedTokenizer(Tokenizer):
             )
         try:
             loaded: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # transformers, its hub client and tokenizers raise a dozen kinds for what they cannot load
+        # transformers, its hub client and tokenizers raise a dozen kinds for what they cannot load
+        except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             problem = (
                 "holds none that can be read"
                 if Path(name).is_dir()
                 else "is no folder, and the hub gave none"
             )
-            fix = "name a folder with tokenizer.json, or a model on the hub (which needs a network, or a filled cache)"
+            fix = (
+                "name a folder with tokenizer.json, or a model on the hub (which needs a "
+                "network, or a filled cache)"
+            )
             raise PlanError(f"no tokenizer: '{name}' {problem}: {reason}", fix=fix, location=WHERE) from error
         known: dict[str, int] = loaded.get_vocab()
         self.hf_tokenizer, self.vocab_size, self.eos_token_id = (

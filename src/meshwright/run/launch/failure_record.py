@@ -35,7 +35,8 @@ from typing import Literal
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError, PlanError
 
 FailureKind = Literal["error", "hang", "lost_peer", "plan_error"]
-PEER_TYPE = "DistError"  # the base of torch's errors of backends, networks and stores; by name: launching never imports torch
+# the base of torch's errors of backends, networks and stores; by name: launching never imports torch
+PEER_TYPE = "DistError"
 
 
 @dataclass
@@ -121,7 +122,8 @@ def record_failure(
                 if is_full
                 else f"{_headline(record)}: {reason}; see {failure_path(folder, rank)}"
             )
-        # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from ending.
+        # Not sys.exit: threads and communicators that wait for a lost peer would keep the process from
+        # ending.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

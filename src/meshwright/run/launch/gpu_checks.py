@@ -55,7 +55,11 @@ def collective_findings(world: World, backend: str) -> Iterator[Finding]:
         group.all_reduce(tensor.fill_(1)).wait()
     tensor[0].item()
     seconds = (time.perf_counter() - started) / CLOCK_ROUNDS
-    text = f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_NBYTES >> 20} MiB takes {seconds * 1e3:.1f} ms"
+    text = (
+        f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_NBYTES >> 20} MiB "
+        f"takes "
+        f"{seconds * 1e3:.1f} ms"
+    )
     if right:
         yield Finding(f"collective ({backend})", "ok", text)
     else:
@@ -66,7 +70,10 @@ def collective_findings(world: World, backend: str) -> Iterator[Finding]:
 
 def failed_collective(error: CollectiveError, backend: str) -> Finding:
     """Returns the finding for ranks that did not reach each other."""
-    fix = "look at the interfaces above; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, open the ports between the hosts"
+    fix = (
+        "look at the interfaces above; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, open the "
+        "ports between the hosts"
+    )
     return Finding(f"collective ({backend})", "failure", str(error).split("\n", 1)[0], fix)
 
 

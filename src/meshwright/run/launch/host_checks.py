@@ -142,7 +142,10 @@ def disk_finding(name: str, folder: Path) -> Finding:
             name, "failure", f"{place} cannot be written to", "name another folder, or change its owner"
         )
     if usage.free < LOW_DISK_NBYTES:
-        fix = "free space: a checkpoint takes 12 bytes per parameter with Adam in float32, and run.keep of them stay"
+        fix = (
+            "free space: a checkpoint takes 12 bytes per parameter with Adam in float32, and "
+            "run.keep of them stay"
+        )
         return Finding(name, "failure" if usage.free < MIN_DISK_NBYTES else "warning", text, fix)
     return Finding(name, "ok", text)
 
@@ -165,7 +168,10 @@ def _host_name() -> Finding:
     name = socket.gethostname()
     address = resolve_host(name)
     if address is None:
-        fix = f"add '{name}' to /etc/hosts or the DNS; until then gloo needs GLOO_SOCKET_IFNAME (meshwright sets it)"
+        fix = (
+            f"add '{name}' to /etc/hosts or the DNS; until then gloo needs GLOO_SOCKET_IFNAME "
+            f"(meshwright sets it)"
+        )
         return Finding("host name", "warning", f"'{name}' does not resolve", fix)
     only_here = (
         ", which only this host can reach; meshwright tells gloo the interface" if address.is_loopback else ""
@@ -199,7 +205,10 @@ def _exposure() -> Finding:
     text = f"{len(ports)} ports are open to other hosts"
     text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
     if public:
-        fix = "train behind a firewall: gloo, NCCL and the stores of torch take whoever comes, and encrypt nothing"
+        fix = (
+            "train behind a firewall: gloo, NCCL and the stores of torch take whoever comes, "
+            "and encrypt nothing"
+        )
         return Finding("exposure", "warning", f"{text}; {', '.join(public)} is a public address", fix)
     return Finding("exposure", "ok", f"{text}, no address is public")
 

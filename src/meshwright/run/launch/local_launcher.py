@@ -1,6 +1,7 @@
 """Starts the ranks of this machine, watches them, and leaves none behind.
 
-    parent --+-- rank 0   its output is the parent's            each has a session of its own, so that Ctrl-C reaches
+    parent --+-- rank 0   its output is the parent's            each has a session of its own, so that Ctrl-C
+                                                                reaches
              +-- rank 1   its output goes to logs/rank-1.log    only the parent, once, and the parent decides
              +-- ...      (appended)
 
@@ -9,7 +10,8 @@ A rank that ends abnormally ends the job: the others get a moment to record how 
 earliest failure that is not the consequence of another is returned, to be shown once; the others stay in
 files.
 
-    SIGTERM, SIGUSR1   SIGTERM to every rank: save and stop. A rank that has not ended after `terminate_s` is killed.
+    SIGTERM, SIGUSR1   SIGTERM to every rank: save and stop. A rank that has not ended after `terminate_s` is
+                       killed.
     Ctrl-C             the same with `interrupt_s`; a second one kills at once.
     kill -9            of the parent: the ranks notice that their lifeline is closed, and end.
 
@@ -263,7 +265,8 @@ def _reported(
     record: FailureRecord, silent: Sequence[_Rank], records: Mapping[int, FailureRecord], folder: Path
 ) -> FirstFailure:
     said, guesses = describe_failure(record), [_guessed(each) for each in silent]
-    # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the report knows more
+    # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the
+    # report knows more
     first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
     text = "\n".join([*first, said, *(guess for guess in guesses if guess not in first)])
     others = [str(failure_path(folder, other)) for other in sorted(records) if other != record.rank]
@@ -276,7 +279,11 @@ def _guessed(each: _Rank) -> str:
     if code < 0:
         text = f"rank {each.rank} was killed by signal {-code} ({signal.strsignal(-code)})"
         if -code == signal.SIGKILL:
-            text += "\nif no user did this, the system did, because memory ran out: lower micro_batch, or use a plan that needs less"
+            text += (
+                "\nif no user did this, the system did, because memory ran out: lower "
+                "micro_batch, or use a plan that needs "
+                "less"
+            )
     else:
         text = f"rank {each.rank} ended with exit code {code} and did not say why"
     if each.log is None:

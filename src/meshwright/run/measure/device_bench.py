@@ -3,9 +3,11 @@
 `timing` explains the method: of each size the median of the samples counts, and the distance of their
 quartiles is the spread.
 
-    matmuls          the three of a linear layer: x w in forward, g w' and g' x in backward; their mean. x and w are not cached
+    matmuls          the three of a linear layer: x w in forward, g w' and g' x in backward; their mean. x and
+                     w are not cached
     attention        torch's fused kernel, no mask; backward: forward and backward together, minus the forward
-    memory_ops       a sum of uncached operands, and one of a cached and an uncached operand, into uncached memory
+    memory_ops       a sum of uncached operands, and one of a cached and an uncached operand, into uncached
+                     memory
     elementwise_ops  operations that compute much for each number (tanh, random numbers ...)
     call             a chain of operations on one number
     slices           matrix products, one after another: the jitter of the device

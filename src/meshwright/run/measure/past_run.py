@@ -41,7 +41,10 @@ TRANSFER_KEYS: Mapping[str, type | UnionType] = {
     "axes": str,
     "bytes": int,
 }  # of an event of a message
-RETRACE_FIX = "trace steps again: --run.trace_steps 3; or remove the folder trace: then one factor corrects compute and messages"
+RETRACE_FIX = (
+    "trace steps again: --run.trace_steps 3; or remove the folder trace: then one "
+    "factor corrects compute and messages"
+)
 
 
 @dataclass(frozen=True)

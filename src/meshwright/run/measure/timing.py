@@ -9,7 +9,8 @@ that a block saved for its backward. The others are cached, like the inputs of m
 
 Jitter: the same work is repeated and timed, and summed over windows of several lengths.
 
-    slices     [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; a barrier before each 64
+    slices     [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; a barrier before
+                                                   each 64
     windows    [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices
 
 Every rank does the same work in a slice, and no window crosses a barrier: windows that are compared are the

@@ -8,7 +8,8 @@ checkpoint, as after SIGTERM. If one raises, the run ends like after any other e
         return "stop" if event.evaluation["loss"] < 2 else None
 
     meshwright.train(trainer, data, eval_data=other_data, callbacks=[Callback(on_evaluate=low_enough)])
-    meshwright.Model(module, callbacks=[...])                    from a factory: `meshwright train` calls them too
+    meshwright.Model(module, callbacks=[...])                    from a factory: `meshwright train` calls them
+                                                                 too
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -249,8 +249,11 @@ class _TrainLoop:
         elif self._metrics_log is not None and not (_finite(record) or metrics.overflow or self._warned):
             self._warned = True
             logger.warning(
-                "step %d: the loss is %s and the gradient norm %s; the parameters are unusable from here on. Resume from an earlier "
-                'checkpoint with guard.action = "stop" or "skip", which names the rank, the block and the samples',
+                "step %d: the loss is %s and the gradient norm %s; the parameters are unusable "
+                "from here on. Resume from an earlier "
+                'checkpoint with guard.action = "stop" or "skip", which names the rank, the '
+                "block "
+                "and the samples",
                 *(record.step, record.loss, record.grad_norm),
             )
         spike = "" if metrics.spike is None else str(metrics.spike)

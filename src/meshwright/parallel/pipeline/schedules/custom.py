@@ -49,7 +49,10 @@ DERIVED_CELL_PATTERN = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|REC
 OVERLAP_PATTERN = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 SCHEDULE_KEY = f"{PIPELINE_KEY}.schedule"
 MAX_REPORTED = 12  # cells that cannot be read and are told one by one
-CELL_FORMAT = "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; leave a cell empty for a pause"
+CELL_FORMAT = (
+    "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; "
+    "leave a cell empty for a pause"
+)
 
 
 class ScheduleCell(NamedTuple):
@@ -152,7 +155,10 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
         ) from error
     if not isinstance(rows, Schedule) and not _is_table(rows):
         text = f"{function}({ranks}, {micros}) returned a value of type {type(rows).__name__}"
-        fix = "return a list per rank of cells such as '1F0', or a meshwright.parallel.pipeline.schedules.schedule.Schedule"
+        fix = (
+            "return a list per rank of cells such as '1F0', or a "
+            "meshwright.parallel.pipeline.schedules.schedule.Schedule"
+        )
         raise PlanError(text, fix=fix, location=SCHEDULE_KEY)
     return rows
 
@@ -276,7 +282,11 @@ def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
             seen.setdefault(cell.action, cell),
         )
         if param_sharding.row != cell.row:
-            text = f"stage {cell.action.virtual_stage} lies on the rank of row {param_sharding.row} already (column {param_sharding.column})"
+            text = (
+                f"stage {cell.action.virtual_stage} lies on the rank of row "
+                f"{param_sharding.row} already (column "
+                f"{param_sharding.column})"
+            )
             diagnostics.append(Diagnostic(text, "keep each stage in one row", cell.location))
         elif first is not cell:
             diagnostics.append(

@@ -175,7 +175,10 @@ class Schedule:
                 )
             for kind, stage, microbatch in once:
                 if not 0 <= stage < len(stages):
-                    yield f"rank {rank} does {kind}{microbatch} of stage {stage}, and there are {len(stages)} stages"
+                    yield (
+                        f"rank {rank} does {kind}{microbatch} of stage {stage}, and there are "
+                        f"{len(stages)} stages"
+                    )
                     continue
                 at, part = stages[stage]
                 if at != rank:
@@ -186,10 +189,17 @@ class Schedule:
                     split.setdefault(key, {place[key]}).add(stage)
         num_microbatches = sorted({microbatch for _, microbatch in done})
         if num_microbatches != list(range(len(num_microbatches))):
-            yield f"the micro-batches are {format_numbers(num_microbatches)}: needed are 0 .. {len(num_microbatches) - 1}, each number once"
+            yield (
+                f"the micro-batches are {format_numbers(num_microbatches)}: needed are 0 .. "
+                f"{len(num_microbatches) - 1}, each number "
+                f"once"
+            )
         yield from missing_actions(done, parts, num_microbatches)
         for (part, microbatch), at in sorted(split.items()):
-            yield f"micro-batch {microbatch} is split in part {part}, over the stages {', '.join(map(str, sorted(at)))}"
+            yield (
+                f"micro-batch {microbatch} is split in part {part}, over the stages "
+                f"{', '.join(map(str, sorted(at)))}"
+            )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ milliseconds. So all of them are: the named ones, each with W placed anew, those
 many rules, and random changes of the best of these, within a budget.
 
     named schedules ---+--> split, W into the gaps --+
-                       |                             +--> the best that fits --> move actions into gaps --> result
+                       |                             +--> the best that fits --> move actions into gaps -->
+                                                     result
     rules -------------+--> list scheduler ----------+        ^______________________|  `num_trials` times
 
     bubble = 1 - work of the busiest rank / time of the step         (what no schedule can avoid is not in it)
@@ -155,7 +156,11 @@ def check_search(
             text, f"cut the model into {max(1, round(stages / num_ranks)) * num_ranks} parts", PIPELINE_KEY
         )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
-        text = f"{len(limits)} limits for {num_ranks} ranks, with {'' if costs.activation_memory else 'no '}word of what a micro-batch holds"
+        text = (
+            f"{len(limits)} limits for {num_ranks} ranks, with "
+            f"{'' if costs.activation_memory else 'no '}word "
+            f"of what a micro-batch holds"
+        )
         yield Diagnostic(text, "give a limit per rank, and costs.held per part", PIPELINE_KEY)
     elif limits:
         least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, stages)]
@@ -167,7 +172,11 @@ def check_search(
                 ),
             )
             rank = next(rank for rank in range(num_ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
-            text = f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts holds {fewest[rank]:g}"
+            text = (
+                f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts "
+                f"holds "
+                f"{fewest[rank]:g}"
+            )
             smallest = ", ".join(f"{need:g}" for need in fewest)
             yield Diagnostic(
                 text,
