@@ -1,1 +1,3 @@
-"""One runnable per claim: `python -m benchmarks.NAME` (or `make bench NAME=...`) writes `benchmarks/results/NAME.json`."""
+"""One runnable per claim: `python -m benchmarks.NAME` (or `make bench NAME=...`) writes
+`benchmarks/results/NAME.json`.
+"""

@@ -1,20 +1,24 @@
 """Is an all-reduce as fast as predicted, and does `auto` take the right one?
 
-Every algorithm is measured at 1 KiB .. 64 MiB with 2, 3 and 4 processes, interleaved (comm/links.py). The samples of a cell fall
-into two halves, those of even sweeps and of odd ones: an A/A run inside the measurement. What the halves differ by is noise.
+Every algorithm is measured at 1 KiB .. 64 MiB with 2, 3 and 4 processes, interleaved (comm/links.py). The
+samples of a cell fall into two halves, those of even sweeps and of odd ones: an A/A run inside the
+measurement. What the halves differ by is noise.
 
     fit      on every other size: the model of the network, corrected by what was measured (comm/choice.py)
-    errors   at the sizes between: predicted against measured, the median over sizes and numbers of ranks, per algorithm
+    errors   at the sizes between: predicted against measured, the median over sizes and numbers of ranks, per
+             algorithm
     auto     a rule from the fitted sizes, at all sizes: the algorithm that it picks against the best one
 
 All go over gloo: memory that ranks of one host share is so much faster that there would be nothing to choose.
 
-The best one is named by one half and timed by the other, both ways, because the quickest of eight noisy times is partly luck. A
-cell is a hit when the pick takes at most 10 % more than the best, beyond the noise of the two in that cell.
+The best one is named by one half and timed by the other, both ways, because the quickest of eight noisy times
+is partly luck. A cell is a hit when the pick takes at most 10 % more than the best, beyond the noise of the
+two in that cell.
 
     python -m benchmarks.allreduce_model            about ten minutes, on a quiet machine
     python -m benchmarks.allreduce_model --quick    one minute, to see that it works; writes nothing
-    python -m benchmarks.allreduce_model --lesson   the table of docs/communication.md, from the result that was written last
+    python -m benchmarks.allreduce_model --lesson   the table of docs/communication.md, from the result that
+                                                    was written last
 """
 
 import json
@@ -31,7 +35,7 @@ import torch
 from benchmarks.method import Verdict, interval, overall
 from benchmarks.ranks import Ranks, Step
 from benchmarks.result import RESULTS, Result
-from meshwright.comm.algorithms import BACKEND, PLAIN, named
+from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.comm.tuning.network_fit import fit_network, group_into_series, fit_alpha_beta
@@ -42,11 +46,13 @@ from meshwright.plan.sharding.mesh import AXES, Mesh
 
 NAME = "allreduce_model"
 CLAIM = (
-    "all-reduce, 1 KiB to 64 MiB, 2 to 4 processes: predicted within 15 % of measured (median per algorithm, sizes that were not "
+    "all-reduce, 1 KiB to 64 MiB, 2 to 4 processes: predicted within 15 % of measured (median "
+    "per "
+    "algorithm, sizes that were not "
     "fitted); auto within 10 % of the best in 95 % of cells beyond noise"
 )
 ERROR_BAR, WITHIN, SHARE_BAR = 0.15, 0.10, 0.95
-NAMES = tuple(str(each) for each in PLAIN)
+NAMES = tuple(str(each) for each in FLAT_ALGORITHMS)
 SIZES, RANKS, BUDGET_S, LEAST = tuple(1 << power for power in range(10, 27)), (2, 3, 4), 150.0, 6
 TAUGHT = (1 << 10, 1 << 20, 1 << 26)
 QUICK_SIZES, QUICK_RANKS, QUICK_S, QUICK_LEAST = (
@@ -60,10 +66,14 @@ Cells = Mapping[tuple[str, int, int], AllReduceTiming]  # by algorithm, ranks, b
 
 
 def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: float, least: int) -> Step:
-    """One rank that measures all cells in one step; its note is the transport, and a row per cell with all its samples."""
+    """One rank that measures all cells in one step; its note is the transport, and a row per cell with all
+    its samples.
+    """
     torch.set_num_threads(1)
     stack = ExitStack()
-    world = stack.enter_context(init_world(Mesh(dp_replicate=size), rank, store_path=store, shared_memory=False))
+    world = stack.enter_context(
+        init_world(Mesh(dp_replicate=size), rank, store_path=store, shared_memory=False)
+    )
 
     def step() -> object:
         with stack:
@@ -118,7 +128,15 @@ def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
     sizes = sorted({cell.nbytes for cell in timings})[::2]
     kept = [cell for cell in timings if cell.nbytes in sizes]
     return Cluster(
-        VERSION, "", "", torch.__version__, transport, 0, FitError(0.0, 0.0), fit_network(kept), group_into_series(kept)
+        VERSION,
+        "",
+        "",
+        torch.__version__,
+        transport,
+        0,
+        FitError(0.0, 0.0),
+        fit_network(kept),
+        group_into_series(kept),
     )
 
 
@@ -133,7 +151,9 @@ def errors(cluster: Cluster, cell: AllReduceTiming) -> tuple[float, float]:
 
 
 def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
-    """For every number of ranks and size: what auto picks, the best by each half, what it takes more than those, and noise."""
+    """For every number of ranks and size: what auto picks, the best by each half, what it takes more than
+    those, and noise.
+    """
     found: list[dict[str, object]] = []
     for ranks in sorted({ranks for _, ranks, _ in cells}):
         rule = choose_rule(cluster, ranks).rule
@@ -198,7 +218,9 @@ def judged(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
 
 
 def lesson(path: Path) -> str:
-    """Milliseconds measured, and by the formula, of every algorithm, as the rows of a table in Markdown; from a result's file."""
+    """Milliseconds measured, and by the formula, of every algorithm, as the rows of a table in Markdown; from
+    a result's file.
+    """
     kept = json.loads(path.read_text(encoding="utf-8"))
     timings = [
         AllReduceTiming(name, ranks, nbytes, took)
@@ -216,12 +238,19 @@ def lesson(path: Path) -> str:
         group_into_series(timings),
     )
     lines = [
-        f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over {cluster.transport}:",
+        (
+            f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over "
+            f"{cluster.transport}:"
+        ),
         "",
     ]
     columns = [(ranks, nbytes) for nbytes in TAUGHT for ranks in cluster.ranks]
     lines += [
-        f"| milliseconds (by the formula) | {' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} |"
+        (
+            f"| milliseconds (by the formula) | "
+            f"{' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} "
+            f"|"
+        )
     ]
     lines += ["| --- |" + " --- |" * len(columns)]
     figures = {ranks: fit_alpha_beta(cluster, ranks) for ranks in cluster.ranks}
@@ -229,13 +258,17 @@ def lesson(path: Path) -> str:
     for name in NAMES:
         cells = []
         for ranks, nbytes in columns:
-            guess = 1e3 * named(name).seconds(
+            guess = 1e3 * get_algorithm(name).seconds(
                 ranks, nbytes, figures[ranks].latency_s, figures[ranks].bytes_per_s
             )
             cells.append(f"{took[name, ranks, nbytes]:.3g}" + ("" if name == BACKEND else f" ({guess:.3g})"))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     said = (
-        f"n = {ranks}: a = {1e6 * each.latency_s:.0f} us, B = {each.bytes_per_s / 1e9:.2f} GB/s, median error {each.error:.0%}"
+        (
+            f"n = {ranks}: a = {1e6 * each.latency_s:.0f} us, B = {each.bytes_per_s / 1e9:.2f} "
+            f"GB/s, "
+            f"median error {each.error:.0%}"
+        )
         for ranks, each in figures.items()
     )
     return "\n".join([*lines, "", "; ".join(said)])

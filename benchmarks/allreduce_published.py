@@ -1,11 +1,14 @@
-"""Bands against two parameters, on all-reduce times that others have published (NCCL on A100, V100, H200, B200).
+"""Bands against two parameters, on all-reduce times that others have published (NCCL on A100, V100, H200,
+B200).
 
-data/allreduce_measured.csv holds them, each row with its source. Of every series (one machine, one number of ranks) one size
-is left out, both models are fitted to the others, and the left-out time is predicted; so for every size. The banded model has
-`BANDS` bands of message size, fixed beforehand, each with a latency and a rate; the other has one of each.
+data/allreduce_measured.csv holds them, each row with its source. Of every series (one machine, one number of
+ranks) one size is left out, both models are fitted to the others, and the left-out time is predicted; so for
+every size. The banded model has `BANDS` bands of message size, fixed beforehand, each with a latency and a
+rate; the other has one of each.
 
-The claim: over all left-out sizes, the banded model's mean error is below that of the two parameters. The noise of a
-published table is unknown, so the interval is a bootstrap over the series, of the difference of both errors.
+The claim: over all left-out sizes, the banded model's mean error is below that of the two parameters. The
+noise of a published table is unknown, so the interval is a bootstrap over the series, of the difference of
+both errors.
 """
 
 import csv
@@ -18,7 +21,10 @@ from benchmarks.result import Result
 from meshwright.comm.tuning.network_fit import fit_link
 
 NAME = "allreduce_published"
-CLAIM = "all-reduce times others published, one size left out: the banded model's mean error is below the two-parameter model's"
+CLAIM = (
+    "all-reduce times others published, one size left out: the banded model's mean error is "
+    "below the two-parameter model's"
+)
 DATA = Path(__file__).parent / "data" / "allreduce_measured.csv"
 BANDS = 4
 LEAST_SIZES = 8  # of a series
@@ -27,7 +33,9 @@ Series = tuple[list[int], list[float]]  # bytes, seconds
 
 
 def series(path: Path = DATA) -> dict[str, Series]:
-    """The published series by name, sizes rising; rows without a time, and series with few sizes, are left out."""
+    """The published series by name, sizes rising; rows without a time, and series with few sizes, are left
+    out.
+    """
     found: dict[str, dict[int, float]] = {}
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
@@ -85,7 +93,10 @@ def main() -> None:
     result = compared(series())
     for name, row in dict(result.detail["series"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping of rows
         print(
-            f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters {row['two parameters']:6.1%}"
+            (
+                f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters "
+                f"{row['two parameters']:6.1%}"
+            )
         )
     print(result.detail["mean error"], "holds:", result.holds)
     print(result.write(NAME))

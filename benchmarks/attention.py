@@ -1,8 +1,10 @@
-"""One call of attention, without a model round it: on one device by its formula, and on ranks that have some of its tokens each.
+"""One call of attention, without a model round it: on one device by its formula, and on ranks that have some
+of its tokens each.
 
     q [B, H, N, d]     k [B, G, N, d]     v [B, G, N, e]     grad, of what comes out [B, H, N, e]
 
-H is a multiple of G. Masks, [B or 1, H or 1, N or 1, N] of bools (true: is looked at), but for `bias`, which is added and learns:
+H is a multiple of G. Masks, [B or 1, H or 1, N or 1, N] of bools (true: is looked at), but for `bias`, which
+is added and learns:
 
     none        every query looks at every key                causal     at keys up to its own position: the flag, no mask
     window      at the last few of these                      prefix     as causal, and everybody at the first third
@@ -83,7 +85,9 @@ class Call:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Rows, heads of queries, and of keys and values, tokens, and the widths of a head of queries and of one of values."""
+    """Rows, heads of queries, and of keys and values, tokens, and the widths of a head of queries and of one
+    of values.
+    """
 
     rows: int = 2
     heads: int = 12
@@ -111,7 +115,8 @@ class Sizes:
 
 
 def mask_named(name: str, rows: int, heads: int, length: int) -> torch.Tensor | None:
-    """The mask of that name (see the module), in float64 where it is no bool; None where there is none to be handed over.
+    """The mask of that name (see the module), in float64 where it is no bool; None where there is none to be
+    handed over.
 
     Raises KeyError for a name that is not one of `MASKS`.
     """
@@ -136,7 +141,10 @@ def mask_named(name: str, rows: int, heads: int, length: int) -> torch.Tensor | 
 
 
 def dense(call: Call) -> Tensors:
-    """What one device makes of `call`, by the formula: the output, then the gradients of its inputs. Blind rows give zeros."""
+    """What one device makes of `call`, by the formula: the output, then the gradients of its inputs.
+
+    Blind rows give zeros.
+    """
     leaves = [each.detach().requires_grad_() for each in call.inputs]
     query, key, value, *learnt = leaves
     key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))

@@ -1,10 +1,13 @@
-"""What may be refused, and how often two techniques must match: the reviewed file beside this one, and rows held against it.
+"""What may be refused, and how often two techniques must match: the reviewed file beside this one, and rows
+held against it.
 
     benchmarks/combinations.toml
         seed, count       which plans the tests draw; `pairs` of techniques meet in them at least
-        share             for every pair of techniques the least share of the plans with both that is not refused
+        share             for every pair of techniques the least share of the plans with both that is not
+                          refused
         [[exceptions]]    a pair for which it is another one, and why
-        [[refusals]]      a reason: its words, a pattern of what a fault says, and why that is not simply made to work
+        [[refusals]]      a reason: its words, a pattern of what a fault says, and why that is not simply made
+                          to work
 
 A plan that was spoilt on purpose counts for what can be refused, and not for shares.
 """
@@ -52,7 +55,9 @@ class Reviewed:
 
 @dataclass
 class Met:
-    """What became of the plans in which two techniques met: drawn and matched, those not spoilt, and why others were refused."""
+    """What became of the plans in which two techniques met: drawn and matched, those not spoilt, and why
+    others were refused.
+    """
 
     drawn: int = 0
     matched: int = 0
@@ -104,7 +109,9 @@ def refused_by(rows: Iterable[Row]) -> dict[str, int]:
 
 
 def short_of(found: Pairs, wanted: Reviewed) -> Iterator[str]:
-    """What is wrong with these pairs, in sentences: a share that is too small, too few that meet, an exception of none."""
+    """What is wrong with these pairs, in sentences: a share that is too small, too few that meet, an
+    exception of none.
+    """
     met = {" + ".join(pair): each for pair, each in found.items() if each.straight}
     for pair, each in sorted(met.items()):
         if each.share < wanted.least(pair):

@@ -36,7 +36,9 @@ class Part:
 def contest(
     result: str, claim: str, base: Side, ours: Side, parts: Mapping[str, Part], num_ranks: int = 1
 ) -> None:
-    """Measure `ours` against `base` on every workload of `parts`, on `num_ranks` processes each, and write the result."""
+    """Measure `ours` against `base` on every workload of `parts`, on `num_ranks` processes each, and write
+    the result.
+    """
     found = {}
     for workload, part in parts.items():
         with ExitStack() as opened:

@@ -1,8 +1,9 @@
-"""Memory of data parallelism beside torch DDP with `gradient_as_bucket_view=True`: two processes, the large step.
+"""Memory of data parallelism beside torch DDP with `gradient_as_bucket_view=True`: two processes, the large
+step.
 
-Two figures per rank. *Resident*: the high-water mark of the process during a step (reset before each), above what it
-held when its imports were done. *Live*: the bytes of all distinct tensor storages just before the optimizer steps, when
-weights, moments and gradients are all there. Bar: 1.0 for both.
+Two figures per rank. *Resident*: the high-water mark of the process during a step (reset before each), above
+what it held when its imports were done. *Live*: the bytes of all distinct tensor storages just before the
+optimizer steps, when weights, moments and gradients are all there. Bar: 1.0 for both.
 """
 
 import sys
@@ -20,12 +21,18 @@ from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, ddp, fresh_store, ours
 
 STEPS, WARMUP, BAR = 15, 3, 1.0
-CLAIM = "two processes, 25 M parameters, large step: peak resident and live bytes per rank are at most torch DDP's with bucket views"
+CLAIM = (
+    "two processes, 25 M parameters, large step: peak resident and live bytes per rank are "
+    "at "
+    "most torch DDP's with bucket views"
+)
 KIB = 1024
 
 
 def watched(rank: int, size: int, **arguments: Any) -> Callable[[], object]:
-    """The step of `arguments["kind"]` with its memory: (resident peak above imports, live storages), both in bytes."""
+    """The step of `arguments["kind"]` with its memory: (resident peak above imports, live storages), both in
+    bytes.
+    """
     imported = _resident("VmRSS")
     run = (ours if arguments.pop("kind") == "ours" else ddp)(rank, size, **arguments)
     live: list[int] = []

@@ -1,8 +1,10 @@
-"""Steps whose matrices are divided by columns and rows: ours, and torch's `parallelize_module`; and the bytes that each sends.
+"""Steps whose matrices are divided by columns and rows: ours, and torch's `parallelize_module`; and the bytes
+that each sends.
 
-q, k, v, gate and up by columns, o and down by rows; norms, embedding and head are whole on every rank, in both.
-Torch's loop trains divided and whole weights in groups of their own and takes their norm in two parts, because fused and
-`foreach` kernels take no mixture of DTensors and tensors; apart from that it is the loop of `workloads`.
+q, k, v, gate and up by columns, o and down by rows; norms, embedding and head are whole on every rank, in
+both. Torch's loop trains divided and whole weights in groups of their own and takes their norm in two parts,
+because fused and `foreach` kernels take no mixture of DTensors and tensors; apart from that it is the loop of
+`workloads`.
 """
 
 from collections import defaultdict
@@ -50,7 +52,8 @@ COLLECTIVES = {
 def ours(rank: int, size: int, workload: str, store: str, line: Mapping[str, Any] | None = None) -> Step:
     """The step of the engine with matrices divided over all ranks; `line` are fields of `Line`.
 
-    The model is given as what makes it, as config files do: an `nn.Module` that is handed over stays in memory beside its slices.
+    The model is given as what makes it, as config files do: an `nn.Module` that is handed over stays in
+    memory beside its slices.
     """
     return _engine(workload, _world(rank, size, store), TensorParallel(**line or {}))
 
@@ -58,8 +61,8 @@ def ours(rank: int, size: int, workload: str, store: str, line: Mapping[str, Any
 def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool = False) -> Step:
     """The step of an ordinary loop round a model that `parallelize_module` has divided over all ranks.
 
-    With `prepared`, users have also declared that attention and mlp take their input in as one DTensor (`PrepareModuleInput`),
-    which spares the layers their own all-reduces; there is no need of that in ours.
+    With `prepared`, users have also declared that attention and mlp take their input in as one DTensor
+    (`PrepareModuleInput`), which spares the layers their own all-reduces; there is no need of that in ours.
     """
     join(rank, size, store)
     torch.set_num_threads(1)
@@ -95,9 +98,11 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
 def counted(
     rank: int, size: int, *, whose: Callable[..., Step], **arguments: Any
 ) -> Callable[[], dict[str, float]]:
-    """A step whose note are the bytes that left this rank in collectives, by collective, and how many there were (`calls`).
+    """A step whose note are the bytes that left this rank in collectives, by collective, and how many there
+    were (`calls`).
 
-    Ours are taken from the ledger; torch's are counted where they are dispatched. `whose` is `ours` or `dtensor`.
+    Ours are taken from the ledger; torch's are counted where they are dispatched. `whose` is `ours` or
+    `dtensor`.
     """
     if whose is ours:
         return _from_ledger(rank, size, **arguments)

@@ -1,11 +1,12 @@
-"""Recovery under torchrun: a random rank is killed with SIGKILL at a random moment; does the job end as if nobody had been?
+"""Recovery under torchrun: a random rank is killed with SIGKILL at a random moment; does the job end as if
+nobody had been?
 
     torchrun --max-restarts 3 --nproc-per-node 2 -m meshwright train ...      ours
     torchrun --max-restarts 3 --nproc-per-node 2 benchmarks/plain_ddp.py ...  a DDP loop over gloo, env://, one save per step
 
-Eight trials of each, the same seeds. A trial of ours counts when torchrun ends with 0 and every loss, gradient norm and
-learning rate in the journal equals that of a run left alone, bit for bit; one of the plain script when torchrun ends with 0.
-The plain count is shown beside it and decides nothing.
+Eight trials of each, the same seeds. A trial of ours counts when torchrun ends with 0 and every loss,
+gradient norm and learning rate in the journal equals that of a run left alone, bit for bit; one of the plain
+script when torchrun ends with 0. The plain count is shown beside it and decides nothing.
 """
 
 import json
@@ -26,7 +27,11 @@ from benchmarks.result import ROOT, Result
 TRIALS, RANKS, STEPS, RESTARTS = 8, 2, 150, 3
 LIMIT_S = 240.0
 START_S = 6.0  # of a rank, at most: a kill falls into it in one trial of four
-CLAIM = "under torchrun on gloo, a job whose rank is killed at a random moment ends bitwise as if left alone: 8 of 8"
+CLAIM = (
+    "under torchrun on gloo, a job whose rank is killed at a random moment ends bitwise as "
+    "if "
+    "left alone: 8 of 8"
+)
 MODEL = """
 from torch import nn
 
@@ -61,7 +66,9 @@ save_every = 10
 
 @dataclass(frozen=True)
 class Trial:
-    """One killed job: which rank was hit and when (seconds since its start), torchrun's exit code, and whether it recovered."""
+    """One killed job: which rank was hit and when (seconds since its start), torchrun's exit code, and
+    whether it recovered.
+    """
 
     rank: int
     moment: str

@@ -1,7 +1,8 @@
 """What the block-grain engine costs on one device: its step beside an ordinary PyTorch loop.
 
-The engine plays a list of actions and cuts the autograd graph at every block. If that cost anything to speak of, the
-design would be wrong. Bars: 1.02 on the large and the small step, 1.1 on the toy, which is Python and nothing else.
+The engine plays a list of actions and cuts the autograd graph at every block. If that cost anything to speak
+of, the design would be wrong. Bars: 1.02 on the large and the small step, 1.1 on the toy, which is Python and
+nothing else.
 """
 
 from benchmarks.contest import Part, Side, contest
@@ -13,7 +14,10 @@ PARTS = {
     "small": Part(1.02, Window(60, 300, 150)),
     "toy": Part(1.1, Window(2500, 8000, 200, warmup=20)),
 }
-CLAIM = "one device: the engine's step costs at most 1.02 x an ordinary PyTorch loop (large and small step), 1.1 x on the toy"
+CLAIM = (
+    "one device: the engine's step costs at most 1.02 x an ordinary PyTorch loop (large and "
+    "small step), 1.1 x on the toy"
+)
 
 if __name__ == "__main__":
     contest("engine_overhead", CLAIM, Side("plain", ordinary), Side("engine", ours), PARTS)

@@ -1,4 +1,5 @@
-"""Models that do not take plain text, as a user would bring them: a file with factories, each with an example and a loss.
+"""Models that do not take plain text, as a user would bring them: a file with factories, each with an example
+and a loss.
 
 The examples are made from the text of the standard library, read as bytes.
 """

@@ -1,7 +1,8 @@
-"""The model families of `model_coverage`: each a config.json of a few thousand parameters, or a factory of its own file.
+"""The model families of `model_coverage`: each a config.json of a few thousand parameters, or a factory of
+its own file.
 
-Configs name the class and the sizes, and nothing that would make a family easier: dropout, ties, sliding windows, grouped
-queries, soft caps and routing are what the family's own defaults say.
+Configs name the class and the sizes, and nothing that would make a family easier: dropout, ties, sliding
+windows, grouped queries, soft caps and routing are what the family's own defaults say.
 """
 
 from dataclasses import dataclass, field

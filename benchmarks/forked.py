@@ -1,9 +1,10 @@
-"""The command and its ranks as forks of a process that has imported everything: each is ready in a second, not in five.
+"""The command and its ranks as forks of a process that has imported everything: each is ready in a second,
+not in five.
 
-A trial that kills a command takes milliseconds; what takes long is importing torch, once for the command and once for
-each rank. `command` forks a process that calls the command's own `main`, in a session and a folder of its own; there, the
-launcher's `subprocess.Popen` forks the ranks likewise. All else is as in the real thing: processes, signals, pipes,
-exit codes. The process that forks must have one thread only.
+A trial that kills a command takes milliseconds; what takes long is importing torch, once for the command and
+once for each rank. `command` forks a process that calls the command's own `main`, in a session and a folder
+of its own; there, the launcher's `subprocess.Popen` forks the ranks likewise. All else is as in the real
+thing: processes, signals, pipes, exit codes. The process that forks must have one thread only.
 """
 
 import os
@@ -22,7 +23,10 @@ POLL_S = 0.005
 
 
 class Forked:
-    """What `subprocess.Popen` is for a program, for `body`, which returns the exit code. Output goes to files."""
+    """What `subprocess.Popen` is for a program, for `body`, which returns the exit code.
+
+    Output goes to files.
+    """
 
     def __init__(
         self,

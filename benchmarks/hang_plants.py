@@ -1,7 +1,9 @@
-"""The model file of benchmarks/hang_reports.py: a tiny model which, on one rank and in one step, does what makes others wait.
+"""The model file of benchmarks/hang_reports.py: a tiny model which, on one rank and in one step, does what
+makes others wait.
 
-What to do, on which rank and in which step comes from the environment. The lines that a report has to name end in a comment
-with the name of the plant. The first call of the loss is the reading of the model, before any rank meets another.
+What to do, on which rank and in which step comes from the environment. The lines that a report has to name
+end in a comment with the name of the plant. The first call of the loss is the reading of the model, before
+any rank meets another.
 """
 
 import gc

@@ -1,19 +1,23 @@
-"""Planted hangs, through the real command: is the right rank named, with its line, in time, and does nobody stay behind?
+"""Planted hangs, through the real command: is the right rank named, with its line, in time, and does nobody
+stay behind?
 
-    meshwright train config.toml      gloo ranks of a tiny model (benchmarks/hang_plants.py), run.limits.step_s = 4
+    meshwright train config.toml      gloo ranks of a tiny model (benchmarks/hang_plants.py),
+                                      run.limits.step_s = 4
 
-In each trial one rank of two to four does one wrong thing in one step: it does not come, loops (in Python, or in native code
-that holds the interpreter), exits (with code 0 or another), raises, is killed, issues a collective of another size, or in another
-order. A trial counts when all of this holds:
+In each trial one rank of two to four does one wrong thing in one step: it does not come, loops (in Python, or
+in native code that holds the interpreter), exits (with code 0 or another), raises, is killed, issues a
+collective of another size, or in another order. A trial counts when all of this holds:
 
-    rank      the first of the sentences of the command's last words that names ranks names the planted one; where two ranks
+    rank      the first of the sentences of the command's last words that names ranks names the planted one;
+              where two ranks
               disagree and nobody can say which is wrong, both are named
     line      its file and line stand there (but of a kill, which has none)
     seconds   from the plant to the end of the command, all processes included: at most 10
     code      is not 0
     orphans   no process of the trial is left
 
-`--quick` plays one trial of each kind and writes no result. Shared memory between ranks is on in half of the trials.
+`--quick` plays one trial of each kind and writes no result. Shared memory between ranks is on in half of the
+trials.
 """
 
 import argparse
@@ -68,7 +72,9 @@ step_s = 4.0
 
 @dataclass
 class Trial:
-    """One planted hang: what was planted, and what was seen; it failed when `failures`, in sentences, is not empty."""
+    """One planted hang: what was planted, and what was seen; it failed when `failures`, in sentences, is not
+    empty.
+    """
 
     kind: str
     ranks: int
@@ -105,7 +111,9 @@ def main() -> None:
 
 
 def planned(kinds: list[str], count: int) -> Iterator[Trial]:
-    """`count` trials: the kinds in turn, with 2 to 4 ranks, every rank and several steps; rank 0 in about one of three."""
+    """`count` trials: the kinds in turn, with 2 to 4 ranks, every rank and several steps; rank 0 in about one
+    of three.
+    """
     for number in range(count):
         ranks = 2 + (number + number // len(kinds)) % 3
         yield Trial(
@@ -166,7 +174,10 @@ def judge(trial: Trial, text: str, left: list[str]) -> None:
         trial.failures.append(f"left behind: {left}")
 
 
-VERDICT = r"^ *(rank \d+)( did not come to| left| failed|: its process is gone| was killed by| differs from|s? did not answer)"
+VERDICT = (
+    r"^ *(rank \d+)( did not come to| left| failed|: its process is gone| was killed by| "
+    r"differs from|s? did not answer)"
+)
 
 
 def _differing(text: str) -> set[int]:

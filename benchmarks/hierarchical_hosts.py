@@ -1,21 +1,27 @@
-"""Hierarchical all-reduce beside the flat ring where hosts share their links: two hosts of two ranks, each link of one rate.
+"""Hierarchical all-reduce beside the flat ring where hosts share their links: two hosts of two ranks, each
+link of one rate.
 
-A network card is shared by the ranks of its host, and sends and receives at once. So a round of an algorithm lasts as long as
-the busiest card needs for what leaves it, or comes into it, in that round; what stays inside a host is free beside that:
+A network card is shared by the ranks of its host, and sends and receives at once. So a round of an algorithm
+lasts as long as the busiest card needs for what leaves it, or comes into it, in that round; what stays inside
+a host is free beside that:
 
     seconds = sum over rounds of  (bytes through the busiest card) / rate
 
     S = size of the tensor              through a card     2 hosts x 2 ranks, ranks host by host
-    ring                                1.5 S              6 rounds, in each one rank of a host sends S/4 out of it
+    ring                                1.5 S              6 rounds, in each one rank of a host sends S/4 out
+                                                           of it
     hierarchical/2                      1.0 S              2 rounds across, in each both ranks send S/4
-    ring, ranks dealt in turn           3.0 S              every neighbour is on the other host: 6 rounds of two S/4
+    ring, ranks dealt in turn           3.0 S              every neighbour is on the other host: 6 rounds of
+                                                           two S/4
 
-The factor predicted is 1.5, whatever the rate and the size; headers and latency weigh on both alike. It holds for a size when
-the interval of ring / hierarchical lies within 20 % of it; the claim is about 100 Mbit/s. Shown beside: 1 Gbit/s, gloo's own
-algorithm, and the ring among ranks that were dealt to the hosts in turn, which is why order matters: index order keeps the
-ranks of a host together, and crosses each border once. Hosts are network namespaces (testing/hosts.py).
+The factor predicted is 1.5, whatever the rate and the size; headers and latency weigh on both alike. It holds
+for a size when the interval of ring / hierarchical lies within 20 % of it; the claim is about 100 Mbit/s.
+Shown beside: 1 Gbit/s, gloo's own algorithm, and the ring among ranks that were dealt to the hosts in turn,
+which is why order matters: index order keeps the ranks of a host together, and crosses each border once.
+Hosts are network namespaces (testing/hosts.py).
 
-    python -m benchmarks.hierarchical_hosts --quick      three rounds of the smallest size of each rate, nothing written
+    python -m benchmarks.hierarchical_hosts --quick      three rounds of the smallest size of each rate,
+                                                         nothing written
 """
 
 import argparse
@@ -30,7 +36,7 @@ import torch
 from benchmarks.method import LEAST_ROUNDS, Interval, Rounds, Verdict, Window, interval, measure, overall
 from benchmarks.ranks import Ranks
 from benchmarks.result import Result
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 from meshwright.comm.algorithms.cost_model import all_reduce_seconds
 from meshwright.comm.algorithms.schedule import AllReduceAlgorithm
 from meshwright.comm.collectives.group import Group
@@ -42,7 +48,10 @@ from meshwright.testing.rank_worker import NetworkLocation
 from tests.network.virtual_hosts import VirtualHosts, virtual_hosts, unavailable_reason
 
 NAME = "hierarchical_hosts"
-CLAIM = "2 hosts x 2 ranks at 100 Mbit/s: hierarchical all-reduce beats the flat ring by the predicted factor, within 20 %"
+CLAIM = (
+    "2 hosts x 2 ranks at 100 Mbit/s: hierarchical all-reduce beats the flat ring by the "
+    "predicted factor, within 20 %"
+)
 HOSTS, PER_HOST = 2, 2
 SIZE = HOSTS * PER_HOST
 RING, OURS = "ring", f"hierarchical/{PER_HOST}"
@@ -53,7 +62,8 @@ SIZES = {100: (1, 4), 1000: (16,)}  # MiB, by Mbit/s
 HOST_BY_HOST = tuple(rank // PER_HOST for rank in range(SIZE))
 IN_TURN = tuple(rank % HOSTS for rank in range(SIZE))
 FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
-# The kernel's work for packets is counted for nobody, so it looks like that of others: at 1 Gbit/s 0.15 cores of it were seen.
+# The kernel's work for packets is counted for nobody, so it looks like that of others: at 1 Gbit/s 0.15 cores
+# of it were seen.
 WINDOWS = {100: Window(clean=24, limit_s=120, threshold=0.25), 1000: Window(limit_s=60, threshold=0.5)}
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 
@@ -71,9 +81,11 @@ class Case:
 
     @property
     def holds(self) -> Verdict:
-        """Whether the interval is near the prediction, with all that ring and twin differ by added at either end.
+        """Whether the interval is near the prediction, with all that ring and twin differ by added at either
+        end.
 
-        A shaped link lets bursts through, and two equal rings differ by 5 % now and then; 20 % can be told all the same.
+        A shaped link lets bursts through, and two equal rings differ by 5 % now and then; 20 % can be told
+        all the same.
         """
         noise = 1 + self.aa.half_width + abs(self.aa.median - 1)
         least, most = (1 - WITHIN) * self.predicted, (1 + WITHIN) * self.predicted
@@ -116,7 +128,9 @@ class Case:
 
 
 def predicted(algorithm: AllReduceAlgorithm, nbytes: int, rate_mbit: float) -> float:
-    """The seconds of an all-reduce among these hosts, by the price of its rounds: links between hosts alone cost."""
+    """The seconds of an all-reduce among these hosts, by the price of its rounds: links between hosts alone
+    cost.
+    """
     network = NetworkModel(
         intra_host=FREE, busiest_rank=FREE, inter_host=LinkCost((SizeBand(0, 0.0, rate_mbit * 1e6 / 8),))
     )
@@ -124,7 +138,9 @@ def predicted(algorithm: AllReduceAlgorithm, nbytes: int, rate_mbit: float) -> f
 
 
 def through_a_card(algorithm: AllReduceAlgorithm, host_of: Sequence[int]) -> float:
-    """What all rounds together lead through the busiest card, in sizes of the tensor; rank r is on host `host_of[r]`."""
+    """What all rounds together lead through the busiest card, in sizes of the tensor; rank r is on host
+    `host_of[r]`.
+    """
     total, size = 0.0, len(host_of)
     rounds = [algorithm.rounds(size, rank) for rank in range(size)]
     for number in range(len(rounds[0])):
@@ -139,9 +155,17 @@ def through_a_card(algorithm: AllReduceAlgorithm, host_of: Sequence[int]) -> flo
 
 
 def step(
-    rank: int, size: int, *, seats: Sequence[NetworkLocation], meeting: RendezvousEndpoint, mib: int, algorithm: str
+    rank: int,
+    size: int,
+    *,
+    seats: Sequence[NetworkLocation],
+    meeting: RendezvousEndpoint,
+    mib: int,
+    algorithm: str,
 ) -> Callable[[], object]:
-    """What `Ranks` builds in each process: an all-reduce of `mib` MiB of float32 among all ranks, each on its seat."""
+    """What `Ranks` builds in each process: an all-reduce of `mib` MiB of float32 among all ranks, each on its
+    seat.
+    """
     torch.set_num_threads(1)
     seats[rank].enter()
     opened = ExitStack()
@@ -162,7 +186,9 @@ class _Step:
 
 @contextmanager
 def contestants(made: VirtualHosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ranks]]:
-    """Ring, hierarchical, a twin of the ring, gloo's own, and the ring dealt in turn: each four processes on the hosts."""
+    """Ring, hierarchical, a twin of the ring, gloo's own, and the ring dealt in turn: each four processes on
+    the hosts.
+    """
     who = {RING: (RING, HOST_BY_HOST), OURS: (OURS, HOST_BY_HOST), "twin": (RING, HOST_BY_HOST)}
     who |= {"gloo's own": ("backend", HOST_BY_HOST), "ring, dealt in turn": (RING, IN_TURN)}
     with ExitStack() as opened:
@@ -191,14 +217,19 @@ def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> 
             for mib in several:
                 with contestants(made, mib, ports) as ranks:
                     rounds = measure(ranks, windows[rate])
-                ratio = predicted(named(RING), mib * MIB, rate) / predicted(named(OURS), mib * MIB, rate)
+                ratio = predicted(get_algorithm(RING), mib * MIB, rate) / predicted(
+                    get_algorithm(OURS), mib * MIB, rate
+                )
                 factor, aa = (
                     interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING))
                 )
                 case = Case(rate, mib, ratio, factor, aa, rounds)
                 wall = {name: round(median(rounds.figures(name, "wall_s")), 4) for name in rounds.clean[0]}
                 print(
-                    f"{rate} Mbit/s, {mib} MiB: predicted {ratio:.3f}, {factor}, A/A {aa}, {case.holds}; {wall}",
+                    (
+                        f"{rate} Mbit/s, {mib} MiB: predicted {ratio:.3f}, {factor}, A/A {aa}, "
+                        f"{case.holds}; {wall}"
+                    ),
                     file=sys.stderr,
                 )
                 yield case
@@ -210,12 +241,12 @@ def result(found: Sequence[Case]) -> Result:
     worst = max(judged, key=lambda case: case.off)
     detail: dict[str, object] = {f"{case.rate_mbit} Mbit/s, {case.mib} MiB": case.as_dict() for case in found}
     carried = {
-        RING: through_a_card(named(RING), HOST_BY_HOST),
-        OURS: through_a_card(named(OURS), HOST_BY_HOST),
+        RING: through_a_card(get_algorithm(RING), HOST_BY_HOST),
+        OURS: through_a_card(get_algorithm(OURS), HOST_BY_HOST),
     }
     detail["tensors through a card"] = {
         **carried,
-        "ring, dealt in turn": through_a_card(named(RING), IN_TURN),
+        "ring, dealt in turn": through_a_card(get_algorithm(RING), IN_TURN),
     }
     return Result.of(
         NAME,
@@ -233,7 +264,7 @@ def result(found: Sequence[Case]) -> Result:
 
 def unresolved(why: str) -> Result:
     """The result where no hosts can be made."""
-    bar = predicted(named(RING), MIB, JUDGED) / predicted(named(OURS), MIB, JUDGED)
+    bar = predicted(get_algorithm(RING), MIB, JUDGED) / predicted(get_algorithm(OURS), MIB, JUDGED)
     detail = {"not measured": why}
     figures = {"median": 0.0, "spread": (0.0, 0.0), "bar": bar}
     return Result.of(NAME, CLAIM, values=[], **figures, holds="unresolved", repeats=0, detail=detail)

@@ -1,17 +1,20 @@
-"""What our interface adds to a call of the backend, and what the ledger adds to a training step. gloo, without shared memory.
+"""What our interface adds to a call of the backend, and what the ledger adds to a training step. gloo,
+without shared memory.
 
     all_reduce, 64 MiB, 2 and 4 ranks    ours / bare          bar 1.03
     all_reduce, 1 KiB, 2 and 4 ranks     ours - bare          bar 30 us per call and rank
     a step, small workload, 2 ranks      ledger / no ledger   bar 1.01
 
-Bare is `dist.all_reduce(tensor)`, ours `group.all_reduce(tensor).wait()`. The ledger is all that is noted of a call: its bytes,
-and the ring of the last calls with their lines; without, both do nothing. All sides of a part take turns in the same processes,
-on the same tensors and connections, so that only the code differs; what runs beside them (the thread that watches for ranks
-that hang) runs beside all. CPU seconds of all ranks decide, wall seconds stand beside. At 1 KiB it is the CPU of the calling
-threads: gloo answers after about a millisecond, of which its own threads and the scheduler add or take tens of us by chance.
+Bare is `dist.all_reduce(tensor)`, ours `group.all_reduce(tensor).wait()`. The ledger is all that is noted of
+a call: its bytes, and the ring of the last calls with their lines; without, both do nothing. All sides of a
+part take turns in the same processes, on the same tensors and connections, so that only the code differs;
+what runs beside them (the thread that watches for ranks that hang) runs beside all. CPU seconds of all ranks
+decide, wall seconds stand beside. At 1 KiB it is the CPU of the calling threads: gloo answers after about a
+millisecond, of which its own threads and the scheduler add or take tens of us by chance.
 
-The same is counted a second way, without a peer: a call whose backend answers at once costs only our Python, and the cost of one
-note times the collectives of a step is the ledger's share of it. Both stand in the detail.
+The same is counted a second way, without a peer: a call whose backend answers at once costs only our Python,
+and the cost of one note times the collectives of a step is the ledger's share of it. Both stand in the
+detail.
 
     python -m benchmarks.interface_overhead           writes the result
     python -m benchmarks.interface_overhead --quick   a few rounds, whoever else is busy; writes nothing
@@ -52,7 +55,8 @@ from meshwright.comm.collectives.announce import announce
 from meshwright.plan.sharding.mesh import AXES
 
 CLAIM = (
-    "gloo: through our interface an all_reduce costs at most 1.03 x the bare call at 64 MiB and 30 us more at 1 KiB; "
+    "gloo: through our interface an all_reduce costs at most 1.03 x the bare call at 64 MiB and "
+    "30 us more at 1 KiB; "
     "the ledger costs at most 1 % of a small step"
 )
 SIDES = ("bare", "ours", "twin")
@@ -64,7 +68,10 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Part:
-    """One row of the table: how to make the step of each side, and how long to measure. `calls` is 0 where a ratio is judged."""
+    """One row of the table: how to make the step of each side, and how long to measure.
+
+    `calls` is 0 where a ratio is judged.
+    """
 
     build: Build
     num_ranks: int
@@ -76,7 +83,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a part showed: a ratio, or microseconds added per call and rank; `aa` is what two equal sides differ by."""
+    """What a part showed: a ratio, or microseconds added per call and rank; `aa` is what two equal sides
+    differ by.
+    """
 
     unit: str
     bar: float
@@ -116,7 +125,11 @@ class Turn:
         names = tuple(name for name, _ in played)
         if set(names) != {self.name}:
             raise ValueError(
-                f"the ranks played {names}, it is the turn of '{self.name}': let `measure` alone ask for steps"
+                (
+                    f"the ranks played {names}, it is the turn of '{self.name}': let `measure` "
+                    f"alone "
+                    f"ask for steps"
+                )
             )
         calling = sum(seconds for _, seconds in played)
         return replace(cost, cpu_s=calling, others_s=cost.cpu_s - calling) if self.caller else cost
@@ -155,12 +168,18 @@ def calls(rank: int, size: int, store: str, nbytes: int, repeats: int) -> Step:
 
 
 def steps(rank: int, size: int, store: str) -> Step:
-    """Steps of the small workload: without the ledger, with it, and without again. One engine plays them all."""
+    """Steps of the small workload: without the ledger, with it, and without again.
+
+    One engine plays them all.
+    """
     world = joined(rank, size, store)
     step, ledger = ours(rank, size, "small", world=world), world.ledger
 
     def silent() -> None:
-        with patch.object(ledger, "record", _nothing), patch.object(ledger.flight_recorder, "record", _nothing):
+        with (
+            patch.object(ledger, "record", _nothing),
+            patch.object(ledger.flight_recorder, "record", _nothing),
+        ):
             step()
 
     return in_turn({"bare": silent, "ours": step, "twin": silent})
@@ -171,7 +190,9 @@ def _nothing(*given: object) -> None:
 
 
 def counted(rank: int, size: int, store: str) -> Step:
-    """Microseconds of our Python alone: of a call whose backend answers at once, of `announce`, and of what the ledger notes."""
+    """Microseconds of our Python alone: of a call whose backend answers at once, of `announce`, and of what
+    the ledger notes.
+    """
     torch.set_num_threads(1)
     world = joined(rank, size, store)
     group, tensor = world.group(AXES), torch.zeros(256)
@@ -262,7 +283,9 @@ def judged(part: Part, rounds: Rounds, figure: Figure) -> Finding:
 
 
 def alone(quick: bool) -> dict[str, float]:
-    """The medians of `counted`, with the share of the ledger in a step that follows from them and the seconds of a step."""
+    """The medians of `counted`, with the share of the ledger in a step that follows from them and the seconds
+    of a step.
+    """
     shown: dict[str, list[float]] = {}
     with Ranks("counted", counted, 2, preload=HEAVY, store=fresh_store()) as ranks:
         for _ in range(3 if quick else 9):

@@ -1,4 +1,6 @@
-"""What a benchmark of many cases has found, row by row: a run goes on where another one of the same commit has ended."""
+"""What a benchmark of many cases has found, row by row: a run goes on where another one of the same commit
+has ended.
+"""
 
 import json
 from collections.abc import Mapping

@@ -1,9 +1,11 @@
-"""One trial: a run that is killed at random moments, resumed until it ends, and compared with a run left alone.
+"""One trial: a run that is killed at random moments, resumed until it ends, and compared with a run left
+alone.
 
-Of every attempt but the last, somebody is hit: one rank, all of them and their parent, the parent alone (SIGKILL), or the
-parent by SIGTERM; at a random moment of the start, behind a random step, or inside a save (a partial folder is there).
-After every attempt nothing may run on, what is published must equal the checkpoint of the undisturbed run, and the next
-attempt must go on from the newest of it. All choices come from the seed and the number of the trial.
+Of every attempt but the last, somebody is hit: one rank, all of them and their parent, the parent alone
+(SIGKILL), or the parent by SIGTERM; at a random moment of the start, behind a random step, or inside a save
+(a partial folder is there). After every attempt nothing may run on, what is published must equal the
+checkpoint of the undisturbed run, and the next attempt must go on from the newest of it. All choices come
+from the seed and the number of the trial.
 """
 
 import json
@@ -47,7 +49,8 @@ Process = forked.Forked | subprocess.Popen[bytes]
 
 @dataclass(frozen=True)
 class Kind:
-    """A job of the matrix: the words behind its config, the rank counts of its attempts, and what resuming promises.
+    """A job of the matrix: the words behind its config, the rank counts of its attempts, and what resuming
+    promises.
 
     `tolerance` is relative to the largest element of a tensor; None: bit for bit.
     """
@@ -60,7 +63,9 @@ class Kind:
 
 @dataclass
 class Attempt:
-    """One start of the command: on how many ranks, who was hit when, how it ended, the newest checkpoint afterwards."""
+    """One start of the command: on how many ranks, who was hit when, how it ended, the newest checkpoint
+    afterwards.
+    """
 
     ranks: int
     victim: str = ""
@@ -87,7 +92,8 @@ class Row:
 
 
 class Trial:
-    """Trial `number` of `kind` in `folder`; `alone` is the folder of the run that nobody disturbed, every checkpoint kept.
+    """Trial `number` of `kind` in `folder`; `alone` is the folder of the run that nobody disturbed, every
+    checkpoint kept.
 
     `cold` starts `python -m meshwright` instead of forks.
     """
@@ -176,7 +182,9 @@ class Trial:
         )
 
     def judge_published(self) -> None:
-        """Everything under the name of a checkpoint must load, and hold what the undisturbed run had at that step."""
+        """Everything under the name of a checkpoint must load, and hold what the undisturbed run had at that
+        step.
+        """
         for step, path in list_step_folders(self.checkpoints):
             if path == step_folder(self.checkpoints, step):
                 self._fail_with(f"the checkpoint of step {step}", self._differing(path, step))
@@ -277,7 +285,9 @@ def _working_in(folder: Path) -> Iterator[psutil.Process]:
 
 
 def metrics(run: Path) -> dict[int, tuple[float, ...]]:
-    """Loss, gradient norm, learning rate and tokens of each step in the journal of a run; the last line of a step counts."""
+    """Loss, gradient norm, learning rate and tokens of each step in the journal of a run; the last line of a
+    step counts.
+    """
     path = run / "metrics.jsonl"
     whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
     lines = (json.loads(line) for line in whole.splitlines())

@@ -1,8 +1,9 @@
-"""The bytes of all tensors that Python can reach, each storage once, and the most of them at any moment of a step.
+"""The bytes of all tensors that Python can reach, each storage once, and the most of them at any moment of a
+step.
 
-A step is sampled behind every act of the engine: the program gets a COMPARE (take the bytes that are live) behind each of its
-compute actions. Tensors that only autograd holds, the activations inside a block, are not reached and not counted; weights,
-gradients, moments, buffers, and what blocks hand on, are.
+A step is sampled behind every act of the engine: the program gets a COMPARE (take the bytes that are live)
+behind each of its compute actions. Tensors that only autograd holds, the activations inside a block, are not
+reached and not counted; weights, gradients, moments, buffers, and what blocks hand on, are.
 """
 
 import gc
@@ -17,7 +18,9 @@ AT = ("F", "B", "PACK", "UNPACK", "RESHARD", "ACCUMULATE", "LOCAL_NORM", "CLIP",
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf; None also for a view that was written into where autograd forbids it, as some failure left it."""
+    """The gradient of a leaf; None also for a view that was written into where autograd forbids it, as some
+    failure left it.
+    """
     try:
         return tensor.grad if tensor.is_leaf else None
     except RuntimeError:

@@ -10,7 +10,8 @@ TICKS_PER_S = 100  # USER_HZ, the unit of /proc/stat, fixed by the kernel's inte
 def busy_s(text: str) -> float:
     """CPU seconds that all CPUs together were busy since boot, from the text of /proc/stat.
 
-    Busy is user, nice, system, irq, softirq and steal; idle and waiting for disks are not. Guests are within user.
+    Busy is user, nice, system, irq, softirq and steal; idle and waiting for disks are not. Guests are within
+    user.
     """
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, text.split("\n", 1)[0].split()[1:9])
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
@@ -28,6 +29,8 @@ class Load:
         self.began, self.busy = time.monotonic(), busy_s(self.stat.read_text())
 
     def outside(self, own_cpu_s: float) -> float:
-        """The cores that others kept busy since `start`: busy seconds without `own_cpu_s`, over the time that passed."""
+        """The cores that others kept busy since `start`: busy seconds without `own_cpu_s`, over the time that
+        passed.
+        """
         busy = busy_s(self.stat.read_text()) - self.busy
         return max(0.0, (busy - own_cpu_s) / (time.monotonic() - self.began))

@@ -1,17 +1,18 @@
 """The timing method: configurations in turn, one step each, judged by ratios within a round.
 
-A machine that others use too cannot be timed by running one thing ten times and then the other. Here every *round* runs
-one step of each configuration, and figures are compared only within their round:
+A machine that others use too cannot be timed by running one thing ten times and then the other. Here every
+*round* runs one step of each configuration, and figures are compared only within their round:
 
     round 0    base  candidate  twin          ratio 0 = candidate / base       A/A ratio 0 = twin / base
     round 1    twin  candidate  base          ratio 1 ...                      (backwards, so that neighbours change)
 
-*twin* is a second, independent instance of *base*: what their ratio scatters is noise, and no claim may be finer than it.
-The deciding figure is CPU seconds summed over all ranks; wall seconds (of the slowest rank) are reported the same way.
+*twin* is a second, independent instance of *base*: what their ratio scatters is noise, and no claim may be
+finer than it. The deciding figure is CPU seconds summed over all ranks; wall seconds (of the slowest rank)
+are reported the same way.
 
-A round counts unless somebody else used the machine: `outside` is the CPU that was busy beyond the measured steps, in
-cores, and `threshold`, fixed beforehand, is all that may discard a round. The kernel counts in hundredths of a second,
-so short rounds are judged together, as *windows* of at least `window_s`.
+A round counts unless somebody else used the machine: `outside` is the CPU that was busy beyond the measured
+steps, in cores, and `threshold`, fixed beforehand, is all that may discard a round. The kernel counts in
+hundredths of a second, so short rounds are judged together, as *windows* of at least `window_s`.
 
     ratio  = median over clean rounds, with a 95 % bootstrap interval [low, high]
     holds  = high <= bar + half width of the A/A interval;   "unresolved" when that half width is above 3 %,
@@ -39,8 +40,8 @@ Figure = Literal["cpu_s", "wall_s"]
 class Cost:
     """What one step cost: CPU seconds of all ranks with all their threads, wall seconds of the slowest rank.
 
-    `notes` is what each rank's step returned: a loss, a peak of memory; None where it returned nothing. `others_s` are CPU
-    seconds of the ranks that are not compared, but are no load from outside either.
+    `notes` is what each rank's step returned: a loss, a peak of memory; None where it returned nothing.
+    `others_s` are CPU seconds of the ranks that are not compared, but are no load from outside either.
     """
 
     cpu_s: float
@@ -50,7 +51,9 @@ class Cost:
 
 
 class Configuration(Protocol):
-    """Something that can run one step at a time: a callable of this process (`Here`) or a set of processes (`Ranks`)."""
+    """Something that can run one step at a time: a callable of this process (`Here`) or a set of processes
+    (`Ranks`).
+    """
 
     @property
     def name(self) -> str:
@@ -95,8 +98,8 @@ class Rounds:
 class Window:
     """How long and how strictly to measure: all of it is fixed before the first round.
 
-    `clean` rounds are wanted; after `most` rounds or `limit_s` seconds the measurement ends with what there is. The
-    first `warmup` rounds are not looked at. `threshold` is in cores.
+    `clean` rounds are wanted; after `most` rounds or `limit_s` seconds the measurement ends with what there
+    is. The first `warmup` rounds are not looked at. `threshold` is in cores.
     """
 
     clean: int = LEAST_ROUNDS
@@ -110,7 +113,8 @@ class Window:
 def measure(
     configurations: Sequence[Configuration], window: Window = Window(), meter: Meter | None = None
 ) -> Rounds:
-    """The clean rounds of `configurations`, all in turn, one step each per round; see `Window` for when it ends.
+    """The clean rounds of `configurations`, all in turn, one step each per round; see `Window` for when it
+    ends.
 
     Raises ValueError when two configurations share a name, or when not one round was clean.
     """
@@ -174,7 +178,11 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     """
     if len(values) < 2:
         raise ValueError(
-            f"{len(values)} clean rounds make no interval; at least 2 are needed: measure longer, or on a quieter machine"
+            (
+                f"{len(values)} clean rounds make no interval; at least 2 are needed: measure "
+                f"longer, "
+                f"or on a quieter machine"
+            )
         )
     if len(set(values)) == 1:
         return Interval(values[0], values[0], values[0])
@@ -199,7 +207,9 @@ class Comparison:
 
     @property
     def holds(self) -> Verdict:
-        """True or False by the upper bound; "unresolved" after too few rounds, or when two identical configurations differ."""
+        """True or False by the upper bound; "unresolved" after too few rounds, or when two identical
+        configurations differ.
+        """
         if (
             len(self.values) < LEAST_ROUNDS
             or self.aa.half_width > WIDEST_AA
@@ -232,7 +242,9 @@ def compare(
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict of a claim with several parts: false when one is false, else unresolved when one is, else true."""
+    """The verdict of a claim with several parts: false when one is false, else unresolved when one is, else
+    true.
+    """
     verdicts = list(verdicts)
     if any(verdict is False for verdict in verdicts):
         return False

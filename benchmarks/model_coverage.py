@@ -1,40 +1,44 @@
 """Which models train as they are: anatomy found without help, and parity with one device, family by family.
 
-Every family below is an unmodified class of transformers, or a plain `nn.Module` as a user would write it. For each, `verify`
-compares data parallelism on 2 and on 3 ranks with one ordinary PyTorch loop on one device: samples, loss, every gradient
-before clipping, gradient norm, and every parameter after the step, in float64 with SGD. The error is the largest difference of
-any of these, relative to the largest magnitude in its block. Sizes are tiny, and everything else is what the family's config
-says by itself: dropout, ties, grouped queries, sliding windows, soft caps, routing. Text is the standard library's.
+Every family below is an unmodified class of transformers, or a plain `nn.Module` as a user would write it.
+For each, `verify` compares data parallelism on 2 and on 3 ranks with one ordinary PyTorch loop on one device:
+samples, loss, every gradient before clipping, gradient norm, and every parameter after the step, in float64
+with SGD. The error is the largest difference of any of these, relative to the largest magnitude in its block.
+Sizes are tiny, and everything else is what the family's config says by itself: dropout, ties, grouped
+queries, sliding windows, soft caps, routing. Text is the standard library's.
 
-Each model of transformers is also exported to a folder, loaded by its own `from_pretrained`, and taken up again from there
-with `model.weights`: the logits, in float32, may differ by 1e-6 of the largest. A plain module is written and read back.
+Each model of transformers is also exported to a folder, loaded by its own `from_pretrained`, and taken up
+again from there with `model.weights`: the logits, in float32, may differ by 1e-6 of the largest. A plain
+module is written and read back.
 
-What is found without help: blocks (the members of the topmost `ModuleList`, `Sequential` or `ModuleDict`, and what stands
-beside them), the order of their visits, tied names, which visit uses which parameter, dropout sites, written buffers. See it for
-a model of your own:
+What is found without help: blocks (the members of the topmost `ModuleList`, `Sequential` or `ModuleDict`, and
+what stands beside them), the order of their visits, tied names, which visit uses which parameter, dropout
+sites, written buffers. See it for a model of your own:
 
     meshwright inspect CONFIG.toml
 
-A model whose forward takes `input_ids` trains on text from its config.json alone. One that takes something else (images, a
-second sequence) comes from a factory with an example of one batch; `benchmarks/factories.py` holds one of each kind:
+A model whose forward takes `input_ids` trains on text from its config.json alone. One that takes something
+else (images, a second sequence) comes from a factory with an example of one batch; `benchmarks/factories.py`
+holds one of each kind:
 
     def vit():
-        return meshwright.Model(ViTForImageClassification(config), example={"pixel_values": images, "labels": classes})
+        return meshwright.Model(ViTForImageClassification(config), example={"pixel_values": images,
+            "labels": classes})
 
-If blocks are not found, or are not the ones you want, two lines declare them; without, the model runs as one block, with the
-same numbers and nothing to overlap its backward with:
+If blocks are not found, or are not the ones you want, two lines declare them; without, the model runs as one
+block, with the same numbers and nothing to overlap its backward with:
 
     def build():
         return meshwright.Model(Net(), blocks=["stem", "stages.0", "stages.1", "head"])
 
-Router logits that transformers captures inside blocks (`output_router_logits = true`) are outputs of their block, so a loss that
-sums over them (a z-loss) trains exactly, on any number of ranks. `outputs.aux_loss` is another matter: it multiplies means over
-the samples at hand, and the means of parts do not give the product of the whole. It is exact where the batch is played at once,
-on one device, and refused by name where it is divided. Any other way from the loss into a block, past its outputs, is refused by
-the name of the block.
+Router logits that transformers captures inside blocks (`output_router_logits = true`) are outputs of their
+block, so a loss that sums over them (a z-loss) trains exactly, on any number of ranks. `outputs.aux_loss` is
+another matter: it multiplies means over the samples at hand, and the means of parts do not give the product
+of the whole. It is exact where the batch is played at once, on one device, and refused by name where it is
+divided. Any other way from the loss into a block, past its outputs, is refused by the name of the block.
 
-Limits: batch norms are refused on a divided batch; TorchScript modules are refused; a state that goes from call to call (caches,
-recurrent states kept in the module) is not carried between steps.
+Limits: batch norms are refused on a divided batch; TorchScript modules are refused; a state that goes from
+call to call (caches, recurrent states kept in the module) is not carried between steps.
 """
 
 import json
@@ -62,13 +66,16 @@ from meshwright.run.export.roundtrip_check import compare_logits
 
 RANKS, STEPS, BATCH, BAR, TOLERANCE = (2, 3), 2, 6, 15, 1e-10
 CLAIM = (
-    "at least 15 unmodified model families equal one device to 1e-10 in float64, under data parallelism on 2 and on 3 ranks; "
+    "at least 15 unmodified model families equal one device to 1e-10 in float64, under data "
+    "parallelism on 2 and on 3 ranks; "
     "exported and loaded by transformers, their logits are equal to 1e-6 in float32"
 )
 
 
 def covered(family: Family, folder: Path) -> dict[str, Any]:
-    """What was found in `family`, what had to be declared, and its largest error on each number of ranks; files in `folder`."""
+    """What was found in `family`, what had to be declared, and its largest error on each number of ranks;
+    files in `folder`.
+    """
     source = _source(family, folder)
     config = _config(family, source, folder)
     found = explain_model(config, []).report
@@ -136,9 +143,11 @@ def _source(family: Family, folder: Path) -> str:
 
 
 def _round_trips(source: str, folder: Path) -> tuple[str, float]:
-    """What was compared, and the largest difference: exported and loaded by transformers, and that folder loaded here.
+    """What was compared, and the largest difference: exported and loaded by transformers, and that folder
+    loaded here.
 
-    A module that is none of transformers' is written and read back. Infinite where a trip is not within its bound.
+    A module that is none of transformers' is written and read back. Infinite where a trip is not within its
+    bound.
     """
     blueprint = load_model(ModelConfig(source), seed=0).deferred_init
     trips = [export_model(initial_model(blueprint), folder).round_trip]

@@ -1,12 +1,13 @@
-"""The most bytes of tensor storages that live at any moment, on one thread: those that autograd alone holds, too.
+"""The most bytes of tensor storages that live at any moment, on one thread: those that autograd alone holds,
+too.
 
     with PeakLive(module.parameters()) as live:        # what was made before
         engine.step(batch)
     live.peak
 
-Every operation is looked at when it has run: what it made is noted, and what has been freed since is forgotten. Scratch memory
-that an operation takes and gives back within itself is not seen, nor is what other threads make. With a `limit` it is an
-allocator that has no more: the operation that goes beyond it fails.
+Every operation is looked at when it has run: what it made is noted, and what has been freed since is
+forgotten. Scratch memory that an operation takes and gives back within itself is not seen, nor is what other
+threads make. With a `limit` it is an allocator that has no more: the operation that goes beyond it fails.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakLive(TorchDispatchMode):
-    """While active, `now` are the live bytes of `known` and of all that was made since, and `peak` is the most of them.
+    """While active, `now` are the live bytes of `known` and of all that was made since, and `peak` is the
+    most of them.
 
     Raises MemoryError as soon as more than `limit` bytes live; 0: any number may.
     """

@@ -1,8 +1,10 @@
-"""Bubbles and peaks of every schedule, played on paper with equal stages, held against the closed forms: exactly.
+"""Bubbles and peaks of every schedule, played on paper with equal stages, held against the closed forms:
+exactly.
 
-F, I, W are the times of a rank for one micro-batch (forward, backward for inputs, for weights), T their sum; p ranks, m
-micro-batches, v chunks per rank, M what a rank keeps of a micro-batch. A rank's cost runs from its first slot to its last, as
-published rates count it; what is above m T is its bubble. The costliest rank and the fullest rank count.
+F, I, W are the times of a rank for one micro-batch (forward, backward for inputs, for weights), T their sum;
+p ranks, m micro-batches, v chunks per rank, M what a rank keeps of a micro-batch. A rank's cost runs from its
+first slot to its last, as published rates count it; what is above m T is its bubble. The costliest rank and
+the fullest rank count.
 
                                 bubble                               peak                       where
     model parallel              m (p - 1) T                          M
@@ -18,12 +20,14 @@ published rates count it; what is above m T is its bubble. The costliest rank an
     DualPipe                    (p / 2 - 1) (F + I - W)              (p + 1) M                  m >= 2 p, p and m even
     DualPipeV                   (p - 1) (F + I - W) / 2              (p + 1 / 2) M              m >= 2 p
 
-M stays until W, as the closed forms have it. For ZB-2p what stays from I to W is 32 / 74 of it, as in the paper (34 h + 5 a s and
-32 h of a layer, 5 a s = 40 h at its sizes): the last rank puts off W for (p - 1) (F + I) / W micro-batches, and had it to hold
-all of M so long, twice the memory of 1F1B would do only where F = I = W.
+M stays until W, as the closed forms have it. For ZB-2p what stays from I to W is 32 / 74 of it, as in the
+paper (34 h + 5 a s and 32 h of a layer, 5 a s = 40 h at its sizes): the last rank puts off W for (p - 1) (F +
+I) / W micro-batches, and had it to hold all of M so long, twice the memory of 1F1B would do only where F = I
+= W.
 
-DualPipe's own formula counts a forward and a backward that overlap as one act of FB: (p / 2 - 1) (FB + B - 3 W) with B = I + W.
-On paper one comes after the other, the forward's result leaves when the forward has ended, and the last rank waits I less.
+DualPipe's own formula counts a forward and a backward that overlap as one act of FB: (p / 2 - 1) (FB + B - 3
+W) with B = I + W. On paper one comes after the other, the forward's result leaves when the forward has ended,
+and the last rank waits I less.
 """
 
 import sys
@@ -42,7 +46,8 @@ from meshwright.parallel.pipeline.schedules.zero_bubble import zb_2p_schedule, z
 
 NAME = "pipeline_formulas"
 CLAIM = (
-    "bubble and peak of every schedule, played with equal stages: exactly the closed form where there is one, at most 1 % where "
+    "bubble and peak of every schedule, played with equal stages: exactly the closed form where "
+    "there is one, at most 1 % where "
     "the paper says about zero"
 )
 ZERO = 0.01
@@ -53,7 +58,9 @@ EQUAL = TIMES[0]
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, micro-batches, parts per rank, the times of a rank, and the share of what it keeps that stays from I to W."""
+    """Ranks, micro-batches, parts per rank, the times of a rank, and the share of what it keeps that stays
+    from I to W.
+    """
 
     p: int
     m: int
@@ -81,9 +88,11 @@ Form = Callable[[Case], float]
 
 @dataclass(frozen=True)
 class Law:
-    """A schedule and its closed forms: `bubble` in the unit of the times, None for about zero, and `peak` in units of M.
+    """A schedule and its closed forms: `bubble` in the unit of the times, None for about zero, and `peak` in
+    units of M.
 
-    `exact` is False where they are upper bounds. `where` says for which cases they are stated; `v` how many parts a rank has.
+    `exact` is False where they are upper bounds. `where` says for which cases they are stated; `v` how many
+    parts a rank has.
     """
 
     name: str
@@ -235,7 +244,9 @@ def measured(law: Law, case: Case) -> dict[str, Any]:
 
 
 def distance(value: float, stated: float, *, exact: bool) -> float:
-    """By how much `value` misses what is stated, as a share of it: 0 where rounding of floats alone is in between."""
+    """By how much `value` misses what is stated, as a share of it: 0 where rounding of floats alone is in
+    between.
+    """
     miss = abs(value - stated) if exact else max(0.0, value - stated)
     return 0.0 if miss <= 1e-9 * max(1.0, abs(stated)) else miss / max(1.0, abs(stated))
 
@@ -273,7 +284,10 @@ def _line(row: dict[str, Any]) -> str:
         "=" if row["exact"] else "<=",
     )
     stated = row["stated"] if row["stated"] == "about 0" else f"{sign} {row['stated']:g}"
-    line = f"{at}: bubble {row['bubble']:g} {stated} ({row['rate']:.2%}), peak {row['peak']:g} {sign} {row['stated peak']:g}"
+    line = (
+        f"{at}: bubble {row['bubble']:g} {stated} ({row['rate']:.2%}), peak {row['peak']:g} "
+        f"{sign} {row['stated peak']:g}"
+    )
     return line if not row["off"] else f"{line}: OFF"
 
 

@@ -1,11 +1,12 @@
-"""The models of `pipeline_parity`: unmodified classes of transformers, and a U-Net as a user would write it; small, many blocks.
+"""The models of `pipeline_parity`: unmodified classes of transformers, and a U-Net as a user would write it;
+small, many blocks.
 
 llama       12 layers: one value from block to block
 gpt2        12 layers, its head tied to its embedding: one weight on the first rank and on the last
-t5          an encoder and a decoder, whose layers all take the end of the encoder; one table of words for both and the head
-vit         a class token and positions that belong to the root module; takes images, gives classes
-u-net       residual blocks with group norms: what every block of the way down gives goes to its partner on the way up
-two inputs  CLIP: words and images, two chains that meet in the loss
+t5          an encoder and a decoder, whose layers all take the end of the encoder; one table of words for
+both and the head vit         a class token and positions that belong to the root module; takes images, gives
+classes u-net       residual blocks with group norms: what every block of the way down gives goes to its
+partner on the way up two inputs  CLIP: words and images, two chains that meet in the loss
 """
 
 from collections.abc import Callable, Mapping
@@ -54,7 +55,9 @@ Rows = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Kind:
-    """One model: how it is made with so many layers, its rows, and its loss; `pairs`: whether it has matrices to divide."""
+    """One model: how it is made with so many layers, its rows, and its loss; `pairs`: whether it has matrices
+    to divide.
+    """
 
     name: str
     make: Callable[[int], nn.Module]
@@ -129,7 +132,9 @@ class Residual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Three resolutions down and up again; every block on the way down hands what it gives to its partner on the way up."""
+    """Three resolutions down and up again; every block on the way down hands what it gives to its partner on
+    the way up.
+    """
 
     def __init__(self, each: int = 2, width: int = 4, *, batch_norm: bool = False) -> None:
         super().__init__()

@@ -1,23 +1,30 @@
-"""Pipelines beside one device: schedules x models x ranks x parts per rank x what else divides the work, in float64.
+"""Pipelines beside one device: schedules x models x ranks x parts per rank x what else divides the work, in
+float64.
 
-Every model (benchmarks/pipeline_models.py) is run by the forward that its author wrote; cuts are chosen by the strategy. For each
-case `verify` compares the plan, its ranks as threads, with one ordinary PyTorch loop: samples, loss, every gradient before
-clipping, its norm, and every parameter, after each of three SGD steps with weight decay and clipping. The error is the largest
-difference of any of these, relative to the largest magnitude in its block.
+Every model (benchmarks/pipeline_models.py) is run by the forward that its author wrote; cuts are chosen by
+the strategy. For each case `verify` compares the plan, its ranks as threads, with one ordinary PyTorch loop:
+samples, loss, every gradient before clipping, its norm, and every parameter, after each of three SGD steps
+with weight decay and clipping. The error is the largest difference of any of these, relative to the largest
+magnitude in its block.
 
-    schedules   all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 parts per rank where a schedule leaves that open
+    schedules   all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 parts per rank where a schedule leaves
+                that open
     beside      nothing; copies (DDP); shards (ZeRO-1, 2, 3); matrices and the sequence divided over 2 ranks
-    batches     a number of micro-batches that the ranks do not divide, where the schedule takes one; of 1 or 2 rows
+    batches     a number of micro-batches that the ranks do not divide, where the schedule takes one; of 1 or
+                2 rows
 
-All of these together are some thousands. Of them as many are drawn, by a seed that is printed, as it takes to meet every pair
-of two choices (a schedule and a model, a model and what is beside it ...). A plan that is refused counts as a miss, and stands
-in the result with what was said.
+All of these together are some thousands. Of them as many are drawn, by a seed that is printed, as it takes to
+meet every pair of two choices (a schedule and a model, a model and what is beside it ...). A plan that is
+refused counts as a miss, and stands in the result with what was said.
 
-    python -m benchmarks.pipeline_parity                    all that are drawn, and the result; ten minutes on two cores
-    python -m benchmarks.pipeline_parity --only "t5, zb_v"  those of all cases with this in their name; no result
+    python -m benchmarks.pipeline_parity                    all that are drawn, and the result; ten minutes on
+                                                            two cores
+    python -m benchmarks.pipeline_parity --only "t5, zb_v"  those of all cases with this in their name; no
+                                                            result
     python -m benchmarks.pipeline_parity --quick            one per schedule; no result
 
-What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
+What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
+has ended.
 """
 
 import random
@@ -54,9 +61,13 @@ from meshwright.plan.strategy import Strategy
 
 NAME = "pipeline_parity"
 CLAIM = (
-    "pipelines of unmodified models equal one device to 1e-10 in float64 after three steps: Llama, GPT-2 (tied), T5, ViT, a "
-    "U-Net with skips over every part, and CLIP (two inputs), in every exact schedule, on 2, 3 and 4 ranks with 1 to 3 "
-    "parts each and odd numbers of micro-batches, alone, with DDP, with ZeRO-1, 2 and 3, and with matrices and the sequence "
+    "pipelines of unmodified models equal one device to 1e-10 in float64 after three steps: "
+    "Llama, GPT-2 (tied), T5, ViT, a "
+    "U-Net with skips over every part, and CLIP (two inputs), in every exact schedule, on 2, 3 "
+    "and 4 ranks with 1 to 3 "
+    "parts each and odd numbers of micro-batches, alone, with DDP, with ZeRO-1, 2 and 3, and "
+    "with "
+    "matrices and the sequence "
     "divided"
 )
 RANKS, CHUNKS, STEPS, TOLERANCE, SEED = (2, 3, 4), (1, 2, 3), 3, 1e-10, 7
@@ -177,7 +188,9 @@ def compared(case: Case) -> dict[str, object]:
 
 
 def result(rows: list[dict[str, object]], possible: int) -> Result:
-    """The result of all that were drawn: how many are equal, the worst gap of those, and how many were refused for what."""
+    """The result of all that were drawn: how many are equal, the worst gap of those, and how many were
+    refused for what.
+    """
     errors = [float(str(row["error"])) for row in rows]
     kept = [
         {**row, "error": error if isfinite(error) else -1.0} for row, error in zip(rows, errors, strict=True)

@@ -1,21 +1,28 @@
-"""Bubble rates that others have published, against our lists played on paper: 1F1B, interleaved, ZB-H1, H2, 1p, 2p, V, DualPipe.
+"""Bubble rates that others have published, against our lists played on paper: 1F1B, interleaved, ZB-H1, H2,
+1p, 2p, V, DualPipe.
 
-data/bubble_rates.csv holds the rates, data/bubble_profiles.csv the machine they were computed for: milliseconds of F, I and W of
-a stage, and of a transfer, one line per model. Nothing is fitted to a rate. What a row needs beyond its model's line follows:
+data/bubble_rates.csv holds the rates, data/bubble_profiles.csv the machine they were computed for:
+milliseconds of F, I and W of a stage, and of a transfer, one line per model. Nothing is fitted to a rate.
+What a row needs beyond its model's line follows:
 
-    F, I, W     in proportion to micro-batch and layers per stage: (layers + 2) / p, as the paper leaves out a layer at both ends
+    F, I, W     in proportion to micro-batch and layers per stage: (layers + 2) / p, as the paper leaves out a
+                layer at both ends
     transfer    in proportion to micro-batch: messages of 10 MB and more, over the same links
-    memory      for 1p and 2p: F holds 34 h + 5 a s, of which 32 h stay from I to W (h hidden, a heads, s tokens; table 1 there)
-    rate      = (cost - m (F + I + W)) / cost, cost the longest that a rank takes from its first slot to its last
+    memory      for 1p and 2p: F holds 34 h + 5 a s, of which 32 h stay from I to W (h hidden, a heads, s
+                tokens; table 1 there)
+    rate      = (cost - m (F + I + W)) / cost, cost the longest that a rank takes from its first slot to its
+              last
 
-Every stage costs the same here. The last one has a head, and it is not even: that of GPT-1.5B is 1.7 layers. But the profile is
-the average of the stages, and the published rates were computed from that average: 0.1 % for ZB-2p leaves no room for a stage
-that is more than 0.1 % above it. `head` in the result says what comes out when the head is taken out of the average and put onto
-the last stage.
+Every stage costs the same here. The last one has a head, and it is not even: that of GPT-1.5B is 1.7 layers.
+But the profile is the average of the stages, and the published rates were computed from that average: 0.1 %
+for ZB-2p leaves no room for a stage that is more than 0.1 % above it. `head` in the result says what comes
+out when the head is taken out of the average and put onto the last stage.
 
-The row of DeepSeek-V3 was measured, not computed: its bubble holds what messages could not be hidden. It counts like the others.
+The row of DeepSeek-V3 was measured, not computed: its bubble holds what messages could not be hidden. It
+counts like the others.
 
-    python -m benchmarks.pipeline_published [FILE]       FILE: other rates, in the same columns; scored, and not written
+    python -m benchmarks.pipeline_published [FILE]       FILE: other rates, in the same columns; scored, and
+                                                         not written
 """
 
 import csv
@@ -112,7 +119,9 @@ def profiles(path: Path = PROFILES) -> dict[str, Profile]:
 
 
 def costs_of(row: Row, machines: Mapping[str, Profile], parts: int, *, head: bool = False) -> StageCosts:
-    """The costs of each of `parts` parts; with `head`, the last has the head and both ends a layer less, the average stays."""
+    """The costs of each of `parts` parts; with `head`, the last has the head and both ends a layer less, the
+    average stays.
+    """
     machine = machines[row.model]
     more = row.samples / machine.samples
     shares = np.full(parts, (machine.layers + 2) / parts)
@@ -154,7 +163,9 @@ def simulated(row: Row, machines: Mapping[str, Profile], *, head: bool = False) 
 
 
 def closed(row: Row, machines: Mapping[str, Profile]) -> float | None:
-    """The rate by the formula of the paper, which knows neither transfers nor memory; None where there is none."""
+    """The rate by the formula of the paper, which knows neither transfers nor memory; None where there is
+    none.
+    """
     machine = machines[row.model]
     whole = machine.forward + machine.inputs + machine.weights
     idle = {
@@ -167,7 +178,10 @@ def closed(row: Row, machines: Mapping[str, Profile]) -> float | None:
 
 
 def compared(found: Sequence[Row], machines: Mapping[str, Profile]) -> Result:
-    """All rows: our rate, how far it is from the published one, and the errors by schedule. One line each goes to stderr."""
+    """All rows: our rate, how far it is from the published one, and the errors by schedule.
+
+    One line each goes to stderr.
+    """
     table = list(_table(found, machines))
     errors = np.array([abs(line["ours"] - line["published"]) for line in table])
     rng = np.random.default_rng(0)
@@ -216,7 +230,10 @@ def main() -> None:
     unknown = {row.model for row in found} - set(machines) | {row.schedule for row in found} - set(MAKERS)
     if unknown:
         sys.exit(
-            f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a schedule its maker in MAKERS"
+            (
+                f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a "
+                f"schedule its maker in MAKERS"
+            )
         )
     result = compared(found, machines)
     for schedule, line in dict(result.detail["mean and worst error"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping

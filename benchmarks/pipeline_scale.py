@@ -1,12 +1,13 @@
-"""How long it takes to make, check and play a schedule of a large pipeline: all that a plan does with it before anything runs.
+"""How long it takes to make, check and play a schedule of a large pipeline: all that a plan does with it
+before anything runs.
 
     made      the lists of all ranks
     checked   every slot on its rank, once, and none missing
     played    when each slot starts and ends, what each rank holds; who waits for ever
 
-The lists are those of a pipeline's ranks: copies of it (data, tensor parallelism) read the same ones. So 16 stages on 16,384
-ranks, 64 chunks each, cost what they cost on 16 ranks, and a look at each rank's place. CPU seconds of this process; the slowest
-case counts, each the median of its repeats.
+The lists are those of a pipeline's ranks: copies of it (data, tensor parallelism) read the same ones. So 16
+stages on 16,384 ranks, 64 chunks each, cost what they cost on 16 ranks, and a look at each rank's place. CPU
+seconds of this process; the slowest case counts, each the median of its repeats.
 """
 
 import sys
@@ -44,7 +45,10 @@ CASES: Mapping[str, tuple[Mesh, Callable[[], Schedule]]] = {
 
 
 def planned(mesh: Mesh, make: Callable[[], Schedule]) -> Iterator[tuple[str, float]]:
-    """CPU seconds of each part of the work, by its name. Raises ValueError for a schedule that is not right."""
+    """CPU seconds of each part of the work, by its name.
+
+    Raises ValueError for a schedule that is not right.
+    """
     begin = time.process_time()
     order = make()
     made = time.process_time()

@@ -1,17 +1,22 @@
-"""Pipelines beside torch.distributed.pipelining: the same schedule, cuts, model, samples and optimizer, 2 processes over gloo.
+"""Pipelines beside torch.distributed.pipelining: the same schedule, cuts, model, samples and optimizer, 2
+processes over gloo.
 
-    GPipe, 1F1B, interleaved    a step costs at most 1.02 x theirs (CPU seconds of both ranks), wall seconds beside
-    the same, on paper          the wall seconds of a step within 5 % of what F and B of each part, as measured, make of the order
+    GPipe, 1F1B, interleaved    a step costs at most 1.02 x theirs (CPU seconds of both ranks), wall seconds
+                                beside
+    the same, on paper          the wall seconds of a step within 5 % of what F and B of each part, as
+                                measured, make of the order
     ZBV                         at most 0.97 x our 1F1B, wall seconds: it computes the same, and waits less
     peak bytes                  not above theirs, and at most half of DDP's on as many processes
     toy                         CPU seconds above the plain per-stage loop: at most half of theirs
-    parts that sleep            4 processes, every schedule: the share of a step in which ranks wait, within 3 points of paper
+    parts that sleep            4 processes, every schedule: the share of a step in which ranks wait, within 3
+                                points of paper
 
-8 layers of width 512, a batch of 8 x 256 tokens, 8 micro-batches; the toy is as thin as `workloads` has it. A second loop of
-theirs is the twin that shows the noise. CPU seconds leave out waiting.
+8 layers of width 512, a batch of 8 x 256 tokens, 8 micro-batches; the toy is as thin as `workloads` has it. A
+second loop of theirs is the twin that shows the noise. CPU seconds leave out waiting.
 
     python -m benchmarks.pipeline_vs_torch           some twenty minutes
-    python -m benchmarks.pipeline_vs_torch --paper   what paper says alone; the stored result keeps the rest, each with its date
+    python -m benchmarks.pipeline_vs_torch --paper   what paper says alone; the stored result keeps the rest,
+                                                     each with its date
     python -m benchmarks.pipeline_vs_torch --quick   a few rounds of each; writes nothing
 """
 
@@ -36,9 +41,13 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts
 
 NAME = "pipeline_vs_torch"
 CLAIM = (
-    "two processes over gloo: GPipe, 1F1B and interleaved at most 1.02 x torch.distributed.pipelining and within 5 % of their "
-    "simulation; ZBV at most 0.97 x our 1F1B; peak bytes not above torch's and at most half of DDP's; on a toy at most half of "
-    "torch's CPU above the plain loop; parts that sleep: bubbles within 3 points of simulated, every schedule, 4 processes"
+    "two processes over gloo: GPipe, 1F1B and interleaved at most 1.02 x "
+    "torch.distributed.pipelining "
+    "and within 5 % of their "
+    "simulation; ZBV at most 0.97 x our 1F1B; peak bytes not above torch's and at most half of "
+    "DDP's; on a toy at most half of "
+    "torch's CPU above the plain loop; parts that sleep: bubbles within 3 points of simulated, "
+    "every schedule, 4 processes"
 )
 RANKS, MICROS = 2, 8
 BAR, PAPER, ZBV, OVERHEAD, HALF, POINTS = 1.02, 0.05, 0.97, 0.5, 0.5, 3.0
@@ -100,7 +109,9 @@ def contest(schedule: str, length: Length) -> tuple[Rounds, Comparison, Comparis
 
 
 def on_paper(schedule: str, length: Length) -> dict[str, float]:
-    """The seconds of our step as measured, and as the order of the schedule makes them of F and B of each part."""
+    """The seconds of our step as measured, and as the order of the schedule makes them of F and B of each
+    part.
+    """
     chunks, given = CHUNKS.get(schedule, 1), {"workload": length.workload, "micros": MICROS}
     with Ranks("ping", pinged, RANKS, preload=PRELOAD, store=fresh_store(), **given) as group:
         pings: list[Any] = [group.step().notes for _ in range(20)][5:]
@@ -165,7 +176,9 @@ def peaks(length: Length) -> dict[str, float]:
 
 
 def overhead(length: Length) -> dict[str, Any]:
-    """CPU seconds of a thin model's step above those of the plain loop: ours over theirs, with its 95 % interval."""
+    """CPU seconds of a thin model's step above those of the plain loop: ours over theirs, with its 95 %
+    interval.
+    """
     how = {"schedule": "1f1b"}
     sides = {"by hand": (by_hand, how), "torch": (theirs, how), "ours": (ours, how)}
     rounds = rounds_of(sides, "toy8", length.toy)

@@ -1,7 +1,8 @@
 """Twelve mixed plans of models of some 10 M parameters, as one rank plays them: for `planner_here`.
 
-Four families of transformers as they are, without dropout; float32, AdamW; 2 and 4 ranks, one thread each, over the memory that
-ranks of one host share. A rank's note is the most bytes that lived in one step, of all that torch's operations made.
+Four families of transformers as they are, without dropout; float32, AdamW; 2 and 4 ranks, one thread each,
+over the memory that ranks of one host share. A rank's note is the most bytes that lived in one step, of all
+that torch's operations made.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +39,9 @@ WARM = 3  # steps before any is timed; in the last of them bytes are counted
 
 @dataclass(frozen=True)
 class Case:
-    """A plan: a family of models, the mesh, what divides the work, and the rows of a micro-batch (0: all at once)."""
+    """A plan: a family of models, the mesh, what divides the work, and the rows of a micro-batch (0: all at
+    once).
+    """
 
     family: str
     mesh: Mesh

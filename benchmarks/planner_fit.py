@@ -4,14 +4,16 @@
     said to fit   the fullest device holds at most what torch reports of it, 79.25 of 80 GiB
     to spare      6 % more than said would fit as well: a plan that a user would trust
 
-Of Aleph-Alpha's code two constants are not read in its source but found on its runs: further bytes of the stream, with a norm of
-one kernel and of several. They are found once more on half of the runs (groups of a model and a number of devices, by a hash) and
-scored on the other, both ways, and on each model from the others alone; `without` takes neither. Contexts, gaps and the bytes
-of a fused score were chosen with all runs in view: the folds say nothing of those. Where half of the runs has norms of one kind
-only, those of several kernels are taken to keep 12 bytes more: for each norm 4 in float32 and 2.
+Of Aleph-Alpha's code two constants are not read in its source but found on its runs: further bytes of the
+stream, with a norm of one kernel and of several. They are found once more on half of the runs (groups of a
+model and a number of devices, by a hash) and scored on the other, both ways, and on each model from the
+others alone; `without` takes neither. Contexts, gaps and the bytes of a fused score were chosen with all runs
+in view: the folds say nothing of those. Where half of the runs has norms of one kind only, those of several
+kernels are taken to keep 12 bytes more: for each norm 4 in float32 and 2.
 
-What is reserved beside logits without a fused kernel (habits.split) was found on the very runs that it puts right, T1275, T1277
-and T1499, and makes T1366, which ran, more wrong: 91 for 83 of 79 GiB. The folds do without it, and the result has both.
+What is reserved beside logits without a fused kernel (habits.split) was found on the very runs that it puts
+right, T1275, T1277 and T1499, and makes T1366, which ran, more wrong: 91 for 83 of 79 GiB. The folds do
+without it, and the result has both.
 
     python -m benchmarks.planner_fit     writes the result
 """
@@ -32,7 +34,8 @@ from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
 
 NAME = "planner_fit"
 CLAIM = (
-    "published runs that ran or ran out of memory: at least 95 % said right, and none that ran out said to fit with more than "
+    "published runs that ran or ran out of memory: at least 95 % said right, and none that ran "
+    "out said to fit with more than "
     "6 % to spare"
 )
 BAR = 0.95
@@ -133,7 +136,9 @@ def _with(stream: float, unfused: float, habits: FrameworkMemory) -> FrameworkMe
 
 
 def out_of_sample(runs: Sequence[Run]) -> list[dict[str, object]]:
-    """Of Aleph-Alpha's runs: each fold's constants, and how many of the rows are right that they were not found on."""
+    """Of Aleph-Alpha's runs: each fold's constants, and how many of the rows are right that they were not
+    found on.
+    """
     mine = [run for run in runs if run.source.startswith(FOUND_ON)]
     kept: list[dict[str, object]] = [
         {"found on": "without", "scored": len(mine), "right": _scored(mine, PLAIN, UNFUSED)}
@@ -180,9 +185,17 @@ def show(found: Sequence[Verdict]) -> None:
 
 def _line(each: Verdict) -> str:
     run, layout = each.run, each.run.layout
-    axes = f"dp {layout.dp} tp {layout.tp} pp {layout.pp}, {layout.micro_batch:g} x {run.shape.sequence} tokens, {layout.attention_kernel}"
+    axes = (
+        f"dp {layout.dp} tp {layout.tp} pp {layout.pp}, {layout.micro_batch:g} x "
+        f"{run.shape.sequence} tokens, "
+        f"{layout.attention_kernel}"
+    )
     truth = "ran" if each.ran else "ran out" + (", WITH MORE THAN 6 % TO SPARE" if each.trusted else "")
-    return f"{run.key} {run.shape.name} {axes}, rerun {layout.recompute}: {each.said / GIB:.1f} of {each.room / GIB:.1f} GiB, {truth}"
+    return (
+        f"{run.key} {run.shape.name} {axes}, rerun {layout.recompute}: {each.said / GIB:.1f} "
+        f"of "
+        f"{each.room / GIB:.1f} GiB, {truth}"
+    )
 
 
 def result(found: Sequence[Verdict], folded: Sequence[dict[str, object]]) -> Result:
@@ -209,7 +222,10 @@ def result(found: Sequence[Verdict], folded: Sequence[dict[str, object]]) -> Res
                 each.run.key for each in plain if each.trusted
             ],
         },
-        "not held out": "contexts, the gaps and what is pinned, bytes per fused score: chosen with all of these rows in view",
+        "not held out": (
+            "contexts, the gaps and what is pinned, bytes per fused score: chosen "
+            "with all of these rows in view"
+        ),
     }
     return Result.of(
         NAME,

@@ -1,12 +1,14 @@
-"""Twelve plans on this machine: seconds of a step, and bytes at the fullest moment of each rank, predicted and measured.
+"""Twelve plans on this machine: seconds of a step, and bytes at the fullest moment of each rank, predicted
+and measured.
 
-The machine is measured as a user would: `bench network` among 2, 3 and 4 ranks, and `bench device` by as many processes as there
-are cores. Then each plan (planned_here.py) is priced by the one and the other, and played by processes over gloo. Nothing is
-fitted to any of them. Ranks may outnumber cores: the prediction shares the cores among them (planner/crowd.py).
+The machine is measured as a user would: `bench network` among 2, 3 and 4 ranks, and `bench device` by as many
+processes as there are cores. Then each plan (planned_here.py) is priced by the one and the other, and played
+by processes over gloo. Nothing is fitted to any of them. Ranks may outnumber cores: the prediction shares the
+cores among them (planner/crowd.py).
 
-A machine that others use too is now faster, now slower. So the cells of `bench device` are timed once more in turn with the steps
-of each plan (rated_in_turn.py), and the bar is for the prediction by those: the device as it was meanwhile. `as_measured` is the
-prediction by the bench alone, some minutes before.
+A machine that others use too is now faster, now slower. So the cells of `bench device` are timed once more in
+turn with the steps of each plan (rated_in_turn.py), and the bar is for the prediction by those: the device as
+it was meanwhile. `as_measured` is the prediction by the bench alone, some minutes before.
 
     seconds     median of the clean rounds, of the slowest rank              at most 10 % off
     bytes       the most that lived in a step, by rank                       at most 5 % off
@@ -39,7 +41,8 @@ from meshwright.run.measure.measured_files import read_profile, write_profile
 
 NAME = "planner_here"
 CLAIM = (
-    "after `bench device` and `bench network`, the step time of 12 mixed plans on 2 and 4 processes is predicted within 10 % of "
+    "after `bench device` and `bench network`, the step time of 12 mixed plans on 2 and 4 "
+    "processes is predicted within 10 % of "
     "measured, on the device as it was meanwhile, and the peak of live bytes within 5 %"
 )
 SECONDS, BYTES = 0.10, 0.05

@@ -3,13 +3,14 @@
     torch's counters     allocated or reserved: states, activations, logits, gaps; no context
     nvidia-smi, tables   those of a device: with the context of the driver and of communicators
 
-Two pairs of nanotron's runs no model of memory tells within 8 %: T0869 and T0877 have the same layout, the second with 12 bytes
-of optimizer per weight whole in the place of a quarter (13 GB more), and is printed with 1 GB less; T0878 and T0882 differ by
-0.75 GB of moments, and are printed 3 GB apart. Three more (T0875, T0881, T0885) are 14 to 16 % off, and nothing found says why.
+Two pairs of nanotron's runs no model of memory tells within 8 %: T0869 and T0877 have the same layout, the
+second with 12 bytes of optimizer per weight whole in the place of a quarter (13 GB more), and is printed with
+1 GB less; T0878 and T0882 differ by 0.75 GB of moments, and are printed 3 GB apart. Three more (T0875, T0881,
+T0885) are 14 to 16 % off, and nothing found says why.
 
-Habits of code bases are in benchmarks/published_memory.py: read in their sources and papers. Two were found on runs: five numbers
-of Sailor on all of its runs, and the share that bigscience's allocator has reserved. The latter is found once more on half of its
-runs, chosen as for step times, and scored on the others.
+Habits of code bases are in benchmarks/published_memory.py: read in their sources and papers. Two were found
+on runs: five numbers of Sailor on all of its runs, and the share that bigscience's allocator has reserved.
+The latter is found once more on half of its runs, chosen as for step times, and scored on the others.
 
     python -m benchmarks.planner_memory     writes the result
 """
@@ -29,7 +30,8 @@ from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
 
 NAME = "planner_memory"
 CLAIM = (
-    "peak memory of published runs: mean absolute error at most 3 % of every source, and at most 8 % of every run whose peak "
+    "peak memory of published runs: mean absolute error at most 3 % of every source, and at most "
+    "8 % of every run whose peak "
     "torch measured"
 )
 MEAN, WORST = 0.03, 0.08
@@ -53,7 +55,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class Group:
-    """Peaks of one source by one metric: mean absolute error, bias, worst, and how many are off by more than 8 %."""
+    """Peaks of one source by one metric: mean absolute error, bias, worst, and how many are off by more than
+    8 %.
+    """
 
     source: str
     metric: str
@@ -109,7 +113,9 @@ def groups(runs: Sequence[Run]) -> list[Group]:
 
 
 def refitted(runs: Sequence[Run]) -> list[dict[str, float]]:
-    """What bigscience's allocator has reserved, found on one half of its runs and scored on the other, both ways."""
+    """What bigscience's allocator has reserved, found on one half of its runs and scored on the other, both
+    ways.
+    """
     mine = [run for run in runs if run.source == REFITTED and run.peak and run.status == "ok"]
     return (
         [_scored(mine, fitted) for fitted in (True, False)]
@@ -145,7 +151,11 @@ def show(found: Sequence[Group]) -> None:
         console.print(table)
     for peak in (peak for group in found for peak in group.beyond):
         run, layout = peak.run, peak.run.layout
-        text = f"{run.key} {100 * peak.off:+.1f} %: {run.shape.name} on {run.machine.num_devices}, tp {layout.tp} pp {layout.pp}, said "
+        text = (
+            f"{run.key} {100 * peak.off:+.1f} %: {run.shape.name} on "
+            f"{run.machine.num_devices}, "
+            f"tp {layout.tp} pp {layout.pp}, said "
+        )
         console.print(
             f"{text}{peak.said / GIB:.1f}, measured {peak.measured / GIB:.1f} GiB ({run.source})",
             highlight=False,
@@ -165,7 +175,9 @@ def result(found: Sequence[Group], again: Sequence[dict[str, float]]) -> Result:
             "error": fmean(clean),
         },
         "in sample": list(IN_SAMPLE),
-        "not held out": "habits of nanotron and torchtitan, read in their code with all of these rows in view",
+        "not held out": (
+            "habits of nanotron and torchtitan, read in their code with all of these rows in view"
+        ),
         "found on one half, scored on the other": list(again),
     }
     return Result.of(

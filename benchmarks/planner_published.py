@@ -1,14 +1,19 @@
-"""The planner against published runs: how far predicted steps are from measured ones, where nothing was fitted.
+"""The planner against published runs: how far predicted steps are from measured ones, where nothing was
+fitted.
 
-See benchmarks/published_runs.py for how rows are read, on which constants are fitted and which score. Sources that the claim
-names have to hold alone, each with the mean over its rows; the others are shown.
+See benchmarks/published_runs.py for how rows are read, on which constants are fitted and which score. Sources
+that the claim names have to hold alone, each with the mean over its rows; the others are shown.
 
-data/unseen_runs.csv    165 rows looked up when all of this stood, from code bases that nothing here knows, or from pages that the
-                        table has not: scored as a reader's own file would be, and by the rates of devices alone. No bar; what was
-                        changed with them in view is how a row's words for its hosts, network and sharding are read
+data/unseen_runs.csv    165 rows looked up when all of this stood, from code bases that nothing here knows, or
+from pages that the
+                        table has not: scored as a reader's own file would be, and by the rates of devices
+                            alone. No bar; what was
+                        changed with them in view is how a row's words for its hosts, network and sharding
+                            are read
 
     python -m benchmarks.planner_published          writes the result
-    python -m benchmarks.planner_published --fit    fits the rates of all kinds of device, and writes planner/rates.toml
+    python -m benchmarks.planner_published --fit    fits the rates of all kinds of device, and writes
+                                                    planner/rates.toml
 """
 
 import sys
@@ -29,12 +34,18 @@ from meshwright.planner.machine.efficiency import MachineRates
 
 NAME = "planner_published"
 CLAIM = (
-    "step times of published runs that nothing was fitted on: mean absolute error at most 8 % on the tables of Aleph-Alpha, "
-    "bigscience, Megatron, torchtitan and NVIDIA, and a rank correlation of at least 0.95 of Aleph-Alpha's layouts"
+    "step times of published runs that nothing was fitted on: mean absolute error at most 8 % on "
+    "the tables of Aleph-Alpha, "
+    "bigscience, Megatron, torchtitan and NVIDIA, and a rank correlation of at least 0.95 of "
+    "Aleph-Alpha's layouts"
 )
 BAR, RANK = 0.08, 0.95
 NAMED = ("Aleph-Alpha", "bigscience", "Megatron", "Narayanan", "Korthikanti", "torchtitan", "NVIDIA")
-OPEN = "what code bases do that rows do not say (published_layouts.py): looked up, or found with all rows in view"
+OPEN = (
+    "what code bases do that rows do not say (published_layouts.py): looked up, or found "
+    "with "
+    "all rows in view"
+)
 UNSEEN = RUNS.with_name("unseen_runs.csv")
 RATES = Path(meshwright.planner.__file__).parent / "machine" / "rates.toml"
 DIGITS = 4
@@ -42,8 +53,10 @@ ALL, EACH = (
     0.6,
     0.3,
 )  # how strongly rates are held: all to what is known of hardware, a kind's to those of all
-# the share of its peak that large products reach on a kind of device: github.com/stas00/ml-engineering 744d01e, measured maxima;
-# H100 96GB, of which nobody has said it: that of an H100, by the square root of its power, 500 of 700 W, an estimate
+# the share of its peak that large products reach on a kind of device: github.com/stas00/ml-engineering
+# 744d01e, measured maxima;
+# H100 96GB, of which nobody has said it: that of an H100, by the square root of its power, 500 of 700 W, an
+# estimate
 REACHED = {
     "A100": {"bfloat16": 271.2 / 312},
     "A100 40GB": {"bfloat16": 271.2 / 312},
@@ -67,17 +80,25 @@ USUAL = {
 }  # of a device of which nobody has said it
 # shares of what is reached that a step of a whole model is known to have, before any run is looked at
 KNOWN = replace(
-    MachineRates(), matmul=0.93, matmul_float8=0.9, matmul_float8_blocks=0.85, matmul_float4=0.8, attention=0.6
+    MachineRates(),
+    matmul=0.93,
+    matmul_float8=0.9,
+    matmul_float8_blocks=0.85,
+    matmul_float4=0.8,
+    attention=0.6,
 )
-HEAD = "# Shares of peaks that devices reach (planner/rates.py), fitted by: python -m benchmarks.planner_published --fit\n"
+HEAD = (
+    "# Shares of peaks that devices reach (planner/rates.py), fitted by: python -m "
+    "benchmarks.planner_published --fit\n"
+)
 
 
 def fit() -> dict[str, dict[str, float]]:
     """The rates of all, and those of each kind of device that differ, on the rows that may be fitted on.
 
-    What devices have in common is a share of what large products reach on them, not of what their makers say. A kind of which
-    there are few runs, or of one code base alone, would have that code's faults for its own: it is fitted with all kinds of its
-    die, and where those are as few, not at all.
+    What devices have in common is a share of what large products reach on them, not of what their makers say.
+    A kind of which there are few runs, or of one code base alone, would have that code's faults for its own:
+    it is fitted with all kinds of its die, and where those are as few, not at all.
     """
     steps = [_of_reached(measured(run)) for run in timed(RUNS)[0] if run.fitted]
     everywhere = calibrate(KNOWN, steps, ALL, SOUND)
@@ -127,7 +148,9 @@ def _rounded(rates: MachineRates) -> dict[str, float]:
 
 
 def elsewhere(shipped: Sequence[Run]) -> dict[str, dict[str, object]]:
-    """How rows score of which nothing was known, by source; `alone`: the error of all of them by the rates of their devices."""
+    """How rows score of which nothing was known, by source; `alone`: the error of all of them by the rates of
+    their devices.
+    """
     unseen, _ = timed(UNSEEN)
     found = scores(unseen, learnt([*unseen, *shipped]))
     show(found, ())

@@ -1,11 +1,14 @@
-"""How long a search for a layout takes: 400 B weights on 4,096 devices, and on 100,000. One core, nothing but sizes.
+"""How long a search for a layout takes: 400 B weights on 4,096 devices, and on 100,000. One core, nothing but
+sizes.
 
-    400 B       layers 126, hidden 16384, heads 128, 8 heads of keys: Llama 3's (arXiv 2407.21783); 2,048 rows of 8,192 tokens
-    4,096       H100, hosts of 8: as `meshwright plan` searches by itself, and the fastest layout if memory were no limit
+    400 B       layers 126, hidden 16384, heads 128, 8 heads of keys: Llama 3's (arXiv 2407.21783); 2,048 rows
+                of 8,192 tokens
+    4,096       H100, hosts of 8: as `meshwright plan` searches by itself, and the fastest layout if memory
+                were no limit
     100,000     the same, 100,000 rows; of its divisors a model has few, so 98,304 (3 x 2^15) is timed too
 
-CPU seconds of this process, each the median of its repeats; the slowest of the 100,000's two counts. What a search finds is
-looked at: layouts that fit, on all devices.
+CPU seconds of this process, each the median of its repeats; the slowest of the 100,000's two counts. What a
+search finds is looked at: layouts that fit, on all devices.
 
     python -m benchmarks.planner_speed
 """
@@ -49,17 +52,26 @@ def found(asked: SearchRequest) -> Iterator[SearchResult]:
 
 
 def seconds(devices: int, rows: int) -> tuple[float, SearchResult]:
-    """CPU seconds of one plan, and what was found. Raises ValueError for a layout that leaves a device out, or does not fit."""
+    """CPU seconds of one plan, and what was found.
+
+    Raises ValueError for a layout that leaves a device out, or does not fit.
+    """
     asked = wish(devices, rows)
     begin = time.process_time()
     best, _ = found(asked)
     taken = time.process_time() - begin
     wrong = [
-        each for each in best.best if each.config.num_ranks != devices or each.memory.total > asked.usable_memory
+        each
+        for each in best.best
+        if each.config.num_ranks != devices or each.memory.total > asked.usable_memory
     ]
     if wrong or not best.best:
         raise ValueError(
-            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that fit: repair the search"
+            (
+                f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that "
+                f"fit: "
+                f"repair the search"
+            )
         )
     return taken, best
 

@@ -1,11 +1,13 @@
 """Published runs as the planner sees them: a row of a table becomes a shape, a layout and a machine.
 
-    published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a commit, a page
+    published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a
+                           commit, a page
 
-What a row does not say is filled in as its source does it (published_layouts.py), or the row is skipped, and counted under the
-reason: experts, states on the host, devices that are not known, no batch, no time. FLOP conventions differ by source: a step's
-time is what the row says, or what follows from tokens per second, or from the model FLOP/s that were brought to one convention;
-where a source prints hardware FLOPs by a formula of its own that is known (published_times.py), from those.
+What a row does not say is filled in as its source does it (published_layouts.py), or the row is skipped, and
+counted under the reason: experts, states on the host, devices that are not known, no batch, no time. FLOP
+conventions differ by source: a step's time is what the row says, or what follows from tokens per second, or
+from the model FLOP/s that were brought to one convention; where a source prints hardware FLOPs by a formula
+of its own that is known (published_times.py), from those.
 """
 
 import csv
@@ -48,9 +50,11 @@ PLAIN = ("gpt", "mpt", "opt")  # models whose MLP has no gate
 
 @dataclass(frozen=True)
 class Run:
-    """A row: where it comes from, what was run on what, and what was measured. `seconds` None: it says no time.
+    """A row: where it comes from, what was run on what, and what was measured. `seconds` None: it says no
+    time.
 
-    `peak` is in bytes, and `metric` what it was read from; `cited` is the source in full, `precision` what the row says of it.
+    `peak` is in bytes, and `metric` what it was read from; `cited` is the source in full, `precision` what
+    the row says of it.
     """
 
     key: str
@@ -67,7 +71,9 @@ class Run:
 
     @property
     def group(self) -> str:
-        """The source, model and number of devices: the grain at which constants are fitted on some rows and scored on others."""
+        """The source, model and number of devices: the grain at which constants are fitted on some rows and
+        scored on others.
+        """
         return f"{self.source}|{self.shape.name}|{self.machine.num_devices}"
 
     @property
@@ -104,7 +110,11 @@ def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
 def _source(text: str) -> str:
     """The short name of a source: its author or repository, without the file and the version."""
     first = re.split(
-        r" data/| scripts/| train/| experiments/| docs/| docs | benchmarks/| validation/| \(| et al| v2| README",
+        (
+            r" data/| scripts/| train/| experiments/| docs/| docs | benchmarks/| validation/| \(| "
+            r"et "
+            r"al| v2| README"
+        ),
         text,
     )[0]
     return first.strip() or "?"

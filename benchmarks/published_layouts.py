@@ -1,12 +1,16 @@
 """How published runs were laid out: a row's columns, and what its code base does that rows do not say.
 
-scores         written out, with one kernel for their softmax, before fused attention; kernels written for the device at NVIDIA
-NVIDIA's code  tokens on tensor ranks, moments in shards, sums and gathers beside products, four layers or more in a chunk
-torch's        async TP runs about half of what tensor ranks send beside products: by the bytes of arXiv 2205.05198 at 337 GB/s,
+scores         written out, with one kernel for their softmax, before fused attention; kernels written for the
+device at NVIDIA NVIDIA's code  tokens on tensor ranks, moments in shards, sums and gathers beside products,
+four layers or more in a chunk torch's        async TP runs about half of what tensor ranks send beside
+products: by the bytes of arXiv 2205.05198 at 337 GB/s,
                70B runs with it are faster by 49 % of what they sent, 8B runs by 41 %
-DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473, table 2, are what they
-               compute, their bytes at the cards' rate, and 14 us for each rank, gather and weight, whatever the micro-batch
-recomputing    where a row says nothing of it, and the run would have needed half as much memory again as there is: all layers,
+DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473, table
+2, are what they
+               compute, their bytes at the cards' rate, and 14 us for each rank, gather and weight,
+                   whatever the micro-batch
+recomputing    where a row says nothing of it, and the run would have needed half as much memory again as
+there is: all layers,
                unless its devices read their host's memory at the rate of links, and keep activations there
 by operator    torchtitan's "selective (op)" keeps attention and every second product, and runs all else again
 """
@@ -17,7 +21,14 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.analytic.memory import estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import ZB_V, ZB_H1, AttentionKernel, ParallelConfig, ScheduleProfile, RecomputeMode
+from meshwright.planner.analytic.parallel_config import (
+    ZB_V,
+    ZB_H1,
+    AttentionKernel,
+    ParallelConfig,
+    ScheduleProfile,
+    RecomputeMode,
+)
 from meshwright.planner.machine.machine import Machine
 
 COHERENT = (
@@ -42,7 +53,9 @@ class Lacks(Exception):
 
 @dataclass(frozen=True)
 class Habits:
-    """What a code base does that its rows do not say; `chunks`: it interleaves layers wherever there are ranks along pp."""
+    """What a code base does that its rows do not say; `chunks`: it interleaves layers wherever there are
+    ranks along pp.
+    """
 
     kernel: AttentionKernel = "flash2"
     fused: bool = True
@@ -58,7 +71,8 @@ OLD = Habits(
     kernel="softmax", fused=True
 )  # before fused attention: Megatron with its own softmax and norm kernels
 CORE = Habits(kernel="flash3", hidden=1.0, sequence=True, shards=1, chunks=True)  # NVIDIA's recipes
-ASYNC = 0.5  # of what tensor ranks send, what torch's async TP runs beside products, where Megatron does all of it
+# of what tensor ranks send, what torch's async TP runs beside products, where Megatron does all of it
+ASYNC = 0.5
 HABITS: tuple[tuple[str, Habits], ...] = (
     ("bigscience", replace(OLD, sums=4)),
     ("Narayanan", OLD),
@@ -82,7 +96,10 @@ HABITS: tuple[tuple[str, Habits], ...] = (
 def layout_of(
     source: str, row: Mapping[str, str], shape: ModelShape, said: Mapping[str, float | None], host: int
 ) -> ParallelConfig:
-    """That of a row; `said` are its numbers, `host` the devices of one. Raises Lacks where it says too little."""
+    """That of a row; `said` are its numbers, `host` the devices of one.
+
+    Raises Lacks where it says too little.
+    """
     tp, pp, cp = (int(said.get(axis) or 1) for axis in ("tp", "pp", "cp"))
     dp = int(said.get("dp") or (said.get("gpus") or 0) // (tp * pp * cp))
     batch, micro, times = said.get("global_batch"), said.get("micro_batch"), said.get("grad_accum")
@@ -128,19 +145,25 @@ def layout_of(
     )
 
 
-def rerun(row: Mapping[str, str], shape: ModelShape, layout: ParallelConfig, machine: Machine) -> ParallelConfig:
+def rerun(
+    row: Mapping[str, str], shape: ModelShape, layout: ParallelConfig, machine: Machine
+) -> ParallelConfig:
     """`layout`, or one that runs all layers again (see the module)."""
     if row.get("recompute") or row.get("status", "ok") != "ok" or machine.device.name.startswith(COHERENT):
         return layout
-    needed = estimate_memory(shape, replace(layout, num_microbatches=max(1, round(layout.num_microbatches)))).total
+    needed = estimate_memory(
+        shape, replace(layout, num_microbatches=max(1, round(layout.num_microbatches)))
+    ).total
     return replace(layout, recompute="layers") if needed > BEYOND * machine.device.memory else layout
 
 
-def _chunks(source: str, habits: Habits, schedule: str, said: float | None, shape: ModelShape, pp: int) -> int:
+def _chunks(
+    source: str, habits: Habits, schedule: str, said: float | None, shape: ModelShape, pp: int
+) -> int:
     """Of layers per rank along pp.
 
-    Where a row does not say it, NVIDIA's recipes, and runs that interleave, have four layers or more in a chunk; Zero Bubble PP's
-    interleaved runs one (arXiv 2401.10241, section 5).
+    Where a row does not say it, NVIDIA's recipes, and runs that interleave, have four layers or more in a
+    chunk; Zero Bubble PP's interleaved runs one (arXiv 2401.10241, section 5).
     """
     if said or pp == 1 or not (habits.chunks or "interleaved" in schedule):
         return int(said or 1)
@@ -159,7 +182,9 @@ def _shards(text: str) -> int:
 
 
 def _within(text: str, copies: int, beside: int) -> int:
-    """Of how many of the copies shards are: so many as it says, or those `beside` each other on a host; 0: all of them."""
+    """Of how many of the copies shards are: so many as it says, or those `beside` each other on a host; 0:
+    all of them.
+    """
     found = re.search(r"\bx ?(\d+)|within (\d+)", text)
     each = int(found[1] or found[2]) if found else beside if "hsdp" in text or "hybrid" in text else copies
     return each if each < copies and copies % each == 0 else 0

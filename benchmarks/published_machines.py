@@ -1,11 +1,17 @@
-"""The machine of a published run as its row calls it: which device, with what memory, how many on a host, which network out.
+"""The machine of a published run as its row calls it: which device, with what memory, how many on a host,
+which network out.
 
-    H100-64GB SXM (MareNostrum 5, 4 per node, NDR InfiniBand)     64 GB, 4 on a host, 50 GB/s out of it for each
-    A100-80GB SXM (Jean Zay, 4xOmni-Path 100Gb per 8-GPU node)    80 GB, 8 on a host, 4 x 12.5 GB/s for all of them
-    A100-80GB SXM (2Tb/s RoCE per node)                           250 GB/s for the 8 that an A100 has on a host
-    A100-80GB SXM (400Gb/s)                                       more than its card carries, and nobody says whose: as unsaid
+    H100-64GB SXM (MareNostrum 5, 4 per node, NDR InfiniBand)     64 GB, 4 on a host, 50 GB/s out of it for
+                                                                  each
+    A100-80GB SXM (Jean Zay, 4xOmni-Path 100Gb per 8-GPU node)    80 GB, 8 on a host, 4 x 12.5 GB/s for all of
+                                                                  them
+    A100-80GB SXM (2Tb/s RoCE per node)                           250 GB/s for the 8 that an A100 has on a
+                                                                  host
+    A100-80GB SXM (400Gb/s)                                       more than its card carries, and nobody says
+                                                                  whose: as unsaid
 
-What a row does not say is the device's own (core/devices.csv). A generation of cards, without a number, is one card per device.
+What a row does not say is the device's own (core/devices.csv). A generation of cards, without a number, is
+one card per device.
 """
 
 import re

@@ -1,16 +1,25 @@
 """What the code bases of published runs hold in memory, and what the planner says of a run with that.
 
-Each code base has its habits (planner/habits.py), read in its source or its paper; where runs had to be asked, it says so:
+Each code base has its habits (planner/habits.py), read in its source or its paper; where runs had to be
+asked, it says so:
 
-    Aleph-Alpha     the head gathers all logits on every tensor rank, and another micro-batch's output waits: 14 + 2 bytes;
-                    inputs of matrices are kept gathered; norms are one kernel or several. From pairs of runs of which one
-                    fitted: 3.75 bytes of the stream that no line explains, 12.75 more without the fused norm (8 by the code,
-                    4 its input, and again a bit that no line explains). Without a fused kernel 8 bytes per logit more are
-                    reserved: three runs ran out whose like ran with one, and anything from 5 to 12 says so of these
-    Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32 gradients, tied words
+    Aleph-Alpha     the head gathers all logits on every tensor rank, and another micro-batch's output waits:
+                    14 + 2 bytes;
+                    inputs of matrices are kept gathered; norms are one kernel or several. From pairs of
+                        runs of which one
+                    fitted: 3.75 bytes of the stream that no line explains, 12.75 more without the fused
+                        norm (8 by the code,
+                    4 its input, and again a bit that no line explains). Without a fused kernel 8 bytes
+                        per logit more are
+                    reserved: three runs ran out whose like ran with one, and anything from 5 to 12 says
+                        so of these
+    Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32
+                    gradients, tied words
     DeepSpeed       the same under ZeRO 1, whose float32 gradients are in shards, with buckets of 5e8 elements
-    nanotron        float32 sums of gradients whole, inputs of matrices gathered, logits in float32 and their softmax in place
-    torchtitan      all in shards of float32, recomputing by operator; since 2025 a compiled loss, without float32 logits
+    nanotron        float32 sums of gradients whole, inputs of matrices gathered, logits in float32 and their
+                    softmax in place
+    torchtitan      all in shards of float32, recomputing by operator; since 2025 a compiled loss, without
+                    float32 logits
     Megatron core   fused attention, gate and loss; composer: a fused loss, GPT blocks under FSDP
     Sailor          the pipeline of DeepSpeed: five numbers by regression on its own runs, not explained
 """
@@ -29,10 +38,33 @@ SPARE = 1.06
 NONE = (0.0, 0.0, 0.0)
 
 MEGATRON = FrameworkMemory(
-    gradients=4, residual=6, unfused_norm_extra=0, gated_mlp=6, fused_softmax_scores=5, fixed_buffers=GIB, fragmentation=1.0, driver_context=NONE, layer_split="layers"
+    gradients=4,
+    residual=6,
+    unfused_norm_extra=0,
+    gated_mlp=6,
+    fused_softmax_scores=5,
+    fixed_buffers=GIB,
+    fragmentation=1.0,
+    driver_context=NONE,
+    layer_split="layers",
 )  # 6: with the masks of two dropouts
-CORE = FrameworkMemory(gradients=2, unfused_norm_extra=0, gated_mlp=6, logits=8, fixed_buffers=GIB, fragmentation=1.0, driver_context=(2.5 * GIB, 0, 0))
-SHARDED = FrameworkMemory(weights=4, gradients=4, optimizer_states=8, unfused_norm_extra=0, unreduced_layers=1, keeps_ends_gathered=True)
+CORE = FrameworkMemory(
+    gradients=2,
+    unfused_norm_extra=0,
+    gated_mlp=6,
+    logits=8,
+    fixed_buffers=GIB,
+    fragmentation=1.0,
+    driver_context=(2.5 * GIB, 0, 0),
+)
+SHARDED = FrameworkMemory(
+    weights=4,
+    gradients=4,
+    optimizer_states=8,
+    unfused_norm_extra=0,
+    unreduced_layers=1,
+    keeps_ends_gathered=True,
+)
 TITAN = replace(
     SHARDED,
     attention_qkv=10,
@@ -75,13 +107,25 @@ CODES: tuple[tuple[str, Code], ...] = (
     (
         "bigscience",
         Code(
-            replace(MEGATRON, gradients=2, sharded_optimizer_extra=4, fixed_buffers=2 * GIB, fragmentation=1.11, driver_context=(3.5 * GIB, 0, 0)),
+            replace(
+                MEGATRON,
+                gradients=2,
+                sharded_optimizer_extra=4,
+                fixed_buffers=2 * GIB,
+                fragmentation=1.11,
+                driver_context=(3.5 * GIB, 0, 0),
+            ),
             tied=True,
         ),
     ),
     ("torchtitan", Code(TITAN)),
     ("foundation", Code(TITAN)),
-    ("mosaic", Code(replace(SHARDED, logits=4, prefetched_layers=3, fragmentation=1.0, driver_context=(2 * GIB, 0, 0)))),
+    (
+        "mosaic",
+        Code(
+            replace(SHARDED, logits=4, prefetched_layers=3, fragmentation=1.0, driver_context=(2 * GIB, 0, 0))
+        ),
+    ),
     (
         "nanotron",
         Code(
@@ -139,7 +183,9 @@ def code_of(run: Run) -> Code:
     return Code(habits, tied)
 
 
-def held(run: Run, change: Callable[[FrameworkMemory], FrameworkMemory] = lambda habits: habits) -> MemoryEstimate:
+def held(
+    run: Run, change: Callable[[FrameworkMemory], FrameworkMemory] = lambda habits: habits
+) -> MemoryEstimate:
     """What the planner says that the fullest device of `run` holds; `change` makes habits other ones."""
     code = code_of(run)
     return estimate_memory(replace(run.shape, tied=code.tied), layout_of(run), change(code.habits))

@@ -1,13 +1,16 @@
 """The planner scored on runs that others published: predicted against measured step times, source by source.
 
-    constants of a device    fitted on half of the groups of a source (a model on a number of devices), chosen by a hash
-    the other half           is predicted with them, and scores: mean absolute error, bias, and the rank correlation of layouts
+    constants of a device    fitted on half of the groups of a source (a model on a number of devices), chosen
+                             by a hash
+    the other half           is predicted with them, and scores: mean absolute error, bias, and the rank
+                             correlation of layouts
 
-A source whose rows all fell into the half that scores is predicted with the rates of its devices alone (planner/rates.toml).
-Peaks of memory, and runs that ran out of it, score too (benchmarks/planner_memory.py, benchmarks/planner_fit.py).
+A source whose rows all fell into the half that scores is predicted with the rates of its devices alone
+(planner/rates.toml). Peaks of memory, and runs that ran out of it, score too (benchmarks/planner_memory.py,
+benchmarks/planner_fit.py).
 
-Rows that lack what a prediction needs are skipped and counted. FILE has the columns of data/published_runs.csv; constants are
-fitted on its own half and on that of the file that is shipped.
+Rows that lack what a prediction needs are skipped and counted. FILE has the columns of
+data/published_runs.csv; constants are fitted on its own half and on that of the file that is shipped.
 
     python -m benchmarks.published_runs [FILE]
 """
@@ -42,9 +45,11 @@ SOUND = {
 
 @dataclass(frozen=True)
 class Score:
-    """How well a source's steps are predicted: of so many, mean absolute error, bias and worst of them; fitted on so many others.
+    """How well a source's steps are predicted: of so many, mean absolute error, bias and worst of them;
+    fitted on so many others.
 
-    `rank` is the rank correlation of the layouts of one model on one number of devices, the mean over those; None for too few.
+    `rank` is the rank correlation of the layouts of one model on one number of devices, the mean over those;
+    None for too few.
     """
 
     source: str

@@ -13,9 +13,15 @@ from meshwright.planner.analytic.parallel_config import ParallelConfig
 
 
 def seconds_of(
-    row: Mapping[str, str], said: Mapping[str, float | None], shape: ModelShape, layout: ParallelConfig, count: int
+    row: Mapping[str, str],
+    said: Mapping[str, float | None],
+    shape: ModelShape,
+    layout: ParallelConfig,
+    count: int,
 ) -> float | None:
-    """Seconds of a step: said, or by tokens per second, by model FLOP/s in the one convention, or by the source's formula."""
+    """Seconds of a step: said, or by tokens per second, by model FLOP/s in the one convention, or by the
+    source's formula.
+    """
     tokens = layout.num_microbatches * layout.micro_batch * layout.dp * shape.sequence
     step, rate, samples = (
         said.get("step_time_s"),

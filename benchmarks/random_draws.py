@@ -1,14 +1,16 @@
 """Plans by chance: a model, a mesh of up to 24 ranks, and any techniques on it, each with options of its own.
 
-A plan follows from a seed and a number alone, so that one can be drawn again by itself. What is plainly impossible is not drawn
-(more parts than a model has, tokens in slices that they do not divide into, a square with unlike sides): else most of what is
-drawn would be refused, and for a few reasons. One in `SPOILT` is spoilt on purpose, by leaving out a technique, adding one, or by
-another size of an axis or of the batch: such a plan may be refused, with a repair, or it works all the same.
+A plan follows from a seed and a number alone, so that one can be drawn again by itself. What is plainly
+impossible is not drawn (more parts than a model has, tokens in slices that they do not divide into, a square
+with unlike sides): else most of what is drawn would be refused, and for a few reasons. One in `SPOILT` is
+spoilt on purpose, by leaving out a technique, adding one, or by another size of an axis or of the batch: such
+a plan may be refused, with a repair, or it works all the same.
 
-Of some the last batch is `missing` rows, as an epoch's may be, and some have a guard, whose last step does harm.
+Of some the last batch is `missing` rows, as an epoch's may be, and some have a guard, whose last step does
+harm.
 
-`DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator and the ranks there,
-and says whether it exchanges heads, which must then divide.
+`DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator
+and the ranks there, and says whether it exchanges heads, which must then divide.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,23 +70,26 @@ DEALT: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
 )
 SQUARES: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
     {
-        "grid": lambda rng: TensorParallel2D(regather=rng.random() < 0.5),
-        "grid25": lambda rng: TensorParallel25D(regather=rng.random() < 0.5),
-        "cube": lambda rng: TensorParallel3D(),
+        "tensor_parallel 2d": lambda rng: TensorParallel2D(regather=rng.random() < 0.5),
+        "tensor_parallel 2.5d": lambda rng: TensorParallel25D(regather=rng.random() < 0.5),
+        "tensor_parallel 3d": lambda rng: TensorParallel3D(),
     }
 )
 TECHNIQUES: Mapping[str, str] = (
     MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
         {
-            **{name: name for name in ("replicate", "naive", "master", "across")},
+            **{name: name for name in ("ddp", "naive_ddp", "data_parallel_master", "replicate_axis")},
             **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
             **{
                 name: name
-                for name in ("line", "sequence", "vocabulary", *SQUARES, "ulysses", "ring", "hybrid")
+                for name in (
+                    *("tensor_parallel 1d", "sequence_parallel", "vocab_parallel", *SQUARES),
+                    *("ulysses", "ring", "hybrid_context_parallel"),
+                )
             },
             **dict.fromkeys(SCHEDULES, "pipeline"),
-            **{name: name for name in ("scatter", "recompute", "tiles", "micro-batches", "clipping")},
-            **{name: name for name in ("dropout", "guard", "missing rows")},
+            **{name: name for name in ("scatter", "activation_checkpointing", "micro-batches", "clipping")},
+            **{name: name for name in ("chunked_loss", "tiled_mlp", "dropout", "guard", "missing rows")},
         }
     )
 )
@@ -93,7 +98,9 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Draw:
-    """One plan that was drawn: what is trained, on what mesh, with which strategies as a user might list them."""
+    """One plan that was drawn: what is trained, on what mesh, with which strategies as a user might list
+    them.
+    """
 
     seed: int
     number: int
@@ -127,7 +134,9 @@ class Draw:
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of all of them."""
+        """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of
+        all of them.
+        """
         found = [named for strategy in self.strategies for named in _names(strategy)]
         found += ["micro-batches"] if self.micros > 1 else []
         found += ["clipping"] if self.clip else []
@@ -154,10 +163,10 @@ def _names(strategy: Strategy) -> tuple[str, ...]:
         case BatchSplit():
             return ()
         case ZeRO():
-            return (f"zero {strategy.stage}", *(("across",) if strategy.replicate_axis else ()))
+            return (f"zero {strategy.stage}", *(("replicate_axis",) if strategy.replicate_axis else ()))
         case Pipeline():
             return (strategy.schedule, *(("scatter",) if strategy.scatter else ()))
-    return (strategy.name,)
+    return (f"{strategy.name} {strategy.mode}".strip(),)
 
 
 def draw(seed: int, number: int) -> Draw:
@@ -165,7 +174,9 @@ def draw(seed: int, number: int) -> Draw:
     rng = Random(f"{seed}/{number}")
     while True:
         known = rng.choice(tuple(KNOWN.values()))
-        matrices = rng.choices(("", "line", *SQUARES), (3, 4, *((4, 3, 4) if known.even else (0, 0, 0))))[0]
+        matrices = rng.choices(
+            ("", "tensor_parallel 1d", *SQUARES), (3, 4, *((4, 3, 4) if known.even else (0, 0, 0)))
+        )[0]
         sizes = _sizes(rng, known, matrices)
         mesh = Mesh(**sizes)
         if (
@@ -189,15 +200,15 @@ def _sizes(rng: Random, known: Known, matrices: str) -> Sizes:
     """How many ranks there are along each axis; two of three have one rank where nothing asks for more."""
     sizes = {axis: rng.choices(*SIZES[axis])[0] for axis in ("pp", *DATA_AXES)}
     sizes["pp"] = min(sizes["pp"], known.parts)
-    if known.heads and matrices in ("", "line"):
+    if known.heads and matrices in ("", "tensor_parallel 1d"):
         sizes["cp"] = rng.choices(*SIZES["cp"])[0]
-    if matrices == "line":
+    if matrices == "tensor_parallel 1d":
         sizes["tp"] = min(rng.choices(*SIZES["tp"])[0], known.ranks)
     elif matrices:
-        side = rng.choice((2, 2, 3)) if matrices == "grid" else 2
+        side = rng.choice((2, 2, 3)) if matrices == "tensor_parallel 2d" else 2
         sizes |= {"dp_shard": side, "tp": side}
-        sizes |= {"tp_depth": side} if matrices == "cube" else {}
-        sizes |= {"dp_replicate": rng.choice((2, 3))} if matrices == "grid25" else {}
+        sizes |= {"tp_depth": side} if matrices == "tensor_parallel 3d" else {}
+        sizes |= {"dp_replicate": rng.choice((2, 3))} if matrices == "tensor_parallel 2.5d" else {}
     return sizes
 
 
@@ -212,7 +223,7 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
         whole = known.heads % (sizes["cp"] * sizes.get("tp", 1)) == 0
         make, _ = rng.choice([each for each in DEALT if whole or not each[1]])
         found.append(make(rng, sizes["cp"]))
-    if matrices == "line":
+    if matrices == "tensor_parallel 1d":
         found += _line(rng, known, sizes["tp"], sizes.get("cp", 1))
         alike = not any(isinstance(strategy, SequenceParallel) for strategy in found)
         found = [
@@ -220,11 +231,11 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
         ]
     elif matrices:
         found.append(SQUARES[matrices](rng))
-        found += [VocabParallel()] if matrices != "cube" and rng.random() < 0.4 else []
+        found += [VocabParallel()] if matrices != "tensor_parallel 3d" and rng.random() < 0.4 else []
     found += _store(rng, matrices, sizes)
     if rng.random() < 0.35:
         found.append(ActivationCheckpointing(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
-    if matrices in ("", "line") and known.words and rng.random() < 0.3:
+    if matrices in ("", "tensor_parallel 1d") and known.words and rng.random() < 0.3:
         found += _tiles(rng, known, matrices)
     if any(isinstance(strategy, DataParallelMaster) for strategy in found):
         micros = 1
@@ -232,7 +243,9 @@ def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple
 
 
 def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
-    """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has divides too."""
+    """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has
+    divides too.
+    """
     least = ranks if dealt == 1 else 2 * ranks * dealt
     found: list[Strategy] = [TensorParallel(num_overlap_chunks=rng.choice((1, 1, 2, 3)))]
     if all(tokens % least == 0 for tokens in known.tokens) and rng.random() < 0.6:

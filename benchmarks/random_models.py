@@ -1,13 +1,16 @@
-"""The models of `random_plans`: unmodified classes of transformers in sizes that divide by hardly anything, and for grids.
+"""The models of `random_plans`: unmodified classes of transformers in sizes that divide by hardly anything,
+and for grids.
 
-    llama, gpt2, t5      6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between; 9 tokens (of T5: 9 and 6)
+    llama, gpt2, t5      6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between; 9 tokens (of
+                         T5: 9 and 6)
     t5, alike            the same with 9 tokens on either side
-    .., even             24 heads, 12 keys, 72 words: what grids of 2 x 2 and 3 x 3 ranks divide; 12 tokens (of T5: 12 and 8)
+    .., even             24 heads, 12 keys, 72 words: what grids of 2 x 2 and 3 x 3 ranks divide; 12 tokens
+                         (of T5: 12 and 8)
     gpt2, dropout        the odd one, with masks; its head is its embedding, as in the others
     two inputs           CLIP: words and images, two chains that meet in the loss
 
-Each has four layers (T5 two and two, CLIP two and two), so that a pipeline can have several parts. Of the labels some count and
-some do not, in every row another number, and in every seventh row none.
+Each has four layers (T5 two and two, CLIP two and two), so that a pipeline can have several parts. Of the
+labels some count and some do not, in every row another number, and in every seventh row none.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +37,12 @@ DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 @dataclass(frozen=True)
 class Known:
-    """One model: how it is made, its rows and loss, and what a drawer must know so as not to ask for what is plainly impossible.
+    """One model: how it is made, its rows and loss, and what a drawer must know so as not to ask for what is
+    plainly impossible.
 
-    `tokens`: lengths that a strategy divides; `parts`: into how many it can be cut; `ranks`: among how many its heads can be
-    dealt; `words`: whether table and head divide by words; `even`: whether squares and cubes divide it; `heads`: among how many
-    tokens can be exchanged, 0 where those of a sample are not dealt out.
+    `tokens`: lengths that a strategy divides; `parts`: into how many it can be cut; `ranks`: among how many
+    its heads can be dealt; `words`: whether table and head divide by words; `even`: whether squares and cubes
+    divide it; `heads`: among how many tokens can be exchanged, 0 where those of a sample are not dealt out.
     """
 
     name: str

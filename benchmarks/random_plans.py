@@ -1,10 +1,11 @@
-"""Plans by chance beside one device: any techniques together are refused with a repair, or compute what one device computes.
+"""Plans by chance beside one device: any techniques together are refused with a repair, or compute what one
+device computes.
 
-Of each number under a seed one plan follows (benchmarks/random_draws.py): a model, a mesh of up to 24 ranks, strategies with
-options of their own, micro-batches, clipping. `make_plan` refuses it, each fault with a repair, or it is compared, its ranks as
-threads, with one ordinary PyTorch loop in float64, as `verify` does: samples, loss, every gradient, the norm and every parameter
-after each of two SGD steps; from a third, which does harm, a guard must spare them. Nothing else may happen. What does is a
-finding:
+Of each number under a seed one plan follows (benchmarks/random_draws.py): a model, a mesh of up to 24 ranks,
+strategies with options of their own, micro-batches, clipping. `make_plan` refuses it, each fault with a
+repair, or it is compared, its ranks as threads, with one ordinary PyTorch loop in float64, as `verify` does:
+samples, loss, every gradient, the norm and every parameter after each of two SGD steps; from a third, which
+does harm, a guard must spare them. Nothing else may happen. What does is a finding:
 
     crashed      something else than a refusal was raised, or a plan was made and then refused
     differs      by more than 1e-10 of the largest magnitude in its block, or sent what it did not say
@@ -12,14 +13,16 @@ finding:
     no repair    it was refused, and a fault says no repair
     new reason   it was refused for a reason that benchmarks/combinations.toml does not list
 
-From the same rows comes the table of pairs of techniques in docs/combinations.md: how often each pair was drawn, and how often it
-matched; and for which reasons it was refused where it never did.
+From the same rows comes the table of pairs of techniques in docs/combinations.md: how often each pair was
+drawn, and how often it matched; and for which reasons it was refused where it never did.
 
     python -m benchmarks.random_plans                   2,000 plans, and the result; an hour on two cores
     python -m benchmarks.random_plans --only 17         one of them, with what it says; no result
-    python -m benchmarks.random_plans --shares          plans those of the tests alone, and prints the shares that they have
+    python -m benchmarks.random_plans --shares          plans those of the tests alone, and prints the shares
+                                                        that they have
 
-What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
+What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
+has ended.
 """
 
 import sys
@@ -53,8 +56,10 @@ from meshwright.verifier.verdict import Verdict
 
 NAME = "random_plans"
 CLAIM = (
-    "2,000 plans drawn by chance (any techniques, up to 24 ranks, odd sizes, several micro-batches; Llama, GPT-2, T5 and a "
-    "model with two inputs) are each refused with a repair or equal one device to 1e-10 in float64; nothing else"
+    "2,000 plans drawn by chance (any techniques, up to 24 ranks, odd sizes, several "
+    "micro-batches; Llama, GPT-2, T5 and a "
+    "model with two inputs) are each refused with a repair or equal one device to 1e-10 in "
+    "float64; nothing else"
 )
 SEED, COUNT, LIMIT_S = 8, 2000, 240.0
 HARM = "harm"  # the column of a batch by which its loss is multiplied
@@ -62,7 +67,9 @@ MATCHED = 0.8  # the least share of all that must be equal, not refused
 
 
 def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
-    """What becomes of one plan: its outcome, the worst error where it was compared, its faults where it was refused."""
+    """What becomes of one plan: its outcome, the worst error where it was compared, its faults where it was
+    refused.
+    """
     torch.set_num_threads(1)
     row: Row = {
         "case": str(drawn),
@@ -105,10 +112,10 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
         return drawn.plan()
     except PlanError as refused:
         faults = [asdict(fault) for fault in refused.diagnostics]
-    row: Row = {"faults": faults, "said": "\n".join(f"{each['what']} -> {each['fix']}" for each in faults)}
-    if not all(each["what"] and each["fix"] for each in faults):
+    row: Row = {"faults": faults, "said": "\n".join(f"{each['problem']} -> {each['fix']}" for each in faults)}
+    if not all(each["problem"] and each["fix"] for each in faults):
         return {**row, "outcome": "no repair"}
-    reasons = {reason_of(each["what"]) for each in faults}
+    reasons = {reason_of(each["problem"]) for each in faults}
     return {
         **row,
         "outcome": "refused" if all(reasons) else "new reason",
@@ -172,7 +179,9 @@ def planned(seed: int, numbers: Iterable[int]) -> list[Row]:
 
 
 def result(seed: int, rows: list[Row]) -> Result:
-    """The result of all that were drawn: how many matched, the worst gap of those, what was refused for which reason."""
+    """The result of all that were drawn: how many matched, the worst gap of those, what was refused for which
+    reason.
+    """
     ran = [row for row in rows if row["outcome"] != "refused"]
     errors = [float(row.get("error", float("inf"))) for row in ran]
     pairs = {

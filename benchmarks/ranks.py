@@ -4,10 +4,11 @@
     "step" ------->   step(), clocks         step(), clocks
            <-------   (cpu_s, wall_s, note)  (cpu_s, wall_s, note)
 
-A rank is built once by `build(rank, size, **arguments)`, which returns the callable that runs one step. Between turns it
-blocks on its pipe: it must not spin, or the other configurations would be timed on a busy machine (spinning is seen as
-outside load, and discards the round). Ranks are forked from one server process that has imported the heavy packages but
-never used a thread, so a dozen of them start quickly and share the pages of their imports.
+A rank is built once by `build(rank, size, **arguments)`, which returns the callable that runs one step.
+Between turns it blocks on its pipe: it must not spin, or the other configurations would be timed on a busy
+machine (spinning is seen as outside load, and discards the round). Ranks are forked from one server process
+that has imported the heavy packages but never used a thread, so a dozen of them start quickly and share the
+pages of their imports.
 """
 
 import os
@@ -23,14 +24,16 @@ from typing import Any, Literal, Self
 
 from benchmarks.method import Cost
 
-# One thread per rank unless its builder says otherwise, and threads that sleep while they wait. Both are read when the
+# One thread per rank unless its builder says otherwise, and threads that sleep while they wait. Both are read
+# when the
 # OpenMP runtime is loaded, so they must stand in the environment before the server of ranks starts.
 QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 Step = Callable[[], object]
 Start = Literal["forkserver", "spawn"]
 
 
-# A function of a module (it is sent by name): build(rank, size, **arguments) prepares one rank and returns its step, whose
+# A function of a module (it is sent by name): build(rank, size, **arguments) prepares one rank and returns
+# its step, whose
 # return value becomes the note of the step.
 Build = Callable[..., Step]
 
@@ -58,7 +61,8 @@ def _timed(run: Step) -> Cost:
 
 
 class Ranks:
-    """A configuration of `size` processes that step together. Use it as a context manager: it ends its processes.
+    """A configuration of `size` processes that step together. Use it as a context manager: it ends its
+    processes.
 
     `arguments` go to `build` in every rank and must be plain values. A step may take `timeout_s`.
     """
@@ -97,7 +101,8 @@ class Ranks:
             raise
 
     def step(self) -> Cost:
-        """Run one step on every rank; returns the sum of their CPU seconds and the longest of their wall seconds.
+        """Run one step on every rank; returns the sum of their CPU seconds and the longest of their wall
+        seconds.
 
         Raises RankFailed when a rank raises, dies, or does not answer within `timeout_s`.
         """
@@ -137,7 +142,11 @@ class Ranks:
             if not ready:
                 raise self._failed(
                     min(waiting.values()),
-                    f"no answer within {self.timeout_s:g} s; give it a longer timeout_s, or look where it waits",
+                    (
+                        f"no answer within {self.timeout_s:g} s; give it a longer timeout_s, or "
+                        f"look "
+                        f"where it waits"
+                    ),
                 )
             replies.update(
                 {waiting[pipe]: self._reply(waiting[pipe]) for pipe in self.pipes if pipe in ready}

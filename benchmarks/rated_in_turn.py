@@ -1,10 +1,12 @@
-"""`bench device` in turn with something else: a device that others use too is measured while that runs, not before.
+"""`bench device` in turn with something else: a device that others use too is measured while that runs, not
+before.
 
-Such a machine is now faster, now slower, by up to 40 % within minutes, and what was measured is not true for long. So the cells
-of `bench device` (run/rating.py) in float32 are dealt into hands, and one hand is timed behind each step of what is measured, by
-as many processes at once as the bench has:
+Such a machine is now faster, now slower, by up to 40 % within minutes, and what was measured is not true for
+long. So the cells of `bench device` (run/rating.py) in float32 are dealt into hands, and one hand is timed
+behind each step of what is measured, by as many processes at once as the bench has:
 
-    round 0    step    slices    cells 0, 3, 6 ...        a cell is timed as often as in the bench, for as long, by the same code;
+    round 0    step    slices    cells 0, 3, 6 ...        a cell is timed as often as in the bench, for as
+                                                          long, by the same code;
     round 1    slices    cells 1, 4, 7 ...    step        what it took is the median over rounds and processes
 
 Left out are products that take longer than a step has time for.
@@ -84,7 +86,8 @@ def turns(rank: int, size: int) -> Callable[[], Turn]:
 
 
 def profile_of(measured: DeviceProfile, seen: Sequence[Turn]) -> DeviceProfile:
-    """The device as it was in the turns that were `seen`; what else is known of it says what the bench has `measured`.
+    """The device as it was in the turns that were `seen`; what else is known of it says what the bench has
+    `measured`.
 
     Raises ValueError where these have not timed every cell.
     """

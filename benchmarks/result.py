@@ -1,4 +1,6 @@
-"""What a benchmark leaves behind: one JSON file that says what was claimed, how it was measured, and whether it holds."""
+"""What a benchmark leaves behind: one JSON file that says what was claimed, how it was measured, and whether
+it holds.
+"""
 
 import json
 import platform
@@ -23,7 +25,10 @@ PACKAGES = ("meshwright", "torch", "transformers", "numpy", "scipy")
 
 @dataclass(frozen=True)
 class Result:
-    """The figures of one claim. `median` is the figure the claim is about, `spread` its 95 % interval, `bar` its limit."""
+    """The figures of one claim.
+
+    `median` is the figure the claim is about, `spread` its 95 % interval, `bar` its limit.
+    """
 
     claim: str
     command: str
@@ -71,9 +76,11 @@ class Result:
         bar: int,
         detail: Mapping[str, object],
     ) -> Self:
-        """The result of a claim about a number of cases: `median` is how many of `values` are at most `limit`.
+        """The result of a claim about a number of cases: `median` is how many of `values` are at most
+        `limit`.
 
-        It holds when at least `bar` of them are, and no case is above; there is nothing to repeat and no spread.
+        It holds when at least `bar` of them are, and no case is above; there is nothing to repeat and no
+        spread.
         """
         count = sum(value <= limit for value in values)
         holds = count >= bar and count == len(values)
@@ -85,10 +92,11 @@ class Result:
     def of_comparisons(
         cls, name: str, claim: str, parts: Mapping[str, tuple[Rounds, Comparison, Comparison]]
     ) -> Self:
-        """The result of a claim with one or several workloads, each its rounds, its CPU and its wall comparison.
+        """The result of a claim with one or several workloads, each its rounds, its CPU and its wall
+        comparison.
 
-        CPU decides. The figure shown is that of the workload whose upper bound is furthest above (least below) its bar;
-        every workload stands in the detail, wall time beside it.
+        CPU decides. The figure shown is that of the workload whose upper bound is furthest above (least
+        below) its bar; every workload stands in the detail, wall time beside it.
         """
         _, (_, worst, _) = max(parts.items(), key=lambda part: part[1][1].ratio.high / part[1][1].bar)
         rows = {
@@ -119,7 +127,8 @@ class Result:
     def beside(self, before: Mapping[str, Any]) -> Self:
         """This result, whose rows were measured anew, beside those of `before`, a stored one, that were not.
 
-        Each row says when and at which commit it was measured; the figure shown is that of the worst of all of them.
+        Each row says when and at which commit it was measured; the figure shown is that of the worst of all
+        of them.
         """
         then, now = (
             {"date": before["date"], "commit": before["commit"]},
@@ -193,7 +202,9 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit of the source that ran, with `-dirty` when source or benchmarks were changed; "unknown" outside git."""
+    """The commit of the source that ran, with `-dirty` when source or benchmarks were changed; "unknown"
+    outside git.
+    """
     head = _git(root, "rev-parse", "HEAD")
     changed = _git(root, "status", "--porcelain", "--", "src", "benchmarks/*.py")
     return f"{head}{'-dirty' if changed else ''}" if head else "unknown"

@@ -3,9 +3,9 @@
     two, three      the same plan on 2 or 3 ranks, AdamW in float32          the end equals the undisturbed run bit for bit
     elastic 32, 64  SGD, every attempt on 1, 2 or 3 ranks as chance has it   within 1e-6 (float32), 1e-10 (float64)
 
-A trial is described in `benchmarks.kills`. Every tenth starts real commands, the others fork them from this process, which
-has imported everything (`benchmarks.forked`); two trials run at a time. Rows are appended to FOLDER/rows.jsonl as they
-come, so a matrix that was stopped is continued by the same command:
+A trial is described in `benchmarks.kills`. Every tenth starts real commands, the others fork them from this
+process, which has imported everything (`benchmarks.forked`); two trials run at a time. Rows are appended to
+FOLDER/rows.jsonl as they come, so a matrix that was stopped is continued by the same command:
 
     python -m benchmarks.resume_matrix [--trials 200] [--seed 0] [--folder FOLDER]
 """
@@ -31,7 +31,10 @@ from benchmarks.result import RESULTS, Result
 from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
 
 TRIALS, AT_A_TIME, COLD_EVERY = 200, 2, 10
-CLAIM = "of 200 kill-resume trials at random moments none fails: no corrupt load, no inexact resume, no orphan, no leftover"
+CLAIM = (
+    "of 200 kill-resume trials at random moments none fails: no corrupt load, no inexact "
+    "resume, no orphan, no leftover"
+)
 PRELOADED = (
     "transformers.models.llama.modeling_llama",
     "meshwright.cli",
@@ -97,7 +100,10 @@ def alone(kind: Kind, config: Path, folder: Path) -> Path:
             code = start(words, output, place, cold=False).wait(600)
         if code:
             raise RuntimeError(
-                f"the undisturbed run ended with {code}: {(place / 'output.txt').read_text()}; repair it first"
+                (
+                    f"the undisturbed run ended with {code}: {(place / 'output.txt').read_text()}; "
+                    f"repair it first"
+                )
             )
         (place / "whole").touch()
     return place / "run"
@@ -157,7 +163,10 @@ def matrix(trials: int, seed: int, folder: Path, *, colds: bool) -> list[dict]:
 
 
 def main() -> int:
-    """Play the matrix and say what came of it; the whole one is written as a result. Returns 1 when a trial failed."""
+    """Play the matrix and say what came of it; the whole one is written as a result.
+
+    Returns 1 when a trial failed.
+    """
     words = argparse.ArgumentParser(description="kill and resume")
     words.add_argument("--trials", type=int, default=TRIALS)
     words.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,13 @@
-"""Estimates that are often told, derived from the planner's own functions, each step of the derivation printed.
+"""Estimates that are often told, derived from the planner's own functions, each step of the derivation
+printed.
 
-GPT-3 on one V100       6 FLOPs per weight and token, over 28 TFLOP/s: arXiv 2005.14165 (300 G tokens); arXiv 2104.04473 tells
+GPT-3 on one V100       6 FLOPs per weight and token, over 28 TFLOP/s: arXiv 2005.14165 (300 G tokens); arXiv
+2104.04473 tells
                         of hundreds of years
-a video model           Kinetics in 49 h 55 min, and in 14 min 13 s on 1,536 GPUs: arXiv 1910.00932. Its speedup is read from
-                        the two times; beside it what copies that sum their gradients reach at most, by the planner's gathers
+a video model           Kinetics in 49 h 55 min, and in 14 min 13 s on 1,536 GPUs: arXiv 1910.00932. Its
+speedup is read from
+                        the two times; beside it what copies that sum their gradients reach at most, by
+                            the planner's gathers
 ZeRO's table            bytes per rank at every stage: read from plans, as benchmarks/zero_states.py does
 
 python -m benchmarks.seed_estimates
@@ -19,7 +23,10 @@ from meshwright.planner.machine.machine import make_machine
 from meshwright.planner.machine.roofline import all_gather_seconds
 
 NAME = "seed_estimates"
-CLAIM = "GPT-3 on one V100 at 28 TFLOP/s takes 355 years, 1,536 GPUs train a video model 211 times faster, ZeRO's table holds"
+CLAIM = (
+    "GPT-3 on one V100 at 28 TFLOP/s takes 355 years, 1,536 GPUs train a video model 211 "
+    "times faster, ZeRO's table holds"
+)
 GPT3 = "GPT-3: layers 96 hidden 12288 heads 96 vocab 50257 sequence 2048 tied"
 TOKENS, RATE, YEAR = 300e9, 28e12, 365.25 * 86400
 YEARS, TIMES = 355, 211
@@ -38,7 +45,9 @@ def gpt3() -> dict[str, float]:
 
 
 def video() -> dict[str, float]:
-    """How many times faster 1,536 devices were than the slower run, and what sums of gradients would leave of their rate."""
+    """How many times faster 1,536 devices were than the slower run, and what sums of gradients would leave of
+    their rate.
+    """
     summit = make_machine("V100", GPUS, host_size_override=HOST)
     peak = summit.peak_flops("float32")
     computed = 3 * 2 * MACS * CLIPS / GPUS / (peak * SHARE)
@@ -54,7 +63,9 @@ def video() -> dict[str, float]:
 
 
 def result(told: Mapping[str, float], clips: Mapping[str, float], table: list[dict[str, object]]) -> Result:
-    """How many of the estimates come out as they are told: years and times to the unit, each cell of the table to its digit."""
+    """How many of the estimates come out as they are told: years and times to the unit, each cell of the
+    table to its digit.
+    """
     values = [
         abs(told["years"] - YEARS),
         abs(clips["times"] - TIMES),
@@ -70,11 +81,19 @@ def main() -> None:
     print(
         f"GPT-3: 6 x {told['weights']:.4g} weights x {told['tokens']:.3g} tokens = {told['flops']:.3g} FLOP; "
         f"over {told['rate']:.3g} FLOP/s {told['flops'] / told['rate']:.4g} s = {told['years']:.1f} years",
-        f"video: {LONG_S:,} s / {SHORT_S} s = {clips['times']:.1f} times; if the slower run had one host of {HOST}, "
-        f"{clips['of_one_host_each']:.0%} of {clips['hosts']:.0f} hosts' rate; computed {clips['computed_s']:.2f} s and summed "
-        f"{clips['summed_s']:.3f} s a step say {clips['said_at_least']:.0%} where nothing hides the sums (an estimate)",
+        f"video: {LONG_S:,} s / {SHORT_S} s = {clips['times']:.1f} times; if the slower run had "
+        f"one host of {HOST}, "
+        f"{clips['of_one_host_each']:.0%} of {clips['hosts']:.0f} hosts' rate; computed "
+        f"{clips['computed_s']:.2f} s and "
+        f"summed "
+        f"{clips['summed_s']:.3f} s a step say {clips['said_at_least']:.0%} where nothing hides "
+        f"the sums (an estimate)",
         *(
-            f"ZeRO: {row['model']} stage {row['stage']} on {row['ranks']}: {row['plan']:.3f} GB, {row['printed']}"
+            (
+                f"ZeRO: {row['model']} stage {row['stage']} on {row['ranks']}: {row['plan']:.3f} "
+                f"GB, "
+                f"{row['printed']}"
+            )
             for row in table
         ),
         sep="\n",

@@ -1,8 +1,10 @@
-"""How evenly ranks compute attention: the operations of the kernels that each runs, forward and backward, counted as they run.
+"""How evenly ranks compute attention: the operations of the kernels that each runs, forward and backward,
+counted as they run.
 
-A kernel is counted by what it goes through, not by what a mask leaves: all pairs of the queries and keys that it is given, and
-n (n+1)/2 of n of each under its own causal flag. A split that is right but uneven is seen, and so is one that masks what it need
-not have computed. A pair of a head takes 2 (d + e) operations forward, and 2 (3 d + 2 e) backward, with scores computed again.
+A kernel is counted by what it goes through, not by what a mask leaves: all pairs of the queries and keys that
+it is given, and n (n+1)/2 of n of each under its own causal flag. A split that is right but uneven is seen,
+and so is one that masks what it need not have computed. A pair of a head takes 2 (d + e) operations forward,
+and 2 (3 d + 2 e) backward, with scores computed again.
 
     causal, 4 ranks       ring, zigzag        every rank has an early chunk and a late one             1
                           ring, striped       every rank has every fourth token                        1
@@ -12,10 +14,10 @@ not have computed. A pair of a head takes 2 (d + e) operations forward, and 2 (3
     windows, documents    striped             of each a rank has every fourth token                    1
                           zigzag, contiguous  what of them falls to whom                               shown
 
-Documents that are packed are of unlike lengths: `documents` of a sixth, a third and a half of a row, `packed` from one to forty
-that begin anywhere, in two rows elsewhere. The figure is the busiest rank over the mean; the bar is 1.02, of striped documents
-and windows 1.05. Beside it stands all that ranks compute, as a multiple of what one device computes, by the same count, and of
-the pairs that the mask leaves.
+Documents that are packed are of unlike lengths: `documents` of a sixth, a third and a half of a row, `packed`
+from one to forty that begin anywhere, in two rows elsewhere. The figure is the busiest rank over the mean;
+the bar is 1.02, of striped documents and windows 1.05. Beside it stands all that ranks compute, as a multiple
+of what one device computes, by the same count, and of the pairs that the mask leaves.
 
     python -m benchmarks.sequence_balance            a minute
     python -m benchmarks.sequence_balance --quick    short rows; writes nothing
@@ -41,8 +43,12 @@ from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_balance"
 CLAIM = (
-    "at 4 ranks the busiest computes at most 1.02 x the mean operations of causal attention: ring with zigzag slices, Ulysses "
-    "and their hybrid, forward and backward, counted in the kernels that run (a ring of contiguous slices: 1.75 x); and at most "
+    "at 4 ranks the busiest computes at most 1.02 x the mean operations of causal attention: "
+    "ring "
+    "with zigzag slices, Ulysses "
+    "and their hybrid, forward and backward, counted in the kernels that run (a ring of "
+    "contiguous slices: 1.75 x); and at "
+    "most "
     "1.05 x of packed documents and windows, with tokens that are dealt one by one"
 )
 RANKS, BAR, OTHERS = 4, 1.02, 1.05
@@ -63,8 +69,8 @@ HOW: Mapping[str, Strategy] = {
 class Kernels(TorchDispatchMode):
     """While active, adds up the operations of the attention kernels that this thread runs.
 
-    Raises KeyError for one that it does not know, and RuntimeError for scores that are products of their own: nothing shall go
-    uncounted.
+    Raises KeyError for one that it does not know, and RuntimeError for scores that are products of their own:
+    nothing shall go uncounted.
     """
 
     def __init__(self) -> None:

@@ -1,21 +1,26 @@
-"""What attention sends where tokens are on several ranks, by the ledgers of real ranks, held against the laws: to the byte.
+"""What attention sends where tokens are on several ranks, by the ledgers of real ranks, held against the
+laws: to the byte.
 
-Per rank, layer and micro-batch, in elements. B rows, a heads of queries and k of keys and values, each w wide, h = a w; P ranks,
-n = N/P tokens, or what the rank with most of them has:
+Per rank, layer and micro-batch, in elements. B rows, a heads of queries and k of keys and values, each w
+wide, h = a w; P ranks, n = N/P tokens, or what the rank with most of them has:
 
     ring      forward     2 B n h (k/a) (P-1)
               backward    the same again, and as many elements of gradients, in float32 at least
     ulysses   forward     (2 + 2 k/a) B n h (P-1)/P; backward as much
-              masks       a row of N for each query: B' n N (P-1), B' = 1 where all rows of the batch share it; one byte each
-                          added to scores, in each head others: B' a n N (P-1)/P, and its gradient if it has one
+              masks       a row of N for each query: B' n N (P-1), B' = 1 where all rows of the batch share
+                          it; one byte each
+                          added to scores, in each head others: B' a n N (P-1)/P, and its gradient if it
+                              has one
     hybrid    exchange    as ulysses among u neighbours; with masks as there
               ring        2 B (N/r) (h/u) (k/a) (r-1), P = u r; backward twice that
 
-Where the ranks that exchange do not divide k, k is what travels: each head as often as ranks need it, to each rank as many; with
-fewer heads of keys than ranks that is k = P. Where heads of one rank share them unevenly, the ring has one for each of queries.
-Recompute sends the forward once more. Beside tensor parallelism a and k are those of a rank.
+Where the ranks that exchange do not divide k, k is what travels: each head as often as ranks need it, to each
+rank as many; with fewer heads of keys than ranks that is k = P. Where heads of one rank share them unevenly,
+the ring has one for each of queries. Recompute sends the forward once more. Beside tensor parallelism a and k
+are those of a rank.
 
-Whole models are Llama and GPT-2: the second step of a layer. Attention alone is what has masks. The program must state the same.
+Whole models are Llama and GPT-2: the second step of a layer. Attention alone is what has masks. The program
+must state the same.
 
     python -m benchmarks.sequence_bytes                 a few minutes
     python -m benchmarks.sequence_bytes --only llama    the cases with this in their name; no result
@@ -56,7 +61,8 @@ from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_bytes"
 CLAIM = (
-    "bytes sent per rank, layer and micro-batch by ring attention, Ulysses and their hybrid, forward and backward, with grouped "
+    "bytes sent per rank, layer and micro-batch by ring attention, Ulysses and their hybrid, "
+    "forward and backward, with grouped "
     "queries and masks, are the laws', exactly"
 )
 HALF, FLOAT = PrecisionConfig(compute="bfloat16"), PrecisionConfig()
@@ -70,7 +76,9 @@ Bytes = Mapping[str, Fraction]
 
 @dataclass(frozen=True)
 class Deal:
-    """A technique on so many ranks, `inner` of which exchange tokens for heads; `wire` are the bytes of a number on its ring."""
+    """A technique on so many ranks, `inner` of which exchange tokens for heads; `wire` are the bytes of a
+    number on its ring.
+    """
 
     strategy: Strategy
     ranks: int
@@ -93,7 +101,9 @@ DEALS: Mapping[str, Deal] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """Sizes of one call of attention on a rank: heads are those that it has, bytes those of an element, `mask` its name."""
+    """Sizes of one call of attention on a rank: heads are those that it has, bytes those of an element,
+    `mask` its name.
+    """
 
     rows: int
     heads: int

@@ -1,16 +1,19 @@
-"""How long a row may be under a limit of bytes: on one rank, and on four that have a quarter of its tokens each.
+"""How long a row may be under a limit of bytes: on one rank, and on four that have a quarter of its tokens
+each.
 
-A Llama of four layers, with recompute. Every operation is watched (benchmarks/peak.py): where more than the limit of tensor
-storages would live, also those that autograd alone holds, it fails, as an allocator does that has no more. The longest row that
-one rank can train on (a multiple of 64 tokens) is found by halving; then four ranks train on rows of four times as many, by
-ring, by Ulysses and by both, with ZeRO-3, each under the same limit.
+A Llama of four layers, with recompute. Every operation is watched (benchmarks/peak.py): where more than the
+limit of tensor storages would live, also those that autograd alone holds, it fails, as an allocator does that
+has no more. The longest row that one rank can train on (a multiple of 64 tokens) is found by halving; then
+four ranks train on rows of four times as many, by ring, by Ulysses and by both, with ZeRO-3, each under the
+same limit.
 
     one rank       weights, gradients, moments of all         activations of N tokens
-    each of four   a quarter, and whole blocks as they pass   activations of N of 4 N tokens, and the blocks that travel
+    each of four   a quarter, and whole blocks as they pass   activations of N of 4 N tokens, and the blocks
+                                                              that travel
 
-Its loss is held against that of one rank without a limit. Beside what lived most stands what the plan says (planner/memory.py),
-and beside that what attention alone keeps and has at most, of 4 N tokens on one device and on a ring of four: a quarter, and
-blocks that travel, two forward and five backward.
+Its loss is held against that of one rank without a limit. Beside what lived most stands what the plan says
+(planner/memory.py), and beside that what attention alone keeps and has at most, of 4 N tokens on one device
+and on a ring of four: a quarter, and blocks that travel, two forward and five backward.
 
     python -m benchmarks.sequence_memory            a few minutes
     python -m benchmarks.sequence_memory --quick    a smaller limit, the ring alone; writes nothing
@@ -48,8 +51,10 @@ from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 NAME = "sequence_memory"
 CLAIM = (
-    "with ZeRO-3 and recompute four ranks train on a row four times as long as the longest that one rank can train on under the "
-    "same limit of live bytes, by ring, Ulysses and hybrid, and hold at most 5 % more or less than their plans say"
+    "with ZeRO-3 and recompute four ranks train on a row four times as long as the longest that "
+    "one rank can train on under the "
+    "same limit of live bytes, by ring, Ulysses and hybrid, and hold at most 5 % more or less "
+    "than their plans say"
 )
 RANKS, GRAIN, STEPS = 4, 64, 2
 LIMIT, LOW = 32 * 2**20, 20 * 2**20
@@ -176,7 +181,8 @@ def row_of(case: Case, seen: Sequence[Found], losses: Sequence[float]) -> dict[s
 
 
 def attending(world: World, how: str) -> dict[str, int]:
-    """The bytes of one call of attention of `SIZES` on a rank: what it began with, what a forward left, the most of either half.
+    """The bytes of one call of attention of `SIZES` on a rank: what it began with, what a forward left, the
+    most of either half.
 
     A rank is to be a process: threads that hand messages over hold those of others.
     """

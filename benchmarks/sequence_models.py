@@ -1,12 +1,15 @@
-"""Whole models whose tokens are dealt to ranks: families x techniques x what else divides the work, for `sequence_parity`.
+"""Whole models whose tokens are dealt to ranks: families x techniques x what else divides the work, for
+`sequence_parity`.
 
-    ring, ulysses, hybrid   on 2 to 6 ranks, alone: rows of 13 tokens, so that ranks have unlike numbers of them
-    ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices with a divided sequence,
+    ring, ulysses, hybrid   on 2 to 6 ranks, alone: rows of 13 tokens, so that ranks have unlike numbers of
+                            them
+    ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices
+        with a divided sequence,
     pipelines and recompute: rows of 18 or 24
 
-The families are those of benchmarks/tensor_families.py; images of ViT are as many patches, less one, below each other. Some more:
-rows of several documents, rows that are padded, layers that see a window (Qwen3), rows that are shorter than there are ranks,
-and an encoder whose rows are longer than those of its decoder (T5).
+The families are those of benchmarks/tensor_families.py; images of ViT are as many patches, less one, below
+each other. Some more: rows of several documents, rows that are padded, layers that see a window (Qwen3), rows
+that are shorter than there are ranks, and an encoder whose rows are longer than those of its decoder (T5).
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,20 +1,27 @@
-"""Tokens of samples on several ranks beside one device: attention alone, and whole models, every number in float64.
+"""Tokens of samples on several ranks beside one device: attention alone, and whole models, every number in
+float64.
 
-attention     ring (zigzag, contiguous, striped), ulysses and hybrid on 2, 3, 4 and 6 ranks x masks (benchmarks/attention.py) x
-              lengths of 1, 3, 7, 37 and 64 tokens, grouped queries, heads of other widths for values; the output and every
-              gradient, held against the formula. In float32 too, against that in float64: within so many roundings of the
+attention     ring (zigzag, contiguous, striped), ulysses and hybrid on 2, 3, 4 and 6 ranks x masks
+(benchmarks/attention.py) x
+              lengths of 1, 3, 7, 37 and 64 tokens, grouped queries, heads of other widths for values; the
+                  output and every
+              gradient, held against the formula. In float32 too, against that in float64: within so many
+                  roundings of the
               largest value
-whole models  benchmarks/sequence_models.py: `verify` compares the plan, its ranks as threads, with one ordinary PyTorch loop:
-              samples, loss, every gradient before clipping, its norm, every parameter, after two SGD steps with weight decay and
+whole models  benchmarks/sequence_models.py: `verify` compares the plan, its ranks as threads, with one
+ordinary PyTorch loop:
+              samples, loss, every gradient before clipping, its norm, every parameter, after two SGD
+                  steps with weight decay and
               clipping; and the ledger with the program
 
-The error is the largest difference relative to the largest magnitude of its tensor, or block. A plan that is refused counts as a
-miss, and stands in the result with what was said.
+The error is the largest difference relative to the largest magnitude of its tensor, or block. A plan that is
+refused counts as a miss, and stands in the result with what was said.
 
     python -m benchmarks.sequence_parity                    all cases, and the result; some ten minutes
     python -m benchmarks.sequence_parity --only "gpt2, ring"   the cases with this in their name; no result
 
-What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
+What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
+has ended.
 """
 
 import sys
@@ -39,9 +46,12 @@ from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_parity"
 CLAIM = (
-    "samples whose tokens are on several ranks, by ring, Ulysses and their hybrid, equal one device to 1e-10 in float64: "
-    "attention on 2, 3, 4 and 6 ranks with every mask and length (float32 within 16 roundings), and Llama, Qwen3, GPT-2, T5 "
-    "(rows of unlike lengths too) and ViT, alone, with DDP, ZeRO 1-3, 1-D and sequence parallelism, pipelines and recompute"
+    "samples whose tokens are on several ranks, by ring, Ulysses and their hybrid, equal one "
+    "device to 1e-10 in float64: "
+    "attention on 2, 3, 4 and 6 ranks with every mask and length (float32 within 16 roundings), "
+    "and Llama, Qwen3, GPT-2, T5 "
+    "(rows of unlike lengths too) and ViT, alone, with DDP, ZeRO 1-3, 1-D and sequence "
+    "parallelism, pipelines and recompute"
 )
 TOLERANCE = 1e-10
 ROUNDINGS = 16 * 2.0**-23  # of float32; torch's own kernel is up to 5 from the formula on one device
@@ -120,7 +130,9 @@ def together(strategy: Strategy, mesh: Mesh, call: Call) -> Tensors:
 
 
 def gap(found: Tensors, wanted: Tensors) -> float:
-    """The largest difference, relative to the largest magnitude of its tensor; infinite where anything is no number."""
+    """The largest difference, relative to the largest magnitude of its tensor; infinite where anything is no
+    number.
+    """
     pairs = list(zip(found, wanted, strict=True))
     if not all(bool(one.isfinite().all()) for one, _ in pairs):
         return float("inf")

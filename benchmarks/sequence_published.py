@@ -1,17 +1,25 @@
-"""Ring attention and Ulysses beside the public packages that published them: the same tokens, the same gradients, on CPU ranks.
+"""Ring attention and Ulysses beside the public packages that published them: the same tokens, the same
+gradients, on CPU ranks.
 
-    ring-attention-pytorch 0.5.20   a ring in plain torch: what comes out, and the gradient of queries. Those of keys and values
-                                    are not right on more than one rank: `ring_pass` gives two tensors, the second of them sent
-                                    and not received, which its backward takes for the two gradients. They are shown
-    yunchang 0.6.4, ring            the loop of picotron, whose kernels are for CUDA, and none for backwards: torch's for CPU
+    ring-attention-pytorch 0.5.20   a ring in plain torch: what comes out, and the gradient of queries. Those
+                                    of keys and values
+                                    are not right on more than one rank: `ring_pass` gives two tensors,
+                                        the second of them sent
+                                    and not received, which its backward takes for the two gradients. They
+                                        are shown
+    yunchang 0.6.4, ring            the loop of picotron, whose kernels are for CUDA, and none for backwards:
+                                    torch's for CPU
                                     stand in, and its five gradients for six inputs are put in order
-    yunchang 0.6.4, Ulysses         torch's attention stands in for its local one; heads of keys have to divide
+    yunchang 0.6.4, Ulysses         torch's attention stands in for its local one; heads of keys have to
+                                    divide
 
-They deal tokens in contiguous slices of one length, causally or without a mask. ring-flash-attn 0.1.8 cannot serve: all that it
-has imports `flash_attn`, which needs CUDA; so do yunchang's zigzag rings. Ours are held against the formula besides: the figure
-is how many cases agree with the packages within 16 roundings of float32.
+They deal tokens in contiguous slices of one length, causally or without a mask. ring-flash-attn 0.1.8 cannot
+serve: all that it has imports `flash_attn`, which needs CUDA; so do yunchang's zigzag rings. Ours are held
+against the formula besides: the figure is how many cases agree with the packages within 16 roundings of
+float32.
 
-    python -m benchmarks.sequence_published    a minute, and once the packages' own environment in benchmarks/scratch
+    python -m benchmarks.sequence_published    a minute, and once the packages' own environment in
+                                               benchmarks/scratch
 """
 
 import os
@@ -42,7 +50,11 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
 NAME = "sequence_published"
-CLAIM = "ring attention and Ulysses give what the public packages give, outputs and gradients, on 2, 3 and 4 ranks"
+CLAIM = (
+    "ring attention and Ulysses give what the public packages give, outputs and gradients, "
+    "on "
+    "2, 3 and 4 ranks"
+)
 PACKAGES = ("ring-attention-pytorch==0.5.20", "yunchang==0.6.4")
 ROUNDINGS = 16 * 2.0**-23
 PARTS = ("output", "query", "key", "value")
@@ -54,7 +66,9 @@ Theirs = Callable[
 
 @dataclass(frozen=True)
 class Package:
-    """One of the packages: what of ours it is beside, the parts in which it is an oracle, and with how many heads of keys."""
+    """One of the packages: what of ours it is beside, the parts in which it is an oracle, and with how many
+    heads of keys.
+    """
 
     ours: Strategy
     parts: tuple[str, ...] = PARTS
@@ -130,7 +144,9 @@ def _backward(*given: Any, softmax_lse: Any, softmax_scale: float, causal: bool)
 
 
 def compared(rank: int, size: int, store: str) -> Callable[[], object]:
-    """A step that tells, of each case, how far this rank's part of theirs is from ours, and both are from the formula."""
+    """A step that tells, of each case, how far this rank's part of theirs is from ours, and both are from the
+    formula.
+    """
     join(rank, size, store)
     torch.set_num_threads(1)
     world = TorchWorld(Mesh(cp=size), rank, "cpu", shared_memory=False)

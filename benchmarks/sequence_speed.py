@@ -1,11 +1,14 @@
-"""Attention alone, one forward and backward, with its tokens on several processes, beside one process with as many threads.
+"""Attention alone, one forward and backward, with its tokens on several processes, beside one process with as
+many threads.
 
-    one     torch's own kernel on all tokens: one process, as many threads as there are ranks, and no more than cores
+    one     torch's own kernel on all tokens: one process, as many threads as there are ranks, and no more
+            than cores
     ring, ulysses, hybrid   one thread per rank, over the memory that ranks of one host share
     twin    one once more: what their ratio scatters is noise
 
-Causal, 8 heads and 2 of keys and values, 64 wide, one row of 4,096 and of 16,384 tokens, float32. At least 0.9 times as fast is
-at most 1/0.9 times as long: CPU seconds of all ranks, and wall seconds of the slowest one, both have to hold.
+Causal, 8 heads and 2 of keys and values, 64 wide, one row of 4,096 and of 16,384 tokens, float32. At least
+0.9 times as fast is at most 1/0.9 times as long: CPU seconds of all ranks, and wall seconds of the slowest
+one, both have to hold.
 
     python -m benchmarks.sequence_speed            half an hour at most
     python -m benchmarks.sequence_speed --quick    a few rounds on 1,024 tokens; writes nothing
@@ -33,7 +36,8 @@ from meshwright.plan.strategy import Strategy
 
 NAME = "sequence_speed"
 CLAIM = (
-    "attention alone, causal, forward and backward, at 4 k and 16 k tokens on 2 and 4 processes, by ring and by Ulysses, is at "
+    "attention alone, causal, forward and backward, at 4 k and 16 k tokens on 2 and 4 processes, "
+    "by ring and by Ulysses, is at "
     "least 0.9 x as fast as in one process with as many threads"
 )
 SPEED = 0.9

@@ -1,4 +1,6 @@
-"""Small Llamas under plans that shard them, and one rank of such a plan: what `zero_states` and `zero_bytes` measure."""
+"""Small Llamas under plans that shard them, and one rank of such a plan: what `zero_states` and `zero_bytes`
+measure.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +35,9 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` micro-batches of one sample."""
+    """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` micro-batches of
+    one sample.
+    """
 
     zero: ZeRO
     shard: int
@@ -69,7 +73,10 @@ class Case:
     def __str__(self) -> str:
         how = f"stage {self.zero.stage}" + (f", gather {self.zero.gather}" if self.zero.stage == 3 else "")
         ranks = f"{self.replicas} x {self.shard} ranks" if self.replicas > 1 else f"{self.shard} ranks"
-        return f"{how}, {ranks}, {self.num_micro} micro{', tied' if self.tied else ''}, {precision_words(self.precision)}"
+        return (
+            f"{how}, {ranks}, {self.num_micro} micro{', tied' if self.tied else ''}, "
+            f"{precision_words(self.precision)}"
+        )
 
 
 def precision_words(precision: PrecisionConfig) -> str:

@@ -1,17 +1,19 @@
-"""Claim: CPU ranks of one host exchange through memory several times as fast as over gloo, never slower when cores are busy.
+"""Claim: CPU ranks of one host exchange through memory several times as fast as over gloo, never slower when
+cores are busy.
 
-The same call on the same tensors, by 2 and by 4 processes: through our group over shared memory, and as torch.distributed does it
-with gloo by itself (all_reduce, all_gather_single, reduce_scatter_single). A step is 200 calls for a short message and two
-for 64 MiB. A second gloo of the same kind is the twin; our own way over sockets (an all_to_all and a sum) is shown for
-reduce_scatter.
+The same call on the same tensors, by 2 and by 4 processes: through our group over shared memory, and as
+torch.distributed does it with gloo by itself (all_reduce, all_gather_single, reduce_scatter_single). A step
+is 200 calls for a short message and two for 64 MiB. A second gloo of the same kind is the twin; our own way
+over sockets (an all_to_all and a sum) is shown for reduce_scatter.
 
-Wall time decides. CPU seconds mean little here: a rank that waits in poll or in futex uses none, and one that spins for 30 us
-uses all of them, while what a training step feels is when the call returns. Bars, as ours over gloo:
+Wall time decides. CPU seconds mean little here: a rank that waits in poll or in futex uses none, and one that
+spins for 30 us uses all of them, while what a training step feels is when the call returns. Bars, as ours
+over gloo:
 
     all of them up to 64 KiB   1/10        64 MiB: all_reduce 1/3, all_gather 1/6, reduce_scatter 1/7
 
-Busy: 4 ranks on 2 cores, and one more process that computes without end. There ours must not be slower at any size. The neighbour
-is seen as outside load, so there a round may have that much more of it.
+Busy: 4 ranks on 2 cores, and one more process that computes without end. There ours must not be slower at any
+size. The neighbour is seen as outside load, so there a round may have that much more of it.
 
     python -m benchmarks.shared_memory          about 8 minutes
     python -m benchmarks.shared_memory --quick  two minutes; writes nothing, decides nothing
@@ -39,8 +41,11 @@ from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "shared_memory"
 CLAIM = (
-    "Against gloo, shared memory takes at most 1/10 of the time up to 64 KiB, and at 64 MiB 1/3 for an all-reduce, 1/6 for an "
-    "all-gather, 1/7 for a reduce-scatter, with 2 and 4 ranks; it is never slower with 4 ranks on 2 cores and a busy neighbour"
+    "Against gloo, shared memory takes at most 1/10 of the time up to 64 KiB, and at 64 MiB 1/3 "
+    "for an all-reduce, 1/6 for an "
+    "all-gather, 1/7 for a reduce-scatter, with 2 and 4 ranks; it is never slower with 4 ranks "
+    "on "
+    "2 cores and a busy neighbour"
 )
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 64 * KIB, 64 * MIB)
@@ -63,7 +68,10 @@ class Case:
     busy: bool = False
 
     def __str__(self) -> str:
-        return f"{self.collective} {format_nbytes(self.nbytes)}, {self.ranks} ranks{', busy' if self.busy else ''}"
+        return (
+            f"{self.collective} {format_nbytes(self.nbytes)}, {self.ranks} "
+            f"ranks{', busy' if self.busy else ''}"
+        )
 
 
 def cases() -> Iterator[Case]:
@@ -81,7 +89,9 @@ def cases() -> Iterator[Case]:
 
 
 def exchanging(rank: int, size: int, how: str, collective: str, nbytes: int, store: str) -> Call:
-    """One step of a rank: as many calls of `collective` as move 128 MiB, at most 200, over "memory", "sockets" or bare "gloo"."""
+    """One step of a rank: as many calls of `collective` as move 128 MiB, at most 200, over "memory",
+    "sockets" or bare "gloo".
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     group = TorchWorld(Mesh(dp_shard=size), rank, "cpu", shared_memory=how == "memory").group(["dp_shard"])
@@ -144,7 +154,9 @@ def _compute() -> None:
 
 
 def run(case: Case, window: Window) -> Rounds:
-    """The rounds of one case: gloo, ours, gloo once more; and our own way over sockets where that differs from gloo's."""
+    """The rounds of one case: gloo, ours, gloo once more; and our own way over sockets where that differs
+    from gloo's.
+    """
     ways = {"gloo": "gloo", "memory": "memory", "twin": "gloo"}
     if case.collective == "reduce_scatter" and not case.busy:
         ways["sockets"] = "sockets"
@@ -172,15 +184,17 @@ def run(case: Case, window: Window) -> Rounds:
 def judged(case: Case, rounds: Rounds) -> tuple[Comparison, bool | str]:
     """The comparison by wall time, and whether it holds.
 
-    gloo's own times scatter by more than 3 %, at which the method resolves nothing. But a bar that lies further off than all that
-    gloo and its twin differ by is not blurred by it: there the interval decides.
+    gloo's own times scatter by more than 3 %, at which the method resolves nothing. But a bar that lies
+    further off than all that gloo and its twin differ by is not blurred by it: there the interval decides.
     """
     found = compare(rounds, "memory", base="gloo", twin="twin", bar=case.bar, figure="wall_s")
     return found, verdict(found)
 
 
 def verdict(found: Comparison) -> bool | str:
-    """Whether the bar holds by the interval, with the noise added to it; by the rule of the method where that is not clear."""
+    """Whether the bar holds by the interval, with the noise added to it; by the rule of the method where that
+    is not clear.
+    """
     noise = 1 + found.aa.half_width + abs(found.aa.median - 1)
     clear = found.ratio.high * noise <= found.bar or found.ratio.low > found.bar * noise
     return found.ratio.high <= found.bar if clear and len(found.values) >= LEAST_ROUNDS else found.holds
@@ -210,7 +224,10 @@ def main() -> None:
         discarded += rounds.discarded
         times = 1 / found.ratio.median
         print(
-            f"{case}: {times:.1f} x as fast (bar {1 / case.bar:.0f}), holds {holds}, us {kept[str(case)]['us_per_call']}",
+            (
+                f"{case}: {times:.1f} x as fast (bar {1 / case.bar:.0f}), holds {holds}, us "
+                f"{kept[str(case)]['us_per_call']}"
+            ),
             flush=True,
         )
     if quick:

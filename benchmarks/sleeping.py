@@ -1,7 +1,9 @@
-"""Parts that sleep for a fixed time: a pipeline whose every slot takes what it is said to take, on however few cores.
+"""Parts that sleep for a fixed time: a pipeline whose every slot takes what it is said to take, on however
+few cores.
 
     forward    each block sleeps
-    backward   sleeps where the gradient goes on to what went in (I), and again where it goes to the weight (W)
+    backward   sleeps where the gradient goes on to what went in (I), and again where it goes to the weight
+               (W)
 
 What a rank does besides is microseconds, so the measured bubble is that of the schedule and of its runtime.
 """

@@ -1,11 +1,13 @@
-"""Steps of a Llama cut into parts on several ranks: by hand, by torch.distributed.pipelining, and ours; and what each holds.
+"""Steps of a Llama cut into parts on several ranks: by hand, by torch.distributed.pipelining, and ours; and
+what each holds.
 
     rank 0   [ embed  layers 0-3 ]  --- x --->  rank 1   [ layers 4-7  norm  head ]
                                    <--- dx ---
 
-*by hand* is the plain per-stage loop: a module of the stage's own layers, isend and irecv, `backward` from what came, in the
-order of the schedule; nothing else. torch's schedules run the same module. All sides train the same parameters on the same
-samples, with the optimizer of `workloads`, clip to norm 1 over all ranks, and tell the mean loss on every rank.
+*by hand* is the plain per-stage loop: a module of the stage's own layers, isend and irecv, `backward` from
+what came, in the order of the schedule; nothing else. torch's schedules run the same module. All sides train
+the same parameters on the same samples, with the optimizer of `workloads`, clip to norm 1 over all ranks, and
+tell the mean loss on every rank.
 """
 
 import time
@@ -40,7 +42,9 @@ CHUNKS = {"interleaved": 2}
 
 
 class Stage(nn.Module):
-    """A run of the blocks of a Llama, whose hidden states go in and come out; ids go into the first, logits out of the last."""
+    """A run of the blocks of a Llama, whose hidden states go in and come out; ids go into the first, logits
+    out of the last.
+    """
 
     def __init__(self, model: Any, first: int, end: int, *, begins: bool, ends: bool) -> None:
         super().__init__()
@@ -79,7 +83,9 @@ def cuts(workload: str, size: int, chunks: int) -> tuple[str, ...]:
 
 
 class Update:
-    """What stands round a schedule: the optimizer, the clip by the norm of all ranks, and the loss that all are told."""
+    """What stands round a schedule: the optimizer, the clip by the norm of all ranks, and the loss that all
+    are told.
+    """
 
     def __init__(self, mine: Sequence[Stage]) -> None:
         named = {
@@ -207,7 +213,9 @@ def ours(rank: int, size: int, workload: str, store: str, schedule: str, micros:
 
 
 def timed(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
-    """Our step, whose note are seconds: the means of F and B of each part by number, and the rest that stands round them."""
+    """Our step, whose note are seconds: the means of F and B of each part by number, and the rest that stands
+    round them.
+    """
     engine, batches = _engine(rank, size, workload, store, schedule, micros)
     player, anatomy = engine.executor, engine.plan.model_spec
     if anatomy.stage_boundaries is None:
@@ -227,10 +235,15 @@ def timed(rank: int, size: int, workload: str, store: str, schedule: str, micros
 
 
 def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step:
-    """The seconds that hidden states of a micro-batch take from one rank to the next: half of a way there and back."""
+    """The seconds that hidden states of a micro-batch take from one rank to the next: half of a way there and
+    back.
+    """
     join(rank, size, store)
     torch.set_num_threads(1)
-    spec, group = WORKLOADS[workload], TorchWorld(Mesh(pp=size), rank, "cpu", shared_memory=False).group(("pp",))
+    spec, group = (
+        WORKLOADS[workload],
+        TorchWorld(Mesh(pp=size), rank, "cpu", shared_memory=False).group(("pp",)),
+    )
     tensor, peer = torch.zeros(spec.batch // micros, spec.sequence, spec.hidden), 1 - rank
 
     def step() -> float:

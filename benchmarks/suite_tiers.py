@@ -1,16 +1,19 @@
 """Writes tests/tiers.toml: the cases that `make test` keeps of the expensive test functions.
 
-    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run (make test-full ARGS=--junitxml=JUNIT.xml)
+    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run (make test-full
+                                                   ARGS=--junitxml=JUNIT.xml)
 
-`make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs a
-selection that covers all pairs of its parameters as far as a budget of seconds per function goes, cheapest cover
-first. The selection depends on the file alone: the same commit runs the same tests.
+`make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs
+a selection that covers all pairs of its parameters as far as a budget of seconds per function goes, cheapest
+cover first. The selection depends on the file alone: the same commit runs the same tests.
 
-    per function:  kept = argmin(seconds)  such that every pair (value of one parameter, value of another) is in a case
+    per function:  kept = argmin(seconds)  such that every pair (value of one parameter, value of another) is
+                                           in a case
     stop:          when the kept cases take FUNCTION_S, or nothing is left to cover
 
-A function of a single case is left out when that case takes more than CASE_S, unless KEEP names it: those are the
-only tests of a whole path (a killed run that resumes, a launch over several processes, a hang that is reported).
+A function of a single case is left out when that case takes more than CASE_S, unless KEEP names it: those are
+the only tests of a whole path (a killed run that resumes, a launch over several processes, a hang that is
+reported).
 """
 
 import re
@@ -21,13 +24,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 
 import pytest
 import tomli_w
 
 ROOT = Path(__file__).parents[1]
 TIERS = ROOT / "tests" / "tiers.toml"
-FUNCTION_S, CASE_S = 2.5, 8.0
+FUNCTION_S, CASE_S, UNKNOWN_S = 1.2, 6.0, 0.05
 KEEP = frozenset(
     {
         "test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone",
@@ -91,9 +95,13 @@ def cover(cases: Sequence[tuple[str, float]], budget_s: float) -> list[str]:
 
 def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> dict[str, dict[str, list[str]]]:
     """Returns, by file and function, the ids to keep; functions of which all are kept are left out."""
+    known_s: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for (file, function, _), spent in seconds.items():
+        known_s[file, function].append(spent)
     functions: dict[tuple[str, str], list[tuple[str, float]]] = defaultdict(list)
     for file, function, case in cases:
-        functions[file, function].append((case, seconds.get((file, function, case), 0.05)))
+        usual = mean(known_s[file, function] or [UNKNOWN_S])  # a case that was renamed since the run
+        functions[file, function].append((case, seconds.get((file, function, case), usual)))
     found: dict[str, dict[str, list[str]]] = defaultdict(dict)
     for (file, function), known in functions.items():
         total_s = sum(spent for _, spent in known)
@@ -112,7 +120,11 @@ def main(junit: str) -> None:
     pytest.main(["--collect-only", "-qq", "--full", "tests"], plugins=[collector])
     seconds = seconds_of(Path(junit))
     found = selection(collector.cases, seconds)
-    head = "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps of expensive functions.\n"
+    head = (
+        "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps "
+        "of "
+        "expensive functions.\n"
+    )
     TIERS.write_text(head + tomli_w.dumps(found), encoding="utf-8")
     tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))
     kept = [
@@ -120,7 +132,7 @@ def main(junit: str) -> None:
         for case in collector.cases
         if (ids := tiers.get(case[0], {}).get(case[1])) is None or case[2] in ids
     ]
-    spent, total = (sum(seconds.get(case, 0.05) for case in each) for each in (kept, collector.cases))
+    spent, total = (sum(seconds.get(case, UNKNOWN_S) for case in each) for each in (kept, collector.cases))
     print(f"{len(kept)} of {len(collector.cases)} cases, {spent:.0f} of {total:.0f} s")
 
 

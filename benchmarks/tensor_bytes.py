@@ -1,7 +1,9 @@
-"""What divided matrices send, by the ledgers of real ranks, held against the laws of `tensor_laws`: to the byte.
+"""What divided matrices send, by the ledgers of real ranks, held against the laws of `tensor_laws`: to the
+byte.
 
-1-D with and without a divided sequence, with recompute, with fewer keys than ranks; 2-D, 2.5-D and 3-D. Ranks are threads: their
-ledgers count what they were asked to send, in the second step, and the program must state the same.
+1-D with and without a divided sequence, with recompute, with fewer keys than ranks; 2-D, 2.5-D and 3-D. Ranks
+are threads: their ledgers count what they were asked to send, in the second step, and the program must state
+the same.
 
     python -m benchmarks.tensor_bytes                 a few minutes
     python -m benchmarks.tensor_bytes --only llama    the cases with this in their name; no result
@@ -25,7 +27,10 @@ from meshwright.plan.plan import Plan
 from meshwright.testing.ranks import run_on_threads
 
 NAME = "tensor_bytes"
-CLAIM = "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, 2.5-D and 3-D, are the laws', exactly"
+CLAIM = (
+    "bytes sent per rank and layer by divided matrices, 1-D, with a divided sequence, 2-D, "
+    "2.5-D and 3-D, are the laws', exactly"
+)
 PARTS = {"F": "streams", "B": "streams", "UNSHARD": "weights", "REDUCE": "weights"}
 
 
@@ -64,7 +69,9 @@ def told(world: World, case: Case, reading: AnalyzedModel, plan: Plan) -> dict[s
 
 
 def compared(case: Case) -> dict[str, object]:
-    """How far the program and all ledgers are from the law, relative to it; infinite where the plan is refused."""
+    """How far the program and all ledgers are from the law, relative to it; infinite where the plan is
+    refused.
+    """
     reading = case.reading()
     try:
         plan = case.plan(reading)

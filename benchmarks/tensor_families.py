@@ -1,7 +1,9 @@
-"""The model families of `tensor_parity` and `tensor_bytes`: unmodified classes of transformers, small, in two sizes.
+"""The model families of `tensor_parity` and `tensor_bytes`: unmodified classes of transformers, small, in two
+sizes.
 
-odd    6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between: what a rank gets differs by rank
-even   24 heads, 12 keys, 72 words: what squares of 2 x 2 and 3 x 3 ranks and a cube of 2 x 2 x 2 divide equally
+odd    6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between: what a rank gets differs by
+rank even   24 heads, 12 keys, 72 words: what squares of 2 x 2 and 3 x 3 ranks and a cube of 2 x 2 x 2 divide
+equally
 """
 
 from collections.abc import Mapping
@@ -25,9 +27,11 @@ EVEN = {"words": 72, "hidden": 48, "inner": 72, "heads": 24, "keys": 12, "head":
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its config and head in transformers, the fields of the config, and how its own names of sizes are filled.
+    """One family: its config and head in transformers, the fields of the config, and how its own names of
+    sizes are filled.
 
-    `tokens_on` are the numbers of ranks on which its tokens divide; `decoder`: whether it is one that squares and cubes take.
+    `tokens_on` are the numbers of ranks on which its tokens divide; `decoder`: whether it is one that squares
+    and cubes take.
     """
 
     name: str

@@ -1,24 +1,31 @@
 """The laws of what divided matrices send, and the cases that `tensor_bytes` holds against them.
 
     1-D, per layer and micro-batch, t ranks, S = b s h elements of the stream, w bytes each on the wire:
-        m forward sums, d backward ones, each 2 S w (t-1)/t: m sums end in the stream, and d tensors are taken in by columns
-        layers. Llama, GPT-2 2 and 2; parallel residuals 1 and as many as there are norms: NeoX and Falcon with a norm for each
-        1 and 2, Falcon 7B 1 and 1; a T5 decoder 3 and 4: the keys and values of the encoder give its stream a gradient. In the
+        m forward sums, d backward ones, each 2 S w (t-1)/t: m sums end in the stream, and d tensors are
+            taken in by columns
+        layers. Llama, GPT-2 2 and 2; parallel residuals 1 and as many as there are norms: NeoX and Falcon
+            with a norm for each
+        1 and 2, Falcon 7B 1 and 1; a T5 decoder 3 and 4: the keys and values of the encoder give its
+            stream a gradient. In the
         paper's words 4 k b s h (t-1)/t elements, k = (m + d)/2
-        with a divided sequence, m + d gathers and scatters either way, S w (t-1)/t each: as many bytes; d more where inputs are
-        gathered again. Each layer's norms and whole biases, n elements: 2 n w' (t-1)/t, w' bytes of a gradient. The encoder's
+        with a divided sequence, m + d gathers and scatters either way, S w (t-1)/t each: as many bytes; d
+            more where inputs are
+        gathered again. Each layer's norms and whole biases, n elements: 2 n w' (t-1)/t, w' bytes of a
+            gradient. The encoder's
         stream, which a T5 decoder takes whole, is summed as in 1-D
         of fewer keys than ranks: 2 n w' (t-1)/t, n the elements of their weights
         recompute: the forward once more
-    grids, per layer and micro-batch, |X| = b s times the widths that its linears take in, b of the global batch, |Y| give out:
+    grids, per layer and micro-batch, |X| = b s times the widths that its linears take in, b of the global
+        batch, |Y| give out:
         2-D     3 (q-1)/q^2 (|X| + |W|)
         2.5-D   3 (q-1)/q^2 (|X|/d + |W|) + 2 (d-1)/(d q^2) |W|
         3-D     2 (q-1)/q^3 (|X| + |W| + |Y|)
-        |W| are all elements of a layer, in equal shards, and so rounded up; besides, a norm has every slice of the width tell
+        |W| are all elements of a layer, in equal shards, and so rounded up; besides, a norm has every
+            slice of the width tell
         every other one number per token forward, and its gradient backward
 
-What several layers take in or give a gradient for at once is moved once: q, k and v count as one in |X|. The second layer of
-three is looked at, whose borders are layers too.
+What several layers take in or give a gradient for at once is moved once: q, k and v count as one in |X|. The
+second layer of three is looked at, whose borders are layers too.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,10 +53,12 @@ Amount = Callable[["Case"], Fraction]
 
 @dataclass(frozen=True)
 class Layer:
-    """The block of a family that is looked at: its name, the sums of a forward and of a backward, and what ranks share of it.
+    """The block of a family that is looked at: its name, the sums of a forward and of a backward, and what
+    ranks share of it.
 
-    `shared` are the elements of norms and of biases that are added to sums, `whole` those of weights of which ranks use the same
-    rows. `kind` is what is special about the family, and `layers` the fields of its config that say so.
+    `shared` are the elements of norms and of biases that are added to sums, `whole` those of weights of which
+    ranks use the same rows. `kind` is what is special about the family, and `layers` the fields of its config
+    that say so.
     """
 
     family: str
@@ -181,12 +190,16 @@ def backward(case: Case) -> Fraction:
 
 
 def forward_in_slices(case: Case) -> Fraction:
-    """A scatter of every sum, and a gather of what columns layers take in slices of: half of a sum of all either."""
+    """A scatter of every sum, and a gather of what columns layers take in slices of: half of a sum of all
+    either.
+    """
     return (case.layer.forward + _taken(case)) * _streams(case) / 2
 
 
 def backward_in_slices(case: Case) -> Fraction:
-    """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole biases."""
+    """Their gradients, the other way round, what is summed whole, and the gradients of norms and of whole
+    biases.
+    """
     return (
         forward_in_slices(case)
         + case.layer.alone * _streams(case)

@@ -1,11 +1,12 @@
 """Divided matrices beside one device: families x ranks x what else divides the work, every number in float64.
 
-Every family is an unmodified class of transformers (benchmarks/tensor_families.py). For each case `verify` compares the plan, its
-ranks as threads, with one ordinary PyTorch loop: samples, loss, every gradient before clipping, its norm, and every parameter,
-after each of three SGD steps with weight decay and clipping. The error is the largest difference of any of these, relative to
-the largest magnitude in its block.
+Every family is an unmodified class of transformers (benchmarks/tensor_families.py). For each case `verify`
+compares the plan, its ranks as threads, with one ordinary PyTorch loop: samples, loss, every gradient before
+clipping, its norm, and every parameter, after each of three SGD steps with weight decay and clipping. The
+error is the largest difference of any of these, relative to the largest magnitude in its block.
 
-    line       2, 3, 4 and 6 ranks, alone, beside copies (DDP) and beside shards (ZeRO-3), with and without a divided sequence;
+    line       2, 3, 4 and 6 ranks, alone, beside copies (DDP) and beside shards (ZeRO-3), with and without a
+               divided sequence;
                the vocabulary is divided too, where the model has one that can be
     squares    decoders: 2 x 2 and 3 x 3, two squares of 2 x 2, a cube of 2 x 2 x 2
 
@@ -14,7 +15,8 @@ A plan that is refused counts as a miss, and stands in the result with what was 
     python -m benchmarks.tensor_parity                    all cases, and the result; half an hour
     python -m benchmarks.tensor_parity --only "gpt2, line"    the cases with this in their name; no result
 
-What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit has ended.
+What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
+has ended.
 """
 
 import sys
@@ -47,8 +49,10 @@ from meshwright.plan.strategy import Strategy
 
 NAME = "tensor_parity"
 CLAIM = (
-    "nine unmodified families with divided matrices equal one device to 1e-10 in float64 after three steps: 1-D on 2, 3, 4 and 6 "
-    "ranks, alone, with DDP and with ZeRO-3, with and without sequence parallelism; decoders in 2-D, 2.5-D and 3-D"
+    "nine unmodified families with divided matrices equal one device to 1e-10 in float64 after "
+    "three steps: 1-D on 2, 3, 4 and 6 "
+    "ranks, alone, with DDP and with ZeRO-3, with and without sequence parallelism; decoders in "
+    "2-D, 2.5-D and 3-D"
 )
 RANKS, STEPS, TOLERANCE = (2, 3, 4, 6), 3, 1e-10
 SHARDS = (BatchSplit("dp_shard"), ZeRO())

@@ -1,11 +1,14 @@
-"""1-D tensor parallelism beside torch's DTensor: the same split of the same Llama, samples and optimizer, 2 processes over gloo.
+"""1-D tensor parallelism beside torch's DTensor: the same split of the same Llama, samples and optimizer, 2
+processes over gloo.
 
     large step   at most 0.92 x `parallelize_module`      small step   at most 0.75 x      CPU seconds of all ranks decide
-    bytes sent   at most 0.58 x: 4 all-reduces per layer, because a move belongs to the tensor, against 7, one per layer
+    bytes sent   at most 0.58 x: 4 all-reduces per layer, because a move belongs to the tensor, against 7, one
+                 per layer
     peak bytes   not above, large step, resident, above the imports
 
-A second DTensor loop is the twin that shows the noise. *prepared* is the loop of a user who has declared, over and above the
-split, that attention and mlp take their input in once: it sends our bytes, stands beside, and has no bar.
+A second DTensor loop is the twin that shows the noise. *prepared* is the loop of a user who has declared,
+over and above the split, that attention and mlp take their input in once: it sends our bytes, stands beside,
+and has no bar.
 
     python -m benchmarks.tensor_vs_dtensor           some fifteen minutes
     python -m benchmarks.tensor_vs_dtensor --quick   a few rounds of each; writes nothing
@@ -27,7 +30,8 @@ from benchmarks.zero_vs_deepspeed import resident
 
 NAME = "tensor_vs_dtensor"
 CLAIM = (
-    "two processes over gloo, the same split: our tensor-parallel step costs at most 0.92 x DTensor's on the large step, "
+    "two processes over gloo, the same split: our tensor-parallel step costs at most 0.92 x "
+    "DTensor's on the large step, "
     "0.75 x on the small one, sends at most 0.58 x its bytes, and its peak is not above"
 )
 RANKS, BYTES_BAR = 2, 0.58
@@ -58,7 +62,9 @@ def times(workload: str, window: Window) -> Rounds:
 
 
 def sent(workload: str, name: str) -> dict[str, float]:
-    """The bytes that leave rank 0 in the second step of one side, by collective, and how many collectives there are."""
+    """The bytes that leave rank 0 in the second step of one side, by collective, and how many collectives
+    there are.
+    """
     build, how = SIDES[name]
     arguments: Mapping[str, Any] = {"whose": build, "workload": workload, "store": fresh_store(), **how}
     with Ranks(name, counted, RANKS, preload=PRELOAD, **arguments) as group:

@@ -1,10 +1,12 @@
-"""What loss and MLPs hold when they run in tiles of tokens: peak live bytes with and without, beside the plan's.
+"""What loss and MLPs hold when they run in tiles of tokens: peak live bytes with and without, beside the
+plan's.
 
-A Llama of 32,000 words and small layers, so that logits are nearly all there is: alone, with its tokens dealt to two ranks (ring
-attention), and with its words divided between two (each rank then has half of each tile), once with logits all at once, once in
-tiles. Another has few words and wide MLPs, alone. Live are all storages of tensors that the rank's operations make, also those
-that autograd alone holds (benchmarks/peak.py): the most of them in the third step, and in an evaluation, beside the plan's
-(planner/memory.py), which says nothing of the buffers in which messages arrive.
+A Llama of 32,000 words and small layers, so that logits are nearly all there is: alone, with its tokens dealt
+to two ranks (ring attention), and with its words divided between two (each rank then has half of each tile),
+once with logits all at once, once in tiles. Another has few words and wide MLPs, alone. Live are all storages
+of tensors that the rank's operations make, also those that autograd alone holds (benchmarks/peak.py): the
+most of them in the third step, and in an evaluation, beside the plan's (planner/memory.py), which says
+nothing of the buffers in which messages arrive.
 
 The figure is the largest peak of a step in tiles as a multiple of the plan's, less one; the bar is 5 %.
 """
@@ -51,7 +53,10 @@ WAYS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One of WAYS, with the loss and MLPs in so many tiles; 1: all at once. `wide` is the model with wide MLPs."""
+    """One of WAYS, with the loss and MLPs in so many tiles; 1: all at once.
+
+    `wide` is the model with wide MLPs.
+    """
 
     way: str
     tiles: int
@@ -83,7 +88,10 @@ class Case:
 
     def __str__(self) -> str:
         model = f"{WORDS[self.wide]:,} words, MLPs of {INNER[self.wide]:,}"
-        return f"{model}, {self.way}, {self.compute}, {self.micros} micro-batches, tiles: loss {self.tiles}, mlp {self.mlp}"
+        return (
+            f"{model}, {self.way}, {self.compute}, {self.micros} micro-batches, tiles: loss "
+            f"{self.tiles}, mlp {self.mlp}"
+        )
 
 
 CASES = (

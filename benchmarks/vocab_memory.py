@@ -1,11 +1,12 @@
 """What a rank holds of a large vocabulary that is divided by words: peak live bytes beside the plan's.
 
-A Llama of 128,000 words and few layers, so that table, head, their gradients and moments are nearly all there is, is divided
-over four processes along tp: no rank ever holds the table, the head or the logits of all words, neither while it starts nor in a
-step nor when it goes on from a checkpoint. Live are all storages of tensors that the rank's operations make (benchmarks/peak.py),
-those that autograd alone holds too: the most of them while the rank is made, in the third step, and while it resumes.
-Each is held against planner/memory.py: the peak of a step against `peak_bytes`, the two others against the parameters, or all
-states, and two more of the largest slice (one as it is read, and one as it is kept), and what random numbers are drawn in.
+A Llama of 128,000 words and few layers, so that table, head, their gradients and moments are nearly all there
+is, is divided over four processes along tp: no rank ever holds the table, the head or the logits of all
+words, neither while it starts nor in a step nor when it goes on from a checkpoint. Live are all storages of
+tensors that the rank's operations make (benchmarks/peak.py), those that autograd alone holds too: the most of
+them while the rank is made, in the third step, and while it resumes. Each is held against planner/memory.py:
+the peak of a step against `peak_bytes`, the two others against the parameters, or all states, and two more of
+the largest slice (one as it is read, and one as it is kept), and what random numbers are drawn in.
 
 The figure is the largest peak of a step as a multiple of the plan's, less one; the bar is 5 %.
 """
@@ -95,7 +96,9 @@ def _reading(case: Case) -> AnalyzedModel:
 
 @dataclass(frozen=True)
 class Found:
-    """The most live bytes of one rank: while it was made, in a step, and while it took up a checkpoint; and what it kept."""
+    """The most live bytes of one rank: while it was made, in a step, and while it took up a checkpoint; and
+    what it kept.
+    """
 
     made: int
     step: int
@@ -152,7 +155,9 @@ def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
 
 
 def result(rows: Sequence[dict[str, object]]) -> Result:
-    """The result: how far the peaks of steps are off; nowhere may start or restart hold more than a few slices."""
+    """The result: how far the peaks of steps are off; nowhere may start or restart hold more than a few
+    slices.
+    """
     offs = [row["off"] for row in rows if isinstance(row["off"], dict)]
     values = [abs(off["step"]) for off in offs]
     holds = max(values) <= BAR and all(off["made"] <= BAR and off["resumed"] <= BAR for off in offs)

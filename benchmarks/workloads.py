@@ -1,13 +1,15 @@
-"""The models and steps that benchmarks measure: a 25 M Llama on real text, in an ordinary loop, in DDP and in ours.
+"""The models and steps that benchmarks measure: a 25 M Llama on real text, in an ordinary loop, in DDP and in
+ours.
 
     large   hidden 512, 8 layers, 25.6 M parameters, 8 x 256 tokens    compute decides
     small   the same model, 2 x 128 tokens                             communication and Python show
     small4  the same model, 4 x 128 tokens: small, for four ranks
     toy     hidden 64, 8 thin layers, 1 x 64 tokens                    Python alone
 
-Text is the source of Python's standard library as bytes. All loops train the same parameters on the same samples with the
-same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm 1. One thread per rank. With `half` they
-compute in bfloat16 and keep float32: DDP under autocast, FSDP2 by its policy (gathers bfloat16, sums float32).
+Text is the source of Python's standard library as bytes. All loops train the same parameters on the same
+samples with the same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm 1. One
+thread per rank. With `half` they compute in bfloat16 and keep float32: DDP under autocast, FSDP2 by its
+policy (gathers bfloat16, sums float32).
 """
 
 import os
@@ -117,7 +119,9 @@ def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) 
 def ours(
     rank: int, size: int, workload: str, store: str = "", world: World | None = None
 ) -> Callable[[], object]:
-    """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo; in `world` if it is given."""
+    """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo; in `world` if
+    it is given.
+    """
     return _engine(workload, Mesh(dp_replicate=size), None, world or joined(rank, size, store))
 
 
@@ -146,7 +150,9 @@ def _engine(
 def fsdp(
     rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False
 ) -> Callable[[], object]:
-    """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after forward too."""
+    """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after
+    forward too.
+    """
     join(rank, size, store)
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -164,7 +170,9 @@ def fsdp(
 
 
 def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: int) -> Callable[[], object]:
-    """The same step by DeepSpeed's ZeRO over gloo, with its own defaults but for the optimizer (torch's fused AdamW)."""
+    """The same step by DeepSpeed's ZeRO over gloo, with its own defaults but for the optimizer (torch's fused
+    AdamW).
+    """
     join(rank, size, store)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     torch.set_num_threads(1)
@@ -205,7 +213,9 @@ def sharded(
     zero: Mapping[str, Any],
     precision: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
-    """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and `Precision` given."""
+    """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and
+    `Precision` given.
+    """
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
     world = TorchWorld(mesh, rank, "cpu", shared_memory=False)

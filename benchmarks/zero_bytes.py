@@ -1,6 +1,7 @@
 """What ZeRO sends, by the ledgers of real ranks, held against the law written down here: to the byte.
 
-    a(w) = sum over bundles of (n-1) ceil(N / n) w          n ranks, N elements of a bundle, w bytes each on the wire
+    a(w) = sum over bundles of (n-1) ceil(N / n) w          n ranks, N elements of a bundle, w bytes each on
+                                                            the wire
 
                                   weights, per step         gradients, per step
     stage 1                       a                         a
@@ -8,14 +9,17 @@
     stage 3, gathered per step    a                         m a
     stage 3, per micro-batch      m a - (m-1) a_first       m a
     stage 3, per use              m (2 a - a_last) - (m-1) a_first                 m a
-    hybrid, r replicas            as its stage over the n ranks of a replica, and once 2 (r-1)/r ceil(N/n) w per bundle
+    hybrid, r replicas            as its stage over the n ranks of a replica, and once 2 (r-1)/r ceil(N/n) w
+                                  per bundle
 
-The law of the paper is 2 m a for weights per use. Two places send less, because uses that follow each other are one stay: the
-last block's backward follows its forward (a_last), and the next micro-batch begins with the block that the last one ended with
-(a_first). A tied embedding is first and last at once: gathered for its forward, for the head's two acts, and for its backward.
-Weights travel in their own dtype, sums in `reduce`; sums across replicas in the dtype of the gradients.
+The law of the paper is 2 m a for weights per use. Two places send less, because uses that follow each other
+are one stay: the last block's backward follows its forward (a_last), and the next micro-batch begins with the
+block that the last one ended with (a_first). A tied embedding is first and last at once: gathered for its
+forward, for the head's two acts, and for its backward. Weights travel in their own dtype, sums in `reduce`;
+sums across replicas in the dtype of the gradients.
 
-TOKEN_COUNT, LOSS_SUM and GLOBAL_NORM, a few numbers each, stand beside. 2, 3 and 4 processes over gloo, the second step of each case.
+TOKEN_COUNT, LOSS_SUM and GLOBAL_NORM, a few numbers each, stand beside. 2, 3 and 4 processes over gloo, the
+second step of each case.
 """
 
 import sys
@@ -60,7 +64,8 @@ def cases() -> Iterator[Case]:
 
 @dataclass(frozen=True)
 class Law:
-    """The bytes of one step that leave each rank, of bundles of so many elements, in the order of their first use.
+    """The bytes of one step that leave each rank, of bundles of so many elements, in the order of their first
+    use.
 
     `weight`, `wire` and `gradient` are bytes per element. With `tied`, the first bundle is the last one too.
     """
@@ -93,7 +98,9 @@ class Law:
 
 
 def bundles_of(model: str, *, tied: bool) -> tuple[int, ...]:
-    """The elements of each bundle of a Llama, from the names of its parameters: embedding, layers, norm, head unless tied."""
+    """The elements of each bundle of a Llama, from the names of its parameters: embedding, layers, norm, head
+    unless tied.
+    """
     numels: Counter[str] = Counter()
     for name, parameter in llama(model, tied=tied).named_parameters():
         words = name.split(".")
@@ -125,7 +132,9 @@ def planned(plan: Plan) -> dict[str, Fraction]:
     for action in plan.actions:
         if action.transfer is not None:
             what = KINDS.get(action.kind, "beside")
-            nbytes = Fraction(min_max_sent_nbytes(action.transfer, plan.mesh.group_size(action.transfer.axes))[1])
+            nbytes = Fraction(
+                min_max_sent_nbytes(action.transfer, plan.mesh.group_size(action.transfer.axes))[1]
+            )
             found[what] = found.get(what, Fraction(0)) + nbytes
     return found
 

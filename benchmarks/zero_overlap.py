@@ -1,15 +1,16 @@
 """How much of the communication that could hide behind computation does: ZeRO between two hosts at 1 Gbit/s.
 
-Two configurations in turn, two ranks each, on two network namespaces. One waits for every message as soon as it is issued
-(*serial*), the other is the engine as it is (*ours*). The durations of all acts, measured in the serial step, are played by the
-program's two rules (core/clock.py: a lane runs in order, an act starts when what it waits for has ended): that is the step
-with all hidden that can be.
+Two configurations in turn, two ranks each, on two network namespaces. One waits for every message as soon as
+it is issued (*serial*), the other is the engine as it is (*ours*). The durations of all acts, measured in the
+serial step, are played by the program's two rules (core/clock.py: a lane runs in order, an act starts when
+what it waits for has ended): that is the step with all hidden that can be.
 
     serial    F0 ~~ F1 ~~ B1 ~~ B0 ~~ STEP            wall S       hideable = S - P
     paper     F0 F1 B1 B0 .. STEP                     wall P       hidden   = S - O
     ours      F0 F1 B1 B0 ... STEP                    wall O       claim: hidden / hideable >= 0.8
 
-Two hosts share two cores here, and a gloo thread that moves bytes takes them from the computation: that part can not hide.
+Two hosts share two cores here, and a gloo thread that moves bytes takes them from the computation: that part
+can not hide.
 
     python -m benchmarks.zero_overlap --quick     three rounds of each, nothing written
 """
@@ -46,8 +47,12 @@ from tests.network.virtual_hosts import virtual_hosts, unavailable_reason
 
 NAME = "zero_overlap"
 RATE_MBIT, BAR = 1000, 0.8
-CLAIM = f"two hosts at 1 Gbit/s, large step: ZeRO hides at least {BAR:.0%} of the communication that its program lets hide"
-# the kernel's work for packets is counted for nobody, and looks like that of others (hierarchical_hosts saw 0.15 cores of it)
+CLAIM = (
+    f"two hosts at 1 Gbit/s, large step: ZeRO hides at least {BAR:.0%} of the communication "
+    f"that its program lets hide"
+)
+# the kernel's work for packets is counted for nobody, and looks like that of others (hierarchical_hosts saw
+# 0.15 cores of it)
 WINDOW = Window(clean=20, most=40, limit_s=300, threshold=0.5)
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 STAGES = (2, 3)
@@ -103,9 +108,17 @@ class Case:
 
 
 def step(
-    rank: int, size: int, *, seats: Sequence[NetworkLocation], meeting: RendezvousEndpoint, stage: int, serial: bool
+    rank: int,
+    size: int,
+    *,
+    seats: Sequence[NetworkLocation],
+    meeting: RendezvousEndpoint,
+    stage: int,
+    serial: bool,
 ) -> Callable[[], float | None]:
-    """What `Ranks` builds in each process: one step of stage `stage`; a serial one returns its seconds on paper."""
+    """What `Ranks` builds in each process: one step of stage `stage`; a serial one returns its seconds on
+    paper.
+    """
     torch.set_num_threads(1)
     seats[rank].enter()
     opened = ExitStack()
@@ -138,9 +151,9 @@ def _step(engine: Trainer, batches: Batches, opened: ExitStack, serial: bool) ->
 def make_serial(player: Executor) -> None:
     """Have every wire action end before the next action begins."""
     works = player.state.works
-    player._list = [  # there is no option for what nobody wants
+    player._entries = [  # there is no option for what nobody wants
         (action, partial(_at_once, handler, works) if action.stream == "comm" and handler else handler, waits)
-        for action, handler, waits in player._list
+        for action, handler, waits in player._entries
     ]
 
 

@@ -1,17 +1,21 @@
-"""What a rank holds under ZeRO: the paper's table read from plans, and plans held against the memory of real ranks.
+"""What a rank holds under ZeRO: the paper's table read from plans, and plans held against the memory of real
+ranks.
 
-*On paper.* data/zero_states.csv holds what the paper prints: 7.5 B, 128 B and 1 T parameters, 2-byte weights and gradients, and
-12 bytes of optimizer. Each cell is read from a plan of a model of that size (planner/memory.py); it may be one unit of the last
-printed digit off. States alone are compared, as in the paper; the buffers of fixed size that a plan has besides are shown.
+*On paper.* data/zero_states.csv holds what the paper prints: 7.5 B, 128 B and 1 T parameters, 2-byte weights
+and gradients, and 12 bytes of optimizer. Each cell is read from a plan of a model of that size
+(planner/memory.py); it may be one unit of the last printed digit off. States alone are compared, as in the
+paper; the buffers of fixed size that a plan has besides are shown.
 
-*Against FSDP.* From 8 to 128 ranks, states in 4 + 4 + 8 bytes shrink by 16 P (1/8 - 1/128): for Llama 3 8B by 14.02 GiB, here
-from two plans. What torchtitan measured between them (data/fsdp_memory.csv) stands beside: peaks, with all that comes and goes.
+*Against FSDP.* From 8 to 128 ranks, states in 4 + 4 + 8 bytes shrink by 16 P (1/8 - 1/128): for Llama 3 8B by
+14.02 GiB, here from two plans. What torchtitan measured between them (data/fsdp_memory.csv) stands beside:
+peaks, with all that comes and goes.
 
-*Live.* 2 and 4 processes over gloo play a Llama of 4.9 M parameters, two micro-batches of one short sample. Live are all tensor
-storages that Python reaches (benchmarks/live.py), less those from before: after the third step, beside the states and buffers of
-the plan; and at the fullest moment within it, beside the same and what the program holds at its fullest: the gradients of the
-block whose backward runs, and activations. Each may differ by 1 % and two buffers of the largest block. What differs is the
-memory in which summands arrive over gloo (comm/arrivals.py), which a plan does not know of: two buffers, as large as a block.
+*Live.* 2 and 4 processes over gloo play a Llama of 4.9 M parameters, two micro-batches of one short sample.
+Live are all tensor storages that Python reaches (benchmarks/live.py), less those from before: after the third
+step, beside the states and buffers of the plan; and at the fullest moment within it, beside the same and what
+the program holds at its fullest: the gradients of the block whose backward runs, and activations. Each may
+differ by 1 % and two buffers of the largest block. What differs is the memory in which summands arrive over
+gloo (comm/arrivals.py), which a plan does not know of: two buffers, as large as a block.
 
 All figures are differences as shares of what is allowed, so each case holds at 1 or below.
 """
@@ -55,7 +59,9 @@ SHARE = 0.01
 
 @dataclass(frozen=True)
 class Cell:
-    """What the paper prints for a model, a stage (0: none) and a number of ranks, in GB; `digits` behind its point."""
+    """What the paper prints for a model, a stage (0: none) and a number of ranks, in GB; `digits` behind its
+    point.
+    """
 
     model: str
     parameters: int
@@ -115,7 +121,8 @@ def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
 def against_fsdp() -> dict[str, object]:
     """Two plans of Llama 3 8B in float32 states, and what was measured between them."""
     few, many = (
-        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).model_states for ranks in FSDP_RANKS
+        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).model_states
+        for ranks in FSDP_RANKS
     )
     gib = (few - many) / 2**30
     peaks: dict[str, dict[int, float]] = {}

@@ -1,14 +1,19 @@
-"""ZeRO beside DeepSpeed's: the same transport (gloo), the same model, samples and optimizer, 2 and 4 processes; and peak memory.
+"""ZeRO beside DeepSpeed's: the same transport (gloo), the same model, samples and optimizer, 2 and 4
+processes; and peak memory.
 
     small step   stage 3 against DeepSpeed's stage 3 (bar 0.67)
-    peak bytes   large step, stages 2 and 3: below DeepSpeed's and FSDP2's at the same stage, resident, above the imports;
-                 how much of a heap is resident differs from process to process, so each side is started anew, in turns
+    peak bytes   large step, stages 2 and 3: below DeepSpeed's and FSDP2's at the same stage, resident, above
+                 the imports;
+                 how much of a heap is resident differs from process to process, so each side is started
+                     anew, in turns
 
-DeepSpeed lives in an environment of its own, which the first run makes (benchmarks/scratch: this one's packages and DeepSpeed's),
-because the library does not depend on it. CPU seconds of all ranks decide the time; a second DeepSpeed is the twin.
+DeepSpeed lives in an environment of its own, which the first run makes (benchmarks/scratch: this one's
+packages and DeepSpeed's), because the library does not depend on it. CPU seconds of all ranks decide the
+time; a second DeepSpeed is the twin.
 
     python -m benchmarks.zero_vs_deepspeed            some fifteen minutes
-    python -m benchmarks.zero_vs_deepspeed --unresolved   anew the rows whose A/A was too wide; all else stays as it is
+    python -m benchmarks.zero_vs_deepspeed --unresolved   anew the rows whose A/A was too wide; all else stays
+                                                          as it is
     python -m benchmarks.zero_vs_deepspeed --quick    a few rounds of each; writes nothing
 """
 
@@ -65,7 +70,9 @@ def times(ranks: int, window: Window) -> Rounds:
 
 
 def resident(rank: int, size: int, *, whose: Build, **arguments: Any) -> Callable[[], object]:
-    """The step that `whose` makes; its note is the high-water mark of this process in the step, above its imports."""
+    """The step that `whose` makes; its note is the high-water mark of this process in the step, above its
+    imports.
+    """
     imported = _kib("VmRSS")
     run = whose(rank, size, **arguments)
 

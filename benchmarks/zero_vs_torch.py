@@ -1,15 +1,18 @@
 """ZeRO beside torch: the same transport (gloo), the same model, samples and optimizer, 2 and 4 processes.
 
     large step   stages 1 and 2 against DDP (bar 1.03), stage 3 against FSDP2 (0.97)
-    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2 (0.75)
+    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2
+                 (0.75)
 
-DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their users are told.
-In bfloat16 stages 1 and 2 compute so over float32 weights, as DDP does under autocast; beside FSDP2, whose policy gathers
-bfloat16 and sums float32, so do we: weights in bfloat16, masters and sums in float32.
-CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin that shows the noise.
+DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their
+users are told. In bfloat16 stages 1 and 2 compute so over float32 weights, as DDP does under autocast; beside
+FSDP2, whose policy gathers bfloat16 and sums float32, so do we: weights in bfloat16, masters and sums in
+float32. CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin
+that shows the noise.
 
     python -m benchmarks.zero_vs_torch           about an hour
-    python -m benchmarks.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as they are
+    python -m benchmarks.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as
+                                                      they are
     python -m benchmarks.zero_vs_torch --quick   a few rounds of each; writes nothing
 """
 
@@ -27,7 +30,9 @@ from benchmarks.workloads import HEAVY, ddp, fresh_store, fsdp, sharded
 
 NAME = "zero_vs_torch"
 CLAIM = (
-    "over gloo, fp32 and bf16, 2 and 4 processes: large step: stages 1 and 2 at most 1.03 x torch DDP, stage 3 0.97 x FSDP2; "
+    "over gloo, fp32 and bf16, 2 and 4 processes: large step: stages 1 and 2 at most 1.03 x "
+    "torch "
+    "DDP, stage 3 0.97 x FSDP2; "
     "small step: stage 2 at most 0.75 x FSDP2 without resharding, stage 3 at most 0.75 x FSDP2"
 )
 LARGE, SMALL = Window(16, 40, 170), Window(40, 120, 110, warmup=3)

@@ -1,4 +1,6 @@
-"""The small Llama of examples/llama-small.json with low-rank adapters; needs `pip install 'meshwright[adapters]'`."""
+"""The small Llama of examples/llama-small.json with low-rank adapters; needs `pip install
+'meshwright[adapters]'`.
+"""
 
 from pathlib import Path
 

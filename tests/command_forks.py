@@ -1,10 +1,13 @@
-"""The command as forks of a process that has imported everything: two ranks are ready in a second, not in ten.
+"""The command as forks of a process that has imported everything: two ranks are ready in a second, not in
+ten.
 
-What takes long in `tests.command_line.command` is importing torch, once for the command and once for each rank. Here a process that
-has done so, and has one thread only, forks the command, and the command forks its ranks (benchmarks/forked.py). All else is as
-in the real thing: processes, signals, pipes, exit codes. What an interpreter of its own can show alone stays with `command`.
+What takes long in `tests.command_line.command` is importing torch, once for the command and once for each
+rank. Here a process that has done so, and has one thread only, forks the command, and the command forks its
+ranks (benchmarks/forked.py). All else is as in the real thing: processes, signals, pipes, exit codes. What an
+interpreter of its own can show alone stays with `command`.
 
-Run as a module, this is that process: it reads requests from stdin, a line of JSON each, and answers with exit codes.
+Run as a module, this is that process: it reads requests from stdin, a line of JSON each, and answers with
+exit codes.
 """
 
 import json
@@ -22,7 +25,7 @@ import psutil
 
 from benchmarks import forked
 from benchmarks.resume_matrix import PRELOADED
-from meshwright.comm.shared_memory.build import Unavailable, load
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
 from tests.command_line import ENV, Said
 
 ROOT = Path(__file__).parents[1]
@@ -106,8 +109,8 @@ def serve() -> None:
     """Answer requests until there are no more."""
     for name in (*PRELOADED, *ALSO):
         import_module(name)
-    with suppress(Unavailable):
-        load()  # compiled here: in a fork the compiler would be started as a rank
+    with suppress(SharedMemoryUnavailable):
+        load_library()  # compiled here: in a fork the compiler would be started as a rank
     for request in sys.stdin:
         sys.stdout.write(f"{played(**json.loads(request))}\n")
         sys.stdout.flush()

@@ -1,7 +1,8 @@
-"""The command as a user runs it: a folder with a config, a text and a model file; real child processes, and none left over.
+"""The command as a user runs it: a folder with a config, a text and a model file; real child processes, and
+none left over.
 
-`FACTORIES` are models of a few hundred parameters that need no transformers, so that a process is ready in seconds. Some are
-broken on purpose.
+`FACTORIES` are models of a few hundred parameters that need no transformers, so that a process is ready in
+seconds. Some are broken on purpose.
 """
 
 import json
@@ -122,7 +123,9 @@ def constructs_badly():
 
 
 def lay_out(folder: Path, **tables: object) -> Path:
-    """A config in `folder` beside the model file, a Llama config and a text; `tables` are merged into its own."""
+    """A config in `folder` beside the model file, a Llama config and a text; `tables` are merged into its
+    own.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.py").write_text(FACTORIES)
     (folder / "llama.json").write_text(json.dumps(LLAMA))
@@ -248,7 +251,9 @@ def become_the_only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def metrics(run: Path) -> dict[int, tuple[float, float, int, float]]:
-    """Loss, gradient norm, tokens and learning rate of each step in the journal of a run; the last line of a step counts."""
+    """Loss, gradient norm, tokens and learning rate of each step in the journal of a run; the last line of a
+    step counts.
+    """
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: (line["loss"], line["grad_norm"], line["tokens"], line["lr"]) for line in lines}
 

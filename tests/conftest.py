@@ -1,7 +1,8 @@
 """Fixtures of all tests, and the two tiers of the suite.
 
-`make test` runs the default tier: every test, and of the expensive parametrised ones the cases that tests/tiers.toml
-keeps (benchmarks/suite_tiers.py writes it). `make test-full` adds `--full` and runs every case.
+`make test` runs the default tier: every test, and of the expensive parametrised ones the cases that
+tests/tiers.toml keeps (benchmarks/suite_tiers.py writes it). `make test-full` adds `--full` and runs every
+case.
 """
 
 import os
@@ -27,7 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases that tests/tiers.toml leaves to the full tier, unless they were asked for by their id."""
+    """Deselect the cases that tests/tiers.toml leaves to the full tier, unless they were asked for by their
+    id.
+    """
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return
     tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))

@@ -1,4 +1,6 @@
-"""The way in from Python: the user's own loop, module, loss and optimizer, on one rank, on threads and on processes."""
+"""The way in from Python: the user's own loop, module, loss and optimizer, on one rank, on threads and on
+processes.
+"""
 
 from pathlib import Path
 
@@ -80,7 +82,9 @@ def by_hand(steps: int = STEPS, count: int = BATCH) -> tuple[Regression, list[fl
 def train(
     world: World | None, ranks: int, folder: str = "", stop_at: int = STEPS, micro_batch: int = 0
 ) -> tuple[list[float], dict]:
-    """The user's loop on one rank: its losses, and the parameters that it ends with; it goes on from `folder` if that exists."""
+    """The user's loop on one rank: its losses, and the parameters that it ends with; it goes on from `folder`
+    if that exists.
+    """
     analyzed, plan = plan_for(ranks, micro_batch)
     losses = []
     with mw.parallelize(analyzed, plan, optimizer=heavy_ball, loss=squares(), world=world) as trainer:
@@ -101,7 +105,9 @@ def heavy_ball(groups: list[dict]) -> torch.optim.Optimizer:
 def test_every_public_name_is_there():
     assert all(getattr(mw, name).__name__ == name for name in mw.__all__ if name != "__version__")
     assert sorted(mw.__all__) == dir(mw)
-    with pytest.raises(AttributeError, match="has no attribute 'Motor'; it has ActivationCheckpointing, AnalyzedModel"):
+    with pytest.raises(
+        AttributeError, match=("has no attribute 'Motor'; it has ActivationCheckpointing, AnalyzedModel")
+    ):
         mw.Motor  # noqa: B018
 
 
@@ -144,9 +150,9 @@ def test_on_two_processes_a_saved_and_loaded_engine_goes_on_bit_for_bit(process_
         assert whole == parts == results[0][0]
         assert same == dict.fromkeys(module().state_dict(), True)
         assert (
-            f"this process is rank {rank} of 2; the plan has it as rank {rank} of 3\n  repair: start 3 processes"
-            in refusal
-        )
+            f"this process is rank {rank} of 2; the plan has it as rank {rank} of 3\n  repair: "
+            f"start 3 processes"
+        ) in refusal
     assert results[0][0] == pytest.approx(by_hand()[1], rel=1e-5)
 
 
@@ -256,9 +262,7 @@ def test_a_checkpoint_is_found_by_its_contents_not_by_the_name_of_its_folder(tmp
 
 @pytest.mark.parametrize("damage", ["folder above", "another model", "truncated"])
 def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
-    other = mw.analyze(
-        Regression(7) if damage == "another model" else module(), batch(0), loss=squares()
-    )
+    other = mw.analyze(Regression(7) if damage == "another model" else module(), batch(0), loss=squares())
     with mw.parallelize(other, mw.make_plan(other, JOB), loss=squares()) as trainer:
         place = trainer.save(tmp_path)
     if damage == "truncated":

@@ -1,4 +1,6 @@
-"""How a rank of a sharded plan starts: with its share of the initial values, and never with the whole model in memory."""
+"""How a rank of a sharded plan starts: with its share of the initial values, and never with the whole model
+in memory.
+"""
 
 import subprocess
 import sys
@@ -74,7 +76,9 @@ def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage
 
 @pytest.mark.parametrize(("stage", "most"), [(3, 80), (2, 260)])
 def test_a_rank_never_holds_more_than_it_keeps_and_a_weight_or_two(stage: int, most: float):
-    """The model takes 191 MiB: a rank of 8 keeps 24 MiB of it in stage 3 and all of it in stage 2, and never twice."""
+    """The model takes 191 MiB: a rank of 8 keeps 24 MiB of it in stage 3 and all of it in stage 2, and never
+    twice.
+    """
     words = [sys.executable, "-c", PEAK, str(stage)]
     done = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

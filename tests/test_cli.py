@@ -1,4 +1,6 @@
-"""The command as a user meets it: real processes that are killed, stopped and started again, and what they say."""
+"""The command as a user meets it: real processes that are killed, stopped and started again, and what they
+say.
+"""
 
 import json
 import random
@@ -38,7 +40,10 @@ def commands() -> Iterator[list[Command]]:
 
 
 def test_help_names_the_verbs_and_needs_no_torch():
-    words = "import sys, meshwright.cli as c; c.app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    words = (
+        "import sys, meshwright.cli as c; c.app(['--help'], standalone_mode=False); "
+        "print('torch' in sys.modules)"
+    )
     out = subprocess.run(
         [sys.executable, "-c", words], env=ENV, capture_output=True, text=True, check=True
     ).stdout
@@ -71,7 +76,9 @@ SHARED = "ranks of this host sum through shared memory"
 
 @pytest.fixture(scope="module")
 def failed(config, forks) -> tuple[Path, Said]:
-    """The run of two ranks without shared memory, of which one raises in its third step; how the command ended."""
+    """The run of two ranks without shared memory, of which one raises in its third step; how the command
+    ended.
+    """
     run = config.parent / "failed"
     words = (
         "--run.folder",

@@ -1,4 +1,6 @@
-"""The command with the layers of a model on several ranks: trained, proved, gone on with on other meshes, killed, and shown."""
+"""The command with the layers of a model on several ranks: trained, proved, gone on with on other meshes,
+killed, and shown.
+"""
 
 import shutil
 from pathlib import Path
@@ -137,7 +139,7 @@ def test_a_rank_that_is_killed_ends_all_and_the_run_repeats_its_steps_bit_for_bi
     assert "Traceback" not in err, "the others only lost their peer"
     code, out, err = forks("train", config, "--run.folder", run)
     assert (code, err) == (0, "")
-    assert "steps were played again" in out or "was played again" in out or max(metrics(run)) == STEPS
+    assert "steps were repeated" in out or "was repeated" in out or max(metrics(run)) == STEPS
     assert metrics(run) == metrics(left_alone[0])
     assert compare_checkpoints(checkpoint(run, STEPS), checkpoint(left_alone[0], STEPS)) == []
 
@@ -206,7 +208,11 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
             "'layers.7' is not a block call",
             "did you mean 'layers.1'?",
         ),
-        (("--strategies.pipeline.split_pointz", "[]"), "there is no key 'split_pointz' here", "did you mean 'split_points'?"),
+        (
+            ("--strategies.pipeline.split_pointz", "[]"),
+            "there is no key 'split_pointz' here",
+            "did you mean 'split_points'?",
+        ),
         (
             ("--model.source", "model.py:counts"),
             "the buffer 'seen' is written between blocks",

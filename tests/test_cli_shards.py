@@ -1,4 +1,6 @@
-"""The command on shards: killed in the middle of a save, gone on under other stages and ranks, evaluated, exported, reported."""
+"""The command on shards: killed in the middle of a save, gone on under other stages and ranks, evaluated,
+exported, reported.
+"""
 
 import json
 import signal

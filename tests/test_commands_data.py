@@ -31,7 +31,9 @@ ROWS = [{"text": line, "id": n} for n, line in enumerate(TEXT.splitlines())]
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch) -> Path:
-    """A config for one rank of a small Llama of 400 tokens, beside a JSONL file, a tokenizer and conversations."""
+    """A config for one rank of a small Llama of 400 tokens, beside a JSONL file, a tokenizer and
+    conversations.
+    """
     forget_ranks(monkeypatch)
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     folder = tmp_path / "job"
@@ -45,7 +47,10 @@ def config(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def say(capsys, monkeypatch) -> Callable[..., Said]:
-    """Call the command in this process: exit code, stdout, stderr. It fails the test when it starts a rank."""
+    """Call the command in this process: exit code, stdout, stderr.
+
+    It fails the test when it starts a rank.
+    """
     refuse_to_start(monkeypatch)
     return lambda *words: said(capsys, *words)
 

@@ -29,7 +29,10 @@ def config(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def say(capsys, monkeypatch) -> Callable[..., Said]:
-    """Call the command in this process: exit code, stdout, stderr. It fails the test when it starts a rank."""
+    """Call the command in this process: exit code, stdout, stderr.
+
+    It fails the test when it starts a rank.
+    """
     refuse_to_start(monkeypatch)
     return lambda *words: said(capsys, *words)
 

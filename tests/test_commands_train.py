@@ -29,7 +29,10 @@ def config(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def say(capsys, monkeypatch) -> Callable[..., Said]:
-    """Call the command in this process: exit code, stdout, stderr. It fails the test when it starts a rank."""
+    """Call the command in this process: exit code, stdout, stderr.
+
+    It fails the test when it starts a rank.
+    """
     refuse_to_start(monkeypatch)
     return lambda *words: said(capsys, *words)
 
@@ -111,7 +114,7 @@ def test_damaged_checkpoints_are_passed_over_for_the_previous_good_one_and_that_
     assert "step-00000040: rank-00000.safetensors: truncated: " in lines[2]
     assert str(run) not in lines[2]
     assert lines[5] == "step-00000010 is the newest valid checkpoint"
-    assert "30 steps were repeated from step 11: each equals its first playing" in out
+    assert "30 steps were repeated from step 11: all are bit-identical" in out
     assert metrics(run) == good
 
 
@@ -130,7 +133,7 @@ def test_when_no_checkpoint_can_be_used_the_run_does_not_start_over(config, say)
     code, out, _ = say(*alone(config, "--train.steps", 20))
     assert code == 0
     assert "starting from step 0" in out
-    assert "20 steps were repeated from step 1: each equals" in out
+    assert "20 steps were repeated from step 1: all are bit-identical" in out
 
 
 def test_a_save_that_was_stopped_before_the_first_checkpoint_is_no_damage(config, say):

@@ -41,7 +41,11 @@ CPU = torch.device("cpu")
 READING = reading_of()
 JOB = tiny_job(optimizer=OptimizerConfig("adamw"))
 SHARD = BatchSplit(axis="dp_shard")
-ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error"
+ALLOCATOR = (
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 4096 bytes. "
+    "Error"
+)
 
 
 def copies(micro_batch: int = 0) -> Plan:
@@ -204,10 +208,10 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
             torch.empty(1 << 60)
 
     with pytest.raises(
-        OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)moments(?s:.*)live +\d(?s:.*)stage = 3"
+        OutOfMemory, match=r"rank 2 ran out of memory(?s:.*)optimizer_states(?s:.*)live +\d(?s:.*)stage = 3"
     ) as caught:
         rank()
-    assert failure_kind(caught.value) == "own"
+    assert failure_kind(caught.value) == "error"
     assert is_out_of_memory(caught.value.__cause__)
 
 

@@ -1,4 +1,6 @@
-"""A language model of a few hundred parameters, rows to train it on, and a case for the verifier: what many tests share."""
+"""A language model of a few hundred parameters, rows to train it on, and a case for the verifier: what many
+tests share.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -42,7 +44,10 @@ class Layer(nn.Module):
 
 
 class Tiny(nn.Module):
-    """Embedding, layers, head. Options: tied head, dropout, a layer that no forward reaches, frozen embedding."""
+    """Embedding, layers, head.
+
+    Options: tied head, dropout, a layer that no forward reaches, frozen embedding.
+    """
 
     def __init__(
         self, *, tied: bool = False, p: float = 0.0, spare: bool = False, frozen: bool = False
@@ -65,7 +70,9 @@ class Tiny(nn.Module):
 
 
 def rows(count: int = ROWS, *, uneven: bool = True) -> dict[str, torch.Tensor]:
-    """`count` rows of tokens and labels; when `uneven`, row i ignores some of its labels, every seventh row all of them."""
+    """`count` rows of tokens and labels; when `uneven`, row i ignores some of its labels, every seventh row
+    all of them.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCABULARY, (count, TOKENS + 1), generator=generator)
     labels = tokens[:, 1:].clone()

@@ -18,7 +18,9 @@ def numbers(chosen: Callable[[Draw], bool]) -> list[int]:
 
 
 def matches_or_is_refused(number: int) -> None:
-    """Fail unless the plan of that number equals one device, or is refused for a reason that is listed, with a repair."""
+    """Fail unless the plan of that number equals one device, or is refused for a reason that is listed, with
+    a repair.
+    """
     seed = reviewed().seed
     row = tried(draw(seed, number), LIMIT_S)
     if row["outcome"] not in ("matched", "refused"):

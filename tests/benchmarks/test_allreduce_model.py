@@ -5,7 +5,7 @@ from itertools import product
 from random import Random
 
 from benchmarks.allreduce_model import NAMES, cells_of_auto, errors, half_fitted, halves, judged, noise
-from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.algorithms.cost_model import all_reduce_seconds
 from meshwright.plan.hardware.network_model import (
     AllReduceTiming,
@@ -28,7 +28,7 @@ def timings(scatter: float = 0.0) -> list[AllReduceTiming]:
     """As `NETWORK` says, the backend 2.5 times the ring; every sample up to `scatter` off."""
     random, found = Random(0), []
     for name, n, nbytes in product(NAMES, (2, 3), SIZES):
-        took = all_reduce_seconds(named("ring" if name == BACKEND else name), n, nbytes, NETWORK) * (
+        took = all_reduce_seconds(get_algorithm("ring" if name == BACKEND else name), n, nbytes, NETWORK) * (
             2.5 if name == BACKEND else 1.0
         )
         samples = tuple(took * (1 + random.uniform(-scatter, scatter)) for _ in range(6))

@@ -16,7 +16,7 @@ from benchmarks.hierarchical_hosts import (
     unresolved,
 )
 from benchmarks.method import Cost, Interval, Rounds, interval
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ from meshwright.comm.algorithms import named
     ],
 )
 def test_so_many_tensors_pass_the_busiest_card(name: str, host_of: tuple[int, ...], tensors: float) -> None:
-    assert through_a_card(named(name), host_of) == pytest.approx(tensors)
+    assert through_a_card(get_algorithm(name), host_of) == pytest.approx(tensors)
 
 
 @pytest.mark.parametrize("name", [RING, OURS])
 def test_the_price_of_the_rounds_is_what_passes_the_busiest_card(name: str) -> None:
-    carried = through_a_card(named(name), HOST_BY_HOST) * 4 * MIB
-    assert predicted(named(name), 4 * MIB, 100) == pytest.approx(carried * 8 / 100e6)
+    carried = through_a_card(get_algorithm(name), HOST_BY_HOST) * 4 * MIB
+    assert predicted(get_algorithm(name), 4 * MIB, 100) == pytest.approx(carried * 8 / 100e6)
 
 
 def case(factor: float, twin: float = 1.0, num_rounds: int = 20, rate: int = JUDGED) -> Case:

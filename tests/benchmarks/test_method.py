@@ -19,7 +19,9 @@ from benchmarks.method import (
 
 
 class Scripted:
-    """A configuration whose steps cost what the script says, in turn; it writes its name into a diary at every step."""
+    """A configuration whose steps cost what the script says, in turn; it writes its name into a diary at
+    every step.
+    """
 
     def __init__(
         self, name: str, cpu_s: Iterable[float], diary: list[str] | None = None, wall_s: float = 1.0
@@ -33,7 +35,9 @@ class Scripted:
 
 
 class ScriptedMeter:
-    """Reports the outside loads of the script, one per window, and keeps what it was told of the steps' own CPU."""
+    """Reports the outside loads of the script, one per window, and keeps what it was told of the steps' own
+    CPU.
+    """
 
     def __init__(self, loads: Iterable[float]) -> None:
         self.loads, self.own = iter(loads), []

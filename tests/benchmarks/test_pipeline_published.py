@@ -1,4 +1,6 @@
-"""The published bubble rates are read with their sources, no rate enters the model, and the comparison can fail."""
+"""The published bubble rates are read with their sources, no rate enters the model, and the comparison can
+fail.
+"""
 
 import csv
 from collections.abc import Mapping
@@ -80,7 +82,9 @@ def test_rates_that_are_wrong_are_noticed():
 def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(
     schedules: tuple[str, ...], order: ScheduleProfile, chunks: int
 ):
-    """What a search says that ranks wait (planner/sketch.py), from published times alone; W as half of B is 2.8 points off."""
+    """What a search says that ranks wait (planner/sketch.py), from published times alone; W as half of B is
+    2.8 points off.
+    """
     machines, found = profiles(), [row for row in rows() if row.schedule in schedules]
     off, halves = (
         [abs(planned(row, machines, order, chunks, known) - row.rate) for row in found]
@@ -91,13 +95,18 @@ def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(
     assert order is not ZB_H1 or sum(halves) / len(halves) > 0.02
 
 
-def planned(row: Row, machines: Mapping[str, Profile], order: ScheduleProfile, chunks: int, known: bool) -> float:
+def planned(
+    row: Row, machines: Mapping[str, Profile], order: ScheduleProfile, chunks: int, known: bool
+) -> float:
     machine, more = machines[row.model], row.samples / machines[row.model].samples
     part = more * machine.ranks / row.ranks
     backward = machine.inputs + machine.weights
     whole = PassTime(part * machine.forward, part * backward, part * machine.weights if known else 0.0)
-    layout = ParallelConfig(pp=row.ranks, num_microbatches=row.micros, schedule_profile=order, virtual_stages=chunks or row.chunks)
+    layout = ParallelConfig(
+        pp=row.ranks, num_microbatches=row.micros, schedule_profile=order, virtual_stages=chunks or row.chunks
+    )
     waiting = (
-        pipeline_wait_s(layout, whole, (row.ranks - 1) * whole.total) + 2 * (row.ranks - 1) * more * machine.transfer
+        pipeline_wait_s(layout, whole, (row.ranks - 1) * whole.total)
+        + 2 * (row.ranks - 1) * more * machine.transfer
     )
     return waiting / (waiting + row.micros * whole.total)

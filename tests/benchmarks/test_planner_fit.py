@@ -1,4 +1,6 @@
-"""Fits or not: labels said right, also by constants that were not found on them, and that a poor model is noticed."""
+"""Fits or not: labels said right, also by constants that were not found on them, and that a poor model is
+noticed.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Peaks, said against measured: what the errors are of, which sources reach the bar, and that a poor model is noticed."""
+"""Peaks, said against measured: what the errors are of, which sources reach the bar, and that a poor model is
+noticed.
+"""
 
 from dataclasses import replace
 

@@ -61,7 +61,12 @@ def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
     assert run.shape.gated
     layout = run.layout
     assert (layout.dp, layout.tp, layout.pp, layout.virtual_stages, layout.zero_stage) == (8, 2, 4, 2, 1)
-    assert (layout.micro_batch, layout.num_microbatches, layout.recompute, layout.schedule_profile) == (2, 16, "layers", ScheduleProfile())
+    assert (layout.micro_batch, layout.num_microbatches, layout.recompute, layout.schedule_profile) == (
+        2,
+        16,
+        "layers",
+        ScheduleProfile(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,13 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
     }
     rows = [silent, {**silent, "seq_parallel": "no", "virtual_stages": "4"}, {**silent, "source": "Somebody"}]
     recipe, said, other = (run.layout for run in read_runs(table(*rows))[0])
-    assert (recipe.attention_kernel, recipe.overlap_fraction, recipe.sequence_parallel, recipe.zero_stage, recipe.virtual_stages) == (
+    assert (
+        recipe.attention_kernel,
+        recipe.overlap_fraction,
+        recipe.sequence_parallel,
+        recipe.zero_stage,
+        recipe.virtual_stages,
+    ) == (
         "flash3",
         1.0,
         True,
@@ -131,7 +142,13 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
         5,
     )
     assert (said.sequence_parallel, said.virtual_stages) == (False, 4)
-    assert (other.attention_kernel, other.overlap_fraction, other.sequence_parallel, other.zero_stage, other.virtual_stages) == (
+    assert (
+        other.attention_kernel,
+        other.overlap_fraction,
+        other.sequence_parallel,
+        other.zero_stage,
+        other.virtual_stages,
+    ) == (
         "flash2",
         0.0,
         False,
@@ -214,7 +231,10 @@ def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
     """The planted bug: every rank along pp is taken to wait for nobody."""
     runs, _ = timed(RUNS)
     some = [run for run in runs if run.source == "Zero Bubble PP"]
-    blind = [replace(run, layout=replace(run.layout, schedule_profile=ScheduleProfile(0.0, 0.0, 0.0))) for run in some]
+    blind = [
+        replace(run, layout=replace(run.layout, schedule_profile=ScheduleProfile(0.0, 0.0, 0.0)))
+        for run in some
+    ]
     assert scores(blind, learnt(blind))[0].error > 1.5 * scores(some, learnt(some))[0].error
 
 

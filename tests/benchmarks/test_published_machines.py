@@ -27,7 +27,11 @@ FIGURES = [  # GiB, devices on a host, GB/s and device out of it
 def test_hardware_is_read_from_its_words(called: str, memory: float, host: int, out: float):
     found = machine_of(called)
     assert found is not None
-    assert (found.device.memory / 2**30, found.devices_per_host, found.device.nic_rate / 1e9) == (memory, host, out)
+    assert (found.device.memory / 2**30, found.devices_per_host, found.device.nic_rate / 1e9) == (
+        memory,
+        host,
+        out,
+    )
 
 
 def test_more_than_a_card_carries_without_a_word_whose_it_is_says_nothing():

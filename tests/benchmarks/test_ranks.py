@@ -1,4 +1,7 @@
-"""Configurations that live in processes: their protocol and their failures. Three ranks, and no figure is looked at."""
+"""Configurations that live in processes: their protocol and their failures.
+
+Three ranks, and no figure is looked at.
+"""
 
 import os
 import signal

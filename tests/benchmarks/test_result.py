@@ -1,4 +1,6 @@
-"""What a benchmark writes: the agreed fields, the worst workload in front, and nothing that names this machine."""
+"""What a benchmark writes: the agreed fields, the worst workload in front, and nothing that names this
+machine.
+"""
 
 import json
 import socket

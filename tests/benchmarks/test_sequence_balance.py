@@ -1,4 +1,6 @@
-"""What ranks compute of attention, counted in the kernels that run: zigzag slices are even, contiguous ones are not."""
+"""What ranks compute of attention, counted in the kernels that run: zigzag slices are even, contiguous ones
+are not.
+"""
 
 from typing import Any
 

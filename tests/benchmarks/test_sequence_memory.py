@@ -1,4 +1,6 @@
-"""Rows of four times as many tokens on four ranks, at a small size: the limit is kept, and what breaks it is told."""
+"""Rows of four times as many tokens on four ranks, at a small size: the limit is kept, and what breaks it is
+told.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""A few cases of the parity of tokens on several ranks; a refused plan is shown with what was said, and counts as a miss."""
+"""A few cases of the parity of tokens on several ranks; a refused plan is shown with what was said, and
+counts as a miss.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""What the packages are held to: agreement in the parts in which they are oracles; and ours to the formula in all."""
+"""What the packages are held to: agreement in the parts in which they are oracles; and ours to the formula in
+all.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""A few cases of the parity benchmark; a plan that is refused is shown with what was said, and counts as a miss."""
+"""A few cases of the parity benchmark; a plan that is refused is shown with what was said, and counts as a
+miss.
+"""
 
 import pytest
 

@@ -10,7 +10,10 @@ from meshwright.api import single_rank_world
 
 
 def test_mlps_in_tiles_hold_what_the_plan_says_and_far_less_than_at_once():
-    found = {mlp: lived(single_rank_world(torch.device("cpu")), Case("alone", 1, mlp=mlp, wide=True)) for mlp in (1, 8)}
+    found = {
+        mlp: lived(single_rank_world(torch.device("cpu")), Case("alone", 1, mlp=mlp, wide=True))
+        for mlp in (1, 8)
+    }
     rows = rows_of(Case("alone", 1, mlp=8, wide=True), [found[8]])
     assert result(rows).holds
     assert 3 * found[8].step < found[1].step

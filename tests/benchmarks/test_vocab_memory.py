@@ -1,4 +1,6 @@
-"""What a rank holds of a divided vocabulary, at a small size: the plan's, at its fullest, at the start and when it goes on."""
+"""What a rank holds of a divided vocabulary, at a small size: the plan's, at its fullest, at the start and
+when it goes on.
+"""
 
 from pathlib import Path
 

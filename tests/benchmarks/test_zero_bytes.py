@@ -1,4 +1,6 @@
-"""The law of bytes by hand on small numbers, held against the program for all cases; the ledgers of two cases on threads."""
+"""The law of bytes by hand on small numbers, held against the program for all cases; the ledgers of two cases
+on threads.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Ranks of one host without the memory they share: what `process_pool.run(over_gloo, mesh, body)` plays goes through sockets."""
+"""Ranks of one host without the memory they share: what `process_pool.run(over_gloo, mesh, body)` plays goes
+through sockets.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,7 +14,7 @@ Result = TypeVar("Result")
 
 def over_gloo(world: World, body: Callable[..., Result], *args: object) -> Result:
     """What `body(world, *args)` gives when all collectives of `world` are gloo's."""
-    apart = TorchWorld(world.mesh, world.rank, "cpu", shared=False)
+    apart = TorchWorld(world.mesh, world.rank, "cpu", shared_memory=False)
     try:
         result = body(apart, *args)
         apart.group(AXES).barrier()

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.rendezvous import Meeting
-from meshwright.comm.world import TorchWorld, rendezvous
+from meshwright.comm.rendezvous import RendezvousEndpoint
+from meshwright.comm.world import TorchWorld, init_world
 from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure
 
 
 def test_a_rank_alone_joins_and_leaves_no_process_group(tmp_path: Path) -> None:
-    with rendezvous(Mesh(), 0, store_path=tmp_path / "store") as world:
+    with init_world(Mesh(), 0, store_path=tmp_path / "store") as world:
         tensor = torch.ones(3)
         world.group(["dp_shard"]).all_reduce(tensor).wait()
         assert torch.equal(tensor, torch.ones(3))
@@ -28,22 +28,22 @@ def test_a_rank_alone_joins_and_leaves_no_process_group(tmp_path: Path) -> None:
 def test_a_rank_meets_at_an_address() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with rendezvous(Mesh(), 0, meeting=Meeting("127.0.0.1", port, one_host=True)) as world:
+    with init_world(Mesh(), 0, endpoint=RendezvousEndpoint("127.0.0.1", port, is_single_host=True)) as world:
         assert world.rank == 0
     assert not dist.is_initialized()
 
 
 def test_no_process_group_is_left_when_the_body_fails(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), rendezvous(Mesh(), 0, store_path=tmp_path / "store"):
+    with pytest.raises(KeyError), init_world(Mesh(), 0, store_path=tmp_path / "store"):
         raise KeyError("in the body")
     assert not dist.is_initialized()
 
 
 def test_exactly_one_way_to_meet_is_needed() -> None:
     with pytest.raises(ValueError, match=r"neither given; one is needed\. Pass a file"):
-        rendezvous(Mesh(), 0).__enter__()
+        init_world(Mesh(), 0).__enter__()
     with pytest.raises(ValueError, match="both given"):
-        rendezvous(Mesh(), 0, store_path="store", meeting=Meeting("127.0.0.1", 1)).__enter__()
+        init_world(Mesh(), 0, store_path="store", endpoint=RendezvousEndpoint("127.0.0.1", 1)).__enter__()
 
 
 def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
@@ -51,12 +51,12 @@ def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
         CollectiveError,
         match=r"rank 0 did not meet the other 1 ranks within 0\.5 s.*Look for a rank that failed",
     ):
-        rendezvous(Mesh(tp=2), 0, store_path=tmp_path / "store", timeout_s=0.5).__enter__()
+        init_world(Mesh(tp=2), 0, store_path=tmp_path / "store", timeout_s=0.5).__enter__()
 
 
 def test_a_world_of_another_size_is_refused(tmp_path: Path) -> None:
     with (
-        rendezvous(Mesh(), 0, store_path=tmp_path / "store"),
+        init_world(Mesh(), 0, store_path=tmp_path / "store"),
         pytest.raises(
             PlanError,
             match=r"(?s)this process is rank 0 of 1; the plan has it as rank 1 of 4.*start 4 processes",
@@ -102,13 +102,15 @@ def test_the_whole_mesh_uses_the_default_group(process_pool: ProcessPool) -> Non
 
 
 def told_of_arrival(world: World) -> tuple[bool, bool]:
-    """Whether `then` calls after the result has come, for a collective under way and for one that was waited for."""
+    """Whether `then` calls after the result has come, for a collective under way and for one that was waited
+    for.
+    """
     group, arrived, late = world.group(["dp_shard"]), Event(), Event()
     work = group.all_reduce(torch.ones(1000))
-    work.then(arrived.set)
+    work.add_done_callback(arrived.set)
     work.wait()
     came = arrived.wait(30)
-    work.then(late.set)
+    work.add_done_callback(late.set)
     return came, late.is_set()
 
 

@@ -1,4 +1,6 @@
-"""`bench device`: what can be asked for, what is refused, and a real measurement by two processes that share the cores."""
+"""`bench device`: what can be asked for, what is refused, and a real measurement by two processes that share
+the cores.
+"""
 
 from dataclasses import replace
 from pathlib import Path

@@ -75,9 +75,7 @@ def test_a_model_that_is_not_there_is_refused(config: Path):
 
 
 def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Path):
-    done = CliRunner().invoke(
-        app, ["inspect", str(config), "--json", str(tmp_path / "found.json")]
-    )
+    done = CliRunner().invoke(app, ["inspect", str(config), "--json", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
     assert "blocks, in the order of their visits" in done.output
     assert json.loads((tmp_path / "found.json").read_text())["class_name"] == "LlamaForCausalLM"
@@ -126,9 +124,7 @@ def test_without_one_it_shows_what_could_be_divided(config: Path):
 
 
 def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):
-    done = CliRunner().invoke(
-        app, ["inspect", str(config), "--mesh.tp", "48"], env={"COLUMNS": "200"}
-    )
+    done = CliRunner().invoke(app, ["inspect", str(config), "--mesh.tp", "48"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "parameters over tp 48" in done.output
     assert "set mesh.tp to at most 32" in " ".join((done.output + done.stderr).split())
@@ -148,8 +144,6 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
 
 
 def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):
-    done = CliRunner().invoke(
-        app, ["inspect", str(config), "--mesh.pp", "48"], env={"COLUMNS": "200"}
-    )
+    done = CliRunner().invoke(app, ["inspect", str(config), "--mesh.pp", "48"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())

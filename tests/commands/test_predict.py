@@ -25,7 +25,11 @@ from meshwright.plan.hardware.network_model import (
 )
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.program_cost.device_time import RatedDeviceTime
-from meshwright.planner.program_cost.network_time import RatedNetworkTime, MeasuredNetworkTime, UnknownNetworkTime
+from meshwright.planner.program_cost.network_time import (
+    RatedNetworkTime,
+    MeasuredNetworkTime,
+    UnknownNetworkTime,
+)
 from meshwright.run.measure.measured_files import write_profile
 from meshwright.run.measure.network_profile import write_cluster
 from tests.command_line import forget_ranks, refuse_to_start
@@ -127,7 +131,12 @@ def test_unknown_links_cost_nothing_and_that_is_said(folder: Path):
 
 def test_ranks_share_the_cores_that_were_busy_while_one_was_measured(folder: Path):
     four = prediction_hardware(str(folder / "device.toml"), str(folder / "cluster.toml"), 4)
-    assert (four.cores_per_host, four.threads_per_rank, four.slowdown, four.async_launch) == (2, 1, 1.0, False)
+    assert (four.cores_per_host, four.threads_per_rank, four.slowdown, four.async_launch) == (
+        2,
+        1,
+        1.0,
+        False,
+    )
     assert four.notes[0] == "4 ranks share 2 cores: work at the same time slows down accordingly"
     assert isinstance(four.network_time, MeasuredNetworkTime)
     one = prediction_hardware(str(folder / "device.toml"), "", 1)

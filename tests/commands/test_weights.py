@@ -1,4 +1,6 @@
-"""Weights on their way in and out: a run becomes a folder, a folder starts a run, a pickle becomes safetensors."""
+"""Weights on their way in and out: a run becomes a folder, a folder starts a run, a pickle becomes
+safetensors.
+"""
 
 import json
 import os

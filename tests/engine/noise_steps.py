@@ -1,4 +1,6 @@
-"""Steps of a small model whose gradients are summed where layers or shards lie on several ranks, with its weights before each."""
+"""Steps of a small model whose gradients are summed where layers or shards lie on several ranks, with its
+weights before each.
+"""
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World

@@ -19,7 +19,9 @@ IMAGE, TEXT, WIDTH = 7, 9, 4
 
 
 class Towers(nn.Module):
-    """Two linear towers, their rows of length 1, and a learned temperature; `bare` returns the parameter itself."""
+    """Two linear towers, their rows of length 1, and a learned temperature; `bare` returns the parameter
+    itself.
+    """
 
     def __init__(self, *, bare: bool = False, inside: bool = False) -> None:
         super().__init__()
@@ -38,7 +40,9 @@ class Towers(nn.Module):
 
 
 def info_nce(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
-    """The sum over rows of the cross-entropies of both directions; rows of one `kind` are no negatives of each other."""
+    """The sum over rows of the cross-entropies of both directions; rows of one `kind` are no negatives of
+    each other.
+    """
     first, second, scale = outputs
     logits = scale * first @ second.T
     kind = batch["kind"]

@@ -35,7 +35,9 @@ def retired() -> dict[str, str]:
 
 
 def definitions(source: Source) -> Iterator[tuple[str, int]]:
-    """Yields every name that is defined: functions, classes, parameters, fields, module constants; with its line."""
+    """Yields every name that is defined: functions, classes, parameters, fields, module constants; with its
+    line.
+    """
     for node in ast.walk(source.tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):

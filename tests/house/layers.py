@@ -7,7 +7,8 @@ from pathlib import PurePosixPath
 
 from tests.house.source import PACKAGE, Finding, Rule, Source, package_sources
 
-# Strategy names and module names that are ordinary strings elsewhere, each with the other thing that it names.
+# Strategy names and module names that are ordinary strings elsewhere, each with the other thing that it
+# names.
 ORDINARY = {
     "custom": "the kind of a network model",
     "ring": "an all-reduce algorithm",
@@ -31,9 +32,7 @@ def compared_strings(source: Source) -> Iterator[tuple[str, int]]:
     """Yields every string that something is compared with (`==`, `in`, `match`), with its line."""
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Compare | ast.match_case):
-            inside = (
-                [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.pattern]
-            )
+            inside = [node.left, *node.comparators] if isinstance(node, ast.Compare) else [node.pattern]
             for constant in (leaf for part in inside for leaf in ast.walk(part)):
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
                     yield constant.value, constant.lineno

@@ -1,4 +1,6 @@
-"""Rules about what a reader may rely on: docstrings, annotations, and the essay at the top of every technique."""
+"""Rules about what a reader may rely on: docstrings, annotations, and the essay at the top of every
+technique.
+"""
 
 import ast
 import re
@@ -9,7 +11,8 @@ from tests.house.source import PACKAGE, Finding, Function, Rule, Source
 SECTIONS = ("Cost", "Limits", "Paper")
 YEAR = re.compile(r"\b(19|20)\d\d\b(?!\.\d)")  # not the first half of an arXiv number
 VENUE = re.compile(
-    r"\b(arXiv[: ]\d{4}\.\d{4,5}|AAAI|ACL|ASPLOS|ATC|CVPR|ECCV|EMNLP|EuroSys|HPCA|HPDC|ICCV|ICLR|ICML|ICPP|Interspeech"
+    r"\b(arXiv[: "
+    r"]\d{4}\.\d{4,5}|AAAI|ACL|ASPLOS|ATC|CVPR|ECCV|EMNLP|EuroSys|HPCA|HPDC|ICCV|ICLR|ICML|ICPP|Interspeech"
     r"|IPDPS|ISCA|JMLR|KDD|MICRO|MLSys|NAACL|NIPS|NSDI|NeurIPS|OSDI|PACT|PPoPP|PVLDB|SC|SIGCOMM|SIGMOD|SOSP|SPAA|TPDS|VLDB)\b"
 )
 PICTURE = re.compile(r"^ {4,}\S.*$", re.MULTILINE)
@@ -22,7 +25,8 @@ def no_docstring(source: Source) -> Iterator[Finding]:
     members = list(_public(source.tree))
     said = {node.name for node, _ in members if ast.get_docstring(node)}
     for node, owner in members:
-        # A family of methods of one name (faults, forward) is described once in its file; an override by what it overrides.
+        # A family of methods of one name (faults, forward) is described once in its file; an override by what
+        # it overrides.
         if not ast.get_docstring(node) and not (owner and (node.name in said or owner.bases)):
             yield Finding(node.lineno, f"{node.name} has no docstring: say what is returned or changed")
 
@@ -67,7 +71,10 @@ def no_essay(source: Source) -> Iterator[Finding]:
     if not PICTURE.search(essay):
         yield Finding(
             1,
-            "the essay has no picture: an indented block that shows who holds what, or the actions before -> after",
+            (
+                "the essay has no picture: an indented block that shows who holds what, or the "
+                "actions before -> after"
+            ),
         )
     if not FORMULA.search(essay):
         yield Finding(1, "the essay has no formula (a line with ' = ')")
@@ -82,7 +89,10 @@ def no_paper(source: Source) -> Iterator[Finding]:
     if not VENUE.search(text):
         yield Finding(
             1,
-            "the paragraph 'Paper' names no arXiv number (arXiv 2006.15704) and no known venue (the list is VENUE)",
+            (
+                "the paragraph 'Paper' names no arXiv number (arXiv 2006.15704) and no known venue "
+                "(the list is VENUE)"
+            ),
         )
 
 

@@ -1,7 +1,8 @@
 """The source as the house rules see it: a path, its text, its syntax tree.
 
-A *rule* is a function from one source to its findings, paired with a source that breaks it (`bad`) and, where the
-border is fine, one that does not (`good`). `test_rules.py` reads the tree with every rule, and shows that every rule bites.
+A *rule* is a function from one source to its findings, paired with a source that breaks it (`bad`) and, where
+the border is fine, one that does not (`good`). `test_rules.py` reads the tree with every rule, and shows that
+every rule bites.
 """
 
 import ast

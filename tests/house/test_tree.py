@@ -1,4 +1,6 @@
-"""Rules about the tree as a whole: tests mirror the source, pages and tables are complete, imports stay light."""
+"""Rules about the tree as a whole: tests mirror the source, pages and tables are complete, imports stay
+light.
+"""
 
 import ast
 import configparser
@@ -20,7 +22,9 @@ HEAVY = ("torch", "transformers", "numpy")
 
 
 def sources_mirrored_by(test: str, known: set[str]) -> list[str]:
-    """The files of `known` that the test file `test` may be about: `test_ring.py` and `test_ring_causal.py` mirror `ring.py`."""
+    """The files of `known` that the test file `test` may be about: `test_ring.py` and `test_ring_causal.py`
+    mirror `ring.py`.
+    """
     path = PurePosixPath(test)
     folder = path.parent.relative_to("tests").as_posix()
     folder = "" if folder == "." else f"{folder}/"
@@ -61,7 +65,9 @@ def test_a_test_file_without_a_source_is_noticed():
 
 
 def open_moves(moves: Mapping[tuple[str, str], str], adjoint: Mapping[str, str]) -> list[str]:
-    """What keeps a table of moves from being closed under adjoint: letters that are no involution, moves without a backward."""
+    """What keeps a table of moves from being closed under adjoint: letters that are no involution, moves
+    without a backward.
+    """
     odd = [
         f"adjoint(adjoint({letter})) is not {letter}"
         for letter in adjoint
@@ -92,7 +98,10 @@ def test_every_action_kind_is_described_by_the_essay_of_its_owner():
             kind.owner,
             Finding(
                 1,
-                f"{kind.name} is not described: write `{kind.name}   meaning` as a line of a column, or `{kind.name} (meaning)`",
+                (
+                    f"{kind.name} is not described: write `{kind.name}   meaning` as a line of a "
+                    f"column, or `{kind.name} (meaning)`"
+                ),
             ),
         )
         for kind in kinds(essays())
@@ -113,7 +122,10 @@ def test_the_first_answer_does_not_wait_for_heavy_imports(command: str):
         if command.startswith("import")
         else f"import meshwright.cli; sys.argv = ['meshwright', {command!r}]; meshwright.cli.main()"
     )
-    code = f"import atexit, sys; atexit.register(lambda: print('LOADED', *sorted(set({HEAVY}) & set(sys.modules)))); {shown}"
+    code = (
+        f"import atexit, sys; atexit.register(lambda: print('LOADED', *sorted(set({HEAVY}) & "
+        f"set(sys.modules)))); {shown}"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1"},
@@ -142,7 +154,9 @@ def modules_by_folder() -> dict[str, list[str]]:
 
 
 def test_a_folder_holds_at_most_twelve_modules():
-    crowded = {folder: len(names) for folder, names in modules_by_folder().items() if len(names) > MAX_MODULES}
+    crowded = {
+        folder: len(names) for folder, names in modules_by_folder().items() if len(names) > MAX_MODULES
+    }
     assert not crowded, f"more than {MAX_MODULES} modules: {crowded}"
 
 

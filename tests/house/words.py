@@ -1,4 +1,6 @@
-"""Rules about words that the library does without: state that anybody can change, silent failure, unsafe formats."""
+"""Rules about words that the library does without: state that anybody can change, silent failure, unsafe
+formats.
+"""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -137,7 +139,10 @@ def module_state(source: Source) -> Iterator[Finding]:
         ):
             yield Finding(
                 node.lineno,
-                f"{', '.join(names)} is a mutable value of the module: a constant has a NAME_LIKE_THIS and stays",
+                (
+                    f"{', '.join(names)} is a mutable value of the module: a constant has a "
+                    f"NAME_LIKE_THIS and stays"
+                ),
             )
 
 

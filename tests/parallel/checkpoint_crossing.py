@@ -16,7 +16,9 @@ Found = tuple[dict[str, torch.Tensor], float]
 
 
 def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> None:
-    """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same losses afterwards."""
+    """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same
+    losses afterwards.
+    """
     (parameters, losses), *_ = run_on_threads(
         lambda world: _played(world, reading, saved, None, folder), saved.mesh
     )
@@ -30,7 +32,9 @@ def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> N
 def _played(
     world: World, reading: AnalyzedModel, plan: Plan, folder: Path | None, into: Path | None
 ) -> Found:
-    """The parameters after what is in `folder`, or after two steps, saved into `into` then; and two more losses."""
+    """The parameters after what is in `folder`, or after two steps, saved into `into` then; and two more
+    losses.
+    """
     with parallelize(reading, plan, world=world) as engine:
         if folder is not None:
             engine.load(folder)

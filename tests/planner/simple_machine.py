@@ -1,4 +1,6 @@
-"""Grounds that are easy to reckon with: a device that does so much per second, and links of so many bytes per second."""
+"""Grounds that are easy to reckon with: a device that does so much per second, and links of so many bytes per
+second.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +13,8 @@ from meshwright.planner.program_cost.device_time import ExecutionTarget
 
 @dataclass(frozen=True)
 class Even:
-    """FLOP/s of products and of attention, bytes/s of the rest, 0: no time; `rich_s` for a number of core.work.RICH.
+    """FLOP/s of products and of attention, bytes/s of the rest, 0: no time; `rich_s` for a number of
+    core.work.RICH.
 
     Of several that meet the last is behind by `late` of what they did, for each one more than one.
     """

@@ -9,13 +9,13 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.report.terminal.memory_table import held_nbytes
-from meshwright.report.terminal.plan_table import plan_words
+from meshwright.report.terminal.memory_table import state_nbytes_by_role
+from meshwright.report.terminal.plan_table import plan_summary
 from meshwright.run.config.config_file import PlanRequest, write_request
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
 
 READING = reading_of()
@@ -37,12 +37,12 @@ def course(
     plan = replace(plan_of(READING, ranks, strategies, micro_batch=2, job=job), run=run)
     mesh = {axis: plan.mesh.size(axis) for axis in AXES}
     write_request(PlanRequest(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
-    write_run_info(plan, plan_words(plan), held_nbytes(plan), torch.device("cpu"))
+    write_run_info(plan, plan_summary(plan), state_nbytes_by_role(plan), torch.device("cpu"))
 
     def rank(world):
         player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
         train_loop(player, plan, feed, world, lambda: False)
         player.close()
 
-    on_threads(rank, plan.mesh)
+    run_on_threads(rank, plan.mesh)
     return folder

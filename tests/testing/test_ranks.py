@@ -12,7 +12,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, RankFailure, on_threads
+from meshwright.testing.ranks import ProcessPool, RankFailure, run_on_threads
 
 RING = Mesh(dp_shard=3)
 
@@ -50,13 +50,13 @@ def hang_on_rank_one(world: World) -> None:
 
 
 def test_threads_return_results_in_rank_order() -> None:
-    results = on_threads(rank_and_sum, RING)
+    results = run_on_threads(rank_and_sum, RING)
     assert [rank for rank, _ in results] == [0, 1, 2]
     assert all(torch.equal(total, torch.full((2,), 6.0)) for _, total in results)
 
 
 def test_ranks_on_threads_use_one_torch_thread_each() -> None:
-    assert on_threads(lambda world: torch.get_num_threads(), RING) == [1, 1, 1]
+    assert run_on_threads(lambda world: torch.get_num_threads(), RING) == [1, 1, 1]
 
 
 def test_tensors_survive_the_way_to_a_process_and_back(process_pool: ProcessPool) -> None:
@@ -69,7 +69,7 @@ def test_tensors_survive_the_way_to_a_process_and_back(process_pool: ProcessPool
 
 def test_first_failure_on_threads_is_raised_with_its_own_traceback() -> None:
     with pytest.raises(KeyError, match="no such batch") as caught:
-        on_threads(fail_on_rank_one, RING)
+        run_on_threads(fail_on_rank_one, RING)
     assert any(entry.name == "fail_on_rank_one" for entry in caught.traceback)
     assert caught.value.__notes__ == ["raised on rank 1 of 3 (dp_shard 3)"]
 
@@ -84,7 +84,7 @@ def test_a_rank_that_ignores_a_failure_is_named_in_a_note() -> None:
             release.wait()
 
     with pytest.raises(RuntimeError, match="broken") as caught:
-        on_threads(body, RING, timeout_s=1.0)
+        run_on_threads(body, RING, timeout_s=1.0)
     release.set()
     assert caught.value.__notes__[1].startswith("ranks [2] were still running 1 s later")
 
@@ -97,7 +97,7 @@ def test_a_caught_collective_error_is_not_a_failure_of_the_rank() -> None:
             rank_and_sum(world)
         return "caught"
 
-    assert on_threads(body, RING) == ["caught", "caught", "left"]
+    assert run_on_threads(body, RING) == ["caught", "caught", "left"]
 
 
 def test_processes_return_results_in_rank_order(process_pool: ProcessPool) -> None:
@@ -117,7 +117,11 @@ def test_a_failing_rank_is_reported_first_and_workers_stay(process_pool: Process
     before = process_pool.run(worker_pid, RING)
     with pytest.raises(
         RankFailure,
-        match=r"(?s)^rank 1 of 3 \(dp_shard 3\) failed first.*KeyError: 'no such batch'\nthen rank [02]: .*did not complete",
+        match=(
+            r"(?s)^rank 1 of 3 \(dp_shard 3\) failed first.*KeyError: 'no such batch'\nthen "
+            r"rank "
+            r"[02]: .*did not complete"
+        ),
     ):
         process_pool.run(fail_on_rank_one, RING)
     assert process_pool.run(worker_pid, RING) == before

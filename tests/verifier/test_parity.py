@@ -1,4 +1,6 @@
-"""What is sent for rows of another length than the plan's is what the program of such rows states, and no other number passes."""
+"""What is sent for rows of another length than the plan's is what the program of such rows states, and no
+other number passes.
+"""
 
 from dataclasses import replace
 
@@ -32,7 +34,9 @@ PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 
 
 def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, list[RankReport]]:
-    """A comparison in which each step has rows of another length, and the last one fewer of them; and what its ranks report."""
+    """A comparison in which each step has rows of another length, and the last one fewer of them; and what
+    its ranks report.
+    """
     steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
     reading, plan = planned(llama(), mesh, strategies, micro=2)

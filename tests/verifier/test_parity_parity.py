@@ -1,4 +1,6 @@
-"""When a comparison passes, and when it must not: at the tolerance, with NaN, with parts missing, with unplanned messages."""
+"""When a comparison passes, and when it must not: at the tolerance, with NaN, with parts missing, with
+unplanned messages.
+"""
 
 import json
 from collections.abc import Callable
@@ -59,12 +61,17 @@ def held_against(case: ParityCase, change: Change, steps: int = 2) -> Verdict:
     """The verdict when one device is said to have computed something else."""
     reference = change(run_reference(case, steps))
     return make_verdict(
-        case, run_on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh), "threads", {}
+        case,
+        run_on_threads(lambda world: compare_rank(case, world, reference), case.plan.mesh),
+        "threads",
+        {},
     )
 
 
 def nudged(table: str, name: str, share: float, step: int = 1) -> Change:
-    """A reference whose tensor `name` is off by `share` of the largest magnitude in its block, in one element."""
+    """A reference whose tensor `name` is off by `share` of the largest magnitude in its block, in one
+    element.
+    """
 
     def change(reference: Reference) -> Reference:
         values = reference.initial_values if table == "initial" else vars(reference.steps[step])[table]
@@ -259,7 +266,10 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
     ids=["one less", "one more", "bytes", "order", "axes", "algorithm", "collective"],
 )
 def test_messages_that_the_program_does_not_state_do_not_pass(
-    case: ParityCase, reports: list[RankReport], change: Callable[[list[LedgerEntry]], list[LedgerEntry]], said: str
+    case: ParityCase,
+    reports: list[RankReport],
+    change: Callable[[list[LedgerEntry]], list[LedgerEntry]],
+    said: str,
 ):
     verdict = make_verdict(
         case, [*reports[:2], replace(reports[2], sent_entries=change(reports[2].sent_entries))], "threads", {}

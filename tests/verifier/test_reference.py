@@ -1,4 +1,6 @@
-"""The reference is an ordinary PyTorch loop: held here against one written out by hand, with no engine anywhere near."""
+"""The reference is an ordinary PyTorch loop: held here against one written out by hand, with no engine
+anywhere near.
+"""
 
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job
 def by_hand(
     case: ParityCase, steps: int, *, lr: float, decay: float, momentum: float, clip: float
 ) -> list[dict[str, torch.Tensor]]:
-    """SGD with momentum as its formula says (torch adds 1e-6 to the norm that clips): the parameters after each step."""
+    """SGD with momentum as its formula says (torch adds 1e-6 to the norm that clips): the parameters after
+    each step.
+    """
     module = case.make_trained_module().module
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}

@@ -50,7 +50,9 @@ def told(reading: mw.AnalyzedModel, act: Callable[..., object]) -> list[str]:
 
 
 def broken(reading: mw.AnalyzedModel, name: str, **changes: object) -> list[str]:
-    """What is wrong with rank 1 of 3 when the program states something else of action `name` than what is done."""
+    """What is wrong with rank 1 of 3 when the program states something else of action `name` than what is
+    done.
+    """
     plan = plan_of(reading, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)))
 
     def change(actions: list[Action]) -> list[Action]:

@@ -140,7 +140,9 @@ def _admit_ranks(store: dist.Store, world: int, wait: _RendezvousWait) -> str:
         for rank in sorted(missing):
             if store.check([f"here/{word}/{rank}"]):
                 missing.discard(rank)
-            elif store.check([f"come/{rank}"]) and (number := store.get(f"come/{rank}")) != answered.get(rank):
+            elif store.check([f"come/{rank}"]) and (number := store.get(f"come/{rank}")) != answered.get(
+                rank
+            ):
                 store.set(f"go/{number.decode()}", word)
                 answered[rank] = number
         if missing:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from meshwright.comm.backends.fake import FakeGroup
 from meshwright.comm.backends.process_group import TorchGroup
-from meshwright.comm.collectives.announce import ordered_axes, format_ranks, member_ranks
+from meshwright.comm.collectives.announce import format_ranks, member_ranks, ordered_axes
 from meshwright.comm.collectives.group import Group, Ledger, World
 from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
 from meshwright.comm.shared_memory.group import SharedMemoryGroup
@@ -27,7 +27,9 @@ from meshwright.plan.job.errors import CollectiveError, PlanError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
-BACKEND_TIMEOUT_MARGIN_S = 60.0  # by which a backend is more patient than we are, so that it is we who say what happened
+BACKEND_TIMEOUT_MARGIN_S = (
+    60.0  # by which a backend is more patient than we are, so that it is we who say what happened
+)
 STORE_LINGER_S = 2.0  # for others to read the last words in a store that this process keeps
 POLL_S = 0.01
 
@@ -120,7 +122,9 @@ class TorchWorld(World):
             gloo_group.is_single_host = gloo_group.size > 2 and on_one_host(process_group, gloo_group.size)
             return gloo_group
         try:
-            segment = share_segment(process_group, gloo_group.ranks, self.rank, num_on_host=self.mesh.world_size)
+            segment = share_segment(
+                process_group, gloo_group.ranks, self.rank, num_on_host=self.mesh.world_size
+            )
         except CannotShareMemory as apart:
             gloo_group.is_single_host = not apart.is_expected
             level = logging.INFO if apart.is_expected else logging.WARNING
@@ -141,7 +145,11 @@ class TorchWorld(World):
         self, axes: tuple[str, ...], among: tuple[int, ...], ranks: tuple[int, ...]
     ) -> dist.ProcessGroup | None:
         everyone = dist.group.WORLD
-        if everyone is not None and len(ranks) == self.mesh.world_size > 1 and not (self.serializes_p2p and among):
+        if (
+            everyone is not None
+            and len(ranks) == self.mesh.world_size > 1
+            and not (self.serializes_p2p and among)
+        ):
             return everyone
         size = len(among) or self.mesh.group_size(axes)
         if size > 1 and ranks not in self._process_groups:
@@ -203,7 +211,13 @@ def init_world(
         raise _rendezvous_error(rank, mesh.world_size, timeout_s, f" ({error})") from error
     try:
         world = TorchWorld(
-            mesh, rank, device, store=store, limits=limits, check_collectives=check_collectives, shared_memory=shared_memory
+            mesh,
+            rank,
+            device,
+            store=store,
+            limits=limits,
+            check_collectives=check_collectives,
+            shared_memory=shared_memory,
         )
         try:
             yield world
@@ -213,7 +227,9 @@ def init_world(
         except BaseException as error:
             world.abort(error)
             if rank == 0 and endpoint is not None and not endpoint.has_external_store:
-                time.sleep(STORE_LINGER_S)  # this process keeps the store in which the others read what happened
+                time.sleep(
+                    STORE_LINGER_S
+                )  # this process keeps the store in which the others read what happened
             raise
         finally:
             world.close()

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 import meshwright
-from meshwright.comm.algorithms import PLAIN
+from meshwright.comm.algorithms import FLAT_ALGORITHMS
 from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.network_fit import with_fit
@@ -195,7 +195,7 @@ def write_page(cluster: Cluster, path: Path) -> None:
 def _measured(
     rank_env: RankEnv, request: NetworkBenchRequest, per_host: int
 ) -> tuple[list[AllReduceTiming], str]:
-    names = [str(each) for each in PLAIN if each.refusal(rank_env.world) is None]
+    names = [str(each) for each in FLAT_ALGORITHMS if each.refusal(rank_env.world) is None]
     if per_host and HierarchicalAllReduce(per_host).refusal(rank_env.world) is None:
         names.append(str(HierarchicalAllReduce(per_host)))
     with join_world(rank_env, Mesh(dp_replicate=rank_env.world)) as world:

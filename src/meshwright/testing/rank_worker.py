@@ -24,11 +24,11 @@ from threading import Thread
 
 import torch
 
-from meshwright.comm.rendezvous import Meeting
-from meshwright.comm.world import rendezvous
+from meshwright.comm.rendezvous import RendezvousEndpoint
+from meshwright.comm.world import init_world
 from meshwright.plan.sharding.mesh import Mesh
 
-COLLECTIVE_SHARE = (
+COLLECTIVE_TIME_FRACTION = (
     0.8  # of the time of a call: a stuck collective gives up first, because its message names the action
 )
 
@@ -37,13 +37,13 @@ CLONE_NEWNET = 0x40000000  # of setns(2): the network only
 
 
 @dataclass(frozen=True)
-class Seat:
+class NetworkLocation:
     """Where in the network a worker sits: on `interface` of a network namespace, which stands for a host."""
 
     namespace: Path
     interface: str
 
-    def take(self) -> None:
+    def enter(self) -> None:
         """Move the calling thread, and the threads that it starts from now on, into the namespace; have gloo listen there.
 
         Raises OSError when there is no such namespace, or this process may not enter it.
@@ -59,7 +59,7 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """One rank's part of a call: `fn(world, *args)`. The ranks meet at `meeting`, or at a file in `folder`, which is empty.
 
     Where they can, they use `shared` memory.
@@ -71,25 +71,25 @@ class Task:
     rank: int
     folder: Path
     timeout_s: float
-    meeting: Meeting | None = None
-    shared: bool = True
+    endpoint: RendezvousEndpoint | None = None
+    shared_memory: bool = True
 
     @property
-    def stack(self) -> Path:
+    def stack_file(self) -> Path:
         """The file that says where this rank stood when it crashed or was aborted."""
         return self.folder / f"stack_{self.rank}.txt"
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankResult:
     """What came of a task: the result, or the traceback as text and the moment of the failure on the host's clock."""
 
     result: object = None
     error: str = ""
-    failed_at: float = 0.0
+    failed_at_s: float = 0.0
 
 
-class _ByValue(ForkingPickler):
+class _CopyingPickler(ForkingPickler):
     """multiprocessing's own transport, with tensors as bytes: shared memory would tie the result to the worker's life."""
 
     def __init__(self, file: BytesIO) -> None:
@@ -97,25 +97,25 @@ class _ByValue(ForkingPickler):
         self.dispatch_table = dict(copyreg.dispatch_table)  # without those that torch has added for tensors
 
 
-def by_value(message: Task | Answer) -> memoryview:
+def serialize(message: RankTask | RankResult) -> memoryview:
     """`message` as bytes for `Connection.send_bytes`; the other end reads it with `recv`."""
     buffer = BytesIO()
-    _ByValue(buffer).dump(message)
+    _CopyingPickler(buffer).dump(message)
     return buffer.getbuffer()
 
 
-def serve(connection: Connection, seat: Seat | None = None) -> None:
+def serve_tasks(connection: Connection, location: NetworkLocation | None = None) -> None:
     """Play tasks from `connection` until it closes, on `seat`, or on loopback. Sends one empty answer first: ready."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # an interrupt at the terminal reaches the parent, which ends its workers
     torch.set_num_threads(1)
-    if seat is not None:
-        seat.take()
+    if location is not None:
+        location.enter()
     else:
         _listen_on_loopback()
     Thread(target=_exit_with_parent, daemon=True).start()
-    connection.send_bytes(by_value(Answer()))
+    connection.send_bytes(serialize(RankResult()))
     while True:
         try:
             task = connection.recv()
@@ -126,35 +126,37 @@ def serve(connection: Connection, seat: Seat | None = None) -> None:
                 "The function of a pool stands at the top level of a module that a new process can import"
             )
             connection.send_bytes(
-                by_value(Answer(error=traceback.format_exc() + repair, failed_at=time.monotonic()))
+                serialize(RankResult(error=traceback.format_exc() + repair, failed_at_s=time.monotonic()))
             )
             continue
-        connection.send_bytes(_play(task))
+        connection.send_bytes(_run_task(task))
 
 
-def _play(task: Task) -> memoryview:
+def _run_task(task: RankTask) -> memoryview:
     failed_at = 0.0
-    with task.stack.open("w") as stack:
+    with task.stack_file.open("w") as stack:
         faulthandler.enable(stack)
         try:
-            path = None if task.meeting is not None else task.folder / "store"
-            limit_s = COLLECTIVE_SHARE * task.timeout_s
-            with rendezvous(
+            path = None if task.endpoint is not None else task.folder / "store"
+            limit_s = COLLECTIVE_TIME_FRACTION * task.timeout_s
+            with init_world(
                 task.mesh,
                 task.rank,
                 store_path=path,
-                meeting=task.meeting,
+                endpoint=task.endpoint,
                 timeout_s=limit_s,
-                shared=task.shared,
+                shared_memory=task.shared_memory,
             ) as world:
                 try:
                     result = task.fn(world, *task.args)
                 except BaseException:
                     failed_at = time.monotonic()  # before the sockets close, which fails the peers too
                     raise
-            return by_value(Answer(result))
+            return serialize(RankResult(result))
         except BaseException:
-            return by_value(Answer(error=traceback.format_exc(), failed_at=failed_at or time.monotonic()))
+            return serialize(
+                RankResult(error=traceback.format_exc(), failed_at_s=failed_at or time.monotonic())
+            )
         finally:
             faulthandler.disable()
 

@@ -29,18 +29,18 @@ from typing import Self, TypeVar, cast
 
 import torch
 
-from meshwright.comm.backends.threads import ThreadHub, ThreadWorld
+from meshwright.comm.backends.threads import ThreadBackend, ThreadWorld
 from meshwright.comm.collectives.group import World
-from meshwright.comm.rendezvous import Meeting
+from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.rank_worker import Answer, Seat, Task, by_value, serve
+from meshwright.testing.rank_worker import NetworkLocation, RankResult, RankTask, serialize, serve_tasks
 
 Result = TypeVar("Result")
 
-START_S = 120.0  # for a worker to import torch
+START_TIMEOUT_S = 120.0  # for a worker to import torch
 GRACE_S = 5.0  # for the other ranks to notice that one has failed
-EXIT_S = 10.0  # for a worker to exit
+EXIT_TIMEOUT_S = 10.0  # for a worker to exit
 DIED, HUNG = (
     float("-inf"),
     float("inf"),
@@ -51,13 +51,13 @@ class RankFailure(RuntimeError):
     """A rank of a `ProcessPool` failed, hung or died. The message names the first one and shows where it stood."""
 
 
-def on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.0) -> list[Result]:
+def run_on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.0) -> list[Result]:
     """The results of `fn(world)` on all ranks of `mesh`, in rank order; each rank is a thread, with one torch thread.
 
     `timeout_s` bounds every wait for a peer and, once a rank has failed, the wait for the others to end.
     Raises what the first rank that failed raised, with a note that says which rank it was.
     """
-    hub = ThreadHub(mesh, timeout_s)
+    hub = ThreadBackend(mesh, timeout_s)
     results: dict[int, Result] = {}
     errors: dict[int, BaseException] = {}
     ended: SimpleQueue[int] = SimpleQueue()
@@ -89,11 +89,13 @@ def on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.
     finally:
         torch.set_num_threads(torch_threads)
     if errors:
-        raise _first(errors, hub, still_running=list(threads))
+        raise _first_error(errors, hub, still_running=list(threads))
     return [results[rank] for rank in range(mesh.world_size)]
 
 
-def _first(errors: dict[int, BaseException], hub: ThreadHub, still_running: list[int]) -> BaseException:
+def _first_error(
+    errors: dict[int, BaseException], hub: ThreadBackend, still_running: list[int]
+) -> BaseException:
     culprit = hub.failure[0] if hub.failure is not None else -1
     rank = culprit if culprit in errors else next(iter(errors))
     errors[rank].add_note(f"raised on rank {rank} of {hub.mesh.world_size} ({hub.mesh})")
@@ -112,7 +114,7 @@ class _Worker:
     def stop(self) -> None:
         """End the process, by force when it is not idle."""
         self.connection.close()  # an idle worker reads the end of the pipe and returns
-        self.process.join(EXIT_S)
+        self.process.join(EXIT_TIMEOUT_S)
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -121,7 +123,7 @@ class _Worker:
         """End the process at once; where it stood, in words."""
         if self.process.pid is not None and self.process.is_alive():
             os.kill(self.process.pid, signal.SIGABRT)  # the worker's fault handler writes the stack
-        self.process.join(EXIT_S)
+        self.process.join(EXIT_TIMEOUT_S)
         return f"It was here:\n{stack.read_text()}" if stack.exists() else "It had not begun"
 
 
@@ -132,9 +134,11 @@ class ProcessPool:
     over gloo alone; else through memory (comm/shared), which is faster.
     """
 
-    def __init__(self, max_ranks: int = 4, seats: Sequence[Seat] = (), *, shared: bool = True) -> None:
-        self.max_ranks, self.shared = max_ranks, shared
-        self._seats = dict(enumerate(seats))
+    def __init__(
+        self, max_ranks: int = 4, locations: Sequence[NetworkLocation] = (), *, shared_memory: bool = True
+    ) -> None:
+        self.max_ranks, self.shared_memory = max_ranks, shared_memory
+        self._locations = dict(enumerate(locations))
         self._workers: dict[int, _Worker] = {}  # by rank
 
     def run(
@@ -143,7 +147,7 @@ class ProcessPool:
         mesh: Mesh,
         *args: object,
         timeout_s: float = 60.0,
-        meeting: Meeting | None = None,
+        endpoint: RendezvousEndpoint | None = None,
     ) -> list[Result]:
         """The results of `fn(world, *args)` on all ranks of `mesh`, in rank order, each rank a gloo process.
 
@@ -159,11 +163,11 @@ class ProcessPool:
             )
         with TemporaryDirectory(prefix="meshwright-") as folder:
             tasks = [
-                Task(fn, args, mesh, rank, Path(folder), timeout_s, meeting, self.shared)
+                RankTask(fn, args, mesh, rank, Path(folder), timeout_s, endpoint, self.shared_memory)
                 for rank in range(mesh.world_size)
             ]
             try:
-                messages = [by_value(task) for task in tasks]
+                messages = [serialize(task) for task in tasks]
             except Exception as error:
                 text = f"{fn} and its arguments cannot be copied to another process ({error})"
                 raise ValueError(
@@ -175,7 +179,7 @@ class ProcessPool:
             answers = self._collect(tasks)
         failed = {rank: answer for rank, answer in answers.items() if answer.error}
         if failed:
-            raise RankFailure(_report(failed, mesh, timeout_s))
+            raise RankFailure(_failure_text(failed, mesh, timeout_s))
         return cast(list[Result], [answers[rank].result for rank in range(mesh.world_size)])
 
     def close(self) -> None:
@@ -200,25 +204,27 @@ class ProcessPool:
         fresh = [rank for rank in range(count) if rank not in self._workers]
         for rank in fresh:
             here, there = context.Pipe()
-            process = context.Process(target=serve, args=(there, self._seats.get(rank)), daemon=True)
+            process = context.Process(
+                target=serve_tasks, args=(there, self._locations.get(rank)), daemon=True
+            )
             process.start()
             there.close()  # now the death of the worker ends the pipe
             self._workers[rank] = _Worker(process, here)
         for rank in fresh:
             connection = self._workers[rank].connection
             try:
-                ready = connection.poll(START_S) and connection.recv()
+                ready = connection.poll(START_TIMEOUT_S) and connection.recv()
             except EOFError:
                 ready = None
             if not ready:
                 self.close()
-                text = f"a worker died as it started, or was not ready after {START_S:g} s"
+                text = f"a worker died as it started, or was not ready after {START_TIMEOUT_S:g} s"
                 raise RankFailure(
                     f"{text}. Read what it printed; a script that uses a pool needs `if __name__ == '__main__':`"
                 )
 
-    def _collect(self, tasks: list[Task]) -> dict[int, Answer]:
-        answers: dict[int, Answer] = {}
+    def _collect(self, tasks: list[RankTask]) -> dict[int, RankResult]:
+        answers: dict[int, RankResult] = {}
         busy = {self._workers[task.rank].connection: (task.rank, self._workers[task.rank]) for task in tasks}
         deadline = time.monotonic() + tasks[0].timeout_s + GRACE_S
         try:
@@ -228,16 +234,16 @@ class ProcessPool:
                     try:
                         answers[rank] = connection.recv()
                     except (EOFError, OSError):
-                        where = worker.abort(tasks[rank].stack)
-                        answers[rank] = Answer(
+                        where = worker.abort(tasks[rank].stack_file)
+                        answers[rank] = RankResult(
                             error=f"the process died with exit code {worker.process.exitcode}. {where}",
-                            failed_at=DIED,
+                            failed_at_s=DIED,
                         )
                     if answers[rank].error:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
             for rank, worker in busy.values():
-                answers[rank] = Answer(
-                    error=f"had not ended. {worker.abort(tasks[rank].stack)}", failed_at=HUNG
+                answers[rank] = RankResult(
+                    error=f"had not ended. {worker.abort(tasks[rank].stack_file)}", failed_at_s=HUNG
                 )
         finally:
             for rank, _ in busy.values():
@@ -250,13 +256,15 @@ class ProcessPool:
         worker.stop()
 
 
-def _report(failed: dict[int, Answer], mesh: Mesh, timeout_s: float) -> str:
-    first, *others = sorted(failed, key=lambda rank: (failed[rank].failed_at, rank))
+def _failure_text(failed: dict[int, RankResult], mesh: Mesh, timeout_s: float) -> str:
+    first, *others = sorted(failed, key=lambda rank: (failed[rank].failed_at_s, rank))
     lines = [
         f"rank {first} of {mesh.world_size} ({mesh}) failed first (a call may last {timeout_s:g} s):",
         failed[first].error.rstrip(),
     ]
     for rank in others:
         text = failed[rank].error.rstrip()
-        lines.append(f"then rank {rank}: {text if failed[rank].failed_at == HUNG else text.splitlines()[-1]}")
+        lines.append(
+            f"then rank {rank}: {text if failed[rank].failed_at_s == HUNG else text.splitlines()[-1]}"
+        )
     return "\n".join(lines)

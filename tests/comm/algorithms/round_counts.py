@@ -2,16 +2,16 @@
 
 from fractions import Fraction
 
-from meshwright.comm.algorithms import PLAIN, named
-from meshwright.comm.algorithms.schedule import Algorithm, length
+from meshwright.comm.algorithms import FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, piece_numel
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16)
-HOSTS = tuple(named(f"hierarchical/{per_host}") for per_host in (2, 3, 4, 8))
+HOSTS = tuple(get_algorithm(f"hierarchical/{per_host}") for per_host in (2, 3, 4, 8))
 
 
-def fitting(size: int) -> list[Algorithm]:
+def fitting(size: int) -> list[AllReduceAlgorithm]:
     """Every algorithm that runs among `size` ranks."""
-    return [algorithm for algorithm in (*PLAIN, *HOSTS) if algorithm.refusal(size) is None]
+    return [algorithm for algorithm in (*FLAT_ALGORITHMS, *HOSTS) if algorithm.refusal(size) is None]
 
 
 CASES = [(algorithm, size) for size in SIZES for algorithm in fitting(size)]
@@ -22,14 +22,14 @@ def numels(size: int) -> list[int]:
     return [0, 1, 2, size - 1, size, size + 1, 101, 12 * size]
 
 
-def counted(algorithm: Algorithm, size: int, index: int, numel: int) -> int:
+def counted(algorithm: AllReduceAlgorithm, size: int, index: int, numel: int) -> int:
     """The elements of all parcels that the rank at `index` sends."""
     num = algorithm.num_pieces(size)
     parcels = [parcel for each in algorithm.rounds(size, index) for parcel in each.sends]
-    return sum(length(numel, num, piece) for parcel in parcels for piece in parcel.pieces)
+    return sum(piece_numel(numel, num, piece) for parcel in parcels for piece in parcel.pieces)
 
 
-def port_time(algorithm: Algorithm, size: int) -> tuple[int, Fraction]:
+def port_time(algorithm: AllReduceAlgorithm, size: int) -> tuple[int, Fraction]:
     """Rounds, and S/B units of time: each round lasts as long as the busiest port sends, or receives."""
     num = algorithm.num_pieces(size)
     everyone = [algorithm.rounds(size, index) for index in range(size)]

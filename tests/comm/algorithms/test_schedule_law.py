@@ -6,24 +6,24 @@ from math import ceil, log2
 
 import pytest
 
-from meshwright.comm.algorithms import named
-from meshwright.comm.algorithms.hierarchical import Hierarchical
-from meshwright.comm.algorithms.recursive_doubling import Doubling
-from meshwright.comm.algorithms.recursive_halving import Halving
-from meshwright.comm.algorithms.ring import Ring
+from meshwright.comm.algorithms import get_algorithm
+from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.algorithms.recursive_doubling import RecursiveDoublingAllReduce
+from meshwright.comm.algorithms.recursive_halving import RecursiveHalvingAllReduce
+from meshwright.comm.algorithms.ring import RingAllReduce
 from meshwright.comm.algorithms.schedule import (
-    Algorithm,
-    Parcel,
+    AllReduceAlgorithm,
+    PieceMessage,
     Round,
-    least_and_most,
-    length,
-    sent_elements,
+    cached_num_sent,
+    min_max_sent,
+    piece_numel,
 )
-from meshwright.comm.algorithms.tree import Tree
+from meshwright.comm.algorithms.tree import TreeAllReduce
 from tests.comm.algorithms.round_counts import CASES, SIZES, counted, numels, port_time
 
 
-def textbook(algorithm: Algorithm, n: int) -> tuple[int, Fraction]:
+def textbook(algorithm: AllReduceAlgorithm, n: int) -> tuple[int, Fraction]:
     """Rounds, and S/B units of time, as the lectures have them; powers of two for doubling."""
     up = ceil(log2(n))
     least = Fraction(2 * (n - 1), n)
@@ -50,8 +50,10 @@ def textbook(algorithm: Algorithm, n: int) -> tuple[int, Fraction]:
             return 2 * (g - 1) + 2 * (k - 1), Fraction(2 * (g - 1), g) + Fraction(2 * (k - 1), k * g)
 
 
-def sent_by_the_book(algorithm: Algorithm, n: int, numel: int) -> list[int]:
-    """The elements that each rank sends, of a tensor that divides among n ranks, by another way of counting than num_sent."""
+def sent_by_the_book(algorithm: AllReduceAlgorithm, n: int, numel: int) -> list[int]:
+    """The elements that each rank sends, of a tensor that divides among n ranks, by another way of counting
+    than num_sent.
+    """
     up, least = ceil(log2(n)), 2 * (n - 1) * numel // n
     power = 2 ** int(log2(n))
     match algorithm.name:
@@ -72,23 +74,23 @@ def sent_by_the_book(algorithm: Algorithm, n: int, numel: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_every_rank_has_as_many_rounds_as_the_formula_says(algorithm: Algorithm, size: int):
+def test_every_rank_has_as_many_rounds_as_the_formula_says(algorithm: AllReduceAlgorithm, size: int):
     assert {len(algorithm.rounds(size, index)) for index in range(size)} == {algorithm.num_rounds(size)}
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_every_rank_sends_what_the_formula_says_to_the_element(algorithm: Algorithm, size: int):
+def test_every_rank_sends_what_the_formula_says_to_the_element(algorithm: AllReduceAlgorithm, size: int):
     for numel in numels(size):
         for index in range(size):
             assert counted(algorithm, size, index, numel) == algorithm.num_sent(size, index, numel), (
                 numel,
                 index,
             )
-            assert sent_elements(algorithm, size, index, numel) == counted(algorithm, size, index, numel)
+            assert cached_num_sent(algorithm, size, index, numel) == counted(algorithm, size, index, numel)
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_a_tensor_that_divides_costs_each_rank_the_textbooks_bytes(algorithm: Algorithm, size: int):
+def test_a_tensor_that_divides_costs_each_rank_the_textbooks_bytes(algorithm: AllReduceAlgorithm, size: int):
     numel = 5 * size
     assert [counted(algorithm, size, index, numel) for index in range(size)] == sent_by_the_book(
         algorithm, size, numel
@@ -96,14 +98,14 @@ def test_a_tensor_that_divides_costs_each_rank_the_textbooks_bytes(algorithm: Al
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_rounds_and_time_through_one_port_are_the_textbooks(algorithm: Algorithm, size: int):
+def test_rounds_and_time_through_one_port_are_the_textbooks(algorithm: AllReduceAlgorithm, size: int):
     rounds, time = textbook(algorithm, size)
     assert port_time(algorithm, size) == (rounds, time)
     assert algorithm.seconds(size, 1000, 2.0, 10.0) == pytest.approx(2.0 * rounds + 100 * float(time))
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_what_one_rank_sends_the_other_expects_in_the_same_round(algorithm: Algorithm, size: int):
+def test_what_one_rank_sends_the_other_expects_in_the_same_round(algorithm: AllReduceAlgorithm, size: int):
     everyone = [algorithm.rounds(size, index) for index in range(size)]
     for same_time in zip(*everyone, strict=True):
         sent = {
@@ -121,16 +123,24 @@ def test_what_one_rank_sends_the_other_expects_in_the_same_round(algorithm: Algo
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Ring(), Halving(), Doubling(), Tree(), *map(named, ("naive", "root", "parallel"))], ids=str
+    "algorithm",
+    [
+        RingAllReduce(),
+        RecursiveHalvingAllReduce(),
+        RecursiveDoublingAllReduce(),
+        TreeAllReduce(),
+        *map(get_algorithm, ("naive", "root", "parallel")),
+    ],
+    ids=str,
 )
-def test_a_rank_alone_sends_nothing_in_no_rounds(algorithm: Algorithm):
+def test_a_rank_alone_sends_nothing_in_no_rounds(algorithm: AllReduceAlgorithm):
     assert algorithm.refusal(1) is None
     assert (algorithm.rounds(1, 0), algorithm.num_rounds(1), algorithm.num_sent(1, 0, 7)) == ((), 0, 0)
     assert algorithm.seconds(1, 1000, 1.0, 1.0) == 0
 
 
 def test_hosts_of_one_job_of_one_rank_are_no_fault():
-    hosts = Hierarchical(4)
+    hosts = HierarchicalAllReduce(4)
     assert hosts.refusal(1) is None
     assert (
         hosts.rounds(1, 0),
@@ -143,27 +153,29 @@ def test_hosts_of_one_job_of_one_rank_are_no_fault():
 @pytest.mark.parametrize("size", SIZES)
 def test_pieces_fill_the_tensor_and_differ_by_one_element_at_most(size: int):
     for numel in numels(size):
-        lengths = [length(numel, size, piece) for piece in range(size)]
+        lengths = [piece_numel(numel, size, piece) for piece in range(size)]
         assert sum(lengths) == numel
         assert max(lengths) - min(lengths) <= 1
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_the_busiest_rank_is_found_and_is_the_first_but_for_odd_elements(algorithm: Algorithm, size: int):
+def test_the_busiest_rank_is_found_and_is_the_first_but_for_odd_elements(
+    algorithm: AllReduceAlgorithm, size: int
+):
     for numel in numels(size):
         everyone = [counted(algorithm, size, index, numel) for index in range(size)]
-        assert least_and_most(algorithm, size, numel) == (min(everyone), max(everyone))
+        assert min_max_sent(algorithm, size, numel) == (min(everyone), max(everyone))
         assert max(everyone) - everyone[0] <= algorithm.num_rounds(size)
 
 
 def test_the_busiest_of_a_hundred_thousand_ranks_is_known_without_their_rounds():
-    least, most = least_and_most(Halving(), 100_000, 10**9 + 1)
+    least, most = min_max_sent(RecursiveHalvingAllReduce(), 100_000, 10**9 + 1)
     assert 0 < most - least < 50
     assert most == pytest.approx(2e9, rel=1e-4)
 
 
 @dataclass(frozen=True)
-class Wrong(Algorithm):
+class Wrong(AllReduceAlgorithm):
     """A ring with something changed in every round."""
 
     change: str
@@ -172,27 +184,27 @@ class Wrong(Algorithm):
         return size
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-        rounds = Ring().rounds(size, index)
+        rounds = RingAllReduce().rounds(size, index)
         if self.change == "one round less":
             return rounds[:-1]
         if self.change == "sends to the left":
-            turned = [Parcel((index - 1) % size, each.sends[0].pieces) for each in rounds]
+            turned = [PieceMessage((index - 1) % size, each.sends[0].pieces) for each in rounds]
             return tuple(
-                Round((to,), each.receives, each.adds) for to, each in zip(turned, rounds, strict=True)
+                Round((to,), each.receives, each.accumulate) for to, each in zip(turned, rounds, strict=True)
             )
-        both = [Parcel(each.sends[0].peer, (*each.sends[0].pieces, index)) for each in rounds]
+        both = [PieceMessage(each.sends[0].peer, (*each.sends[0].pieces, index)) for each in rounds]
         return tuple(
-            Round((more,), each.receives, each.adds) for more, each in zip(both, rounds, strict=True)
+            Round((more,), each.receives, each.accumulate) for more, each in zip(both, rounds, strict=True)
         )
 
     def num_rounds(self, size: int) -> int:
-        return Ring().num_rounds(size)
+        return RingAllReduce().num_rounds(size)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
-        return Ring().num_sent(size, index, numel)
+        return RingAllReduce().num_sent(size, index, numel)
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
-        return Ring().seconds(size, nbytes, latency_s, bytes_per_s)
+        return RingAllReduce().seconds(size, nbytes, latency_s, bytes_per_s)
 
 
 LAWS = (

@@ -1,36 +1,40 @@
-"""Rules by message size, as strategies have them: what they pick, how they are written, and what is said of wrong ones."""
+"""Rules by message size, as strategies have them: what they pick, how they are written, and what is said of
+wrong ones.
+"""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm.algorithms import ALGORITHMS, NAMES, named
-from meshwright.comm.algorithms.hierarchical import Hierarchical
-from meshwright.comm.algorithms.size_rule import Rule, faults
+from meshwright.comm.algorithms import ALGORITHMS, ALGORITHM_NAMES, get_algorithm
+from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.algorithms.size_rule import SizeRule, rule_diagnostics
 from meshwright.plan.job.errors import PlanError
 
-WHERE = "strategies.replicate.algorithm"
+WHERE = "strategies.ddp.algorithm"
 TEXT = "doubling <= 64 KiB, tree <= 1 MiB, else hierarchical/2"
 
 
 def said(text: str, size: int = 4) -> list[str]:
     """What is wrong with `text`, without the place, which each fault must name."""
-    found = list(faults(text, size, WHERE))
+    found = list(rule_diagnostics(text, size, WHERE))
     assert all(fault.location == WHERE for fault in found)
     return [str(fault).removeprefix(f"{WHERE}: ").replace("\n  repair", "; repair") for fault in found]
 
 
 def test_a_rule_picks_the_first_algorithm_whose_size_is_not_exceeded():
-    rule = Rule.parse(TEXT)
+    rule = SizeRule.parse(TEXT)
     sizes = (0, 1, 65_536, 65_537, 2**20, 2**20 + 1, 2**40)
-    assert [rule.pick(nbytes) for nbytes in sizes] == ["doubling"] * 3 + ["tree"] * 2 + ["hierarchical/2"] * 2
-    assert rule.names == ("doubling", "tree", "hierarchical/2")
+    assert [rule.algorithm_for(nbytes) for nbytes in sizes] == ["doubling"] * 3 + ["tree"] * 2 + [
+        "hierarchical/2"
+    ] * 2
+    assert rule.algorithm_names == ("doubling", "tree", "hierarchical/2")
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_name_alone_is_a_rule_for_all_sizes(name: str):
-    rule = Rule.parse(name)
-    assert (rule.pick(1), rule.pick(2**40), str(rule)) == (name, name, name)
+    rule = SizeRule.parse(name)
+    assert (rule.algorithm_for(1), rule.algorithm_for(2**40), str(rule)) == (name, name, name)
     assert said(name) == []
 
 
@@ -46,15 +50,15 @@ def test_a_name_alone_is_a_rule_for_all_sizes(name: str):
     ],
 )
 def test_a_rule_is_written_in_one_way(text: str, again: str):
-    assert str(Rule.parse(text)) == again
-    assert Rule.parse(again) == Rule.parse(text)
+    assert str(SizeRule.parse(text)) == again
+    assert SizeRule.parse(again) == SizeRule.parse(text)
 
 
 @given(st.lists(st.integers(1, 2**40), unique=True, max_size=5), st.data())
 def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObject):
     names = st.sampled_from([*ALGORITHMS, "hierarchical/2", "hierarchical/16"])
-    rule = Rule(data.draw(names), tuple((nbytes, data.draw(names)) for nbytes in sorted(sizes)))
-    assert Rule.parse(str(rule)) == rule
+    rule = SizeRule(data.draw(names), tuple((nbytes, data.draw(names)) for nbytes in sorted(sizes)))
+    assert SizeRule.parse(str(rule)) == rule
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,10 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         ("rng", "no all_reduce algorithm 'rng'; repair: did you mean 'ring'?"),
         (
             "xyz",
-            "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, parallel, halving",
+            (
+                "no all_reduce algorithm 'xyz'; repair: choose one of: backend, naive, root, ring, "
+                "parallel, halving"
+            ),
         ),
         ("", "'' is neither an algorithm nor a rule by message size; repair: write an algorithm, or"),
         ("ring halving", "'ring halving' is neither an algorithm nor a rule"),
@@ -90,14 +97,21 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         ("tree <= 1 MiB, else auto", "auto cannot be a part of a rule"),
         (
             "hierarchical",
-            "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is the number of ranks",
+            (
+                "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is "
+                "the "
+                "number of ranks"
+            ),
         ),
         ("hierarchical/0", "repair: write hierarchical/G, where G"),
         ("hierarchicl/4", "repair: did you mean 'hierarchical/4'?"),
         ("ring/4", "repair: write ring alone: only hierarchical takes a number"),
         (
             "auto",
-            "auto needs the measured cost of the links; repair: run `meshwright bench comm`, then name its file: cluster =",
+            (
+                "auto needs the measured cost of the links; repair: run `meshwright bench network`, "
+                "then name its file: cluster ="
+            ),
         ),
     ],
 )
@@ -105,8 +119,10 @@ def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
     (fault,) = said(text)
     assert message in fault
     with pytest.raises(PlanError) as caught:
-        Rule.parse(text, WHERE)
-    assert [str(each) for each in caught.value.diagnostics] == [str(each) for each in faults(text, 4, WHERE)]
+        SizeRule.parse(text, WHERE)
+    assert [str(each) for each in caught.value.diagnostics] == [
+        str(each) for each in rule_diagnostics(text, 4, WHERE)
+    ]
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -122,7 +138,11 @@ def test_all_that_is_wrong_is_said_at_once():
         (
             4,
             6,
-            r"6 ranks are no whole number of hosts with 4 ranks each; repair: write hierarchical/2 or hierarchical/3, or ring",
+            (
+                r"6 ranks are no whole number of hosts with 4 ranks each; repair: write "
+                r"hierarchical/2 "
+                r"or hierarchical/3, or ring"
+            ),
         ),
         (
             8,
@@ -132,17 +152,27 @@ def test_all_that_is_wrong_is_said_at_once():
         (
             2,
             7,
-            r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 ranks have no hosts of equal size",
+            (
+                r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 "
+                r"ranks "
+                r"have no hosts of equal size"
+            ),
         ),
         (
             1,
             4,
-            r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write hierarchical/2, or ring",
+            (
+                r"with 1 of 4 ranks on a host there is nothing to sum inside a host; repair: write "
+                r"hierarchical/2, or ring"
+            ),
         ),
         (
             4,
             4,
-            r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write hierarchical/2, or ring",
+            (
+                r"with 4 of 4 ranks on a host there is nothing to sum between hosts; repair: write "
+                r"hierarchical/2, or ring"
+            ),
         ),
     ],
 )
@@ -158,7 +188,7 @@ def test_hosts_that_fit_are_no_fault_nor_is_a_rank_alone():
 
 
 def test_a_name_with_a_number_is_that_algorithm():
-    assert named("hierarchical/4") == Hierarchical(4)
-    assert str(named("hierarchical/4")) == "hierarchical/4"
-    assert [str(named(name)) for name in ALGORITHMS] == list(ALGORITHMS)
-    assert NAMES[-1] == "hierarchical/G"
+    assert get_algorithm("hierarchical/4") == HierarchicalAllReduce(4)
+    assert str(get_algorithm("hierarchical/4")) == "hierarchical/4"
+    assert [str(get_algorithm(name)) for name in ALGORITHMS] == list(ALGORITHMS)
+    assert ALGORITHM_NAMES[-1] == "hierarchical/G"

@@ -1,4 +1,6 @@
-"""What every rank holds afterwards: the sum, in the same bits everywhere, whatever the algorithm; and the mistakes that show."""
+"""What every rank holds afterwards: the sum, in the same bits everywhere, whatever the algorithm; and the
+mistakes that show.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,16 +10,16 @@ from typing import ClassVar
 import pytest
 import torch
 
-from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.algorithms.direct_exchange import Parallel
-from meshwright.comm.algorithms.ring import Ring
-from meshwright.comm.algorithms.schedule import Algorithm, Parcel, Round
+from meshwright.comm.algorithms import BACKEND, get_algorithm
+from meshwright.comm.algorithms.direct_exchange import DirectExchangeAllReduce
+from meshwright.comm.algorithms.ring import RingAllReduce
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round
 from meshwright.comm.backends import algorithm_player
-from meshwright.comm.backends.algorithm_player import Parcels, play_all
+from meshwright.comm.backends.algorithm_player import PeerTensors, run_all_ranks
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 from tests.comm.algorithms.round_counts import CASES, counted, fitting, numels
 
 WIDE = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
@@ -47,11 +49,11 @@ def close(total: torch.Tensor, summands: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(("algorithm", "size"), CASES, ids=str)
-def test_all_ranks_end_with_the_sum_in_the_same_bits(algorithm: Algorithm, size: int):
+def test_all_ranks_end_with_the_sum_in_the_same_bits(algorithm: AllReduceAlgorithm, size: int):
     for numel in numels(size):
         summands = operands(size, numel)
         totals = [summand.clone() for summand in summands]
-        play_all(algorithm, totals)
+        run_all_ranks(algorithm, totals)
         assert same_bits(totals), numel
         assert close(totals[0], summands), numel
 
@@ -69,7 +71,7 @@ def test_every_dtype_is_summed_on_threads(size: int, dtype: torch.dtype):
             group.all_reduce(totals[-1], action="TEST", algorithm=name).wait()
         return totals
 
-    for name, totals in zip(names, zip(*on_threads(body, Mesh(dp_shard=size)), strict=True), strict=True):
+    for name, totals in zip(names, zip(*run_on_threads(body, Mesh(dp_shard=size)), strict=True), strict=True):
         assert same_bits(list(totals)), name
         assert totals[0].dtype == dtype
         assert close(totals[0], summands), name
@@ -81,9 +83,9 @@ def test_the_ledger_has_what_each_rank_sends(size: int):
         group = world.group(["dp_shard"])
         for algorithm in fitting(size):
             group.all_reduce(torch.zeros(7), action=str(algorithm), algorithm=str(algorithm)).wait()
-        return dict(world.ledger.sent)
+        return dict(world.ledger.sent_nbytes)
 
-    ledgers = on_threads(body, Mesh(dp_shard=size))
+    ledgers = run_on_threads(body, Mesh(dp_shard=size))
     for algorithm in fitting(size):
         if str(algorithm) != BACKEND:
             assert [sent[str(algorithm)] for sent in ledgers] == [
@@ -97,17 +99,17 @@ def test_a_tensor_of_any_contiguous_shape_is_summed_in_place():
         world.group(["dp_shard"]).all_reduce(tensor, algorithm="halving").wait()
         return tensor
 
-    for total in on_threads(body, Mesh(dp_shard=3)):
+    for total in run_on_threads(body, Mesh(dp_shard=3)):
         assert torch.equal(total, torch.full((2, 3, 5), 6.0))
 
 
 @pytest.mark.parametrize("algorithm", fitting(4), ids=str)
-def test_what_is_not_contiguous_is_refused(algorithm: Algorithm):
+def test_what_is_not_contiguous_is_refused(algorithm: AllReduceAlgorithm):
     def body(world: World) -> None:
         world.group(["dp_shard"]).all_reduce(torch.zeros(2, 3).T, algorithm=str(algorithm))
 
     with pytest.raises(ValueError, match=r"not contiguous.*Pass tensor\.contiguous\(\)"):
-        on_threads(body, Mesh(dp_shard=4))
+        run_on_threads(body, Mesh(dp_shard=4))
 
 
 def test_an_algorithm_that_cannot_run_in_a_group_is_refused_with_those_that_can():
@@ -118,7 +120,7 @@ def test_an_algorithm_that_cannot_run_in_a_group_is_refused_with_those_that_can(
         PlanError,
         match=r"(?s)6 ranks are no whole number of hosts with 4 .*write hierarchical/2 or hierarchical/3",
     ):
-        on_threads(body, Mesh(dp_shard=6))
+        run_on_threads(body, Mesh(dp_shard=6))
 
 
 def test_naive_root_and_parallel_sum_in_the_order_of_the_ranks():
@@ -130,7 +132,7 @@ def test_naive_root_and_parallel_sum_in_the_order_of_the_ranks():
     assert set(by_order.values()) == {0.0, 1.0}
     for name in ("naive", "root", "parallel"):
         totals = [summand.clone() for summand in summands]
-        play_all(named(name), totals)
+        run_all_ranks(get_algorithm(name), totals)
         assert [total.item() for total in totals] == [by_order[0, 1, 2]] * 3
 
 
@@ -138,14 +140,14 @@ def test_half_types_that_meet_in_one_round_are_rounded_once():
     summands = [
         torch.tensor([value], dtype=torch.bfloat16) for value in (1.0, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9)
     ]
-    play_all(named("parallel"), summands)
+    run_all_ranks(get_algorithm("parallel"), summands)
     assert [total.item() for total in summands] == [
         1.0 + 2.0**-7
     ] * 5  # one by one, each would be rounded away
 
 
 @dataclass(frozen=True)
-class Turned(Algorithm):
+class Turned(AllReduceAlgorithm):
     """A ring whose pieces go round the wrong way: right among two ranks, and wrong among three."""
 
     name: ClassVar[str] = "turned"
@@ -157,22 +159,22 @@ class Turned(Algorithm):
         right, left = (index + 1) % size, (index - 1) % size
         collect = [
             Round(
-                (Parcel(right, ((index + 1 + step) % size,)),),
-                (Parcel(left, ((index + step) % size,)),),
-                adds=True,
+                (PieceMessage(right, ((index + 1 + step) % size,)),),
+                (PieceMessage(left, ((index + step) % size,)),),
+                accumulate=True,
             )
             for step in range(size - 1)
         ]
-        return (*collect, *Ring().rounds(size, index)[size - 1 :])
+        return (*collect, *RingAllReduce().rounds(size, index)[size - 1 :])
 
     def num_rounds(self, size: int) -> int:
-        return Ring().num_rounds(size)
+        return RingAllReduce().num_rounds(size)
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
-        return Ring().num_sent(size, index, numel)
+        return RingAllReduce().num_sent(size, index, numel)
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
-        return Ring().seconds(size, nbytes, latency_s, bytes_per_s)
+        return RingAllReduce().seconds(size, nbytes, latency_s, bytes_per_s)
 
 
 def test_a_ring_turned_the_wrong_way_passes_at_two_ranks_and_fails_at_three():
@@ -197,7 +199,7 @@ def own_first(ordered: Sum, own: list[torch.Tensor]) -> Sum:
 def test_ranks_that_begin_with_their_own_summand_are_told_by_their_bits(monkeypatch: pytest.MonkeyPatch):
     totals = operands(3, 101)
     monkeypatch.setattr(algorithm_player, "ordered_sum", own_first(algorithm_player.ordered_sum, totals))
-    play_all(Parallel(), totals)
+    run_all_ranks(DirectExchangeAllReduce(), totals)
     assert not same_bits(totals)
 
 
@@ -205,30 +207,34 @@ def test_a_parcel_that_nobody_receives_is_noticed():
     @dataclass(frozen=True)
     class Lost(Turned):
         def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-            return tuple(Round(each.sends, (), each.adds) for each in Ring().rounds(size, index))
+            return tuple(
+                Round(each.sends, (), each.accumulate) for each in RingAllReduce().rounds(size, index)
+            )
 
     with pytest.raises(
         RuntimeError, match=r"turned among 3 ranks: nobody receives what \[\(0, 1\), \(1, 2\), \(2, 0\)\]"
     ):
-        play_all(Lost(), operands(3, 7))
+        run_all_ranks(Lost(), operands(3, 7))
 
 
-def parts(algorithm: Algorithm, size: int, index: int, numel: int) -> list[tuple[Parcels, Parcels]]:
-    return list(algorithm_player.playing(algorithm, size, index, torch.zeros(numel)))
+def parts(
+    algorithm: AllReduceAlgorithm, size: int, index: int, numel: int
+) -> list[tuple[PeerTensors, PeerTensors]]:
+    return list(algorithm_player.run_rounds(algorithm, size, index, torch.zeros(numel)))
 
 
 def test_what_is_put_in_place_arrives_there_and_what_is_added_arrives_beside():
     flat = torch.zeros(9)
     inside = [
         [tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for _, tensor in receives]
-        for _, receives in algorithm_player.playing(Ring(), 3, 1, flat)
+        for _, receives in algorithm_player.run_rounds(RingAllReduce(), 3, 1, flat)
     ]
     assert inside == [[False], [False], [True], [True]]
 
 
 def test_empty_parcels_do_not_travel():
-    assert all(not sends and not receives for sends, receives in parts(Ring(), 4, 2, 0))
-    sent = [sends for index in range(4) for sends, _ in parts(Ring(), 4, index, 1)]
+    assert all(not sends and not receives for sends, receives in parts(RingAllReduce(), 4, 2, 0))
+    sent = [sends for index in range(4) for sends, _ in parts(RingAllReduce(), 4, index, 1)]
     assert (
         sum(map(len, sent)) == 6
     )  # one piece holds the one element: summed in three rounds, handed on in three

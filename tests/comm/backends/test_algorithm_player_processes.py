@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.algorithms.schedule import Algorithm
+from meshwright.comm.algorithms.schedule import AllReduceAlgorithm
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.comm.algorithms.round_counts import counted, fitting
 
 NUMELS = (0, 1, 2, 17, 10_001)
@@ -36,7 +36,7 @@ def test_processes_end_with_the_bits_that_threads_end_with(
     process_pool: ProcessPool, size: int, dtype: torch.dtype
 ):
     mesh = Mesh(dp_shard=size)
-    expected = on_threads(lambda world: summed(world, dtype), mesh)
+    expected = run_on_threads(lambda world: summed(world, dtype), mesh)
     for mine, theirs in zip(process_pool.run(summed, mesh, dtype), expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
@@ -45,11 +45,11 @@ def ledger_of(world: World) -> dict[str, float]:
     group = world.group(["dp_shard"])
     for algorithm in fitting(group.size):
         group.all_reduce(torch.zeros(7), action=str(algorithm), algorithm=str(algorithm)).wait()
-    return dict(world.ledger.sent)
+    return dict(world.ledger.sent_nbytes)
 
 
 def test_the_ledger_of_a_process_has_what_its_rounds_send(process_pool: ProcessPool):
-    def expected(algorithm: Algorithm) -> list[int]:
+    def expected(algorithm: AllReduceAlgorithm) -> list[int]:
         return [4 * counted(algorithm, 4, index, 7) for index in range(4)]
 
     ledgers = process_pool.run(ledger_of, Mesh(dp_shard=4))
@@ -59,7 +59,9 @@ def test_the_ledger_of_a_process_has_what_its_rounds_send(process_pool: ProcessP
 
 
 def under_way_at_once(world: World) -> tuple[list[torch.Tensor], bool]:
-    """The totals of many all-reduces, sends and gathers, all started before the first wait, which comes last to first."""
+    """The totals of many all-reduces, sends and gathers, all started before the first wait, which comes last
+    to first.
+    """
     group, told = world.group(["dp_shard"]), Event()
     names = [str(algorithm) for algorithm in fitting(group.size)] * 2
     totals = [operand(group.index, 1_000 + number) for number in range(len(names))]
@@ -67,10 +69,10 @@ def under_way_at_once(world: World) -> tuple[list[torch.Tensor], bool]:
     right, left = (group.index + 1) % group.size, (group.index - 1) % group.size
     passed = torch.zeros(3)
     works += [
-        group.receive(passed, source=left),
+        group.recv(passed, source=left),
         group.send(torch.full((3,), float(group.index)), target=right),
     ]
-    works[-3].then(told.set)
+    works[-3].add_done_callback(told.set)
     for work in reversed(works):
         work.wait()
     return [*totals, passed], told.wait(30)
@@ -95,7 +97,7 @@ def waited_for_by_nobody(world: World) -> tuple[bool, torch.Tensor]:
     group, over = world.group(["dp_shard"]), Event()
     first, second = operand(group.index, 50), operand(group.index, 60)
     waited, left = group.all_reduce(first, algorithm="ring"), group.all_reduce(second, algorithm="halving")
-    left.then(over.set)
+    left.add_done_callback(over.set)
     waited.wait()
     return over.wait(30), second
 
@@ -107,7 +109,9 @@ def test_what_nobody_waits_for_goes_on_beside(process_pool: ProcessPool):
 
 
 def by_two_names_of_the_same_ranks(world: World) -> list[torch.Tensor]:
-    """The totals of two groups that are the same ranks: each has its own lane, and their messages must not be mixed up."""
+    """The totals of two groups that are the same ranks: each has its own lane, and their messages must not be
+    mixed up.
+    """
     one, other = world.group(["dp_shard"]), world.group(["dp_shard", "tp"])
     totals = [operand(world.rank, 5_000 + number % 2) for number in range(20)]
     works = [

@@ -18,7 +18,7 @@ def test_results_are_those_of_equal_peers() -> None:
     group.all_to_all(arrived, tensor).wait()
     group.broadcast(tensor, source=2).wait()
     passed = torch.empty(6)
-    group.shift(passed, tensor, by=-1).wait()
+    group.shift(passed, tensor, offset=-1).wait()
     assert torch.equal(passed, tensor)
     assert torch.equal(total, 3 * tensor)
     assert torch.equal(gathered, tensor.repeat(3))
@@ -35,7 +35,7 @@ def test_meta_tensors_pass_through_every_collective() -> None:
     group.reduce_scatter(tensor.new_empty(2), tensor).wait()
     group.all_to_all(torch.empty_like(tensor), tensor).wait()
     group.shift(torch.empty_like(tensor), tensor).wait()
-    assert group.ledger.sent[""] == (2 * 24 + 3 * 24 + 24 + 24) * 2 / 3 + 24
+    assert group.ledger.sent_nbytes[""] == (2 * 24 + 3 * 24 + 24 + 24) * 2 / 3 + 24
 
 
 def test_a_rank_of_a_hundred_thousand_sees_its_peers_by_arithmetic() -> None:
@@ -47,12 +47,12 @@ def test_a_rank_of_a_hundred_thousand_sees_its_peers_by_arithmetic() -> None:
     tensor = torch.ones(2)
     world.group(["pp", "dp_shard", "tp"]).all_reduce(tensor, action="REDUCE").wait()
     assert torch.equal(tensor, torch.full((2,), 100_000.0))
-    assert world.ledger.sent["REDUCE"] == 2 * 8 * 99_999 / 100_000
+    assert world.ledger.sent_nbytes["REDUCE"] == 2 * 8 * 99_999 / 100_000
 
 
 def test_an_entry_names_the_dtype_of_what_was_put_in() -> None:
     world = FakeWorld(RING, rank=1)
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     group = world.group(["dp_shard"])
     group.all_reduce(torch.ones(3, dtype=torch.bfloat16), action="HALF").wait()
     group.all_gather(
@@ -66,5 +66,7 @@ def test_an_entry_names_the_dtype_of_what_was_put_in() -> None:
 
 def test_a_result_that_is_there_is_told_at_once() -> None:
     called: list[int] = []
-    FakeWorld(RING, rank=1).group(["dp_shard"]).all_reduce(torch.ones(2)).then(lambda: called.append(1))
+    FakeWorld(RING, rank=1).group(["dp_shard"]).all_reduce(torch.ones(2)).add_done_callback(
+        lambda: called.append(1)
+    )
     assert called == [1]

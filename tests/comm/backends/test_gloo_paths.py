@@ -1,8 +1,10 @@
-"""Sums under way share two pieces of memory, are right in whatever order they are waited for, and steady ones make none."""
+"""Sums under way share two pieces of memory, are right in whatever order they are waited for, and steady ones
+make none.
+"""
 
 import torch
 
-from meshwright.comm.backends.gloo_paths import NUM_MEMORIES, Arrivals
+from meshwright.comm.backends.gloo_paths import NUM_RECEIVE_BUFFERS, ReceiveBuffers
 from meshwright.comm.collectives.group import Work, World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool
@@ -37,12 +39,12 @@ class Noted(Work):
     def wait(self) -> None:
         self.waited += 1
 
-    def then(self, call: object) -> None:
+    def add_done_callback(self, callback: object) -> None:
         raise NotImplementedError("nobody asks")
 
 
 def test_the_oldest_is_waited_for_and_its_memory_is_taken():
-    arrivals, seen, works = Arrivals(), [], []
+    arrivals, seen, works = ReceiveBuffers(), [], []
 
     def issue(arrived: torch.Tensor) -> Work:
         assert [work.waited for work in works[-1:]] in ([], [0]), "the newest still travels"
@@ -56,6 +58,6 @@ def test_the_oldest_is_waited_for_and_its_memory_is_taken():
         *(torch.empty(numel, dtype=torch.float64) for numel in (4, 2, 4, 3)),
     ):
         arrivals.receive(like, issue)
-    assert len({address for address, _, _ in seen}) == NUM_MEMORIES
+    assert len({address for address, _, _ in seen}) == NUM_RECEIVE_BUFFERS
     assert [numel for _, numel, _ in seen] == [8, 8, 4, 2, 4, 3]
     assert [work.waited for work in works] == [1, 1, 1, 1, 0, 0]

@@ -1,4 +1,6 @@
-"""All-gathers over gloo: as broadcasts on one host and between two, gloo's own among more; a late one is asked again."""
+"""All-gathers over gloo: as broadcasts on one host and between two, gloo's own among more; a late one is
+asked again.
+"""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -6,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 
-from meshwright.comm.backends.async_work import _over
-from meshwright.comm.backends.gloo_paths import Handed
+from meshwright.comm.backends.async_work import _completes_within
+from meshwright.comm.backends.gloo_paths import BroadcastWorks
 from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.group import World
 from meshwright.comm.shared_memory import handshake
@@ -41,17 +43,17 @@ class Late:
 
 
 def test_a_work_that_ends_while_its_wait_gives_up_is_over():
-    assert _over(Late(), timedelta(seconds=1))
+    assert _completes_within(Late(), timedelta(seconds=1))
 
 
 def test_its_own_error_is_what_is_raised():
     with pytest.raises(RuntimeError, match="connection reset"):
-        _over(Late("connection reset"), timedelta(seconds=1))
+        _completes_within(Late("connection reset"), timedelta(seconds=1))
 
 
 def test_several_works_are_over_with_the_last_of_them():
     works, told = [Late(), Late(), Late()], []
-    handed = Handed(works)
+    handed = BroadcastWorks(works)
     handed.get_future().add_done_callback(told.append)
     for number, work in enumerate(works):
         assert not told
@@ -65,18 +67,18 @@ def gathered(world: World, near: bool | None) -> tuple[bool, list[float], list[f
     group = world.group(("dp_shard",))
     assert isinstance(group, TorchGroup)
     if near is not None:
-        group.near = near
+        group.is_single_host = near
     mine = torch.arange(3.0) + 10 * world.rank
     apart, inside = torch.empty(3 * group.size), torch.zeros(group.size, 3)
     inside[group.index] = mine
     works = [group.all_gather(apart, mine), group.all_gather(inside, inside[group.index])]
     told: list[str] = []
-    works[0].then(lambda: told.append("came"))
+    works[0].add_done_callback(lambda: told.append("came"))
     for work in reversed(works):
         work.wait()
-    works[0].then(lambda: told.append("is there"))
+    works[0].add_done_callback(lambda: told.append("is there"))
     assert "is there" in told
-    return group.near, apart.tolist(), inside.view(-1).tolist()
+    return group.is_single_host, apart.tolist(), inside.view(-1).tolist()
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -92,17 +94,17 @@ def test_broadcasts_gather_what_gloo_gathers(process_pool: ProcessPool, size: in
 
 def told_apart(world: World) -> bool:
     """Whether a group of three is taken for near when its ranks are on hosts of their own."""
-    before = handshake.host_name
-    handshake.host_name = lambda: f"host {world.rank}"
+    before = handshake.host_id
+    handshake.host_id = lambda: f"host {world.rank}"
     try:
-        other = TorchWorld(world.mesh, world.rank, "cpu", shared=False)
+        other = TorchWorld(world.mesh, world.rank, "cpu", shared_memory=False)
         group = other.group(("dp_shard",))
         assert isinstance(group, TorchGroup)
         group.barrier()
         other.close()
-        return group.near
+        return group.is_single_host
     finally:
-        handshake.host_name = before
+        handshake.host_id = before
 
 
 def test_ranks_on_several_hosts_go_round_gloos_ring(process_pool: ProcessPool):

@@ -1,4 +1,6 @@
-"""NCCL through our interface, as far as one GPU can show it: results of a group of one rank, streams, and no stop of the host."""
+"""NCCL through our interface, as far as one GPU can show it: results of a group of one rank, streams, and no
+stop of the host.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright.comm.backends.process_group import StreamWork, TorchGroup
-from meshwright.comm.collectives.deterministic_sum import SUMMABLE
-from meshwright.comm.world import rendezvous
+from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
+from meshwright.comm.world import init_world
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
 pytestmark = pytest.mark.skipif(
@@ -24,17 +26,17 @@ def group(tmp_path: Path) -> Iterator[TorchGroup]:
     """A group of one rank that does use NCCL: a world would give one that sends nothing."""
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
-    with rendezvous(Mesh(), 0, store_path=tmp_path / "store", backend="nccl", device=device) as world:
+    with init_world(Mesh(), 0, store_path=tmp_path / "store", backend="nccl", device=device) as world:
         everyone = dist.group.WORLD
         assert everyone is not None
-        group = TorchGroup(AXES, (0,), everyone, world, world.lookout)
+        group = TorchGroup(AXES, (0,), everyone, world, world.watchdog)
         group.barrier()  # NCCL makes its connections in the first call
         yield group
         torch.cuda.synchronize()
         group.close()
 
 
-@pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
+@pytest.mark.parametrize("dtype", SUMMABLE_DTYPES, ids=str)
 def test_every_collective_of_one_rank_gives_back_what_it_put_in(
     group: TorchGroup, dtype: torch.dtype
 ) -> None:
@@ -88,7 +90,7 @@ def test_a_collective_comes_after_earlier_kernels_and_before_those_behind_its_wa
 def test_rounds_go_on_beside_the_stream_of_the_computation(group: TorchGroup) -> None:
     work = group.all_reduce(torch.ones(1000, device="cuda"), algorithm="ring")
     streams: list[torch.cuda.Stream] = []
-    work.then(lambda: streams.append(torch.cuda.current_stream()))
+    work.add_done_callback(lambda: streams.append(torch.cuda.current_stream()))
     assert isinstance(work, StreamWork)
     assert streams != [torch.cuda.current_stream()]
     work.wait()

@@ -1,4 +1,6 @@
-"""What collectives cost beside time: the memory that many calls leave behind, and the bytes that really come through sockets."""
+"""What collectives cost beside time: the memory that many calls leave behind, and the bytes that really come
+through sockets.
+"""
 
 import gc
 import os
@@ -13,14 +15,16 @@ import torch.distributed as dist
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.comm.gloo_ranks import over_gloo
 
 BYTES_RECEIVED = 128  # of struct tcp_info: tcpi_bytes_received
 
 
 def growth_of(world: World, repeats: int) -> int:
-    """By how many bytes this process grows in `repeats` all_reduces and all_gathers of 64 KiB, after some to warm up."""
+    """By how many bytes this process grows in `repeats` all_reduces and all_gathers of 64 KiB, after some to
+    warm up.
+    """
     group = world.group(["dp_shard"])
 
     def play(count: int) -> int:
@@ -38,7 +42,7 @@ def growth_of(world: World, repeats: int) -> int:
 def test_many_calls_leave_no_memory_behind(process_pool: ProcessPool) -> None:
     mesh, kept = Mesh(dp_shard=2), 1000 * 3 * 65536  # what would be there if every call kept its tensors
     for growth in (
-        on_threads(lambda world: growth_of(world, 1000), mesh),
+        run_on_threads(lambda world: growth_of(world, 1000), mesh),
         process_pool.run(growth_of, mesh, 1000),
         process_pool.run(over_gloo, mesh, growth_of, 1000),
     ):
@@ -46,7 +50,9 @@ def test_many_calls_leave_no_memory_behind(process_pool: ProcessPool) -> None:
 
 
 def arriving(work: Callable[[], object]) -> int:
-    """The bytes that come to the TCP connections of this process during `work`, as the kernel counts them for each."""
+    """The bytes that come to the TCP connections of this process during `work`, as the kernel counts them for
+    each.
+    """
 
     def received() -> int:
         total = 0
@@ -66,7 +72,9 @@ def arriving(work: Callable[[], object]) -> int:
 
 
 def scattered_sums(world: World) -> tuple[int, int]:
-    """The bytes that come to this rank for a reduce_scatter of ours and for the backend's own, of 3 x 256 KiB."""
+    """The bytes that come to this rank for a reduce_scatter of ours and for the backend's own, of 3 x 256
+    KiB.
+    """
     names = vars(dist)
     native = names["reduce_scatter_single" if "reduce_scatter_single" in names else "reduce_scatter_tensor"]
     group, tensor, output = world.group(["dp_shard"]), torch.ones(3 * 65536), torch.empty(65536)

@@ -6,11 +6,11 @@ from threading import Event
 import pytest
 import torch
 
-from meshwright.comm.backends.threads import ThreadHub, ThreadWorld
+from meshwright.comm.backends.threads import ThreadBackend, ThreadWorld
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 RING = Mesh(dp_shard=3)
 
@@ -25,7 +25,7 @@ def messages(body: Callable[[World], None], mesh: Mesh = RING, timeout_s: float 
             return str(error)
         return ""
 
-    return on_threads(play, mesh, timeout_s)
+    return run_on_threads(play, mesh, timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,11 @@ def test_one_rank_that_raises_releases_the_others_at_once() -> None:
         said[world.rank] = str(caught.value)
 
     with pytest.raises(ArithmeticError, match="a loss of nan"):
-        on_threads(body, RING)
-    reason = "was released from all_reduce of float32 [3] for REDUCE(a): rank 1 failed first, with ArithmeticError: a loss of nan"
+        run_on_threads(body, RING)
+    reason = (
+        "was released from all_reduce of float32 [3] for REDUCE(a): rank 1 failed first, "
+        "with ArithmeticError: a loss of nan"
+    )
     assert said == {0: f"rank 0 {reason}", 2: f"rank 2 {reason}"}
 
 
@@ -140,7 +143,7 @@ def test_a_call_returns_before_the_others_have_come() -> None:
         work.wait()
         return tensor
 
-    assert all(torch.equal(total, torch.full((2,), 6.0)) for total in on_threads(body, RING))
+    assert all(torch.equal(total, torch.full((2,), 6.0)) for total in run_on_threads(body, RING))
 
 
 def test_an_operand_may_be_overwritten_after_the_wait() -> None:
@@ -154,11 +157,11 @@ def test_an_operand_may_be_overwritten_after_the_wait() -> None:
         return torch.stack(outputs)
 
     right = torch.arange(3.0) + 10 * torch.arange(20.0)[:, None]
-    assert all(torch.equal(result, right) for result in on_threads(body, RING))
+    assert all(torch.equal(result, right) for result in run_on_threads(body, RING))
 
 
 def test_the_first_failure_of_a_hub_is_kept() -> None:
-    hub = ThreadHub(RING)
+    hub = ThreadBackend(RING)
     hub.abort(2, ValueError("first"))
     hub.abort(0, ValueError("second"))
     assert hub.failure is not None
@@ -177,14 +180,14 @@ def test_whoever_asks_is_told_when_the_last_rank_has_come() -> None:
                 each.wait()  # the others have asked by now, and nothing has come
             assert order == []
         work = world.group(["dp_shard"]).all_reduce(torch.ones(2))
-        work.then(lambda: order.append("arrived"))
+        work.add_done_callback(lambda: order.append("arrived"))
         order.extend(["asked"] if world.rank < 2 else [])
         if world.rank < 2:
             asked[world.rank].set()
         work.wait()
-        work.then(lambda: order.append("at once"))
+        work.add_done_callback(lambda: order.append("at once"))
         return order
 
-    first, second, last = on_threads(body, RING)
+    first, second, last = run_on_threads(body, RING)
     assert first == second == ["asked", "arrived", "at once"]
     assert last == ["arrived", "at once"]

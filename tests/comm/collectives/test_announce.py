@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.comm.collectives.announce import Call, announce, ordered_axes, overlap, sent_bytes
+from meshwright.comm.collectives.announce import (
+    CollectiveCall,
+    announce,
+    ordered_axes,
+    sent_nbytes,
+    shares_memory,
+)
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import Group
 from meshwright.plan.job.errors import PlanError
@@ -30,7 +36,7 @@ def ring(size: int = 3) -> Group:
     ],
 )
 def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: float) -> None:
-    assert sent_bytes(collective, 12, 3) == sent
+    assert sent_nbytes(collective, 12, 3) == sent
 
 
 @pytest.mark.parametrize(
@@ -48,12 +54,12 @@ def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: flo
     ],
 )
 def test_a_single_rank_sends_nothing(collective: str) -> None:
-    assert sent_bytes(collective, 12, 1) == 0
+    assert sent_nbytes(collective, 12, 1) == 0
 
 
 def test_ledger_books_what_was_issued_for_which_action() -> None:
     group = ring()
-    group.ledger.recording = True
+    group.ledger.is_recording = True
     group.all_reduce(torch.zeros(6), action="REDUCE(a)").wait()
     group.all_gather(torch.zeros(6), torch.zeros(2), action="UNSHARD(a)").wait()
     group.reduce_scatter(torch.zeros(2), torch.zeros(6), action="REDUCE(a)").wait()
@@ -61,7 +67,8 @@ def test_ledger_books_what_was_issued_for_which_action() -> None:
     group.broadcast(torch.zeros(6), source=1, action="INIT").wait()
     group.barrier(action="END")
     entries = [
-        (entry.collective, entry.axes, entry.size, entry.nbytes, entry.sent) for entry in group.ledger.entries
+        (entry.collective, entry.axes, entry.group_size, entry.nbytes, entry.sent_nbytes)
+        for entry in group.ledger.entries
     ]
     assert entries == [
         ("all_reduce", ("dp_shard",), 3, 24, 32),
@@ -71,7 +78,7 @@ def test_ledger_books_what_was_issued_for_which_action() -> None:
         ("broadcast", ("dp_shard",), 3, 24, 24),
         ("barrier", ("dp_shard",), 3, 0, 0),
     ]
-    assert group.ledger.sent == {"REDUCE(a)": 48, "UNSHARD(a)": 16, "INIT": 24, "END": 0}
+    assert group.ledger.sent_nbytes == {"REDUCE(a)": 48, "UNSHARD(a)": 16, "INIT": 24, "END": 0}
 
 
 def test_an_unknown_algorithm_is_refused_with_the_nearest() -> None:
@@ -83,7 +90,7 @@ def test_a_refused_call_is_not_booked() -> None:
     group = ring()
     with pytest.raises(ValueError, match="not contiguous"):
         group.all_reduce(torch.zeros(2, 3).T, action="REDUCE")
-    assert group.ledger.sent == {}
+    assert group.ledger.sent_nbytes == {}
 
 
 def test_tensors_that_do_not_fit_are_refused_with_the_repair() -> None:
@@ -117,7 +124,7 @@ def test_the_whole_tensor_of_a_scatter_or_gather_is_on_the_one_rank_and_nowhere_
         group.gather(three, one)
     with pytest.raises(ValueError, match=r"the output has 2 elements; needed for 3 ranks are 3"):
         group.gather(torch.zeros(2), one, target=1)
-    assert group.ledger.sent == {}
+    assert group.ledger.sent_nbytes == {}
 
 
 def test_half_types_are_summed_in_float32_and_rounded_once() -> None:
@@ -141,9 +148,9 @@ def test_axes_are_put_in_the_order_of_the_mesh() -> None:
 
 
 def test_calls_that_serve_different_actions_can_meet() -> None:
-    call = Call("all_reduce", (3,), torch.float32, action="A")
-    assert call == Call("all_reduce", (3,), torch.float32, action="B")
-    assert call != Call("all_reduce", (4,), torch.float32, action="A")
+    call = CollectiveCall("all_reduce", (3,), torch.float32, action="A")
+    assert call == CollectiveCall("all_reduce", (3,), torch.float32, action="B")
+    assert call != CollectiveCall("all_reduce", (4,), torch.float32, action="A")
     assert str(call) == "all_reduce of float32 [3] for A"
 
 
@@ -152,7 +159,7 @@ def test_a_call_that_recurs_is_made_once() -> None:
     again = [announce(group, "all_reduce", torch.zeros(3), action="REDUCE(a)") for _ in range(2)]
     assert again[0] is again[1]
     assert announce(group, "all_reduce", torch.zeros(3), action="REDUCE(b)").action == "REDUCE(b)"
-    assert group.ledger.sent == {"REDUCE(a)": 32, "REDUCE(b)": 16}
+    assert group.ledger.sent_nbytes == {"REDUCE(a)": 32, "REDUCE(b)": 16}
 
 
 def test_a_device_without_a_number_is_the_same_as_with_one() -> None:
@@ -169,7 +176,7 @@ def test_a_device_without_a_number_is_the_same_as_with_one() -> None:
 
 def test_views_of_one_memory_overlap_where_they_share_elements() -> None:
     for memory in (torch.zeros(8), torch.zeros(8, device="meta")):
-        assert overlap(memory[:4], memory[3:])
-        assert not overlap(memory[:4], memory[4:])
-        assert not overlap(memory, memory.clone())
-        assert not overlap(memory[4:4], memory)
+        assert shares_memory(memory[:4], memory[3:])
+        assert not shares_memory(memory[:4], memory[4:])
+        assert not shares_memory(memory, memory.clone())
+        assert not shares_memory(memory[4:4], memory)

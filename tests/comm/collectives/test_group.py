@@ -1,7 +1,7 @@
 """The contract of a group, on threads, processes and the fake world, against a dense reference.
 
-The reference computes what every rank must hold from all operands at once. Operands are small whole numbers, so that
-every sum is exact in every dtype and results are compared bit by bit.
+The reference computes what every rank must hold from all operands at once. Operands are small whole numbers,
+so that every sum is exact in every dtype and results are compared bit by bit.
 """
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 COLLECTIVES = (
     "all_reduce",
@@ -95,7 +95,9 @@ def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch
 def all_collectives(
     world: World, axes: tuple[str, ...], numel: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """The result of every collective over `axes`, with `numel` elements per rank (times the size where it must divide)."""
+    """The result of every collective over `axes`, with `numel` elements per rank (times the size where it
+    must divide).
+    """
     group = world.group(axes)
     sizes = {name: numel * group.size if name in WHOLE else numel for name in COLLECTIVES}
     return {name: issue(group, name, operand(world.rank, sizes[name], dtype)) for name in COLLECTIVES}
@@ -131,7 +133,7 @@ def test_every_collective_on_threads_equals_the_dense_reference(
     size: int, numel: int, dtype: torch.dtype
 ) -> None:
     mesh = Mesh(dp_shard=size)
-    results = on_threads(lambda world: all_collectives(world, ("dp_shard",), numel, dtype), mesh)
+    results = run_on_threads(lambda world: all_collectives(world, ("dp_shard",), numel, dtype), mesh)
     same(results, tuple(range(size)), numel, dtype)
 
 
@@ -156,7 +158,7 @@ def both_axes(world: World) -> list[dict[str, torch.Tensor]]:
 
 
 def test_groups_of_a_grid_on_threads_hold_the_peers_along_their_axes() -> None:
-    grid_is_right(Mesh(dp_shard=2, tp=3), on_threads(both_axes, Mesh(dp_shard=2, tp=3)))
+    grid_is_right(Mesh(dp_shard=2, tp=3), run_on_threads(both_axes, Mesh(dp_shard=2, tp=3)))
 
 
 def test_groups_of_a_grid_on_processes_hold_the_peers_along_their_axes(process_pool: ProcessPool) -> None:
@@ -183,7 +185,7 @@ def issue_together(world: World) -> torch.Tensor:
 def test_collectives_under_way_together_are_waited_for_in_any_order(process_pool: ProcessPool) -> None:
     right = torch.stack([(torch.arange(3.0) + k).repeat_interleave(5) for k in range(4)])
     for results in (
-        on_threads(issue_together, Mesh(dp_shard=3)),
+        run_on_threads(issue_together, Mesh(dp_shard=3)),
         process_pool.run(issue_together, Mesh(dp_shard=3)),
     ):
         assert all(torch.equal(result, right) for result in results)
@@ -202,7 +204,7 @@ def sum_of_noise(world: World) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_sum_has_the_same_bits_on_every_rank(process_pool: ProcessPool) -> None:
     for results in (
-        on_threads(sum_of_noise, Mesh(dp_shard=3)),
+        run_on_threads(sum_of_noise, Mesh(dp_shard=3)),
         process_pool.run(sum_of_noise, Mesh(dp_shard=3)),
     ):
         for total, pieces in results:
@@ -216,17 +218,19 @@ def test_a_sum_on_threads_and_a_scattered_sum_on_processes_add_in_rank_order(
     noise = [torch.randn(3 * 1001, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
     in_order = (noise[0] + noise[1]) + noise[2]
     assert not torch.equal(in_order, noise[0] + (noise[1] + noise[2]))  # or this test could not fail
-    assert all(torch.equal(total, in_order) for total, _ in on_threads(sum_of_noise, Mesh(dp_shard=3)))
+    assert all(torch.equal(total, in_order) for total, _ in run_on_threads(sum_of_noise, Mesh(dp_shard=3)))
     assert all(
         torch.equal(pieces, in_order) for _, pieces in process_pool.run(sum_of_noise, Mesh(dp_shard=3))
     )
 
 
 def booked(world: World) -> list[tuple[str, str, tuple[str, ...], int, int, float]]:
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     all_collectives(world, ("dp_shard",), 7, torch.bfloat16)
     world.group(["dp_shard"]).barrier(action="END")
-    return [(e.action, e.collective, e.axes, e.size, e.nbytes, e.sent) for e in world.ledger.entries]
+    return [
+        (e.action, e.collective, e.axes, e.group_size, e.nbytes, e.sent_nbytes) for e in world.ledger.entries
+    ]
 
 
 def test_all_bodies_book_the_same_bytes_by_the_formula(process_pool: ProcessPool) -> None:
@@ -246,7 +250,7 @@ def test_all_bodies_book_the_same_bytes_by_the_formula(process_pool: ProcessPool
     other = [(*entry[:5], sent.get(entry[1], entry[5])) for entry in last]
     mesh = Mesh(dp_shard=3)
     for books in (
-        on_threads(booked, mesh),
+        run_on_threads(booked, mesh),
         process_pool.run(booked, mesh),
         [booked(FakeWorld(mesh, rank)) for rank in range(3)],
     ):
@@ -261,7 +265,7 @@ def weights_from_the_last(world: World) -> tuple[torch.Tensor, bool]:
 
 def test_a_parameter_can_be_broadcast_in_place(process_pool: ProcessPool) -> None:
     for results in (
-        on_threads(weights_from_the_last, Mesh(dp_shard=3)),
+        run_on_threads(weights_from_the_last, Mesh(dp_shard=3)),
         process_pool.run(weights_from_the_last, Mesh(dp_shard=3)),
     ):
         assert all(torch.equal(weight, torch.full((2, 2), 2.0)) and is_leaf for weight, is_leaf in results)
@@ -275,5 +279,5 @@ def same_objects(world: World) -> bool:
 
 def test_equal_axes_are_the_same_group_object(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=2, tp=2)
-    assert on_threads(same_objects, mesh) == process_pool.run(same_objects, mesh) == [True] * 4
+    assert run_on_threads(same_objects, mesh) == process_pool.run(same_objects, mesh) == [True] * 4
     assert same_objects(FakeWorld(mesh, 3))

@@ -3,18 +3,21 @@
 import torch
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.comm.collectives.flight_recorder import Issued
+from meshwright.comm.collectives.flight_recorder import IssuedCollective
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Transfer
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 GRID, AMONG = Mesh(pp=3, tp=2), ((0, 2), (1, 2), ())
 Told = list[tuple[float, int, tuple[int, ...]]]
 
 
 def summed(world: World) -> Told:
-    """Per group: the sum of the ranks' numbers there, its size and its ranks. All ranks ask for all groups."""
+    """Per group: the sum of the ranks' numbers there, its size and its ranks.
+
+    All ranks ask for all groups.
+    """
     told = []
     for among in AMONG:
         group, mine = world.group(("pp",), among), torch.tensor([float(10**world.rank)])
@@ -36,7 +39,7 @@ def right(mesh: Mesh, found: list[Told]) -> None:
 
 
 def test_some_ranks_along_an_axis_meet_on_threads():
-    right(GRID, on_threads(summed, GRID))
+    right(GRID, run_on_threads(summed, GRID))
 
 
 def test_some_ranks_along_an_axis_meet_on_processes(process_pool: ProcessPool):
@@ -52,8 +55,8 @@ def test_what_some_ranks_issue_is_numbered_apart_from_what_all_do():
     world = FakeWorld(GRID, 4)
     for among in (*AMONG, *AMONG):
         world.group(("pp",), among).all_reduce(torch.zeros(3), action="TEST")
-    issued: list[Issued] = world.ledger.recent.issued()
-    assert [(each.line, each.number) for each in issued] == [
+    issued: list[IssuedCollective] = world.ledger.flight_recorder.entries()
+    assert [(each.channel, each.number) for each in issued] == [
         *((("pp", 0, 2), 1), (("pp", 1, 2), 1), (("pp",), 1)),
         *((("pp", 0, 2), 2), (("pp", 1, 2), 2), (("pp",), 2)),
     ]

@@ -9,7 +9,7 @@ from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.comm.gloo_ranks import over_gloo
 
 UNSUMMED = (torch.bool, torch.int16, torch.complex64, torch.float8_e4m3fn)
@@ -52,7 +52,7 @@ def test_gathers_and_scatters_work_in_place(process_pool: ProcessPool) -> None:
     every = torch.cat([piece[rank] for rank, piece in enumerate(pieces)])
     mesh = Mesh(dp_shard=3)
     for results in (
-        on_threads(filled_in_place, mesh),
+        run_on_threads(filled_in_place, mesh),
         process_pool.run(filled_in_place, mesh),
         process_pool.run(over_gloo, mesh, filled_in_place),
     ):
@@ -80,7 +80,11 @@ def group_of_three() -> Group:
 def test_any_other_overlap_is_refused(offset: int) -> None:
     group, memory = group_of_three(), torch.zeros(16)
     whole, piece = memory[:15], memory[offset : offset + 5]
-    text = r"over dp_shard \(rank 1 of ranks 0, 1, 2\): the piece .* is not the slice of index 1, its own\. Pass that slice"
+    text = (
+        r"over dp_shard \(rank 1 of ranks 0, 1, 2\): the piece .* is not the slice of index "
+        r"1, "
+        r"its own\. Pass that slice"
+    )
     for call in (
         lambda: group.all_gather(whole, piece),
         lambda: group.reduce_scatter(piece, whole),
@@ -91,7 +95,7 @@ def test_any_other_overlap_is_refused(offset: int) -> None:
             call()
     with pytest.raises(ValueError, match=r"the output shares memory with the operand.*Pass another"):
         group.all_to_all(memory[1:16], memory[:15])
-    assert group.ledger.sent == {}
+    assert group.ledger.sent_nbytes == {}
 
 
 def test_neighbours_in_one_memory_do_not_overlap() -> None:
@@ -103,7 +107,11 @@ def test_neighbours_in_one_memory_do_not_overlap() -> None:
 @pytest.mark.parametrize("dtype", UNSUMMED, ids=str)
 def test_a_dtype_without_a_sum_is_refused_with_those_that_have_one(dtype: torch.dtype) -> None:
     group, tensor = group_of_three(), torch.ones(3).to(dtype)
-    text = rf"{str(dtype).removeprefix('torch.')} cannot be summed\. Cast it to one of bfloat16, float16, float32, float64, int32"
+    text = (
+        rf"{str(dtype).removeprefix('torch.')} cannot be summed\. Cast it to one of "
+        rf"bfloat16, "
+        rf"float16, float32, float64, int32"
+    )
     for call in (
         lambda: group.all_reduce(tensor),
         lambda: group.all_reduce(tensor, algorithm="ring"),
@@ -116,8 +124,12 @@ def test_a_dtype_without_a_sum_is_refused_with_those_that_have_one(dtype: torch.
 
 def test_a_rank_outside_the_group_is_refused_with_the_ranks() -> None:
     group, tensor = group_of_three(), torch.zeros(3)
-    for index, call in product((3, -1), (group.broadcast, group.receive)):
-        text = rf"from index {index} .*over dp_shard \(rank 1 of ranks 0, 1, 2\): the group has 3 ranks\. Name a rank from 0 to 2"
+    for index, call in product((3, -1), (group.broadcast, group.recv)):
+        text = (
+            rf"from index {index} .*over dp_shard \(rank 1 of ranks 0, 1, 2\): the group has "
+            rf"3 "
+            rf"ranks\. Name a rank from 0 to 2"
+        )
         with pytest.raises(ValueError, match=text):
             call(tensor, source=index)
     for call in (group.send, group.reduce):
@@ -132,7 +144,7 @@ def test_a_rank_that_sends_to_itself_is_told_to_copy() -> None:
     ):
         group.send(tensor, target=1)
     with pytest.raises(ValueError, match=r"receive .* from index 1 .*: that is this rank itself"):
-        group.receive(tensor, source=1)
+        group.recv(tensor, source=1)
 
 
 def test_an_algorithm_is_refused_with_group_and_repair() -> None:
@@ -157,13 +169,13 @@ def alone(world: World) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     for name, output in outputs.items():
         getattr(group, name)(output, mine, action="ALONE").wait()
     group.barrier(action="ALONE")
-    return {**outputs, "mine": mine}, dict(world.ledger.sent)
+    return {**outputs, "mine": mine}, dict(world.ledger.sent_nbytes)
 
 
 def test_an_axis_of_size_one_sends_nothing_and_says_nothing(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=3)
     for results in (
-        on_threads(alone, mesh),
+        run_on_threads(alone, mesh),
         process_pool.run(alone, mesh),
         process_pool.run(over_gloo, mesh, alone),
         [alone(FakeWorld(mesh, rank)) for rank in range(3)],
@@ -189,7 +201,7 @@ def scalars(world: World) -> list[torch.Tensor]:
         group.all_gather(gathered, mine()),
         group.reduce_scatter(scattered, torch.arange(float(size))),
         group.send(mine(), target=(index + 1) % size),
-        group.receive(arrived, source=(index - 1) % size),
+        group.recv(arrived, source=(index - 1) % size),
     ]
     for work in works:
         work.wait()
@@ -199,7 +211,7 @@ def scalars(world: World) -> list[torch.Tensor]:
 def test_scalars_travel_like_tensors(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=3)
     for results in (
-        on_threads(scalars, mesh),
+        run_on_threads(scalars, mesh),
         process_pool.run(scalars, mesh),
         process_pool.run(over_gloo, mesh, scalars),
     ):
@@ -215,7 +227,9 @@ def test_scalars_travel_like_tensors(process_pool: ProcessPool) -> None:
 
 
 def with_gradients(world: World) -> list[tuple[torch.Tensor, bool]]:
-    """Parameters and results of operations, filled in place; whether each is still a leaf that requires a gradient."""
+    """Parameters and results of operations, filled in place; whether each is still a leaf that requires a
+    gradient.
+    """
     group = world.group(["dp_shard"])
     size = group.size
     summed, output, piece = (
@@ -233,7 +247,7 @@ def with_gradients(world: World) -> list[tuple[torch.Tensor, bool]]:
 def test_tensors_that_require_gradients_are_filled_and_stay_what_they_are(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=3)
     for results in (
-        on_threads(with_gradients, mesh),
+        run_on_threads(with_gradients, mesh),
         process_pool.run(with_gradients, mesh),
         process_pool.run(over_gloo, mesh, with_gradients),
     ):

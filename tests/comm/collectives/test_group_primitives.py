@@ -1,7 +1,8 @@
-"""Every primitive on every body: dtypes, sizes, groups over one axis and over two, one at a time and several under way.
+"""Every primitive on every body: dtypes, sizes, groups over one axis and over two, one at a time and several
+under way.
 
-What must come out is computed here, from all operands at once. The other half of the contract is in test_group.py (small whole
-numbers, the ledger) and test_group_edges.py (in place, scalars, what is refused).
+What must come out is computed here, from all operands at once. The other half of the contract is in
+test_group.py (small whole numbers, the ledger) and test_group_edges.py (in place, scalars, what is refused).
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.comm.gloo_ranks import over_gloo
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -31,7 +32,9 @@ Started = tuple[str, list[Work], torch.Tensor]
 
 
 def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rank `rank`'s tensor, behind two other elements in its memory: noise, or whole numbers over the whole range."""
+    """Rank `rank`'s tensor, behind two other elements in its memory: noise, or whole numbers over the whole
+    range.
+    """
     generator = torch.Generator().manual_seed(rank)
     if dtype in (*INTEGERS, torch.int16):
         limits = torch.iinfo(dtype)
@@ -43,7 +46,9 @@ def operand(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Callable[[], Started]]:
-    """The primitives that move, each to be started by a call; those from or to one rank are from and to the last."""
+    """The primitives that move, each to be started by a call; those from or to one rank are from and to the
+    last.
+    """
     size, index, last = group.size, group.index, group.size - 1
     one, whole = partial(operand, rank, numel, dtype), partial(operand, rank, numel * size, dtype)
 
@@ -53,14 +58,14 @@ def moves(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Calla
             "send",
             [
                 group.send(one(), target=(index + 1) % size),
-                group.receive(arrived, source=(index - 1) % size),
+                group.recv(arrived, source=(index - 1) % size),
             ],
             arrived,
         )
 
     def shift() -> Started:
         arrived = torch.empty_like(one())
-        return "shift", [group.shift(arrived, one(), by=-1)], arrived
+        return "shift", [group.shift(arrived, one(), offset=-1)], arrived
 
     def broadcast() -> Started:
         tensor = one()
@@ -185,7 +190,9 @@ def check(
     *,
     bitwise: bool,
 ) -> None:
-    """Hold every result of every rank against what is right; sums whose order is the backend's to rounding, unless `bitwise`."""
+    """Hold every result of every rank against what is right; sums whose order is the backend's to rounding,
+    unless `bitwise`.
+    """
     for which, (axes, numel, together) in enumerate(product(choices, SIZES, (False, True))):
         for ranks, index in ((peers, index) for peers in mesh.groups(axes) for index in range(len(peers))):
             wanted, got = right(ranks, index, numel, dtype), results[ranks[index]][which]
@@ -196,7 +203,9 @@ def check(
 
 
 def same(got: torch.Tensor, wanted: torch.Tensor, where: str, summands: int) -> None:
-    """Hold `got` against `wanted`: bit by bit, or, where `summands` of about 1 were added in some order, to rounding."""
+    """Hold `got` against `wanted`: bit by bit, or, where `summands` of about 1 were added in some order, to
+    rounding.
+    """
     dtype = wanted.dtype
     assert got.dtype == dtype, where
     if summands == 0 or dtype in INTEGERS:
@@ -212,7 +221,7 @@ BOTH = (("dp_shard",), ("tp",), ("dp_shard", "tp"))
 @pytest.mark.parametrize("dtype", [*DTYPES, *UNSUMMED], ids=str)
 @pytest.mark.parametrize("mesh", [Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=3)], ids=str)
 def test_every_primitive_on_threads_over_one_axis_and_over_two(mesh: Mesh, dtype: torch.dtype) -> None:
-    check(mesh, on_threads(lambda world: everything(world, dtype, BOTH), mesh), dtype, BOTH, bitwise=True)
+    check(mesh, run_on_threads(lambda world: everything(world, dtype, BOTH), mesh), dtype, BOTH, bitwise=True)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, *UNSUMMED[:-1]], ids=str)

@@ -1,4 +1,7 @@
-"""Shifts: every rank sends to the one some places on, round the group. On threads, shared memory, gloo and the fake world."""
+"""Shifts: every rank sends to the one some places on, round the group.
+
+On threads, shared memory, gloo and the fake world.
+"""
 
 import sys
 from collections.abc import Callable
@@ -10,12 +13,12 @@ import torch
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.backends.threads import ThreadGroup
 from meshwright.comm.collectives.group import World
-from meshwright.comm.shared_memory.group import SHORT
+from meshwright.comm.shared_memory.group import MAX_SLOT_NBYTES
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.run_options import RunPhase, WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, RankFailure, on_threads
+from meshwright.testing.ranks import ProcessPool, RankFailure, run_on_threads
 from tests.comm.backends.test_process_group_traffic import arriving
 from tests.comm.gloo_ranks import over_gloo
 
@@ -24,7 +27,7 @@ NUMELS = (
     0,
     1,
     7,
-    SHORT // 8 + 1,
+    MAX_SLOT_NBYTES // 8 + 1,
     (1 << 20) // 8 * 2 + 3,
 )  # nothing, a slot of shared memory, more than one, several chunks
 
@@ -38,11 +41,13 @@ def on_all_bodies(
     process_pool: ProcessPool, body: Callable[[World], object], mesh: Mesh
 ) -> list[list[object]]:
     """What `body` gives on every rank: on threads, over shared memory, over sockets."""
-    return [on_threads(body, mesh), process_pool.run(body, mesh), process_pool.run(over_gloo, mesh, body)]
+    return [run_on_threads(body, mesh), process_pool.run(body, mesh), process_pool.run(over_gloo, mesh, body)]
 
 
 def both_ways(world: World) -> bool:
-    """Whether shifts to either side bring what they must, all under way at once, waited for in an order of this rank's own."""
+    """Whether shifts to either side bring what they must, all under way at once, waited for in an order of
+    this rank's own.
+    """
     torch.set_num_threads(1)
     group = world.group(["cp"])
     started = []
@@ -50,7 +55,7 @@ def both_ways(world: World) -> bool:
         mine = operand(world.rank, numel)
         for by in (1, -1, 2, group.size + 1):
             output = torch.empty_like(mine)
-            started.append((group.shift(output, mine, by=by), output, numel, by))
+            started.append((group.shift(output, mine, offset=by), output, numel, by))
     for work, _, _, _ in started[:: -1 if world.rank % 2 else 1]:
         work.wait()
         work.wait()  # a second wait returns at once
@@ -91,8 +96,8 @@ def test_a_shift_the_wrong_way_shows_among_three_ranks_and_not_among_two(
 ) -> None:
     shift = ThreadGroup.shift
     monkeypatch.setattr(ThreadGroup, "shift", lambda *args, by=1, **more: shift(*args, by=-by, **more))
-    assert on_threads(both_ways, Mesh(cp=2)) == [True] * 2
-    assert on_threads(both_ways, Mesh(cp=3)) == [False] * 3
+    assert run_on_threads(both_ways, Mesh(cp=2)) == [True] * 2
+    assert run_on_threads(both_ways, Mesh(cp=3)) == [False] * 3
 
 
 def of_a_grid(world: World) -> tuple[float, float]:
@@ -101,7 +106,7 @@ def of_a_grid(world: World) -> tuple[float, float]:
     word, left, above = torch.empty(2), torch.empty(()), torch.empty(())
     works = [row.send(torch.ones(2), target=1)] if row.index == 0 else []
     works += [row.shift(left, number), column.shift(above, number)]
-    works += [row.receive(word, source=0)] if row.index == 1 else []
+    works += [row.recv(word, source=0)] if row.index == 1 else []
     for work in works:
         work.wait()
     assert row.index == 0 or torch.equal(word, torch.ones(2))
@@ -115,14 +120,17 @@ def test_shifts_of_a_grid_go_along_their_axes_and_leave_messages_alone(process_p
 
 
 def booked(world: World) -> list[tuple[str, str, tuple[str, ...], int, int, float, str]]:
-    world.ledger.recording = True
+    world.ledger.is_recording = True
     mine = torch.ones(7, dtype=torch.bfloat16)
     for axis, by in (("cp", 1), ("cp", -1), ("cp", 3), ("tp", 1)):
         output = torch.zeros_like(mine)
-        world.group([axis]).shift(output, mine, by=by, action=f"F({axis}, {by})").wait()
+        world.group([axis]).shift(output, mine, offset=by, action=f"F({axis}, {by})").wait()
         assert torch.equal(output, mine)
     world.group(["cp"]).shift(torch.empty(0), torch.empty(0), action="NOTHING").wait()
-    return [(e.action, e.collective, e.axes, e.size, e.nbytes, e.sent, e.dtype) for e in world.ledger.entries]
+    return [
+        (e.action, e.collective, e.axes, e.group_size, e.nbytes, e.sent_nbytes, e.dtype)
+        for e in world.ledger.entries
+    ]
 
 
 def test_a_shift_is_one_entry_and_sends_what_goes_in_unless_it_stays(process_pool: ProcessPool) -> None:
@@ -163,13 +171,15 @@ def test_a_shift_on_gloo_moves_its_own_bytes(process_pool: ProcessPool) -> None:
 
 
 def told(world: World) -> tuple[list[str], bool]:
-    """What `then` calls, and when; and whether a tensor that wants a gradient is filled in place and stays a leaf."""
+    """What `then` calls, and when; and whether a tensor that wants a gradient is filled in place and stays a
+    leaf.
+    """
     group, calls = world.group(["cp"]), list[str]()
     output = torch.nn.Parameter(torch.zeros(3))
-    work = group.shift(output, torch.nn.Parameter(torch.full((3,), float(world.rank))), by=-1)
-    work.then(lambda: calls.append("came"))
+    work = group.shift(output, torch.nn.Parameter(torch.full((3,), float(world.rank))), offset=-1)
+    work.add_done_callback(lambda: calls.append("came"))
     work.wait()
-    work.then(lambda: calls.append("is there"))
+    work.add_done_callback(lambda: calls.append("is there"))
     filled = torch.equal(output.detach(), torch.full((3,), float((world.rank + 1) % 3)))
     return [call for call in calls if call == "is there"], filled and output.is_leaf and output.requires_grad
 
@@ -189,13 +199,13 @@ def test_what_does_not_fit_is_refused_with_the_repair() -> None:
     with pytest.raises(
         ValueError, match=r"shift of float32 \[6\] by 2 for F\(0\) .*the output is torch.float64; needed is"
     ):
-        group.shift(mine.double(), mine, by=-1, action="F(0)")
+        group.shift(mine.double(), mine, offset=-1, action="F(0)")
     with pytest.raises(ValueError, match=r"the output shares memory with the operand.*Pass another"):
         group.shift(mine, mine)
     for output, tensor in ((torch.zeros(3, 2), mine.view(2, 3).T), (torch.zeros(2, 3).T, mine.view(3, 2))):
         with pytest.raises(ValueError, match=r"a tensor is not contiguous.*Pass tensor.contiguous\(\)"):
             group.shift(output, tensor)
-    assert group.ledger.sent == {}
+    assert group.ledger.sent_nbytes == {}
 
 
 def the_other_way(world: World, phase: RunPhase, numel: int) -> str:
@@ -203,7 +213,7 @@ def the_other_way(world: World, phase: RunPhase, numel: int) -> str:
     world.ledger.phase = phase
     group, mine = world.group(["cp"]), torch.ones(numel)
     try:
-        group.shift(torch.empty_like(mine), mine, by=-1 if world.rank == 1 else 1, action="F(0)").wait()
+        group.shift(torch.empty_like(mine), mine, offset=-1 if world.rank == 1 else 1, action="F(0)").wait()
     except CollectiveError as error:
         return str(error)
     return "agreed"
@@ -211,7 +221,7 @@ def the_other_way(world: World, phase: RunPhase, numel: int) -> str:
 
 def test_a_rank_that_shifts_the_other_way_is_named(process_pool: ProcessPool) -> None:
     mesh = Mesh(cp=3)
-    for text in on_threads(lambda world: the_other_way(world, "step", 4), mesh):
+    for text in run_on_threads(lambda world: the_other_way(world, "step", 4), mesh):
         assert "the ranks do not call the same collective" in text
         assert "rank 1: shift of float32 [4] by 2 for F(0)" in text
     for texts in (
@@ -220,13 +230,13 @@ def test_a_rank_that_shifts_the_other_way_is_named(process_pool: ProcessPool) ->
     ):
         for text in texts:
             assert (
-                "the ranks do not agree on number 1 over cp:\n  rank 1 issued shift of float32 [4] by 2 for F(0)"
-                in text
-            )
+                "the ranks do not agree on number 1 over cp:\n  rank 1 issued shift of float32 "
+                "[4] by 2 for F(0)"
+            ) in text
             assert "ranks 0, 2 issued shift of float32 [4] by 1 for F(0)" in text
 
 
-@pytest.mark.parametrize("numel", [4, SHORT])
+@pytest.mark.parametrize("numel", [4, MAX_SLOT_NBYTES])
 def test_shared_memory_notices_a_shift_the_other_way_in_any_step(
     process_pool: ProcessPool, numel: int
 ) -> None:
@@ -240,9 +250,9 @@ def never_comes(world: TorchWorld, folder: Path) -> None:
     group, mine = world.group(["cp"]), torch.ones(5)
     group.shift(torch.empty_like(mine), mine, action="F(0)").wait()
     group.barrier()
-    world.lookout.limits = WaitLimits.uniform(1.0)
+    world.watchdog.limits = WaitLimits.uniform(1.0)
     try:
-        while world.rank == 1 and not world.lookout.alarmed:
+        while world.rank == 1 and not world.watchdog.is_alarmed:
             pass
         group.shift(torch.empty_like(mine), mine, action="F(1)").wait()
         group.barrier(action="end")

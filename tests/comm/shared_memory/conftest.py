@@ -1,13 +1,16 @@
-"""These tests need what the package needs: Linux and a C compiler. Without them the ranks use gloo, which is tested elsewhere."""
+"""These tests need what the package needs: Linux and a C compiler.
+
+Without them the ranks use gloo, which is tested elsewhere.
+"""
 
 import pytest
 
-from meshwright.comm.shared_memory.build import Unavailable, load
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _it_can_be_had() -> None:
     try:
-        load()
-    except Unavailable as error:
+        load_library()
+    except SharedMemoryUnavailable as error:
         pytest.skip(f"memory cannot be shared here: {error}")

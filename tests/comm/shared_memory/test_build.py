@@ -10,31 +10,31 @@ from unittest.mock import patch
 import pytest
 
 from meshwright.comm.shared_memory import build
-from meshwright.comm.shared_memory.build import Unavailable
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable
 
 
 def test_it_is_compiled_once_and_found_by_those_who_come_later(tmp_path: Path) -> None:
     with patch.object(build, "_run", wraps=build._run) as ran:
-        first = build._compiled(tmp_path)
-        again = build._compiled(tmp_path)
+        first = build._compile(tmp_path)
+        again = build._compile(tmp_path)
     assert first == again
     assert [call.args[1] for call in ran.call_args_list] == [build.FLAGS[0]]
     assert {path.name for path in tmp_path.iterdir()} == {first.name, "compiling"}
 
 
 def test_another_source_compiler_or_processor_is_another_file(tmp_path: Path) -> None:
-    first = build._compiled(tmp_path)
-    with patch.object(build, "_processor", return_value="flags: another"):
-        assert build._compiled(tmp_path) != first
+    first = build._compile(tmp_path)
+    with patch.object(build, "_cpu_features", return_value="flags: another"):
+        assert build._compile(tmp_path) != first
     with patch.object(build, "FLAGS", (*build.FLAGS, "-DANOTHER")):
-        assert build._compiled(tmp_path) != first
+        assert build._compile(tmp_path) != first
 
 
 def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         pytest.skip("there is no C compiler")
-    source = Path(build.__file__).parent / build.SOURCES[0]
+    source = Path(build.__file__).parent / build.SOURCE_FILES[0]
     subprocess.run(
         [compiler, *build.FLAGS, "-Wall", "-Wextra", "-Werror", "-o", tmp_path / "x.so", source], check=True
     )
@@ -43,17 +43,17 @@ def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
 def test_no_compiler_is_said_with_the_repair(tmp_path: Path) -> None:
     with (
         patch.object(build.shutil, "which", return_value=None),
-        pytest.raises(Unavailable, match=r"no C compiler.*install one"),
+        pytest.raises(SharedMemoryUnavailable, match=r"no C compiler.*install one"),
     ):
-        build._compiled(tmp_path)
+        build._compile(tmp_path)
 
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     with (
         patch.object(build, "FLAGS", (*build.FLAGS, "-include", "nowhere.h")),
-        pytest.raises(Unavailable, match=r"failed: .*nowhere\.h"),
+        pytest.raises(SharedMemoryUnavailable, match=r"failed: .*nowhere\.h"),
     ):
-        build._compiled(tmp_path)
+        build._compile(tmp_path)
     assert not list(tmp_path.glob("*.so"))
 
 
@@ -79,7 +79,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
         assert second.is_relative_to(tmp_path / "temporary")
         second.chmod(0o707)
         with pytest.raises(
-            Unavailable, match=r"no private folder at .* or .*; needed is one that only this user"
+            SharedMemoryUnavailable, match=r"no private folder at .* or .*; needed is one that only this user"
         ):
             build._cache_folder()
 
@@ -106,6 +106,6 @@ def test_a_user_without_a_name_keeps_it_with_temporary_files(tmp_path: Path) -> 
 def test_other_systems_are_told_that_it_needs_linux() -> None:
     with (
         patch.object(build.sys, "platform", "darwin"),
-        pytest.raises(Unavailable, match="needs Linux, and this is darwin"),
+        pytest.raises(SharedMemoryUnavailable, match="needs Linux, and this is darwin"),
     ):
-        build.load.__wrapped__()
+        build.load_library.__wrapped__()

@@ -13,9 +13,14 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import Group, Work, World
-from meshwright.comm.shared_memory.group import PLACES, SHORT, SUMMABLE, SharedGroup
+from meshwright.comm.shared_memory.group import (
+    MAX_SLOT_NBYTES,
+    NUM_PLACES,
+    SUMMABLE_DTYPES,
+    SharedMemoryGroup,
+)
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 COLLECTIVES = (
     "all_reduce",
@@ -59,7 +64,7 @@ def issue(
         return group.gather(gathered, tensor, target=one), gathered
     if collective == "shift":
         output = torch.empty_like(tensor)
-        return group.shift(output, tensor, by=one), output
+        return group.shift(output, tensor, offset=one), output
     numel = {"all_gather": tensor.numel() * size, "reduce_scatter": tensor.numel() // size}.get(
         collective, tensor.numel()
     )
@@ -89,27 +94,27 @@ def all_collectives(world: World, numels: tuple[int, ...], dtype: torch.dtype) -
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("dtype", SUMMABLE, ids=str)
+@pytest.mark.parametrize("dtype", SUMMABLE_DTYPES, ids=str)
 def test_every_collective_has_the_bits_of_threads(
     process_pool: ProcessPool, size: int, dtype: torch.dtype
 ) -> None:
-    numels = (1, 7, 33, SHORT // dtype.itemsize // 3 + 1, SHORT // dtype.itemsize + 1)
+    numels = (1, 7, 33, MAX_SLOT_NBYTES // dtype.itemsize // 3 + 1, MAX_SLOT_NBYTES // dtype.itemsize + 1)
     mesh = Mesh(dp_shard=size)
-    assert process_pool.run(all_collectives, mesh, numels, dtype) == on_threads(
+    assert process_pool.run(all_collectives, mesh, numels, dtype) == run_on_threads(
         lambda world: all_collectives(world, numels, dtype), mesh
     )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_borders_of_slots_and_chunks_are_right(process_pool: ProcessPool, size: int) -> None:
-    slot, chunk = SHORT // 4, AREA // 4
+    slot, chunk = MAX_SLOT_NBYTES // 4, AREA // 4
     pieces = tuple(
         {slot // size + step for step in (-1, 0, 1)}
         | {chunk // size // 16 * 16 + step for step in (-1, 0, 1)}
     )
     numels = (slot - 1, slot, slot + 1, chunk - 1, chunk, chunk + 1, 2 * chunk, 3 * chunk + 5, *pieces)
     mesh = Mesh(dp_shard=size)
-    assert process_pool.run(all_collectives, mesh, numels, torch.float32) == on_threads(
+    assert process_pool.run(all_collectives, mesh, numels, torch.float32) == run_on_threads(
         lambda world: all_collectives(world, numels, torch.float32), mesh
     )
 
@@ -117,7 +122,7 @@ def test_borders_of_slots_and_chunks_are_right(process_pool: ProcessPool, size: 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.complex128, torch.int16], ids=str)
 def test_what_is_only_moved_may_be_of_any_dtype(process_pool: ProcessPool, dtype: torch.dtype) -> None:
     mesh, results = Mesh(dp_shard=3), []
-    for numel in (5, SHORT + 5):
+    for numel in (5, MAX_SLOT_NBYTES + 5):
         right = [noise((rank, numel, "any"), numel, torch.int64).to(dtype) for rank in range(3)]
         results = process_pool.run(gathered, mesh, numel, dtype)
         assert results == [digest(torch.cat(right))] * 3
@@ -135,13 +140,14 @@ def gathered(world: World, numel: int, dtype: torch.dtype) -> str:
 
 def in_memory(world: World) -> bool:
     return all(
-        isinstance(world.group(axes), SharedGroup) for axes in (["dp_shard"], ["tp"], ["dp_shard", "tp"])
+        isinstance(world.group(axes), SharedMemoryGroup)
+        for axes in (["dp_shard"], ["tp"], ["dp_shard", "tp"])
     )
 
 
 def test_the_ranks_of_a_pool_share_memory_unless_told_otherwise(process_pool: ProcessPool) -> None:
     assert process_pool.run(in_memory, Mesh(dp_shard=2, tp=2)) == [True] * 4
-    with ProcessPool(shared=False) as sockets:
+    with ProcessPool(shared_memory=False) as sockets:
         assert sockets.run(in_memory, Mesh(dp_shard=2, tp=2)) == [False] * 4
 
 
@@ -149,7 +155,18 @@ def program(seed: int) -> Iterator[tuple[str, str, int, int]]:
     """Which group, what, how many elements, from or to whom: the same on every rank."""
     chosen = random.Random(seed)
     for _ in range(60):
-        numel = chosen.choice((1, 5, 100, SHORT // 16, SHORT // 8, SHORT // 4 + 3, AREA // 8, AREA // 2 + 1))
+        numel = chosen.choice(
+            (
+                1,
+                5,
+                100,
+                MAX_SLOT_NBYTES // 16,
+                MAX_SLOT_NBYTES // 8,
+                MAX_SLOT_NBYTES // 4 + 3,
+                AREA // 8,
+                AREA // 2 + 1,
+            )
+        )
         yield (
             chosen.choice(("dp_shard", "tp", "both")),
             chosen.choice(COLLECTIVES),
@@ -159,7 +176,9 @@ def program(seed: int) -> Iterator[tuple[str, str, int, int]]:
 
 
 def any_order(world: World, seeds: range) -> list[str]:
-    """Digests of what a random program computes, waited for in an order that is this rank's own, with many under way."""
+    """Digests of what a random program computes, waited for in an order that is this rank's own, with many
+    under way.
+    """
     torch.set_num_threads(1)
     groups = {
         "dp_shard": world.group(["dp_shard"]),
@@ -192,7 +211,7 @@ def any_order(world: World, seeds: range) -> list[str]:
 
 def test_works_may_be_waited_for_in_any_order_over_several_groups(process_pool: ProcessPool) -> None:
     mesh, seeds = Mesh(dp_shard=2, tp=2), range(6)
-    assert process_pool.run(any_order, mesh, seeds, timeout_s=110.0) == on_threads(
+    assert process_pool.run(any_order, mesh, seeds, timeout_s=110.0) == run_on_threads(
         lambda world: any_order(world, seeds), mesh
     )
 
@@ -200,24 +219,24 @@ def test_works_may_be_waited_for_in_any_order_over_several_groups(process_pool: 
 def reduce_before_a_message(world: World, num_before: int) -> float:
     """Rank 0 issues, then sends; rank 1 needs the message before it issues the rest."""
     group, word = world.group(["dp_shard"]), torch.ones(1)
-    tensors = [torch.full((3,), float(k)) for k in range(3 * PLACES)]
+    tensors = [torch.full((3,), float(k)) for k in range(3 * NUM_PLACES)]
     if world.rank == 0:
         works = [group.all_reduce(tensor) for tensor in tensors]
         group.send(word, target=1).wait()
     else:
         works = [group.all_reduce(tensor) for tensor in tensors[:num_before]]
-        group.receive(word, source=0).wait()
+        group.recv(word, source=0).wait()
         works += [group.all_reduce(tensor) for tensor in tensors[num_before:]]
     for work in reversed(works):
         work.wait()
     return sum(float(tensor.sum()) for tensor in tensors)
 
 
-@pytest.mark.parametrize("num_before", [0, 1, PLACES, PLACES + 1, 3 * PLACES])
+@pytest.mark.parametrize("num_before", [0, 1, NUM_PLACES, NUM_PLACES + 1, 3 * NUM_PLACES])
 def test_issuing_waits_for_nobody_however_many_are_under_way(
     process_pool: ProcessPool, num_before: int
 ) -> None:
-    right = 2 * 3 * sum(range(3 * PLACES))
+    right = 2 * 3 * sum(range(3 * NUM_PLACES))
     assert process_pool.run(reduce_before_a_message, Mesh(dp_shard=2), num_before) == [right] * 2
 
 
@@ -233,7 +252,7 @@ def interrupted(world: World, numel: int) -> tuple[bool, float]:
         raise Alarm
 
     if world.rank == 1:
-        group.receive(word, source=0).wait()
+        group.recv(word, source=0).wait()
         group.all_reduce(tensor).wait()
         return True, float(tensor.sum())
     work = group.all_reduce(tensor)
@@ -255,13 +274,13 @@ def test_a_signal_is_heard_in_a_wait_that_goes_on_afterwards(process_pool: Proce
 def told(world: World, numel: int) -> list[str]:
     group, calls = world.group(["dp_shard"]), list[str]()
     work = group.all_reduce(torch.ones(numel))
-    work.then(lambda: calls.append("early"))
+    work.add_done_callback(lambda: calls.append("early"))
     work.wait()
-    work.then(lambda: calls.append("late"))
+    work.add_done_callback(lambda: calls.append("late"))
     return calls
 
 
-@pytest.mark.parametrize("numel", [10, SHORT])
+@pytest.mark.parametrize("numel", [10, MAX_SLOT_NBYTES])
 def test_whoever_asks_is_told_once_when_a_result_has_come(process_pool: ProcessPool, numel: int) -> None:
     assert process_pool.run(told, Mesh(dp_shard=3), numel) == [["early", "late"]] * 3
 
@@ -269,7 +288,7 @@ def test_whoever_asks_is_told_once_when_a_result_has_come(process_pool: ProcessP
 def overwritten(world: World) -> list[bool]:
     """What backward says when a tensor that it needs was summed over, in place."""
     said, group = [], world.group(["dp_shard"])
-    for numel in (3, SHORT):
+    for numel in (3, MAX_SLOT_NBYTES):
         weight = torch.ones(numel, requires_grad=True)
         saved = weight * 2
         loss = (saved * saved).sum()
@@ -294,7 +313,7 @@ def leftovers(world: World) -> tuple[int, int]:
     fds = len(os.listdir("/proc/self/fd"))
     for axes in (["dp_shard"], ["tp"], ["dp_shard", "tp"]):
         group = world.group(axes)
-        group.all_reduce(torch.ones(SHORT)).wait()
+        group.all_reduce(torch.ones(MAX_SLOT_NBYTES)).wait()
         group.all_reduce(torch.ones(1)).wait()
     return maps, fds
 
@@ -307,9 +326,11 @@ def test_twenty_worlds_in_a_row_leave_no_memory_and_no_descriptor(process_pool: 
 
 def without_spin(world: World) -> dict[str, str]:
     with patch("meshwright.comm.shared_memory.handshake.SPIN_NS", 0):
-        return all_collectives(world, (7, SHORT), torch.float32)
+        return all_collectives(world, (7, MAX_SLOT_NBYTES), torch.float32)
 
 
 def test_waits_that_only_sleep_are_right_too(process_pool: ProcessPool) -> None:
-    right = on_threads(lambda world: all_collectives(world, (7, SHORT), torch.float32), Mesh(dp_shard=2))
+    right = run_on_threads(
+        lambda world: all_collectives(world, (7, MAX_SLOT_NBYTES), torch.float32), Mesh(dp_shard=2)
+    )
     assert process_pool.run(without_spin, Mesh(dp_shard=2)) == right

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import Group, World
-from meshwright.comm.shared_memory.group import SHORT, SharedGroup
+from meshwright.comm.shared_memory.group import MAX_SLOT_NBYTES, SharedMemoryGroup
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure
@@ -36,7 +36,7 @@ def die_in_a_wait(world: World, folder: Path, numel: int) -> None:
     writing_down(folder, world, group, "all_reduce", torch.ones(numel))
 
 
-@pytest.mark.parametrize("numel", [10, SHORT])
+@pytest.mark.parametrize("numel", [10, MAX_SLOT_NBYTES])
 def test_who_waits_for_a_killed_rank_is_told_which(tmp_path: Path, numel: int) -> None:
     names = set(os.listdir("/dev/shm"))
     with ProcessPool() as pool, pytest.raises(RankFailure, match="rank 1 of 3"):
@@ -44,9 +44,10 @@ def test_who_waits_for_a_killed_rank_is_told_which(tmp_path: Path, numel: int) -
     for rank in (0, 2):
         text = (tmp_path / f"{rank}").read_text()
         assert (
-            f"rank {rank}: all_reduce of float32 [{numel}] for REDUCE(a) over dp_shard (ranks 0, 1, 2) did not complete"
-            in text
-        )
+            f"rank {rank}: all_reduce of float32 [{numel}] for REDUCE(a) over dp_shard (ranks "
+            f"0, "
+            f"1, 2) did not complete"
+        ) in text
         assert "rank 1 is gone: its process has ended" in text
     assert set(os.listdir("/dev/shm")) <= names
 
@@ -89,7 +90,9 @@ def disagree(world: World, folder: Path, call: str, numel: int) -> None:
     writing_down(folder, world, group, mine[0], torch.ones(mine[1]))
 
 
-@pytest.mark.parametrize(("call", "numel"), [("all_gather", 10), ("all_reduce", 11), ("all_reduce", SHORT)])
+@pytest.mark.parametrize(
+    ("call", "numel"), [("all_gather", 10), ("all_reduce", 11), ("all_reduce", MAX_SLOT_NBYTES)]
+)
 def test_ranks_that_call_different_things_are_all_told_both(
     process_pool: ProcessPool, tmp_path: Path, call: str, numel: int
 ) -> None:
@@ -104,9 +107,9 @@ def test_ranks_that_call_different_things_are_all_told_both(
 
 def use_after_failure(world: World) -> list[str]:
     group, said = world.group(["dp_shard"]), []
-    assert isinstance(group, SharedGroup)
+    assert isinstance(group, SharedMemoryGroup)
     group.close()
-    for numel in (1, SHORT):
+    for numel in (1, MAX_SLOT_NBYTES):
         try:
             group.all_reduce(torch.ones(numel), action="LATE").wait()
         except CollectiveError as error:

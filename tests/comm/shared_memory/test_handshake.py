@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.shared_memory.build import Unavailable
-from meshwright.comm.shared_memory.group import SharedGroup
+from meshwright.comm.shared_memory.build import SharedMemoryUnavailable
+from meshwright.comm.shared_memory.group import SharedMemoryGroup
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool
 
@@ -38,7 +38,7 @@ def summed(world: World) -> tuple[bool, list[float], list[str]]:
     tensors = [torch.full((5,), 1.0 + world.rank) for _ in groups]
     for group, tensor in zip(groups, tensors, strict=True):
         group.all_reduce(tensor).wait()
-    shared = {isinstance(group, SharedGroup) for group in groups if group.size > 1}
+    shared = {isinstance(group, SharedMemoryGroup) for group in groups if group.size > 1}
     assert len(shared) == 1
     return shared.pop(), [float(tensor[0]) for tensor in tensors], told.lines
 
@@ -62,14 +62,14 @@ def one_of_three(world: World) -> tuple[bool, float, list[str]]:
     log, told = logging.getLogger("meshwright.comm.world"), Told()
     log.addHandler(told)
     if world.rank == 2:
-        with patch(f"{JOINING}.load", side_effect=Unavailable("there is no C compiler")):
+        with patch(f"{JOINING}.load", side_effect=SharedMemoryUnavailable("there is no C compiler")):
             group = world.group(["dp_shard"])
     else:
         group = world.group(["dp_shard"])
     log.removeHandler(told)
     tensor = torch.full((5,), 1.0 + world.rank)
     group.all_reduce(tensor).wait()
-    return isinstance(group, SharedGroup), float(tensor[0]), told.lines
+    return isinstance(group, SharedMemoryGroup), float(tensor[0]), told.lines
 
 
 def test_ranks_that_share_memory_say_so_once(process_pool: ProcessPool) -> None:
@@ -82,7 +82,7 @@ def test_ranks_that_share_memory_say_so_once(process_pool: ProcessPool) -> None:
 
 
 def _refuse(*_: object) -> int:
-    raise Unavailable("/proc/1/fd/1 cannot be opened (Permission denied)")
+    raise SharedMemoryUnavailable("/proc/1/fd/1 cannot be opened (Permission denied)")
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ def alone_of_two(world: World, what: str) -> tuple[bool, float, list[str]]:
     log.removeHandler(told)
     tensor = torch.full((5,), 1.0 + world.rank)
     group.all_reduce(tensor).wait()
-    return isinstance(group, SharedGroup), float(tensor[0]), told.lines
+    return isinstance(group, SharedMemoryGroup), float(tensor[0]), told.lines

@@ -3,21 +3,26 @@
 import pytest
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.tuning.allreduce_bench import MOST_REPEATS, ROW, measure, repeats
+from meshwright.comm.tuning.allreduce_bench import (
+    MAX_REPEATS,
+    MAX_SAMPLE_NBYTES,
+    num_repeats,
+    time_all_reduces,
+)
 from meshwright.plan.hardware.network_model import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 NAMES, SIZES = ["backend", "ring", "tree"], [64, 4096]
 
 
 def measured(world: World) -> list[AllReduceTiming]:
-    return measure(world, NAMES, SIZES, 0.01, least=3)
+    return time_all_reduces(world, NAMES, SIZES, 0.01, min_samples=3)
 
 
 @pytest.fixture(scope="module")
 def found() -> list[list[AllReduceTiming]]:
-    return on_threads(measured, Mesh(dp_replicate=3))
+    return run_on_threads(measured, Mesh(dp_replicate=3))
 
 
 def test_every_algorithm_is_measured_at_every_size(found: list[list[AllReduceTiming]]):
@@ -40,8 +45,9 @@ def test_every_cell_has_its_samples_and_their_median(found: list[list[AllReduceT
 
 def test_each_cell_is_visited_until_its_share_of_the_time_is_used():
     def counts(budget_s: float) -> list[int]:
-        found = on_threads(
-            lambda world: measure(world, ["ring"], [64], budget_s, least=1), Mesh(dp_replicate=2)
+        found = run_on_threads(
+            lambda world: time_all_reduces(world, ["ring"], [64], budget_s, min_samples=1),
+            Mesh(dp_replicate=2),
         )
         return [len(each.samples) for each in found[0]]
 
@@ -50,11 +56,16 @@ def test_each_cell_is_visited_until_its_share_of_the_time_is_used():
 
 
 def test_long_messages_are_not_repeated_and_short_ones_not_for_ever():
-    assert (repeats(4), repeats(ROW // 2), repeats(ROW), repeats(1 << 30)) == (MOST_REPEATS, 2, 1, 1)
+    assert (
+        num_repeats(4),
+        num_repeats(MAX_SAMPLE_NBYTES // 2),
+        num_repeats(MAX_SAMPLE_NBYTES),
+        num_repeats(1 << 30),
+    ) == (MAX_REPEATS, 2, 1, 1)
 
 
 def test_threads_are_named_as_what_carries_the_messages():
-    assert on_threads(lambda world: world.group(AXES).transport, Mesh(dp_replicate=2)) == [
+    assert run_on_threads(lambda world: world.group(AXES).transport, Mesh(dp_replicate=2)) == [
         "threads",
         "threads",
     ]

@@ -6,10 +6,16 @@ from math import log
 
 import pytest
 
-from meshwright.comm.algorithms import BACKEND, PLAIN, named
-from meshwright.comm.algorithms.cost_model import seconds
-from meshwright.comm.tuning.autoselect import SWITCH, candidates, cheapest, choose, predicted
-from meshwright.comm.tuning.network_fit import series_of
+from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.algorithms.cost_model import all_reduce_seconds
+from meshwright.comm.tuning.autoselect import (
+    SWITCH_COST,
+    candidate_algorithms,
+    cheapest_path,
+    choose_rule,
+    predict_all_reduce_s,
+)
+from meshwright.comm.tuning.network_fit import group_into_series
 from meshwright.plan.hardware.network_model import (
     VERSION,
     AllReduceTiming,
@@ -22,7 +28,7 @@ from meshwright.plan.hardware.network_model import (
 )
 
 SIZES = tuple(1 << power for power in range(10, 27))
-PLAINER = [str(each) for each in PLAIN if str(each) != BACKEND]
+PLAINER = [str(each) for each in FLAT_ALGORITHMS if str(each) != BACKEND]
 FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
 
 
@@ -34,17 +40,23 @@ def cluster(
     backend: float = 0.0,
     names: list[str] = PLAINER,
 ) -> Cluster:
-    """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not measured)."""
+    """Measured exactly as `network` says; the backend takes `backend` times as long as a ring (0: it was not
+    measured).
+    """
     cells = [
-        AllReduceTiming(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
+        AllReduceTiming(
+            name, n, nbytes, all_reduce_seconds(get_algorithm(name), n, nbytes, network, per_host)
+        )
         for name, n, nbytes in product(names, ranks, SIZES)
     ]
     if backend:
         cells += [
-            AllReduceTiming(BACKEND, n, s, backend * seconds(named("ring"), n, s, network, per_host))
+            AllReduceTiming(
+                BACKEND, n, s, backend * all_reduce_seconds(get_algorithm("ring"), n, s, network, per_host)
+            )
             for n, s in product(ranks, SIZES)
         ]
-    return Cluster(VERSION, "", "", "", "gloo", per_host, FitError(0, 0), network, series_of(cells))
+    return Cluster(VERSION, "", "", "", "gloo", per_host, FitError(0, 0), network, group_into_series(cells))
 
 
 def apart(latency_s: float, bytes_per_s: float) -> NetworkModel:
@@ -53,37 +65,37 @@ def apart(latency_s: float, bytes_per_s: float) -> NetworkModel:
 
 
 def test_where_latency_is_all_the_fewest_rounds_win():
-    choice = choose(cluster(apart(1e-3, 1e13), (8,), 1), 8)
-    assert set(choice.rule.names) == {"parallel"}
+    choice = choose_rule(cluster(apart(1e-3, 1e13), (8,), 1), 8)
+    assert set(choice.rule.algorithm_names) == {"parallel"}
     shared = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-2, 1e8),)))
-    assert choose(cluster(shared, (8,), 1), 8).rule.pick(1024) in ("parallel", "doubling")
+    assert choose_rule(cluster(shared, (8,), 1), 8).rule.algorithm_for(1024) in ("parallel", "doubling")
 
 
 def test_where_the_rate_is_all_the_fewest_bytes_win():
-    assert set(choose(cluster(apart(1e-9, 1e6), (8,), 1), 8).rule.names) <= {"ring", "halving"}
+    assert set(choose_rule(cluster(apart(1e-9, 1e6), (8,), 1), 8).rule.algorithm_names) <= {"ring", "halving"}
 
 
 def test_between_them_short_messages_go_in_few_rounds_and_long_ones_in_few_bytes():
-    rule = choose(cluster(apart(1e-4, 1e9), (8,), 1), 8).rule
-    assert rule.pick(1024) in ("doubling", "parallel")
-    assert rule.pick(64 << 20) == "halving"
-    assert [nbytes for nbytes, _ in rule.steps] == sorted(nbytes for nbytes, _ in rule.steps)
+    rule = choose_rule(cluster(apart(1e-4, 1e9), (8,), 1), 8).rule
+    assert rule.algorithm_for(1024) in ("doubling", "parallel")
+    assert rule.algorithm_for(64 << 20) == "halving"
+    assert [nbytes for nbytes, _ in rule.thresholds] == sorted(nbytes for nbytes, _ in rule.thresholds)
 
 
 def test_the_backend_is_chosen_where_it_was_measured_to_be_best_and_only_there():
     network = apart(1e-4, 1e9)
-    assert choose(cluster(network, (4,), 1, backend=0.1), 4).rule.pick(64 << 20) == BACKEND
-    assert BACKEND not in choose(cluster(network, (4,), 1, backend=9.0), 4).rule.names
-    assert BACKEND not in candidates(cluster(network, (4,), 1), 4)
+    assert choose_rule(cluster(network, (4,), 1, backend=0.1), 4).rule.algorithm_for(64 << 20) == BACKEND
+    assert BACKEND not in choose_rule(cluster(network, (4,), 1, backend=9.0), 4).rule.algorithm_names
+    assert BACKEND not in candidate_algorithms(cluster(network, (4,), 1), 4)
 
 
 def test_the_same_cluster_gives_the_same_rule():
     found = cluster(apart(1e-4, 1e9), (3,), 1, backend=1.0)
-    assert choose(found, 3) == choose(replace(found), 3)
+    assert choose_rule(found, 3) == choose_rule(replace(found), 3)
 
 
 def test_one_rank_has_nothing_to_choose():
-    assert str(choose(cluster(apart(1e-4, 1e9), (3,), 1), 1).rule) == BACKEND
+    assert str(choose_rule(cluster(apart(1e-4, 1e9), (3,), 1), 1).rule) == BACKEND
 
 
 def test_hosts_of_several_ranks_may_sum_inside_first():
@@ -95,20 +107,22 @@ def test_hosts_of_several_ranks_may_sum_inside_first():
         inter_host=LinkCost((SizeBand(0, 1e-3, 1e8),)),
     )
     found = cluster(inside, (8,), 4, names=[*PLAINER, "hierarchical/4"])
-    assert "hierarchical/4" in candidates(found, 8)
-    assert choose(found, 8).rule.pick(64 << 20) == "hierarchical/4"
-    assert "hierarchical/4" not in candidates(found, 4)
-    assert "hierarchical/4" not in candidates(found, 6)
+    assert "hierarchical/4" in candidate_algorithms(found, 8)
+    assert choose_rule(found, 8).rule.algorithm_for(64 << 20) == "hierarchical/4"
+    assert "hierarchical/4" not in candidate_algorithms(found, 4)
+    assert "hierarchical/4" not in candidate_algorithms(found, 6)
 
 
 def test_a_number_of_ranks_that_was_not_measured_is_priced_by_the_model_and_said_to_be():
     found = cluster(apart(1e-4, 1e9), (2, 3), 1, backend=0.5)
-    assert predicted(found, "ring", 5, 1 << 20) == pytest.approx(
-        seconds(named("ring"), 5, 1 << 20, found.network, 1)
+    assert predict_all_reduce_s(found, "ring", 5, 1 << 20) == pytest.approx(
+        all_reduce_seconds(get_algorithm("ring"), 5, 1 << 20, found.network, 1)
     )
-    assert predicted(found, BACKEND, 5, 1 << 20) == pytest.approx(0.5 * predicted(found, "ring", 5, 1 << 20))
-    assert "5 ranks were not measured (only 2, 3)" in str(choose(found, 5))
-    assert "not measured" not in str(choose(found, 3))
+    assert predict_all_reduce_s(found, BACKEND, 5, 1 << 20) == pytest.approx(
+        0.5 * predict_all_reduce_s(found, "ring", 5, 1 << 20)
+    )
+    assert "5 ranks were not measured (only 2, 3)" in str(choose_rule(found, 5))
+    assert "not measured" not in str(choose_rule(found, 3))
 
 
 def test_what_was_measured_corrects_the_model_at_and_between_its_sizes():
@@ -120,11 +134,13 @@ def test_what_was_measured_corrects_the_model_at_and_between_its_sizes():
         ),
     )
     for nbytes in (512, 1024, 3000, 1 << 20, 1 << 30):
-        assert predicted(twice, "ring", 3, nbytes) == pytest.approx(2 * predicted(found, "ring", 3, nbytes))
+        assert predict_all_reduce_s(twice, "ring", 3, nbytes) == pytest.approx(
+            2 * predict_all_reduce_s(found, "ring", 3, nbytes)
+        )
 
 
 def test_the_reason_names_sizes_and_times():
-    said = str(choose(cluster(apart(1e-4, 1e9), (4,), 1, backend=3.0), 4))
+    said = str(choose_rule(cluster(apart(1e-4, 1e9), (4,), 1, backend=3.0), 4))
     assert "auto chose '" in said
     assert "64 MiB takes" in said
     assert "by the backend)" in said
@@ -132,10 +148,10 @@ def test_the_reason_names_sizes_and_times():
 
 def test_a_change_that_gains_less_than_its_price_is_not_made():
     gain = 1.04
-    assert log(gain) < SWITCH
-    assert cheapest({"a": [1.0, gain, 1.0], "b": [gain, 1.0, gain]}) == ["a", "a", "a"]
-    assert cheapest({"a": [1.0, 2.0, 2.0], "b": [2.0, 1.0, 1.0]}) == ["a", "b", "b"]
-    assert cheapest({"a": [1.0, 1.0], "b": [1.0, 1.0]}) == ["a", "a"]
+    assert log(gain) < SWITCH_COST
+    assert cheapest_path({"a": [1.0, gain, 1.0], "b": [gain, 1.0, gain]}) == ["a", "a", "a"]
+    assert cheapest_path({"a": [1.0, 2.0, 2.0], "b": [2.0, 1.0, 1.0]}) == ["a", "b", "b"]
+    assert cheapest_path({"a": [1.0, 1.0], "b": [1.0, 1.0]}) == ["a", "a"]
 
 
 def test_the_path_through_the_sizes_is_the_cheapest_of_all():
@@ -143,6 +159,6 @@ def test_the_path_through_the_sizes_is_the_cheapest_of_all():
 
     def price(path: tuple[str, ...]) -> float:
         changes = sum(one != other for one, other in pairwise(path))
-        return SWITCH * changes + sum(log(costs[name][place]) for place, name in enumerate(path))
+        return SWITCH_COST * changes + sum(log(costs[name][place]) for place, name in enumerate(path))
 
-    assert price(tuple(cheapest(costs))) == pytest.approx(min(map(price, product(costs, repeat=4))))
+    assert price(tuple(cheapest_path(costs))) == pytest.approx(min(map(price, product(costs, repeat=4))))

@@ -4,10 +4,17 @@ from itertools import product
 
 import pytest
 
-from meshwright.comm.algorithms import BACKEND, PLAIN, named
-from meshwright.comm.algorithms.cost_model import seconds
-from meshwright.comm.algorithms.hierarchical import Hierarchical
-from meshwright.comm.tuning.network_fit import BOUNDS, banded, fitted, series_of, textbook, with_errors
+from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.algorithms.cost_model import all_reduce_seconds
+from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.tuning.network_fit import (
+    BAND_LIMITS,
+    fit_alpha_beta,
+    fit_link,
+    fit_network,
+    group_into_series,
+    with_fit,
+)
 from meshwright.plan.hardware.network_model import (
     VERSION,
     AllReduceTiming,
@@ -20,11 +27,11 @@ from meshwright.plan.hardware.network_model import (
 )
 
 SIZES = tuple(1 << power for power in range(10, 25))
-NAMES = [str(each) for each in PLAIN if str(each) != BACKEND]
+NAMES = [str(each) for each in FLAT_ALGORITHMS if str(each) != BACKEND]
 
 
 def bands(*figures: tuple[float, float]) -> LinkCost:
-    return LinkCost(tuple(SizeBand(upto, *each) for upto, each in zip(BOUNDS, figures, strict=True)))
+    return LinkCost(tuple(SizeBand(upto, *each) for upto, each in zip(BAND_LIMITS, figures, strict=True)))
 
 
 TRUE = NetworkModel(
@@ -40,19 +47,21 @@ def timings(
 ) -> list[AllReduceTiming]:
     cells = product(names, ranks, SIZES)
     return [
-        AllReduceTiming(name, n, nbytes, seconds(named(name), n, nbytes, network, per_host))
+        AllReduceTiming(
+            name, n, nbytes, all_reduce_seconds(get_algorithm(name), n, nbytes, network, per_host)
+        )
         for name, n, nbytes in cells
     ]
 
 
 def cluster(network: NetworkModel, measured: list[AllReduceTiming]) -> Cluster:
-    return Cluster(VERSION, "", "", "", "gloo", 0, FitError(0, 0), network, series_of(measured))
+    return Cluster(VERSION, "", "", "", "gloo", 0, FitError(0, 0), network, group_into_series(measured))
 
 
 def test_times_that_a_network_made_are_given_back_by_the_network_that_is_fitted():
-    found = fitted(timings(TRUE, (2, 3, 4)))
+    found = fit_network(timings(TRUE, (2, 3, 4)))
     for cell in timings(TRUE, (2, 3, 4, 6)):
-        guess = seconds(named(cell.algorithm), cell.ranks, cell.nbytes, found)
+        guess = all_reduce_seconds(get_algorithm(cell.algorithm), cell.ranks, cell.nbytes, found)
         assert guess == pytest.approx(cell.seconds, rel=0.03 if cell.ranks < 5 else 0.15), cell
 
 
@@ -64,53 +73,55 @@ def test_the_link_between_hosts_is_found_beside_the_one_inside():
         TRUE.local_sum,
         inter_host=bands((3e-3, 1e8), (3e-3, 1e8), (4e-3, 1e8), (4e-3, 1e8)),
     )
-    names = [*NAMES, str(Hierarchical(2))]
-    found = fitted(timings(network, (4,), 2, names), 2)
+    names = [*NAMES, str(HierarchicalAllReduce(2))]
+    found = fit_network(timings(network, (4,), 2, names), 2)
     assert found.inter_host is not None
     assert found.inter_host.bands[-1].bytes_per_s == pytest.approx(1e8, rel=0.05)
-    guess = seconds(named("hierarchical/2"), 4, 1 << 20, found, 2)
-    assert guess == pytest.approx(seconds(named("hierarchical/2"), 4, 1 << 20, network, 2), rel=0.05)
+    guess = all_reduce_seconds(get_algorithm("hierarchical/2"), 4, 1 << 20, found, 2)
+    assert guess == pytest.approx(
+        all_reduce_seconds(get_algorithm("hierarchical/2"), 4, 1 << 20, network, 2), rel=0.05
+    )
 
 
 def test_one_rank_per_host_gives_a_link_between_and_none_inside():
     network = NetworkModel(
         local_sum=TRUE.local_sum, inter_host=bands((1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8), (1e-3, 1e8))
     )
-    found = fitted(timings(network, (2, 3), 1), 1)
+    found = fit_network(timings(network, (2, 3), 1), 1)
     assert (found.intra_host, found.busiest_rank, found.round_overheads) == (None, None, ())
     assert list(found.diagnostics("network")) == []
 
 
 def test_a_band_in_which_no_message_falls_is_left_out():
     few = [cell for cell in timings(TRUE, (2, 3)) if cell.nbytes <= 4096]
-    link = fitted(few).intra_host
+    link = fit_network(few).intra_host
     assert link is not None
     assert [band.max_nbytes for band in link.bands] == [0]
 
 
 def test_the_backend_alone_cannot_be_fitted():
     with pytest.raises(ValueError, match="only the backend"):
-        fitted([AllReduceTiming(BACKEND, 2, 1024, 1e-3)])
+        fit_network([AllReduceTiming(BACKEND, 2, 1024, 1e-3)])
 
 
 def test_the_errors_are_those_of_sizes_that_were_not_fitted():
-    good = with_errors(cluster(NetworkModel(), []), timings(TRUE, (2, 3)))
+    good = with_fit(cluster(NetworkModel(), []), timings(TRUE, (2, 3)))
     assert good.fit_error.model < 0.05
     assert good.fit_error.corrected < 0.05
     broken = [
         AllReduceTiming(each.algorithm, each.ranks, each.nbytes, each.seconds * (3 if number % 2 else 1))
         for number, each in enumerate(timings(TRUE, (2, 3)))
     ]
-    assert with_errors(cluster(NetworkModel(), []), broken).fit_error.model > 0.2
+    assert with_fit(cluster(NetworkModel(), []), broken).fit_error.model > 0.2
 
 
 def test_the_textbook_figures_of_times_made_by_the_textbook_are_found():
     made = [
-        AllReduceTiming(name, 3, nbytes, named(name).seconds(3, nbytes, 2e-4, 1e9))
+        AllReduceTiming(name, 3, nbytes, get_algorithm(name).seconds(3, nbytes, 2e-4, 1e9))
         for name in NAMES
         for nbytes in SIZES
     ]
-    found = textbook(cluster(TRUE, made), 3)
+    found = fit_alpha_beta(cluster(TRUE, made), 3)
     assert (found.latency_s, found.bytes_per_s) == pytest.approx((2e-4, 1e9))
     assert found.error < 1e-6
 
@@ -119,9 +130,9 @@ def test_bands_follow_a_switch_of_protocol_that_one_pair_of_figures_cannot():
     took = [1e-5 + nbytes / 1e8 if nbytes <= 1 << 16 else 1e-3 + nbytes / 1e10 for nbytes in SIZES]
 
     def worst(num_bands: int) -> float:
-        link = banded(SIZES, took, num_bands)
+        link = fit_link(SIZES, took, num_bands)
         return max(abs(link.seconds(nbytes) / true - 1) for nbytes, true in zip(SIZES, took, strict=True))
 
     assert worst(4) < worst(1) / 2
-    assert len(banded(SIZES, took, 4).bands) == 4
-    assert list(banded(SIZES, took, 4).diagnostics("")) == []
+    assert len(fit_link(SIZES, took, 4).bands) == 4
+    assert list(fit_link(SIZES, took, 4).diagnostics("")) == []

@@ -1,19 +1,21 @@
-"""Debug mode: ranks that are about to issue different collectives are told at once, each of them, also where sizes agree."""
+"""Debug mode: ranks that are about to issue different collectives are told at once, each of them, also where
+sizes agree.
+"""
 
 import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.watchdog.desync_check import ACTION, Comparison
+from meshwright.comm.watchdog.desync_check import CHECK_ACTION, DesyncCheck
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.testing.ranks import ProcessPool, on_threads
+from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 MESH = Mesh(dp_replicate=3)
 
 
 def compared(world: World, kind: str) -> str:
-    world.ledger.compare = Comparison()
+    world.ledger.check_desync = DesyncCheck()
     group, odd = world.group(["dp_replicate"]), world.rank == 1
     group.all_reduce(torch.ones(4), action="REDUCE(0)").wait()
     try:
@@ -39,7 +41,7 @@ def compared(world: World, kind: str) -> str:
 
 @pytest.mark.parametrize("kind", ["size", "dtype", "action", "collective"])
 def test_every_rank_is_told_who_differs(kind):
-    reports = on_threads(lambda world: compared(world, kind), MESH)
+    reports = run_on_threads(lambda world: compared(world, kind), MESH)
     assert len(set(reports)) == 1
     lines = reports[0].splitlines()
     assert lines[0] == "the ranks do not agree on number 2 over dp_replicate:"
@@ -79,21 +81,21 @@ def test_processes_are_told_before_a_backend_aborts(process_pool: ProcessPool):
 
 
 def what_it_costs(world: World) -> tuple[dict[str, float], int]:
-    world.ledger.compare = Comparison()
+    world.ledger.check_desync = DesyncCheck()
     world.group(["dp_replicate"]).all_reduce(torch.ones(6), action="REDUCE(0)").wait()
     world.group(["dp_replicate"]).barrier(action="end")
-    return dict(world.ledger.sent), world.ledger.recent.order
+    return dict(world.ledger.sent_nbytes), world.ledger.flight_recorder.sequence_id
 
 
 def test_eight_bytes_per_collective_are_sent_and_counted_apart():
-    for sent, order in on_threads(what_it_costs, MESH):
-        assert sent[ACTION] == 2 * 2 * 8
+    for sent, order in run_on_threads(what_it_costs, MESH):
+        assert sent[CHECK_ACTION] == 2 * 2 * 8
         assert sent["REDUCE(0)"] == 2 * 24 * 2 / 3
         assert order == 2, "what the comparison issues is not in the ring"
 
 
 def nobody_leads(world: World) -> str:
-    world.ledger.compare = Comparison()
+    world.ledger.check_desync = DesyncCheck()
     try:
         world.group(["dp_replicate"]).all_reduce(torch.ones(1 + world.rank)).wait()
     except CollectiveError as error:
@@ -103,5 +105,6 @@ def nobody_leads(world: World) -> str:
 
 def test_without_a_majority_nobody_is_called_wrong():
     assert all(
-        "which of them is wrong, the ranks cannot say" in report for report in on_threads(nobody_leads, MESH)
+        "which of them is wrong, the ranks cannot say" in report
+        for report in run_on_threads(nobody_leads, MESH)
     )

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from meshwright.comm.collectives.flight_recorder import Issued
-from meshwright.comm.watchdog.hang_report import Blame, blame
-from meshwright.comm.watchdog.rank_status import C10D, Statement, Wait
+from meshwright.comm.collectives.flight_recorder import IssuedCollective
+from meshwright.comm.watchdog.hang_report import HangReport, diagnose_hang
+from meshwright.comm.watchdog.rank_status import C10D_FILE, PendingWait, RankStatus
 from meshwright.plan.sharding.mesh import Mesh
 
 LINE = ("dp_replicate",)
@@ -14,24 +14,31 @@ SLEEP = ("/home/me/train.py", 212, "on_step_end")
 
 def issued(
     number: int, size: int = 4096, action: str = "", axes: tuple[str, ...] = LINE, place: str = "acts.py:93"
-) -> Issued:
-    return Issued(
+) -> IssuedCollective:
+    return IssuedCollective(
         number, number, axes, f"all_reduce of float32 [{size}]", action or f"REDUCE({number})", place
     )
 
 
-def waits(rank: int, *recent: Issued, seconds: float = 5.1) -> Statement:
-    return Statement(
-        rank, phase="step", step=12, recent=recent, waits=(Wait(recent[-1].order, seconds),), at=float(rank)
+def waits(rank: int, *recent: IssuedCollective, seconds: float = 5.1) -> RankStatus:
+    return RankStatus(
+        rank,
+        phase="step",
+        step=12,
+        collectives=recent,
+        waits=(PendingWait(recent[-1].sequence_id, seconds),),
+        time_s=float(rank),
     )
 
 
-def judged(*statements: Statement, mesh: Mesh = MESH) -> Blame:
-    return blame({each.rank: each for each in statements}, mesh)
+def judged(*statements: RankStatus, mesh: Mesh = MESH) -> HangReport:
+    return diagnose_hang({each.rank: each for each in statements}, mesh)
 
 
 SIXTEEN = [issued(number) for number in range(1, 17)]
-MISSING = Statement(1, phase="step", step=12, recent=tuple(SIXTEEN), stack=(("/x/main.py", 1, "main"), SLEEP))
+MISSING = RankStatus(
+    1, phase="step", step=12, collectives=tuple(SIXTEEN), stack=(("/x/main.py", 1, "main"), SLEEP)
+)
 VICTIMS = (waits(0, *SIXTEEN, issued(17)), waits(2, *SIXTEEN, issued(17), seconds=4.9))
 
 
@@ -45,20 +52,20 @@ def test_a_missing_rank_is_named_with_its_line_and_what_the_others_wait_for():
     )
     assert asked == "  asked for at acts.py:93"
     assert where == "rank 1 is at step 12 at /home/me/train.py:212 in on_step_end (in no collective)"
-    assert (
-        last
-        == "  its last collective was number 16 over dp_replicate: all_reduce of float32 [4096] for REDUCE(16), from acts.py:93"
+    assert last == (
+        "  its last collective was number 16 over dp_replicate: all_reduce of float32 [4096] "
+        "for REDUCE(16), from acts.py:93"
     )
     assert "raise run.limits.step_s" in found.repair
 
 
 def test_a_call_of_torch_that_the_run_did_not_ask_for_is_said():
-    inside = replace(MISSING, stack=(SLEEP, (C10D, 5, "barrier")))
+    inside = replace(MISSING, stack=(SLEEP, (C10D_FILE, 5, "barrier")))
     assert "(in torch.distributed.barrier, which the run did not ask for)" in judged(*VICTIMS, inside).text
 
 
 def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
-    left = replace(MISSING, state="left", error="ValueError: x", own=True)
+    left = replace(MISSING, condition="left", error="ValueError: x", is_root_cause=True)
     found = judged(*VICTIMS, left)
     assert found.ranks == (1,)
     assert found.text.startswith(
@@ -69,14 +76,18 @@ def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
 
 
 def test_of_two_that_left_the_first_is_named_and_a_consequence_never():
-    late = replace(MISSING, state="left", error="ValueError: late", own=True, at=9.0)
-    early = replace(MISSING, rank=2, state="left", error="ValueError: early", own=True, at=3.0)
-    follows = replace(MISSING, rank=0, state="left", error="CollectiveError: closed", own=False, at=1.0)
+    late = replace(MISSING, condition="left", error="ValueError: late", is_root_cause=True, time_s=9.0)
+    early = replace(
+        MISSING, rank=2, condition="left", error="ValueError: early", is_root_cause=True, time_s=3.0
+    )
+    follows = replace(
+        MISSING, rank=0, condition="left", error="CollectiveError: closed", is_root_cause=False, time_s=1.0
+    )
     assert judged(late, early, follows).ranks == (2,)
 
 
 def test_a_process_that_is_gone_is_named_with_its_last_collective():
-    found = judged(*VICTIMS, Statement(1, "gone", recent=tuple(SIXTEEN)))
+    found = judged(*VICTIMS, RankStatus(1, "gone", collectives=tuple(SIXTEEN)))
     assert found.ranks == (1,)
     assert "rank 1: its process is gone" in found.text
     assert "its last collective was number 16" in found.text
@@ -97,7 +108,7 @@ def test_the_odd_one_out_is_named_with_both_calls_and_its_line():
 
 
 def test_a_process_that_a_backend_aborted_is_not_blamed_for_the_size_that_another_sent():
-    aborted = Statement(0, "gone", recent=(*SIXTEEN, issued(17)))
+    aborted = RankStatus(0, "gone", collectives=(*SIXTEEN, issued(17)))
     found = judged(aborted, waits(1, *SIXTEEN, issued(17, 4097)), VICTIMS[1])
     assert found.ranks == (1,)
     assert "rank 0: its process is gone; a backend may abort" in found.text
@@ -121,7 +132,7 @@ def test_the_end_of_a_chain_is_blamed_and_not_who_waits_in_the_middle():
     """Rank 0 waits for 1 along tp, rank 1 for 3 along dp_shard, and rank 3 sleeps."""
     mesh = Mesh(dp_shard=2, tp=2)
     row, column = issued(5, axes=("tp",)), issued(6, axes=("dp_shard",))
-    asleep = Statement(3, phase="step", step=1, recent=(issued(1, axes=("tp",)),), stack=(SLEEP,))
+    asleep = RankStatus(3, phase="step", step=1, collectives=(issued(1, axes=("tp",)),), stack=(SLEEP,))
     found = judged(waits(0, row), waits(1, column), waits(2, issued(2, axes=("tp",))), asleep, mesh=mesh)
     assert found.ranks == (3,)
 
@@ -129,7 +140,7 @@ def test_the_end_of_a_chain_is_blamed_and_not_who_waits_in_the_middle():
 def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     """Rank 0 waits for the gradient of rank 1, which waits for that of rank 2."""
     first, second = (
-        Issued(
+        IssuedCollective(
             number,
             number,
             LINE,
@@ -140,19 +151,23 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
         )
         for number, rank in ((4, 0), (3, 1))
     )
-    found = judged(waits(0, first), waits(1, second), Statement(2, "stopped"))
+    found = judged(waits(0, first), waits(1, second), RankStatus(2, "stopped"))
     assert found.ranks == (2,)
     told, _, chain, where, *_ = str(found).splitlines()
     assert told.startswith(
-        "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 over rank 2 to"
+        (
+            "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 "
+            "over rank 2 to"
+        )
     )
     assert chain.startswith(
         "rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4"
     )
     assert chain.endswith(": it waits, too")
-    assert (
-        where
-        == "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after SIGCONT"
+    assert where == (
+        "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and "
+        "goes "
+        "on after SIGCONT"
     )
 
 
@@ -166,8 +181,10 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_told_so():
 
 
 def test_a_receive_whose_sender_did_not_come_blames_the_sender():
-    receive = Issued(1, 1, LINE, "receive of float32 [4] from index 1", "", "a.py:1", (1, 0))
-    found = judged(waits(0, receive), replace(MISSING, recent=()), Statement(2, stack=(("/x/y.py", 1, "f"),)))
+    receive = IssuedCollective(1, 1, LINE, "receive of float32 [4] from index 1", "", "a.py:1", (1, 0))
+    found = judged(
+        waits(0, receive), replace(MISSING, collectives=()), RankStatus(2, stack=(("/x/y.py", 1, "f"),))
+    )
     assert found.ranks == (1,)
     assert "number 1 over rank 1 to rank 0" in found.text
 
@@ -179,7 +196,7 @@ def test_nobody_is_blamed_when_all_have_come():
 
 
 def test_a_rank_that_does_not_answer_is_told_from_one_that_says_where_it_is():
-    silent = Statement(1, "silent", recent=tuple(SIXTEEN), stack=(SLEEP,))
+    silent = RankStatus(1, "silent", collectives=tuple(SIXTEEN), stack=(SLEEP,))
     text = judged(*VICTIMS, silent).text
     assert "rank 1 did not answer: its interpreter is held by native code" in text
     assert "it is at /home/me/train.py:212 in on_step_end" in text
@@ -187,5 +204,5 @@ def test_a_rank_that_does_not_answer_is_told_from_one_that_says_where_it_is():
 
 def test_many_ranks_are_not_all_listed():
     mesh = Mesh(dp_replicate=200)
-    found = judged(*(waits(rank, issued(1)) for rank in range(1, 200)), Statement(0), mesh=mesh)
+    found = judged(*(waits(rank, issued(1)) for rank in range(1, 200)), RankStatus(0), mesh=mesh)
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ... (199 in all) wait for it" in found.text

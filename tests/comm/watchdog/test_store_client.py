@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from meshwright.comm.watchdog import store_client
-from meshwright.comm.watchdog.store_client import Room, Silent
+from meshwright.comm.watchdog.store_client import StoreClient, StoreSilentError
 
 
 class Slow(dist.HashStore):
@@ -24,14 +24,14 @@ class Slow(dist.HashStore):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    monkeypatch.setattr(store_client, "ANSWER_S", 0.05)
+    monkeypatch.setattr(store_client, "ANSWER_TIMEOUT_S", 0.05)
     store = Slow()
     yield store
     store.answers.set()
 
 
 def test_a_room_says_what_its_store_says() -> None:
-    asked = Room(dist.HashStore())
+    asked = StoreClient(dist.HashStore())
     asked.set("a", "1")
     assert asked.check(["a"])
     assert not asked.check(["b"])
@@ -40,19 +40,19 @@ def test_a_room_says_what_its_store_says() -> None:
 
 
 def test_a_question_without_an_answer_is_given_up_and_those_behind_it_at_once(slow: Slow) -> None:
-    asked = Room(slow)
-    with pytest.raises(Silent, match=r"has not answered for 0\.05 s\. Look at the link"):
+    asked = StoreClient(slow)
+    with pytest.raises(StoreSilentError, match=r"has not answered for 0\.05 s\. Look at the link"):
         asked.check(["a"])
-    with pytest.raises(Silent, match="owes an answer"):
+    with pytest.raises(StoreSilentError, match="owes an answer"):
         asked.set("a", "1")
     asked.close()
 
 
 def test_a_store_that_answers_after_all_is_asked_again(slow: Slow) -> None:
-    asked = Room(slow)
-    with pytest.raises(Silent):
+    asked = StoreClient(slow)
+    with pytest.raises(StoreSilentError):
         asked.check(["a"])
-    late = asked._last
+    late = asked._last_answer
     assert late is not None
     slow.answers.set()
     assert late.result(10) is False
@@ -66,7 +66,7 @@ def test_an_error_of_the_store_is_raised_by_the_room() -> None:
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
 
-    asked = Room(Broken())
+    asked = StoreClient(Broken())
     with pytest.raises(RuntimeError, match="connection reset"):
         asked.check(["a"])
     asked.close()
@@ -74,5 +74,5 @@ def test_an_error_of_the_store_is_raised_by_the_room() -> None:
 
 def test_a_room_that_was_asked_nothing_has_no_thread() -> None:
     before = threading.active_count()
-    Room(dist.HashStore()).close()
+    StoreClient(dist.HashStore()).close()
     assert threading.active_count() == before

@@ -1,6 +1,7 @@
 """Planted hangs on three processes: who is named, on every rank that is left to say it.
 
-Each rank writes what it was told to a file of its own, because a rank that dies or hangs takes its answer along.
+Each rank writes what it was told to a file of its own, because a rank that dies or hangs takes its answer
+along.
 """
 
 import gc
@@ -41,10 +42,10 @@ def played(world: TorchWorld, plant: Plant, folder: Path) -> None:
             world.ledger.step = step
             summed(world, f"REDUCE({step})")
         world.ledger.step = 3
-        while (0 if world.rank == 1 else 1) not in world.lookout.neighbours:
+        while (0 if world.rank == 1 else 1) not in world.watchdog.neighbours:
             pass  # a rank that dies in its first moments is known by nobody
         summed(world, "MET")
-        world.lookout.limits = WaitLimits.uniform(
+        world.watchdog.limits = WaitLimits.uniform(
             LIMIT_S
         )  # only now: on a busy machine the ranks may take longer to meet
         if world.rank == 1:
@@ -71,12 +72,12 @@ def reports(pool: ProcessPool, plant: Plant, folder: Path, mesh: Mesh = MESH) ->
 def waits_for_the_alarm(world: TorchWorld) -> None:
     """Does not come, until somebody has missed it."""
     asleep = threading.Event()
-    while not world.lookout.alarmed:
+    while not world.watchdog.is_alarmed:
         asleep.wait(0.1)  # here
 
 
 def turns_in_circles(world: TorchWorld) -> None:
-    while not world.lookout.alarmed:
+    while not world.watchdog.is_alarmed:
         pass  # here
 
 
@@ -133,7 +134,10 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collectiv
     for rank in (0, 2):
         lines = told[rank].splitlines()
         assert re.match(
-            r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over dp_replicate; ",
+            (
+                r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over "
+                r"dp_replicate; "
+            ),
             lines[0],
         )
         assert re.search(r"; ranks 0, 2 wait for it since [1-9]\d*\.\d s$", lines[0])
@@ -197,7 +201,7 @@ def test_the_rank_that_calls_something_else_is_named_with_both_calls(process_poo
 
 
 def receives_from_a_rank_that_is_busy(world: TorchWorld, folder: Path) -> None:
-    world.lookout.limits = WaitLimits.uniform(LIMIT_S)
+    world.watchdog.limits = WaitLimits.uniform(LIMIT_S)
     group = world.group(["dp_replicate"])
     group.barrier()
     try:
@@ -207,7 +211,7 @@ def receives_from_a_rank_that_is_busy(world: TorchWorld, folder: Path) -> None:
         elif world.rank == 2:
             while not (folder / "busy").exists():
                 time.sleep(0.01)
-            group.receive(torch.empty(4), source=1, action="RECV(0)").wait()
+            group.recv(torch.empty(4), source=1, action="RECV(0)").wait()
         group.barrier(action="end")
     except CollectiveError as error:
         (folder / f"rank-{world.rank}").write_text(str(error))
@@ -219,9 +223,10 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), number 1 over rank 1 to rank 2"
-        in text
-    )
+        "rank 1 did not come to rank 2's receive of float32 [4] from index 1 for RECV(0), "
+        "number "
+        "1 over rank 1 to rank 2"
+    ) in text
     assert "in waits_for_the_alarm" in text
 
 
@@ -230,7 +235,7 @@ def stops_in_a_row(world: TorchWorld, folder: Path) -> None:
     rows, columns = world.group(["tp"]), world.group(["dp_shard"])
     rows.all_reduce(torch.ones(4), algorithm="ring").wait()
     world.group(["dp_shard", "tp"]).barrier()
-    world.lookout.limits = WaitLimits.uniform(LIMIT_S)
+    world.watchdog.limits = WaitLimits.uniform(LIMIT_S)
     try:
         if world.rank == 3:
             waits_for_the_alarm(world)
@@ -252,7 +257,7 @@ def test_the_rank_at_the_end_of_the_chain_is_named_by_those_who_wait_for_others(
 
 def threads_left(world: TorchWorld) -> tuple[set[str], bool, object]:
     # an earlier call of this process may have left a world of its own making open
-    own = {world.lookout._thread, world.lookout._store._thread}  # pyrefly: ignore[missing-attribute]
+    own = {world.watchdog._thread, world.watchdog._store._thread}  # pyrefly: ignore[missing-attribute]
     before = set(threading.enumerate()) - own
     summed(world, "REDUCE(0)")
     world.close()
@@ -285,14 +290,14 @@ def test_no_descriptor_is_left_from_call_to_call(process_pool):
 
 def many_worlds(world: TorchWorld) -> list[bool]:
     """Worlds one behind the other over one store: an alarm in one is not heard in the next."""
-    world.lookout._store.set("alarm", "0")  # pyrefly: ignore[missing-attribute]
+    world.watchdog._store.set("alarm", "0")  # pyrefly: ignore[missing-attribute]
     summed(world, "REDUCE(0)")
-    world.lookout.close()
+    world.watchdog.close()
     heard = []
     for _ in range(2):
         other = TorchWorld(MESH, world.rank, "cpu")
         summed(other, "REDUCE(1)")
-        heard.append(other.lookout.alarmed)
+        heard.append(other.watchdog.is_alarmed)
         other.close()
     return heard
 

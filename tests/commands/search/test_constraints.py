@@ -1,4 +1,6 @@
-"""What is fixed, in a user's words: each is obeyed, and what contradicts itself is told at once, with what is needed."""
+"""What is fixed, in a user's words: each is obeyed, and what contradicts itself is told at once, with what is
+needed.
+"""
 
 import pytest
 
@@ -12,7 +14,9 @@ SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 LONG = f"{SMALL} sequence 16384"
 
 
-def best(*words: str, model: str = SMALL, devices: int = 16, batch: int = 64) -> list[tuple[ParallelConfig, str]]:
+def best(
+    *words: str, model: str = SMALL, devices: int = 16, batch: int = 64
+) -> list[tuple[ParallelConfig, str]]:
     found = run_search(SearchOptions(model, devices, "a100", batch, constraints=words)).result.best
     return [(each.config, each.schedule) for each in found]
 
@@ -103,11 +107,14 @@ def test_rows_too_short_for_their_ranks_are_told():
 
 
 def test_orders_that_are_not_searched_never_win():
-    """GPipe waits as long as 1F1B and holds more; DualPipe waits longer than ZB-V and holds its weights twice."""
+    """GPipe waits as long as 1F1B and holds more; DualPipe waits longer than ZB-V and holds its weights
+    twice.
+    """
     assert set(SEARCHED_SCHEDULES) < set(SCHEDULES)
     for model, devices in ((SMALL, 8), ("13b: layers 40 hidden 5120 heads 40", 16)):
         asked = run_search(SearchOptions(model, devices, "a100", 48))
         every = SearchConstraints().apply(asked.request)
         assert (
-            search(every, 1).best[0] == search(type(every)(**{**vars(every), "schedules": SCHEDULES}), 1).best[0]
+            search(every, 1).best[0]
+            == search(type(every)(**{**vars(every), "schedules": SCHEDULES}), 1).best[0]
         )

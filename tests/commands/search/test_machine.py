@@ -1,4 +1,6 @@
-"""The machine of a plan: its links from a cluster, its rates from a run; a plan from both, and all that is refused."""
+"""The machine of a plan: its links from a cluster, its rates from a run; a plan from both, and all that is
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -84,9 +86,7 @@ def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Pa
     def learned(folder: Path) -> RunCalibration:
         return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
 
-    with pytest.raises(
-        PlanError, match="the run used NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"
-    ):
+    with pytest.raises(PlanError, match="the run used NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"):
         learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
     with pytest.raises(PlanError, match="the run has 'naive_ddp', which `search` does not model"):
         learned(run_folder(tmp_path / "b", store="naive_ddp"))
@@ -161,7 +161,12 @@ def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
     request = read_request(path, (), STRATEGIES)
     found = parallel_config_of(request, Mesh.infer(request.mesh))
     assert (found.dp, found.tp, found.pp, found.cp, found.zero_stage) == (2, 3, 2, 2, 2)
-    assert (found.micro_batch, found.num_microbatches, found.recompute, found.zero_group_size) == (2, 2, "layers", 0)
+    assert (found.micro_batch, found.num_microbatches, found.recompute, found.zero_group_size) == (
+        2,
+        2,
+        "layers",
+        0,
+    )
 
 
 def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):

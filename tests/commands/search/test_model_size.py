@@ -1,4 +1,6 @@
-"""The sizes of a model: of a config they are read, and its weights counted; what is no decoder of equal layers is refused."""
+"""The sizes of a model: of a config they are read, and its weights counted; what is no decoder of equal
+layers is refused.
+"""
 
 from pathlib import Path
 
@@ -229,7 +231,8 @@ def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
     config.save_pretrained(tmp_path)
     said = [line for line in size_warnings(model_size(str(tmp_path), 512)) if "attend" in line]
     assert said == [
-        "2 of 4 layers attend to 32 tokens of samples of 512: it is priced as if each token saw all before it, so expect less than"
+        "2 of 4 layers attend to 32 tokens of samples of 512: it is priced as if each token saw "
+        "all before it, so expect less than"
         " these seconds."
     ]
     assert not [line for line in size_warnings(model_size(str(tmp_path), 32)) if "attend" in line]

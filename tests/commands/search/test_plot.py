@@ -19,9 +19,7 @@ def test_no_layout_on_the_line_is_both_slower_and_larger_than_another():
     assert front[0] == min(found, key=lambda each: (each.seconds, each.memory.total))
     assert front[-1].memory.total == min(each.memory.total for each in found)
     for one in front:
-        assert not any(
-            each.seconds < one.seconds and each.memory.total < one.memory.total for each in found
-        )
+        assert not any(each.seconds < one.seconds and each.memory.total < one.memory.total for each in found)
     assert front[-1].memory.total < front[0].memory.total / 2
 
 
@@ -30,7 +28,11 @@ def test_the_turns_that_are_drawn_take_what_the_sketch_says(schedule: str):
     large = "large: layers 24 hidden 8192 heads 64 vocab 4000 sequence 4096"
     chosen = run_search(
         SearchOptions(
-            large, 16, "a100", 8, constraints=("pp=4", "tp=4", f"schedule={schedule}", "micro_batch=1", "zero=0")
+            large,
+            16,
+            "a100",
+            8,
+            constraints=("pp=4", "tp=4", f"schedule={schedule}", "micro_batch=1", "zero=0"),
         )
     )
     best = chosen.result.best[0]

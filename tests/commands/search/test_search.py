@@ -1,4 +1,6 @@
-"""Choosing a plan: from sizes or a config to a ranked table and a config that resolves; what is refused, and how."""
+"""Choosing a plan: from sizes or a config to a ranked table and a config that resolves; what is refused, and
+how.
+"""
 
 import json
 from io import StringIO
@@ -184,7 +186,9 @@ def test_a_batch_that_no_copies_can_share_is_told():
 
 def test_an_order_that_no_mesh_can_have_is_told():
     with pytest.raises(PlanError, match="1 micro-batches in chunks on pp 2"):
-        run_search(SearchOptions(SMALL, 2, "a100", 64, constraints=("schedule=interleaved", "micro_batch=64")))
+        run_search(
+            SearchOptions(SMALL, 2, "a100", 64, constraints=("schedule=interleaved", "micro_batch=64"))
+        )
 
 
 def test_figures_of_links_are_read_for_one_kind_and_refused_for_several():

@@ -1,4 +1,6 @@
-"""`search MODEL` on the command line: every option has an effect; missing and contradicting options are refused."""
+"""`search MODEL` on the command line: every option has an effect; missing and contradicting options are
+refused.
+"""
 
 import json
 import tomllib
@@ -73,7 +75,10 @@ def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):
         (["--hardware", "a100:4,h100:4", "--batch", 64, "--cluster", "c.toml"], "leave it out"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--fit", "bach"], "did you mean 'batch'?"),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--price", 2], "no training time to price"),
-        (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokens", "inf"], "needed are finite numbers"),
+        (
+            ["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokens", "inf"],
+            "needed are finite numbers",
+        ),
         (["--hardware", "a100", "--devices", 8, "--batch", 64, "--tokns", "1e9"], "did you mean '--tokens'?"),
         (
             ["--hardware", "a100", "--devices", 8, "--batch", 64, "--train.steps", 3],

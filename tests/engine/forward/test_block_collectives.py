@@ -1,4 +1,6 @@
-"""A tensor is moved once in a block, and what backward needs of it is kept, or moved once more for all who need it."""
+"""A tensor is moved once in a block, and what backward needs of it is kept, or moved once more for all who
+need it.
+"""
 
 import gc
 import weakref
@@ -17,7 +19,9 @@ RANKS = Mesh(tp=3)
 
 
 def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tensor]]:
-    """The collectives of three products with one gathered tensor, whether it was alive between the two, and the gradients."""
+    """The collectives of three products with one gathered tensor, whether it was alive between the two, and
+    the gradients.
+    """
     world.ledger.is_recording = True
     state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone
     inner = BlockCollectives(state)
@@ -61,7 +65,9 @@ def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
 
 
 def exchanged(world: World) -> tuple[int, list[bool]]:
-    """How often a tensor was gathered, and whether it and what it became were alive when nobody else held them."""
+    """How often a tensor was gathered, and whether it and what it became were alive when nobody else held
+    them.
+    """
     world.ledger.is_recording = True
     state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone
     inner = BlockCollectives(state)

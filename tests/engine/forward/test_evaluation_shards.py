@@ -1,4 +1,6 @@
-"""Evaluation where weights are kept in shards: what one device would find, whoever has rows, and whatever glue uses."""
+"""Evaluation where weights are kept in shards: what one device would find, whoever has rows, and whatever
+glue uses.
+"""
 
 import pytest
 import torch
@@ -40,7 +42,9 @@ READING = analyze(Shifted, part(DATA, 0, 2))
 
 
 def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
-    """What each rank finds: in each of three steps the losses of evaluation and of training, and then what the model says."""
+    """What each rank finds: in each of three steps the losses of evaluation and of training, and then what
+    the model says.
+    """
     plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[float]:
@@ -67,7 +71,7 @@ def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_
         assert found == pytest.approx(wanted, rel=1e-10)
 
 
-@pytest.mark.parametrize("forgotten", ["fetch", "refresh"])
+@pytest.mark.parametrize("forgotten", ["unshard_block", "refresh_unsharded"])
 def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
     (wanted,) = course(Mesh(), ())
     monkeypatch.setattr(FlatParams, forgotten, lambda *_, **__: None)

@@ -1,4 +1,6 @@
-"""Evaluation where ranks have some of the tokens of each sample: what one device would find, and every token counts once."""
+"""Evaluation where ranks have some of the tokens of each sample: what one device would find, and every token
+counts once.
+"""
 
 import pytest
 

@@ -126,7 +126,9 @@ def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(f
 
 
 class Open(nn.Module):
-    """Two skips; glue that looks at numbers; a block that gives back what it was given; a layer that no step reaches."""
+    """Two skips; glue that looks at numbers; a block that gives back what it was given; a layer that no step
+    reaches.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +206,9 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
         with parallelize(LLAMA, plan, world=world) as engine, engine.full_params() as module:
             module(IDS)
             return {
-                name: sent for name, sent in world.ledger.sent_nbytes.items() if name.startswith("GATHER_FULL") and sent
+                name: sent
+                for name, sent in world.ledger.sent_nbytes.items()
+                if name.startswith("GATHER_FULL") and sent
             }
 
     sent = {name: nbytes for each in run_on_threads(rank, plan.mesh) for name, nbytes in each.items()}
@@ -214,6 +218,6 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
 
 
 def test_numbers_that_do_not_come_are_noticed(monkeypatch):
-    monkeypatch.setattr(lockstep_forward, "swap", lambda value, new: value)
+    monkeypatch.setattr(lockstep_forward, "replace_tensors", lambda value, new: value)
     with pytest.raises(Exception, match=r"(?i)fake|without numbers|another rank"):
         used(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])

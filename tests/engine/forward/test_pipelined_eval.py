@@ -1,4 +1,6 @@
-"""Evaluation through parts of a model: the loss of one device, whatever lies where, and nothing is different afterwards."""
+"""Evaluation through parts of a model: the loss of one device, whatever lies where, and nothing is different
+afterwards.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +59,9 @@ def course(
     *,
     evaluated: bool = True,
 ) -> list[tuple[list[Evaluation], list[float], dict[str, bytes]]]:
-    """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then holds."""
+    """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then
+    holds.
+    """
     plan = make_plan(reading, tiny_job(), mesh, strategies, micro_batch)
 
     def rank(world: World) -> tuple[list[Evaluation], list[float], dict[str, bytes]]:
@@ -120,7 +124,9 @@ def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
 
 
 class Skips(nn.Module):
-    """What two layers give out goes far past their neighbours; batch norms, which learn nothing in an evaluation."""
+    """What two layers give out goes far past their neighbours; batch norms, which learn nothing in an
+    evaluation.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +186,9 @@ def test_the_ledger_says_what_was_sent_between_which_parts():
     def rank(world: World) -> dict[str, float]:
         with parallelize(READING, plan, world=world) as engine:
             engine.evaluate([part(DATA, 0, 12)])
-            return {name: sent for name, sent in world.ledger.sent_nbytes.items() if "EVALUATE" in name and sent}
+            return {
+                name: sent for name, sent in world.ledger.sent_nbytes.items() if "EVALUATE" in name and sent
+            }
 
     for index, sent in enumerate(run_on_threads(rank, plan.mesh)):
         between = {name: nbytes for name, nbytes in sent.items() if name != "EVALUATE"}
@@ -207,7 +215,9 @@ def test_of_two_ranks_with_a_part_the_one_with_fewer_runs_it():
     ids=["one each", "looped", "looped over three", "a V", "a V over three"],
 )
 def test_no_rank_stands_still_between_the_first_forward_and_the_last(ranks: tuple[int, ...]):
-    """Played by the order alone, each part as long as any other: as many turns as a rank has, and the way through all parts."""
+    """Played by the order alone, each part as long as any other: as many turns as a rank has, and the way
+    through all parts.
+    """
     micros, each = 9, max(map(ranks.count, ranks))
     lists = [
         list(

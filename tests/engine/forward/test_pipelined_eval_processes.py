@@ -1,4 +1,6 @@
-"""What runs outside of a step on parts of a model, on processes: a message is there only when it has been waited for."""
+"""What runs outside of a step on parts of a model, on processes: a message is there only when it has been
+waited for.
+"""
 
 import pytest
 import torch

@@ -18,7 +18,9 @@ def weight(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def gradients(*shape: int, steps: int = 5, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
-    """One gradient per step: their sizes span decades within a weight, and their mean drifts; one element is always zero."""
+    """One gradient per step: their sizes span decades within a weight, and their mean drifts; one element is
+    always zero.
+    """
     generator = torch.Generator().manual_seed(7)
     found = []
     for step in range(steps):

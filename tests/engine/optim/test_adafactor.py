@@ -19,7 +19,9 @@ SHAPES = [(7, 5), (1, 6), (6, 1), (3, 4, 5), (8,), ()]
 
 
 def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
-    """Algorithms 4 and 5 with sums over rows and columns, as the paper writes them; matrices are the last two dims."""
+    """Algorithms 4 and 5 with sums over rows and columns, as the paper writes them; matrices are the last two
+    dims.
+    """
     x, r, c, v = begin.clone(), 0.0, 0.0, 0.0
     for t, g in enumerate(course, 1):
         beta, squares = 1 - t**-0.8, g * g + 1e-30

@@ -1,4 +1,6 @@
-"""AdamW with moments of 8 bits against torch's AdamW, whose moments pass through a table by hand between its steps."""
+"""AdamW with moments of 8 bits against torch's AdamW, whose moments pass through a table by hand between its
+steps.
+"""
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from tests.engine.optim.known_gradients import gradients, groups, moments, stepp
 
 
 def table(signed: bool) -> torch.Tensor:
-    """The paper's dynamic tree, written out: in decade d the middles of 2**d equal parts (unsigned: twice as many)."""
+    """The paper's dynamic tree, written out: in decade d the middles of 2**d equal parts (unsigned: twice as
+    many).
+    """
     found = [0.0 if signed else 1e-7, 1.0]
     for decade in range(7):
         parts = 2**decade * (1 if signed else 2)

@@ -80,7 +80,8 @@ def test_patterns_that_decide_nothing_are_refused():
     with pytest.raises(PlanError) as caught:
         make_param_groups(OptimizerConfig(groups=rules), named())
     assert str(caught.value) == (
-        "optimizer.groups: the patterns embed.weight, head.* match no trainable parameter (or an earlier pattern takes all of"
+        "optimizer.groups: the patterns embed.weight, head.* match no trainable parameter (or an "
+        "earlier pattern takes all of"
         " theirs)\n  repair: write patterns such as '*.weight'; a name here is 'embed.weight'"
     )
 

@@ -53,7 +53,10 @@ def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: 
 
 def test_a_grain_that_is_none_is_refused():
     with pytest.raises(
-        PlanError, match=r"Wrong declares shard_alignment = 'rows'(?s:.*)declare one of element, block, matrix"
+        PlanError,
+        match=(
+            r"Wrong declares shard_alignment = 'rows'(?s:.*)declare one of " r"element, " r"block, matrix"
+        ),
     ):
         required_shard_alignment(of(Wrong)[0])
 
@@ -69,13 +72,21 @@ def test_a_grain_that_is_none_is_refused():
         (
             Own,
             "block",
-            r"cuts a by block(?s:.*)repair: if it computes every .* class Own: shard_alignment = \"element\"; else have whole",
+            (
+                r"cuts a by block(?s:.*)repair: if it computes every .* class Own: shard_alignment "
+                r"= "
+                r"\"element\"; else have whole"
+            ),
         ),
         (AdamW8bit, "element", r"AdamW8bit needs shard_alignment = 'block', and the plan cuts a by element"),
         (
             Muon,
             "block",
-            r"Muon needs shard_alignment = 'matrix', and the plan cuts a by block(?s:.*)optimizer\.name = \"adafactor\"",
+            (
+                r"Muon needs shard_alignment = 'matrix', and the plan cuts a by "
+                r"block(?s:.*)optimizer\.name = "
+                r"\"adafactor\""
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Old versions of weights under graphs that are alive: gradients are those of the version that the forward has met."""
+"""Old versions of weights under graphs that are alive: gradients are those of the version that the forward
+has met.
+"""
 
 import torch
 from torch import nn
@@ -10,7 +12,9 @@ ROOM = "old weights(0)"
 
 
 def model() -> nn.Module:
-    """A product of matrices, of whose weight autograd saves a view, and a norm, of which it saves the weight itself."""
+    """A product of matrices, of whose weight autograd saves a view, and a norm, of which it saves the weight
+    itself.
+    """
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
 
@@ -20,7 +24,9 @@ def gradients(of: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], WeightStash]:
-    """The gradients of a loss whose forward ran before a step and whose backward runs after it, and what they should be."""
+    """The gradients of a loss whose forward ran before a step and whose backward runs after it, and what they
+    should be.
+    """
     mine, rows = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
     wanted = gradients(mine, mine(rows).square().sum())
     weights = dict(mine.named_parameters())

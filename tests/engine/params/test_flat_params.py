@@ -1,4 +1,6 @@
-"""The memory of shards: who holds which values, zeros where arenas are padded, and the same buffers step after step."""
+"""The memory of shards: who holds which values, zeros where arenas are padded, and the same buffers step
+after step.
+"""
 
 from collections.abc import Callable, Sequence
 

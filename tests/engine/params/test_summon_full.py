@@ -1,4 +1,6 @@
-"""Whose weights are fetched in a pass outside of the program's list: the same on every rank, whatever its forward does."""
+"""Whose weights are fetched in a pass outside of the program's list: the same on every rank, whatever its
+forward does.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""What a step frees stays with the process: its heap does not shrink, so the next step takes no page from the kernel."""
+"""What a step frees stays with the process: its heap does not shrink, so the next step takes no page from the
+kernel.
+"""
 
 import json
 import subprocess
@@ -32,7 +34,9 @@ STEPS = """
 
 
 def faults(how: str, program: str = STEPS) -> list[int]:
-    """Page faults of five steps that take 64 MiB, in a process of its own: what is set holds for the whole process."""
+    """Page faults of five steps that take 64 MiB, in a process of its own: what is set holds for the whole
+    process.
+    """
     done = subprocess.run(
         [sys.executable, "-c", dedent(program), how], capture_output=True, text=True, check=True, timeout=100
     )

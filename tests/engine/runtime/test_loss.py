@@ -1,4 +1,6 @@
-"""Cross-entropy on logits of some words equals that on all of them, in value and in gradient, and sends two numbers per token."""
+"""Cross-entropy on logits of some words equals that on all of them, in value and in gradient, and sends two
+numbers per token.
+"""
 
 from typing import Any
 

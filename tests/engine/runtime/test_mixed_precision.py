@@ -1,4 +1,6 @@
-"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale of float16."""
+"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale
+of float16.
+"""
 
 from dataclasses import replace
 from math import inf
@@ -222,7 +224,7 @@ def test_unscaled_gradients_come_from_the_player(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
-        engine.executor._acts.update.step = lambda engine=engine: found.append(
+        engine.executor._actions.update.step = lambda engine=engine: found.append(
             engine.executor.gather_gradients()
         )
         engine.step(rows(12))

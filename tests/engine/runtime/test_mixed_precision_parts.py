@@ -1,4 +1,6 @@
-"""float16 where layers lie on several ranks: an overflow in one part leaves the step out on all ranks, and all move the scale."""
+"""float16 where layers lie on several ranks: an overflow in one part leaves the step out on all ranks, and
+all move the scale.
+"""
 
 from math import inf
 
@@ -31,7 +33,9 @@ LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 def steps(
     precision: PrecisionConfig, layout: str, planted: int = -1, guard: LossGuard | None = None
 ) -> list[tuple[list[Metrics], list[bool]]]:
-    """Each rank's metrics of three steps, and whether each moved its weights; in the second a gradient of `planted` is inf."""
+    """Each rank's metrics of three steps, and whether each moved its weights; in the second a gradient of
+    `planted` is inf.
+    """
     mesh, strategies = LAYOUTS[layout] if layout else (Mesh(), ())
     job = tiny_job(
         precision=precision,

@@ -1,4 +1,6 @@
-"""What a watched step tells: every action once, on its lane, inside the step; and that the step is the same one."""
+"""What a watched step tells: every action once, on its lane, inside the step; and that the step is the same
+one.
+"""
 
 from dataclasses import replace
 
@@ -135,7 +137,8 @@ def test_sizes_are_those_of_the_tensors():
     (before, after), *_ = run_on_threads(rank, plan.mesh)
     nbytes = READING.model_spec.numel * 8
     assert before == {"parameters": nbytes, "gradients": nbytes, "optimizer_states": 0, "buckets": 0}
-    assert after == {"parameters": nbytes, "gradients": 0, "optimizer_states": nbytes, "buckets": nbytes}  # momentum
+    # momentum
+    assert after == {"parameters": nbytes, "gradients": 0, "optimizer_states": nbytes, "buckets": nbytes}
     alone = plan_of(READING, 1, job=replace(plan.job))
     assert (
         run_on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0][

@@ -1,4 +1,6 @@
-"""The gradient noise scale: by hand from the gradient of each part, where the noise is known, and what it leaves alone."""
+"""The gradient noise scale: by hand from the gradient of each part, where the noise is known, and what it
+leaves alone.
+"""
 
 import copy
 from collections.abc import Iterable
@@ -129,7 +131,9 @@ def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cas
 
 
 class Shift(nn.Module):
-    """Rows minus a vector: with half the squared length as loss, the gradient is the vector minus the mean row."""
+    """Rows minus a vector: with half the squared length as loss, the gradient is the vector minus the mean
+    row.
+    """
 
     def __init__(self, values: torch.Tensor) -> None:
         super().__init__()
@@ -165,8 +169,8 @@ def test_noise_that_is_known_is_found(
 ):
     """Rows of variance 1 in 8 dims, a vector of squared length 1/2: S = 8, |G|^2 = 1/2, 16 samples.
 
-    The means of the estimates of 400 steps of 12 samples have the standard errors 0.03 for |G|^2 and 0.14 for S on three
-    ranks, 0.04 and 0.32 where one micro-batch stands for all three; the bounds are four of them.
+    The means of the estimates of 400 steps of 12 samples have the standard errors 0.03 for |G|^2 and 0.14 for
+    S on three ranks, 0.04 and 0.32 where one micro-batch stands for all three; the bounds are four of them.
     """
     rows_of = {"x": torch.randn(4800, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))}
     reading = analyze(Shifts, {"x": rows_of["x"][:2]}, loss=HALF_SQUARES)
@@ -277,7 +281,9 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(
             {name: value for name, value in player.state_dict().items() if not name.startswith("noise/")}
         )
 
-    off, on = (run_on_threads(lambda world, plan=plan: rank(world, plan), plan.mesh) for plan in (plain, plan))
+    off, on = (
+        run_on_threads(lambda world, plan=plan: rank(world, plan), plan.mesh) for plan in (plain, plan)
+    )
     assert off == on
 
 

@@ -1,4 +1,6 @@
-"""Whom a harmful step is traced to where the layers lie on several ranks: the same rows, block and parameter as on one device."""
+"""Whom a harmful step is traced to where the layers lie on several ranks: the same rows, block and parameter
+as on one device.
+"""
 
 from functools import cache
 

@@ -73,9 +73,11 @@ def spike_of(
     stage: int = 0,
     rows_of_last: int | None = None,
 ) -> list[LossSpike]:
-    """What each rank says of the third of four steps, the only one in which rows are marked; the fourth is a good one again.
+    """What each rank says of the third of four steps, the only one in which rows are marked; the fourth is a
+    good one again.
 
-    From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last` rows, if that is said.
+    From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last`
+    rows, if that is said.
     """
     mesh, shards = Mesh(dp_shard=ranks), (BatchSplit(axis="dp_shard"), ZeRO(stage=stage))
     mesh, strategies = (mesh, shards) if stage else (Mesh(dp_replicate=ranks), None)
@@ -91,7 +93,9 @@ def spikes(
     model: type[Faulty] = Faulty,
     micro_batch: int = 2,
 ) -> list[LossSpike]:
-    """The same under any plan: the last of those with rows of their own has `rows_of_last` in the third step, if that is said."""
+    """The same under any plan: the last of those with rows of their own has `rows_of_last` in the third step,
+    if that is said.
+    """
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK

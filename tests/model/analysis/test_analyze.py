@@ -19,7 +19,9 @@ X = {"x": torch.linspace(-1, 1, 12).view(2, 6)}
 
 
 class Plain(nn.Module):
-    """Two linears without a chain; `p` is the dropout between them, and `rule` a forward that replaces this one."""
+    """Two linears without a chain; `p` is the dropout between them, and `rule` a forward that replaces this
+    one.
+    """
 
     def __init__(self, p: float = 0.0, rule: object = None) -> None:
         super().__init__()

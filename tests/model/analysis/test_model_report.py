@@ -1,4 +1,6 @@
-"""The survey of a model: rows of equal layers, ties, what is not used, advice, and what is told when the forward fails."""
+"""The survey of a model: rows of equal layers, ties, what is not used, advice, and what is told when the
+forward fails.
+"""
 
 import torch
 import transformers
@@ -82,13 +84,13 @@ def test_what_is_special_about_parameters_is_told():
 
 
 def test_sockets_of_all_layers_are_one_row():
-    found = of(Model(Net(), layer_roles={"layers.*.0": "columns"}))
+    found = of(Model(Net(), layer_roles={"layers.*.0": "colwise"}))
     row = next(row for row in found.layers if row.pattern == "layers.*.*")
     assert (row.num_layers, row.shape, row.numel, row.role, row.source) == (
         3,
         (4, 4),
         60,
-        "columns",
+        "colwise",
         "declared by you",
     )
 
@@ -108,8 +110,8 @@ def test_the_advice_for_a_model_without_a_chain_is_two_lines_that_work():
 def test_the_advice_for_sockets_is_a_declaration_that_works():
     found = of(Flat())
     said = next(fault for fault in found.advice if "no role is declared for up" in fault.problem)
-    assert "return meshwright.Model(make_it(), sockets={'up': 'columns'" in said.fix
-    again = of(Model(Flat(), layer_roles={"embed": "vocabulary", "up": "columns", "spare": "replicated"}))
+    assert "return meshwright.Model(make_it(), layer_roles={'up': 'colwise'" in said.fix
+    again = of(Model(Flat(), layer_roles={"embed": "vocab", "up": "colwise", "spare": "replicated"}))
     assert not any("no role" in fault.problem for fault in again.advice)
 
 

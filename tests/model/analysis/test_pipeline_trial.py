@@ -12,7 +12,7 @@ from meshwright.model.analysis.pipeline_trial import (
     get_forward_graphs,
 )
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import Chain, reading_of
+from tests.model.block_backward import Chain, analyze_model
 from tests.model.pipeline.staged_model import X, chained
 
 
@@ -24,7 +24,7 @@ def glue(model: Chain, x: torch.Tensor) -> object:
 
 
 def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluations():
-    courses = ForwardGraphCache(reading_of(lambda: Chain(glue), X), torch.float64)
+    courses = ForwardGraphCache(analyze_model(lambda: Chain(glue), X), torch.float64)
     first = courses.get({"x": torch.zeros(1, 6)})
     assert courses.get({"x": torch.ones(9, 6)}) is first
     still = courses.get(X, training=False)
@@ -34,7 +34,7 @@ def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluation
 
 
 def test_the_course_goes_that_nobody_has_asked_for_longest():
-    courses = ForwardGraphCache(reading_of(lambda: Chain(glue), X), torch.float64, max_graphs=2)
+    courses = ForwardGraphCache(analyze_model(lambda: Chain(glue), X), torch.float64, max_graphs=2)
     kinds = [{"x": torch.zeros(2, *between, 6)} for between in ((), (3,), (4,))]
     first, second = courses.get(kinds[0]), courses.get(kinds[1])
     assert courses.get(kinds[0]) is first
@@ -60,7 +60,10 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
     [
         (
             row_by_row,
-            r"behind layers\.0, unbind at test_courses\.py:\d+ gives 3 values on 3 rows, and unbind at .* 5 values on 5",
+            (
+                r"behind layers\.0, unbind at test_courses\.py:\d+ gives 3 values on 3 rows, and "
+                r"unbind at .* 5 values on 5"
+            ),
         ),
         (one_layer_more, r"it comes to head on 3 rows, and to layers\.1 on 5"),
     ],
@@ -69,11 +72,11 @@ def test_where_the_ways_of_a_forward_part_is_told(
     forward: Callable[[Chain, torch.Tensor], object], said: str
 ):
     with pytest.raises(PlanError, match=f"takes another way on 5 rows than on 3: {said}"):
-        add_stage_boundaries(reading_of(lambda: Chain(forward), X))
+        add_stage_boundaries(analyze_model(lambda: Chain(forward), X))
 
 
 def test_an_anatomy_has_borders_when_somebody_asks_for_them():
-    reading = reading_of(lambda: Chain(glue), X)
+    reading = analyze_model(lambda: Chain(glue), X)
     assert reading.model_spec.stage_boundaries is None
     borders = add_stage_boundaries(reading).model_spec.stage_boundaries
     assert borders is not None
@@ -86,7 +89,7 @@ def test_an_anatomy_has_borders_when_somebody_asks_for_them():
 
 
 def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
-    reading = reading_of(lambda: Chain(glue), X)
+    reading = analyze_model(lambda: Chain(glue), X)
     borders = add_stage_boundaries(reading, compute_dtype=torch.float32).model_spec.stage_boundaries
     assert add_stage_boundaries(reading).model_spec.stage_boundaries is borders, (
         "products in the dtype of parameters are no other way"
@@ -121,4 +124,4 @@ def test_a_forward_that_writes_into_its_input_is_refused():
         PlanError,
         match="the forward writes into its input 'x', and every part that a rank runs would do so again",
     ):
-        add_stage_boundaries(reading_of(lambda: Chain(writes), X))
+        add_stage_boundaries(analyze_model(lambda: Chain(writes), X))

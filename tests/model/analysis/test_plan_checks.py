@@ -9,7 +9,7 @@ from torch import nn
 import meshwright as mw
 
 EXAMPLE = {"x": torch.ones(4, 3), "y": torch.ones(4, 2)}
-TRAIN = mw.Train(steps=2, batch=4)
+TRAIN = mw.TrainConfig(steps=2, batch=4)
 
 
 def squares() -> mw.Loss:
@@ -31,8 +31,8 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def reading(factory: object = Net, weights: str = "") -> mw.Reading:
-    return mw.read(factory, EXAMPLE, loss=squares(), weights=weights)
+def reading(factory: object = Net, weights: str = "") -> mw.AnalyzedModel:
+    return mw.analyze(factory, EXAMPLE, loss=squares(), weights=weights)
 
 
 def test_a_program_that_has_model_and_data_need_not_name_them():
@@ -42,12 +42,12 @@ def test_a_program_that_has_model_and_data_need_not_name_them():
 
 
 def test_names_that_are_given_are_kept():
-    job = mw.Job(mw.ModelSource("mine"), mw.DataSource("rows"), TRAIN)
+    job = mw.Job(mw.ModelConfig("mine"), mw.DataConfig("rows"), TRAIN)
     assert mw.make_plan(reading(), job).job == job
 
 
 def test_freezing_by_the_job_what_the_model_trains_is_refused():
-    job = mw.Job(mw.ModelSource(frozen=("first.*",)), train=TRAIN)
+    job = mw.Job(mw.ModelConfig(frozen=("first.*",)), train=TRAIN)
     with pytest.raises(
         mw.PlanError, match=r"model.frozen: 'first.\*' is to be frozen, and .* trains first.bias"
     ) as caught:
@@ -64,10 +64,10 @@ def test_freezing_by_the_job_what_the_model_trains_is_refused():
 
 def test_weights_of_the_job_that_the_model_was_not_read_with_are_refused(tmp_path: Path):
     job = mw.Job(train=TRAIN)
-    with mw.build(reading(), mw.make_plan(reading(), job), loss=squares()) as engine:
+    with mw.parallelize(reading(), mw.make_plan(reading(), job), loss=squares()) as engine:
         engine.export(tmp_path / "out")
     stored = str(tmp_path / "out")
-    loading = mw.Job(mw.ModelSource(weights=stored), train=TRAIN)
+    loading = mw.Job(mw.ModelConfig(weights=stored), train=TRAIN)
     with pytest.raises(mw.PlanError, match=r"model.weights: weights = .*\n  repair: pass them to read"):
         mw.make_plan(reading(), loading)
     assert mw.make_plan(reading(weights=stored), loading).job.model.weights == stored

@@ -15,7 +15,7 @@ from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageSpec
-from tests.model.block_backward import Chain, Forward, Gradients, reading_of, weigh
+from tests.model.block_backward import Chain, Forward, Gradients, analyze_model, weigh
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6).sin()}
 Example = Mapping[str, torch.Tensor]
@@ -24,7 +24,9 @@ Total = Callable[[Any], torch.Tensor]
 
 @dataclass
 class Ranks:
-    """As many copies of a model as there are parts at most, and the truth: the loss and gradients of one backward."""
+    """As many copies of a model as there are parts at most, and the truth: the loss and gradients of one
+    backward.
+    """
 
     reading: AnalyzedModel
     course: ForwardGraph
@@ -40,7 +42,9 @@ class Ranks:
         return self.course.boundaries
 
     def error(self, borders: Sequence[str], *, lean: bool = False) -> float:
-        """The largest difference of loss and gradients when the model is run in parts that begin at `borders`."""
+        """The largest difference of loss and gradients when the model is run in parts that begin at
+        `borders`.
+        """
         parts = self.course.boundaries.stages(borders)
         while len(self.pool) < len(parts):
             self.pool.append(self.reading.make_module("cpu", torch.float64))
@@ -81,7 +85,7 @@ def ranks(
     rows: Example | None = None,
 ) -> Ranks:
     """The model that `build` makes, read on `example`, to be run on `rows` (None: the example)."""
-    reading = reading_of(build, example, blocks)
+    reading = analyze_model(build, example, blocks)
     inputs = {key: v.double() if v.is_floating_point() else v for key, v in (rows or example).items()}
     course = ForwardGraphCache(reading, torch.float64).get({key: value[:1] for key, value in inputs.items()})
     module, _, parameters = reading.make_module("cpu", torch.float64)

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache, trace_forward_graph
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import Block, Chain, gathering, reading_of, writing_in_place
+from tests.model.block_backward import Block, Chain, gathering, analyze_model, writing_in_place
 from tests.model.pipeline.staged_model import X, chained, exact, live, ranks, refused
 
 
@@ -140,7 +140,11 @@ def reading_a_number(model: Chain, x: torch.Tensor) -> object:
 def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     one = refused(reading_a_number)
     assert one.borders.open_boundaries() == ("layers.1",)
-    text = r"no part can begin with 'layers\.2', behind 'layers\.1': the glue behind 'layers\.1' reads the value of layers\.1\+0 "
+    text = (
+        r"no stage can begin with 'layers\.2', behind 'layers\.1': the glue behind "
+        r"'layers\.1' "
+        r"reads the value of layers\.1\+0 "
+    )
     with pytest.raises(
         PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
     ):
@@ -230,7 +234,7 @@ def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_border
         x = F.dropout(model.layers[1](x), 0.5) * torch.rand(len(x), 1)
         return model.head(model.layers[2](x))
 
-    reading = reading_of(lambda: Chain(glue), X)
+    reading = analyze_model(lambda: Chain(glue), X)
     borders = trace_forward_graph(reading, X).boundaries
     assert borders.open_boundaries() == ("layers.1",)
     assert "draws numbers for all parts (at test_crossing.py:" in borders.closed_boundaries[0].reason
@@ -247,7 +251,7 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     def dropping(block: Block, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(block.linear(x).tanh(), 0.5)
 
-    borders = trace_forward_graph(reading_of(lambda: Chain(glue, dropping), X), X).boundaries
+    borders = trace_forward_graph(analyze_model(lambda: Chain(glue, dropping), X), X).boundaries
     assert borders.open_boundaries() == ()
     closed = borders.closed_boundaries[0]
     assert closed.reason.startswith(
@@ -256,5 +260,5 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     assert "after others that the block draws, which parts behind it do not" in closed.reason
     assert "set the layer drop to 0" in closed.fix
     assert (
-        len(trace_forward_graph(reading_of(lambda: Chain(glue), X), X).boundaries.open_boundaries()) == 3
+        len(trace_forward_graph(analyze_model(lambda: Chain(glue), X), X).boundaries.open_boundaries()) == 3
     )  # blocks that draw nothing

@@ -40,7 +40,9 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
 
 
 def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
-    """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward gives."""
+    """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward
+    gives.
+    """
     module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
     drive, scripts, why = (
         ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place),

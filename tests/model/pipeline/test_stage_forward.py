@@ -96,7 +96,11 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
 
     with pytest.raises(
         PlanError,
-        match=r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not use in the trial run",
+        match=(
+            r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not use "
+            r"in "
+            r"the trial run"
+        ),
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)

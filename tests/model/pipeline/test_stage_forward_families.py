@@ -1,4 +1,6 @@
-"""Unmodified models run in parts: the loss and all gradients are those of one backward, wherever they are cut."""
+"""Unmodified models run in parts: the loss and all gradients are those of one backward, wherever they are
+cut.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from meshwright.model.blocks.driver import ForwardDriver
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.model.rng.dropout_mode import StatelessDropout
 from meshwright.model.rng.sites import StatelessRNG
-from tests.model.block_backward import reading_of
+from tests.model.block_backward import analyze_model
 from tests.model.blocks.test_driver_families import PADDED, PAIRS, TOKENS, build
 from tests.model.pipeline.staged_model import Normed, Ranks, Total, crossing, divisions, ranks, same, steps
 
@@ -91,7 +93,9 @@ def checked(
     total: Total = weighed,
     most: int = 4,
 ) -> Ranks:
-    """The model, after every border alone and some divisions into 3 and 4 parts gave the gradients of one backward."""
+    """The model, after every border alone and some divisions into 3 and 4 parts gave the gradients of one
+    backward.
+    """
     one = ranks(build, example, blocks, total)
     found = one.borders.open_boundaries()
     assert found == one.borders.block_calls[1:]
@@ -205,7 +209,7 @@ def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them
 
 def test_dropout_masks_are_those_of_the_whole_model():
     sizes = {**GPT2, **HEAD, "resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
-    reading = reading_of(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
+    reading = analyze_model(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
     course = ForwardGraphCache(reading, torch.float64).get({"input_ids": TOKENS})
     dice = StatelessRNG(3, reading.draw_sites)
     module, blocks, _ = reading.make_module("cpu", torch.float64)

@@ -1,4 +1,6 @@
-"""What a model does with tokens is learnt from one forward: arguments of blocks, attention, and what glue brings together."""
+"""What a model does with tokens is learnt from one forward: arguments of blocks, attention, and what glue
+brings together.
+"""
 
 from collections.abc import Callable
 
@@ -150,7 +152,10 @@ def test_glue_brings_together_what_it_needs_all_of():
     [
         (
             "gemma2",  # it caps its scores
-            "model.layers.0.self_attn attends by itself (matmul): transformers' Gemma2Model has no other way to attend",
+            (
+                "model.layers.0.self_attn attends by itself (matmul): transformers' Gemma2Model has "
+                "no other way to attend"
+            ),
         ),
         ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),
         ("rwkv", "rwkv.blocks.0.attention.time_shift pads tokens"),
@@ -287,7 +292,10 @@ def test_a_model_in_one_block_makes_its_positions_inside():
     ).sequence_info
     assert tokens is not None
     assert why(tokens) == [
-        "(model) makes positions or a mask inside of the block (arange): give them to it, or declare smaller blocks"
+        (
+            "(model) makes positions or a mask inside of the block (arange): give them to it, or "
+            "declare smaller blocks"
+        )
     ]
 
 

@@ -1,4 +1,6 @@
-"""Models that are given no rows of tokens: they begin in the first block that attends to [rows, tokens, width]."""
+"""Models that are given no rows of tokens: they begin in the first block that attends to [rows, tokens,
+width].
+"""
 
 from collections.abc import Callable, Mapping
 

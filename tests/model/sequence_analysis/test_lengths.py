@@ -1,4 +1,6 @@
-"""A block that computes with the number of tokens, in whatever form, cannot run on some of them; nor what backward runs again."""
+"""A block that computes with the number of tokens, in whatever form, cannot run on some of them; nor what
+backward runs again.
+"""
 
 import math
 
@@ -79,7 +81,7 @@ class Again(Layers):
 
 def test_a_block_that_backward_runs_again_is_refused():
     found: list[str] = [each.not_sequence_parallel for each in tokens_of(lambda: Again(attended)).block_calls]
-    assert any("leave that to the strategy 'recompute'" in each for each in found)
+    assert any("leave that to the strategy 'activation_checkpointing'" in each for each in found)
 
 
 def test_padding_at_the_ends_of_rows_stays_on_fewer_tokens():

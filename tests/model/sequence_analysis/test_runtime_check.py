@@ -1,4 +1,6 @@
-"""Blocks that go another way by how many tokens there are: told on rows as long as a run has them, before it goes wrong."""
+"""Blocks that go another way by how many tokens there are: told on rows as long as a run has them, before it
+goes wrong.
+"""
 
 from collections.abc import Callable
 
@@ -21,7 +23,7 @@ from meshwright.plan.model_spec.sequence_info import SequenceSharding
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.testing.ranks import on_threads
+from meshwright.testing.ranks import run_on_threads
 
 ROWS, TOKENS = 2, 13
 Rule = Callable[[torch.Tensor], torch.Tensor]
@@ -139,7 +141,7 @@ def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.Monk
         with parallelize(reading, make_plan(reading, JOB)) as engine:
             return [engine.step(rows(length)).loss for length in (13, 9, 21, 20, 13)]
 
-    assert on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
+    assert run_on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
     assert tried == [
         {13: 13},
         {13: 13},
@@ -157,7 +159,7 @@ def test_evaluations_are_looked_at_too() -> None:
             engine.evaluate([engine.local_batch(rows(40))])
 
     with pytest.raises(PlanError, match="on rows of 40 tokens"):
-        on_threads(evaluate, Mesh(cp=3))
+        run_on_threads(evaluate, Mesh(cp=3))
 
 
 def test_what_does_not_run_on_so_many_tokens_says_so() -> None:

@@ -324,7 +324,9 @@ def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
 
 
 def test_a_rank_with_one_token_runs_what_is_said_to_run_on_some():
-    """What is allowed holds on any part of the tokens: a layer without attention gives for a part what it gives for all."""
+    """What is allowed holds on any part of the tokens: a layer without attention gives for a part what it
+    gives for all.
+    """
     x = torch.linspace(-1, 1, 2 * LENGTH * WIDTH).view(2, LENGTH, WIDTH).sin()
     for name, rule in ALONE.items():
         if name != "attention":

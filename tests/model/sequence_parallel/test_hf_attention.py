@@ -1,4 +1,6 @@
-"""transformers' attention by its own plug point: the same numbers, heads as they are, the user's config left alone."""
+"""transformers' attention by its own plug point: the same numbers, heads as they are, the user's config left
+alone.
+"""
 
 import pytest
 import torch

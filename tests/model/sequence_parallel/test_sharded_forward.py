@@ -1,4 +1,6 @@
-"""A forward as it runs where tokens are dealt to ranks, on the only rank: what glue sees, what blocks run on, what has tokens."""
+"""A forward as it runs where tokens are dealt to ranks, on the only rank: what glue sees, what blocks run on,
+what has tokens.
+"""
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ def test_glue_sees_tokens_of_which_a_block_runs_on_those_that_are_here():
     assert local is ids.local_tensor
     assert type(table) is torch.Tensor
     hidden, aside = only.leave_block((torch.zeros(2, 7, 3), torch.zeros(4)))
-    assert (type(hidden), hidden.along, type(aside)) == (SequenceShardedTensor, 1, torch.Tensor)
+    assert (type(hidden), hidden.sequence_dim, type(aside)) == (SequenceShardedTensor, 1, torch.Tensor)
     assert type(only.local_outputs(hidden)) is torch.Tensor
 
 
@@ -39,9 +41,9 @@ def test_of_rows_of_two_lengths_each_has_its_own():
     only = SingleRankForward.for_inputs(tokens, {"ids": IDS, "more": IDS[:, :4]})
     assert only is not None
     only.enter_block("other", ((), {}))
-    assert only.leave_block(torch.zeros(2, 4)).share.length == 4
+    assert only.leave_block(torch.zeros(2, 4)).token_shard.length == 4
     only.enter_block("layer", ((), {}))
-    assert only.leave_block((torch.zeros(2, 7), torch.zeros(4)))[0].share.length == 7
+    assert only.leave_block((torch.zeros(2, 7), torch.zeros(4)))[0].token_shard.length == 7
 
 
 def test_tokens_that_begin_within_are_as_many_as_are_taken_in():
@@ -55,7 +57,7 @@ def test_tokens_that_begin_within_are_as_many_as_are_taken_in():
     assert only is not None
     only.enter_block("first", ((torch.zeros(2, 26, 2),), {}))
     assert [each.length for each in only.take_attention_shards("first")] == [26, 26]
-    assert only.leave_block(torch.zeros(2, 26, 2)).share.length == 26
+    assert only.leave_block(torch.zeros(2, 26, 2)).token_shard.length == 26
     with pytest.raises(PlanError, match="there are 26"):
         only.enter_block("first", ((torch.zeros(2, 37, 2),), {}))
 

@@ -1,4 +1,6 @@
-"""Roles are read off a trial run: who takes in what whom gives out, in which units, and what keeps a pair from being divided."""
+"""Roles are read off a trial run: who takes in what whom gives out, in which units, and what keeps a pair
+from being divided.
+"""
 
 from collections.abc import Callable
 

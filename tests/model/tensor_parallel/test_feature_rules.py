@@ -1,4 +1,6 @@
-"""Numbers of features are laid out as their tensors, and what is computed from several of them ties them together."""
+"""Numbers of features are laid out as their tensors, and what is computed from several of them ties them
+together.
+"""
 
 import numpy as np
 import pytest

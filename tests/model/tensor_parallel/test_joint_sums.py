@@ -10,12 +10,14 @@ from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 
 WIDTH = 6
-SOCKETS = {"layers.*.up.*": "columns", "layers.*.down.*": "rows"}
+SOCKETS = {"layers.*.up.*": "colwise", "layers.*.down.*": "rowwise"}
 Ends = Callable[["Branches", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Branches(nn.Module):
-    """Pairs side by side, of one norm; `ends` makes the output of the input and of what the first two of them give out."""
+    """Pairs side by side, of one norm; `ends` makes the output of the input and of what the first two of them
+    give out.
+    """
 
     def __init__(self, ends: Ends, pairs: int = 2) -> None:
         super().__init__()
@@ -52,7 +54,7 @@ def sums(*ends: Ends, pairs: int = 2) -> list[int]:
         lambda: Model(Network(*ends, pairs=pairs), layer_roles=SOCKETS),
         {"input_ids": tokens, "labels": tokens},
     )
-    return [call.sum_id for call in reading.model_spec.layer_calls if call.role == "rows"]
+    return [call.sum_id for call in reading.model_spec.layer_calls if call.role == "rowwise"]
 
 
 def in_place(layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

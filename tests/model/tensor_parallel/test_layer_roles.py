@@ -95,12 +95,12 @@ def test_experts_and_routers_are_known_and_tables_are_no_experts():
 def test_the_plan_that_a_transformers_model_declares_gives_its_roles():
     found = of("Llama", "ForCausalLM", num_key_value_heads=2)
     roles = {socket.pattern: (socket.role, socket.source) for socket in found.values()}
-    assert roles["model.layers.*.self_attn.q_proj"] == ("columns", "declared by the model")
-    assert roles["model.layers.*.mlp.down_proj"] == ("rows", "declared by the model")
+    assert roles["model.layers.*.self_attn.q_proj"] == ("colwise", "declared by the model")
+    assert roles["model.layers.*.mlp.down_proj"] == ("rowwise", "declared by the model")
     assert roles["model.layers.*.input_layernorm"] == ("replicated", "by its kind")
     assert roles["model.embed_tokens"] == ("", "")
     assert found["lm_head"].kind == "head"
-    assert found["lm_head"].role == "columns"
+    assert found["lm_head"].role == "colwise"
 
 
 def test_a_family_without_a_declared_plan_has_sockets_without_roles():
@@ -123,12 +123,10 @@ def test_experts_say_the_role_of_each_of_their_weights():
 
 def test_what_the_user_declares_wins():
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-    found = by_name(
-        model, {"model.layers.*.self_attn.q_proj": "replicated", "model.embed_tokens": "vocabulary"}
-    )
+    found = by_name(model, {"model.layers.*.self_attn.q_proj": "replicated", "model.embed_tokens": "vocab"})
     assert (found["model.layers.1.self_attn.q_proj"].role, found["model.embed_tokens"].role) == (
         "replicated",
-        "vocabulary",
+        "vocab",
     )
     assert found["model.layers.1.self_attn.q_proj"].source == "declared by you"
     assert found["model.layers.1.self_attn.k_proj"].source == "declared by the model"
@@ -151,13 +149,13 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
     with pytest.raises(
         PlanError, match=r"^model\.sockets: 'layer\.\*' names no module or parameter(?s:.*)'layers\.\*'"
     ):
-        load_factory(lambda: Model(Net(), layer_roles={"layer.*": "rows"}), 0, "net")
+        load_factory(lambda: Model(Net(), layer_roles={"layer.*": "rowwise"}), 0, "net")
 
 
 @pytest.mark.parametrize(
     ("declared", "said"),
     [
-        ({"norm": "column"}, "'norm' has the role 'column'\n  repair: did you mean 'columns'"),
+        ({"norm": "column"}, "'norm' has the role 'column'\n  repair: did you mean 'colwise'"),
         (["norm"], r"the sockets are \['norm'\]"),
     ],
 )
@@ -167,9 +165,9 @@ def test_a_role_that_is_none_is_refused(declared: object, said: str):
 
 
 def test_every_role_may_be_declared():
-    check_roles(dict.fromkeys(ROLES, "rows") | {f"layers.{role}": role for role in ROLES})
-    assert load_factory(lambda: Model(Net(), layer_roles={"layers.*": "rows"}), 0, "net").layer_roles == {
-        "layers.*": "rows"
+    check_roles(dict.fromkeys(ROLES, "rowwise") | {f"layers.{role}": role for role in ROLES})
+    assert load_factory(lambda: Model(Net(), layer_roles={"layers.*": "rowwise"}), 0, "net").layer_roles == {
+        "layers.*": "rowwise"
     }
 
 

@@ -1,4 +1,6 @@
-"""What stands beside divided features and needs a gradient: shared by all ranks where it can be, else the layers stay whole."""
+"""What stands beside divided features and needs a gradient: shared by all ranks where it can be, else the
+layers stay whole.
+"""
 
 from collections.abc import Callable
 
@@ -90,7 +92,7 @@ def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_t
     between, inside: str
 ):
     reading = reading_of(between)
-    assert (role(reading, "up.weight"), role(reading, inside)) == ("columns", "inside")
+    assert (role(reading, "up.weight"), role(reading, inside)) == ("colwise", "between_pair")
     for ranks in (2, 3):
         found = verdict(reading, ranks)
         assert found.passed, str(found)
@@ -104,5 +106,5 @@ def test_layers_stay_whole_where_what_stands_beside_their_features_would_get_a_w
 def test_a_norm_between_columns_and_rows_that_nobody_saw_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pair_search._GroupSearch, "_num_units_met", lambda *args: 0)
     reading = reading_of(heads)
-    assert (role(reading, "up.weight"), role(reading, "heads.bias")) == ("columns", "norm")
+    assert (role(reading, "up.weight"), role(reading, "heads.bias")) == ("colwise", "norm")
     assert not verdict(reading, 2).passed

@@ -110,7 +110,7 @@ def same(x: torch.Tensor) -> torch.Tensor:
 
 def found(extra: Callable = same, between: Callable = same) -> ModelSpec:
     tokens = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
-    sockets = {"layers.*.up": "columns", "layers.*.down": "rows"}
+    sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     model = Pairs(extra, between)
     anatomy = analyze(
         lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
@@ -126,7 +126,7 @@ def test_layers_in_a_block_itself_have_no_gate():
     assert [each.consumer for each in anatomy.residual_flows] == ["layers.1", "head"]
     assert {call.outer_module for call in anatomy.layer_calls} == {""}
     assert all(
-        call.takes_residual for call in anatomy.layer_calls if call.role in ("columns", "norm", "head")
+        call.takes_residual for call in anatomy.layer_calls if call.role in ("colwise", "norm", "lm_head")
     )
 
 

@@ -110,7 +110,9 @@ class Rank:
         return self._inner.redistribute_uncached(tensor, axis, src, dst, num_neighbours)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Any:
-        return self._world.group((axis,)).shift(output, tensor, offset=offset, action=self._state.current_action)
+        return self._world.group((axis,)).shift(
+            output, tensor, offset=offset, action=self._state.current_action
+        )
 
     def set_attention(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
         self.answer = answer
@@ -204,7 +206,9 @@ Sent = dict[str, list[tuple[str, int, int, str]]]  # by action: collectives, ran
 
 def issued(entries: Sequence[LedgerEntry]) -> Sent:
     """What a rank has issued in a forward, F, and in a backward, B."""
-    said = [(entry.action, (entry.collective, entry.group_size, entry.nbytes, entry.dtype)) for entry in entries]
+    said = [
+        (entry.action, (entry.collective, entry.group_size, entry.nbytes, entry.dtype)) for entry in entries
+    ]
     return {action: [each for name, each in said if name == action] for action in "FB"}
 
 

@@ -28,7 +28,9 @@ def sample(
 
 
 def mask_of(name: str, length: int) -> torch.Tensor | None:
-    """The mask of that name on so many tokens, as a model hands it to attention; "causal" is none that is handed."""
+    """The mask of that name on so many tokens, as a model hands it to attention; "causal" is none that is
+    handed.
+    """
     at = torch.arange(length)
     behind = at.unsqueeze(-1) - at
     match name:

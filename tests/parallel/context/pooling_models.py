@@ -23,7 +23,9 @@ class Mean(Own):
 
 
 class Centred(Own):
-    """Layers that are given what is left when the mean is taken out, twice; a skip that takes it first; another mean behind."""
+    """Layers that are given what is left when the mean is taken out, twice; a skip that takes it first;
+    another mean behind.
+    """
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         first = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))

@@ -60,9 +60,9 @@ def test_keys_that_are_not_the_rows_tokens_are_refused() -> None:
 def test_a_mask_without_columns_for_all_keys_or_rows_of_others_is_refused(shape: tuple[int, ...]) -> None:
     said = refusal(replace(ASKED, mask=torch.ones(shape)))
     assert (
-        f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and columns for all 9 keys"
-        in said
-    )
+        f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and "
+        f"columns for all 9 keys"
+    ) in said
 
 
 def test_a_mask_under_a_causal_mask_is_refused() -> None:

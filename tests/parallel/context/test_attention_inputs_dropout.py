@@ -1,4 +1,6 @@
-"""Dropout of attention's weights where ranks have some of the tokens: what one device drops, in float64, on 2, 3 and 4 ranks."""
+"""Dropout of attention's weights where ranks have some of the tokens: what one device drops, in float64, on
+2, 3 and 4 ranks.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""One block of attention: its output, lse and gradients, by torch's kernel and by plain products; blocks merge to the whole."""
+"""One block of attention: its output, lse and gradients, by torch's kernel and by plain products; blocks
+merge to the whole.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""The kernels of a GPU give what the formula says, with an lse that merges, and gradients through an lse of all blocks."""
+"""The kernels of a GPU give what the formula says, with an lse that merges, and gradients through an lse of
+all blocks.
+"""
 
 import pytest
 import torch

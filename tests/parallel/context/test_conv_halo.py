@@ -1,4 +1,6 @@
-"""Convolutions over tokens on several ranks: the numbers of one device, the bytes of the formula, and what is refused."""
+"""Convolutions over tokens on several ranks: the numbers of one device, the bytes of the formula, and what is
+refused.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -1,4 +1,6 @@
-"""Models that convolve tokens, dealt to ranks: one device's numbers in float64, and no byte that the program does not state."""
+"""Models that convolve tokens, dealt to ranks: one device's numbers in float64, and no byte that the program
+does not state.
+"""
 
 from functools import cache
 
@@ -37,7 +39,9 @@ WIDTH, WORDS = 8, 67
 
 
 class Short(nn.Module):
-    """A causal convolution, channel by channel, between gates; padded on both sides and cut, as transformers has it."""
+    """A causal convolution, channel by channel, between gates; padded on both sides and cut, as transformers
+    has it.
+    """
 
     def __init__(self, kernel: int, dilation: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The hybrid: an exchange among neighbours, and a ring of those; together they are one device, and send what the program says."""
+"""The hybrid: an exchange among neighbours, and a ring of those; together they are one device, and send what
+the program says.
+"""
 
 import pytest
 import torch
@@ -109,7 +111,9 @@ def test_ends_are_a_ring_and_an_exchange_alone() -> None:
 
 def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     shift = ThreadGroup.shift
-    monkeypatch.setattr(ThreadGroup, "shift", lambda *args, offset=1, **more: shift(*args, offset=offset // 2, **more))
+    monkeypatch.setattr(
+        ThreadGroup, "shift", lambda *args, offset=1, **more: shift(*args, offset=offset // 2, **more)
+    )
     assert worst(case(4, 4, 12), HybridContextParallel(), Mesh(cp=4)) > 0.01
 
 
@@ -117,15 +121,22 @@ def test_what_cannot_be_is_refused() -> None:
     space = space_of(Mesh(cp=4), [case(3, 3, 8).attend])
     strange = HybridContextParallel(ulysses_degree=3, load_balance="folded", comm_dtype="float8")
     assert [str(fault) for fault in strange.check(None, space)] == [
-        "strategies.hybrid_context_parallel.ulysses_degree: ulysses_degree = 3, and cp has 4 ranks, which are to be groups of so many neighbours\n"
+        "strategies.hybrid_context_parallel.ulysses_degree: ulysses_degree = 3, and cp has 4 "
+        "ranks, which are to be groups of so many "
+        "neighbours\n"
         "  repair: set ulysses_degree to 1 or 2 or 4",
-        "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'\n  repair: choose one of: contiguous, striped, zigzag",
+        (
+            "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'\n  repair: "
+            "choose one of: contiguous, striped, "
+            "zigzag"
+        ),
         "strategies.hybrid_context_parallel.comm_dtype: keys and values cannot travel in 'float8'\n"
         '  repair: write comm_dtype = "bfloat16", or leave it out: they travel as they are',
     ]
     (fault,) = HybridContextParallel().check_combined(HybridContextParallel().place(space))
     assert str(fault) == (
-        "strategies.hybrid_context_parallel: layers.0: attention has 3 heads on a rank, and they go to 2 ranks in equal number\n"
+        "strategies.hybrid_context_parallel: layers.0: attention has 3 heads on a rank, and they "
+        "go to 2 ranks in equal number\n"
         "  repair: take ring, which leaves heads together; or set ulysses_degree to 1"
     )
 
@@ -140,6 +151,7 @@ def test_rows_without_anything_to_look_at_are_zero() -> None:
 @pytest.mark.parametrize("inner", [0, 4, 5, 12])
 def test_groups_that_do_not_divide_the_ranks_are_told(inner: int) -> None:
     with pytest.raises(
-        PlanError, match=f"ulysses_degree = {inner}, and cp has 6 ranks.*\n.*set ulysses_degree to 1 or 2 or 3 or 6"
+        PlanError,
+        match=(f"ulysses_degree = {inner}, and cp has 6 ranks.*\n.*set ulysses_degree to 1 or 2 or 3 or 6"),
     ):
         planned(known(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))

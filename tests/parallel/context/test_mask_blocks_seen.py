@@ -1,4 +1,6 @@
-"""What queries look at is read off a mask, where each looks at neighbours; and once for all layers that are handed the same."""
+"""What queries look at is read off a mask, where each looks at neighbours; and once for all layers that are
+handed the same.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""What a ring says of a step: its bytes by the formula, and each message as the rounds really send it; and what it refuses."""
+"""What a ring says of a step: its bytes by the formula, and each message as the rounds really send it; and
+what it refuses.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -239,9 +241,9 @@ def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
     said = refusal(2, RingAttention(load_balance="zigzak", comm_dtype="float8"), DDP("cp"))  # type: ignore[arg-type]  # that is the point
     assert "strategies.ring.load_balance: load_balance = 'zigzak'\n  repair: did you mean 'zigzag'?" in said
     assert (
-        "strategies.ring.comm_dtype: keys and values cannot travel in 'float8'\n  repair: write comm_dtype = \"bfloat16\""
-        in said
-    )
+        "strategies.ring.comm_dtype: keys and values cannot travel in 'float8'\n  repair: write "
+        'comm_dtype = "bfloat16"'
+    ) in said
 
 
 def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> None:
@@ -257,22 +259,24 @@ def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
     )
     said = refusal(2, tokens=replace(TOKENS, block_calls=visits))
     assert (
-        f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so in 4 more blocks)"
-        in said
-    )
+        f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so "
+        f"in "
+        f"4 more blocks)"
+    ) in said
     assert (
-        "  repair: compute what needs all tokens between blocks, or by F.scaled_dot_product_attention; or mesh.cp = 1"
-        in said
-    )
+        "  repair: compute what needs all tokens between blocks, or by "
+        "F.scaled_dot_product_attention; "
+        "or mesh.cp = 1"
+    ) in said
 
 
 def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
     assert "the loss takes the rows of the whole batch at once" in refusal(2, needs_global_batch=True)
     said = refusal(2, RingAttention(), RingAttention(load_balance="contiguous"), DDP("cp"))
     assert (
-        "the tokens of each sample are dealt along cp already\n  repair: keep one of the strategies that deal them"
-        in said
-    )
+        "the tokens of each sample are dealt along cp already\n  repair: keep one of the "
+        "strategies that deal them"
+    ) in said
 
 
 def test_a_narrow_wire_is_not_exact() -> None:

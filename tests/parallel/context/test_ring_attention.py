@@ -1,4 +1,6 @@
-"""A ring of threads computes what dense attention does, forward and backward, whatever the mask, the length and the split."""
+"""A ring of threads computes what dense attention does, forward and backward, whatever the mask, the length
+and the split.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -286,7 +288,10 @@ def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)
     backwards = run(
-        given, 3, causal=True, shift=lambda group: lambda output, tensor: group.shift(output, tensor, offset=2)
+        given,
+        3,
+        causal=True,
+        shift=lambda group: lambda output, tensor: group.shift(output, tensor, offset=2),
     )
     assert gap(backwards[0], true[0]) > 0.01
 

@@ -1,4 +1,6 @@
-"""Biases that the first block makes by position, as T5's: rows for a rank's own queries, and the table's gradient, in float64."""
+"""Biases that the first block makes by position, as T5's: rows for a rank's own queries, and the table's
+gradient, in float64.
+"""
 
 import pytest
 import torch

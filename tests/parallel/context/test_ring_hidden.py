@@ -1,4 +1,6 @@
-"""Rows of a mask that a large number hides whole, and that count all the same: a ring weighs their keys as one device does."""
+"""Rows of a mask that a large number hides whole, and that count all the same: a ring weighs their keys as
+one device does.
+"""
 
 import pytest
 import torch

@@ -159,7 +159,9 @@ def test_dropout_draws_what_one_device_draws():
 
 
 def padded(model: nn.Module, steps: int) -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
-    """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs no mask."""
+    """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs
+    no mask.
+    """
     found = batches(steps, ROWS)
     for step, batch in enumerate(found):
         mask = torch.ones_like(batch["input_ids"])

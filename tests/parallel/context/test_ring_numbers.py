@@ -1,4 +1,6 @@
-"""A ring is one device: gradients, losses and weights of whole models, and every message as the program states it."""
+"""A ring is one device: gradients, losses and weights of whole models, and every message as the program
+states it.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Packed documents and windows, dealt one token after the other to the ranks: one device's numbers, and even work."""
+"""Packed documents and windows, dealt one token after the other to the ranks: one device's numbers, and even
+work.
+"""
 
 import pytest
 import torch

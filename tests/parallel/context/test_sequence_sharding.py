@@ -97,7 +97,9 @@ def test_beside_other_techniques(make: type[nn.Module], mesh: Mesh, strategies: 
 
 
 def moves(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
-    """What the actions of a kind move between ranks with other tokens, apart from attention, each micro-batch the same."""
+    """What the actions of a kind move between ranks with other tokens, apart from attention, each micro-batch
+    the same.
+    """
     found = [
         action.inner_transfers
         for action in plan.actions

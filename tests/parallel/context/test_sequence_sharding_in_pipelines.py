@@ -1,4 +1,6 @@
-"""Layers on some ranks, tokens on others: what goes between parts is each rank's own tokens, and the numbers are one device's."""
+"""Layers on some ranks, tokens on others: what goes between parts is each rank's own tokens, and the numbers
+are one device's.
+"""
 
 from dataclasses import replace
 
@@ -33,7 +35,9 @@ WIDTH, FLOAT = SIZES["hidden_size"], 4
 
 
 def deep() -> AnalyzedModel:
-    """A Llama of four layers: with its embedding and its head it is cut into as many parts as any schedule here has."""
+    """A Llama of four layers: with its embedding and its head it is cut into as many parts as any schedule
+    here has.
+    """
     return known(num_hidden_layers=4)
 
 
@@ -187,7 +191,8 @@ def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
     assert "which tokens a rank has of 'layers.0+0~'" in closed["layers.1"].not_sharded_reason
     assert closed["layers.1"].fix == "write x = x + y for x += y between blocks"
     assert "layers.1" not in {
-        each.block_call for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
+        each.block_call
+        for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
     }
     equal(reading, planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES))
 

@@ -1,4 +1,6 @@
-"""Rows of unlike lengths, and images: tokens are dealt by how many a block takes in, and the numbers are those of one device."""
+"""Rows of unlike lengths, and images: tokens are dealt by how many a block takes in, and the numbers are
+those of one device.
+"""
 
 from collections.abc import Mapping
 

@@ -102,7 +102,9 @@ def test_bytes_are_those_of_the_paper() -> None:
     ranks, heads, groups, width, length = 4, 8, 4, 4, 12
     given = case(heads, groups, length)
     sent = sum(
-        entry.sent_nbytes for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0] if entry.action == "F"
+        entry.sent_nbytes
+        for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0]
+        if entry.action == "F"
     )
     elements = (2 + 2 * groups / heads) * ROWS * length * heads * width / ranks * (ranks - 1) / ranks
     assert sent == 8 * elements
@@ -125,7 +127,9 @@ def test_heads_that_do_not_divide_are_refused_with_the_ring() -> None:
     space = Ulysses().place(space_of(Mesh(cp=4), [case(6, 3, LENGTH).attend]))
     (fault,) = Ulysses().check_combined(space)
     assert str(fault) == (
-        "strategies.ulysses: layers.0: attention has 6 heads on a rank, and they go to 4 ranks in equal number\n"
+        "strategies.ulysses: layers.0: attention has 6 heads on a rank, and they go to 4 ranks "
+        "in "
+        "equal number\n"
         "  repair: take ring, which leaves heads together; or set mesh.cp to 1 or 2 or 3 or 6"
     )
     (fault,) = Ulysses(axis="tp").check(None, space_of(Mesh(cp=4), [case(6, 3, LENGTH).attend]))

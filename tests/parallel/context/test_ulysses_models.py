@@ -1,4 +1,6 @@
-"""Models whose heads are exchanged for tokens: one device's numbers in float64, and no byte that the program does not state."""
+"""Models whose heads are exchanged for tokens: one device's numbers in float64, and no byte that the program
+does not state.
+"""
 
 import pytest
 import torch
@@ -83,7 +85,9 @@ MIXED = [
 
 
 def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
-    """What becomes of three steps of micro-batches of one row, of which one needs no mask, and the others do in some."""
+    """What becomes of three steps of micro-batches of one row, of which one needs no mask, and the others do
+    in some.
+    """
     model = make()
     model.config.use_cache = False
     found = padded(model, 3)[1]

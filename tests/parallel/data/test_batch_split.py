@@ -1,4 +1,6 @@
-"""Splitting the batch: what moves, what it costs, and that ranks with unequal work still compute what one device would."""
+"""Splitting the batch: what moves, what it costs, and that ranks with unequal work still compute what one
+device would.
+"""
 
 from dataclasses import replace
 

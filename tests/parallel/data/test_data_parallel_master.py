@@ -1,4 +1,6 @@
-"""The single master: what it computes, its five kinds of exchange, and what passes through it beside `replicate`."""
+"""The single master: what it computes, its five kinds of exchange, and what passes through it beside
+`replicate`.
+"""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -307,7 +309,8 @@ def test_an_output_of_the_master_alone_is_refused():
 
 def test_it_is_one_of_two_stores_on_an_axis():
     with pytest.raises(
-        PlanError, match="data_parallel_master and ddp both decide how parameters are stored along dp_replicate"
+        PlanError,
+        match=("data_parallel_master and ddp both decide how parameters are stored along dp_replicate"),
     ):
         plan_of(reading_of(), 3, (*LED, DDP()))
 

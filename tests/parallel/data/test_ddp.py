@@ -209,7 +209,10 @@ def test_its_program_is_proved(paper: Paper, precision: PrecisionConfig, micro_b
         ),
         (
             DDP("dp_shard"),
-            'nothing splits the batch there\n  repair: add [[strategies]] name = "batch_split", axis = "dp_shard"',
+            (
+                'nothing splits the batch there\n  repair: add [[strategies]] name = "batch_split", '
+                'axis = "dp_shard"'
+            ),
         ),
         (
             DDP(bucket_mb=0.0),

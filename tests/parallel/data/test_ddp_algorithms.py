@@ -1,4 +1,6 @@
-"""DDP by every all-reduce algorithm: the program names it, the wire carries it, and the numbers stay those of one device."""
+"""DDP by every all-reduce algorithm: the program names it, the wire carries it, and the numbers stay those of
+one device.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +30,8 @@ from tests.run.training.small_run import Course
 from tests.tiny_model import case_of, plan_of, reading_of, verdict_of
 
 BUCKET_MB = 300 / 2**20
-RULE = "doubling <= 200 B, tree <= 350 B, else ring"  # among the sizes of the gradients of the tiny model, one at a time
+# among the sizes of the gradients of the tiny model, one at a time
+RULE = "doubling <= 200 B, tree <= 350 B, else ring"
 ALGORITHMS = ["naive", "root", "ring", "parallel", "halving", "doubling", "tree", RULE]
 
 
@@ -166,7 +169,9 @@ def test_it_equals_one_device_on_processes(
         assert (report.differences, report.num_steps) == ([], 2)
         assert report.digests == results[0][0].digests
         for name, move in sums:
-            assert sent[name] == 2 * 8 * get_algorithm(move.algorithm).num_sent(ranks, index, move.nbytes // 8)
+            assert sent[name] == 2 * 8 * get_algorithm(move.algorithm).num_sent(
+                ranks, index, move.nbytes // 8
+            )
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree <= 400 B, else halving"])

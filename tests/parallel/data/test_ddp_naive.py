@@ -1,4 +1,6 @@
-"""The lesson in data parallelism: one all-reduce per parameter, and the oracle for the buckets of `replicate`."""
+"""The lesson in data parallelism: one all-reduce per parameter, and the oracle for the buckets of
+`replicate`.
+"""
 
 from dataclasses import replace
 
@@ -77,7 +79,11 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
     [
         (
             NaiveDDP("tp"),
-            "strategies.naive_ddp.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_replicate",
+            (
+                "strategies.naive_ddp.axis: weights cannot be replicated along 'tp'\n  repair: "
+                "choose "
+                "one of: dp_replicate"
+            ),
         ),
         (
             NaiveDDP("dp_shard"),
@@ -85,7 +91,10 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
         ),
         (
             NaiveDDP(algorithm="tree <= 1 KiB"),
-            "strategies.naive_ddp.algorithm: the rule 'tree <= 1 KiB' does not say what larger messages take\n  repair: let it end",
+            (
+                "strategies.naive_ddp.algorithm: the rule 'tree <= 1 KiB' does not say what larger "
+                "messages take\n  repair: let it end"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""DDP in numbers: equal to one device, equal on every rank, and within its rounding when gradients travel in bfloat16."""
+"""DDP in numbers: equal to one device, equal on every rank, and within its rounding when gradients travel in
+bfloat16.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -88,7 +90,9 @@ def reduced_gradients(
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_gradients_in_bfloat16_differ_by_their_rounding_only(micro_batch: int):
-    """Each of the summands is rounded once and their sum once more; nothing else may differ, and something must."""
+    """Each of the summands is rounded once and their sum once more; nothing else may differ, and something
+    must.
+    """
     exact, magnitudes = reduced_gradients(PrecisionConfig(), micro_batch)
     rounded, _ = reduced_gradients(PrecisionConfig(reduce="bfloat16"), micro_batch)
     assert all(grad.dtype == torch.float32 for grad in rounded.values())

@@ -92,7 +92,8 @@ def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: 
 def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_block(micro: int):
     plan = on_paper(ZeRO(), 3, 4 // micro, Paper(layers=5, numel=77))
     one = 2 * -(-77 // 3) * 4
-    # the last block's backward follows its forward, and the next micro-batch's first forward the first block's backward
+    # the last block's backward follows its forward, and the next micro-batch's first forward the first
+    # block's backward
     assert sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
 
 
@@ -199,7 +200,12 @@ def test_it_refuses(zero: ZeRO, text: str):
 
 def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
     with pytest.raises(
-        PlanError, match=r'stay partial sums over dp_replicate\n.*replicate_axis = "dp_replicate" in their strategy'
+        PlanError,
+        match=(
+            r"stay partial sums over dp_replicate\n.*replicate_axis = "
+            r'"dp_replicate" '
+            r"in their strategy"
+        ),
     ):
         Plan.make(
             tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO())
@@ -208,7 +214,9 @@ def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
 
 def test_whole_copies_and_shards_are_refused_together():
     mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD)
-    with pytest.raises(PlanError, match=r'zero cuts the weights into shards\n.*replicate_axis = "dp_replicate"'):
+    with pytest.raises(
+        PlanError, match=(r"zero cuts the weights into shards\n.*replicate_axis = " r'"dp_replicate"')
+    ):
         Plan.make(tiny_job(), mesh, anatomy, (*both, ZeRO(), DDP()))
     with pytest.raises(
         PlanError, match=r'stores the weights along dp_replicate already\n.*replicate_axis = "dp_replicate"'

@@ -1,4 +1,6 @@
-"""ZeRO with frozen weights of any dtype beside trained ones in a block: cut into shards as they are, never summed, exact."""
+"""ZeRO with frozen weights of any dtype beside trained ones in a block: cut into shards as they are, never
+summed, exact.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -30,7 +32,9 @@ FLOATS = PrecisionConfig()
 
 
 class Packed(nn.Module):
-    """A linear whose weight is frozen in int8, with a frozen bfloat16 scale per row, a table of bools, and trained matrices."""
+    """A linear whose weight is frozen in int8, with a frozen bfloat16 scale per row, a table of bools, and
+    trained matrices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +51,9 @@ class Packed(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Layers of that kind; the ids go through a table of whole numbers, and the head is tied to a frozen embedding."""
+    """Layers of that kind; the ids go through a table of whole numbers, and the head is tied to a frozen
+    embedding.
+    """
 
     def __init__(self) -> None:
         super().__init__()

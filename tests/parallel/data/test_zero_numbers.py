@@ -1,4 +1,6 @@
-"""ZeRO in numbers: every stage equals one device, alone and over replicas, whatever is tied, frozen, unused or random."""
+"""ZeRO in numbers: every stage equals one device, alone and over replicas, whatever is tied, frozen, unused
+or random.
+"""
 
 import pytest
 
@@ -38,7 +40,13 @@ def test_it_equals_one_device(options: dict[str, float | bool], stage: int, rank
 
 @pytest.mark.parametrize(
     "zero",
-    [ZeRO(gather="microbatch"), ZeRO(gather="step"), ZeRO(prefetch=0), ZeRO(prefetch=3), ZeRO(keep_mb=0.0005)],
+    [
+        ZeRO(gather="microbatch"),
+        ZeRO(gather="step"),
+        ZeRO(prefetch=0),
+        ZeRO(prefetch=3),
+        ZeRO(keep_mb=0.0005),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"tied": True}], ids=str)

@@ -166,7 +166,12 @@ class Undeclared(torch.optim.SGD):
 
 def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading: AnalyzedModel):
     with pytest.raises(
-        PlanError, match=r"Undeclared does not say whether .* cuts .* by element(?s:.*)shard_alignment = \"element\""
+        PlanError,
+        match=(
+            r"Undeclared does not say whether .* cuts .* by "
+            r"element(?s:.*)shard_alignment "
+            r"= \"element\""
+        ),
     ):
         outcome(reading, plan_of(reading, "sgd", 2), Undeclared)
     wanted = outcome(reading, plan_of(reading, "sgd"), Undeclared)

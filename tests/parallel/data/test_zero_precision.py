@@ -1,4 +1,6 @@
-"""Dtypes by role where weights are cut into shards: exact bytes, exact sums, masters and the loss scale over ranks."""
+"""Dtypes by role where weights are cut into shards: exact bytes, exact sums, masters and the loss scale over
+ranks.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -81,7 +83,9 @@ def whole(engine: Trainer) -> dict[str, torch.Tensor]:
         for name, p in engine.executor.state.trained_module.parameters.items()
     }
     for held in store.by_param_group.values():
-        found |= {name: value.clone() for name, value in store._gather_params(held, held.optimizer_tensor, "TEST")}
+        found |= {
+            name: value.clone() for name, value in store._gather_params(held, held.optimizer_tensor, "TEST")
+        }
     return found
 
 

@@ -1,4 +1,6 @@
-"""Weights stored where ranks have some of the tokens of each sample: one sum over these ranks and those with other samples."""
+"""Weights stored where ranks have some of the tokens of each sample: one sum over these ranks and those with
+other samples.
+"""
 
 from fractions import Fraction
 from pathlib import Path
@@ -280,7 +282,11 @@ REFUSED = {
     "twice": (
         Mesh(dp_replicate=2, cp=2),
         (BatchSplit(), DEALT, DDP(), DDP(axis=CP)),
-        "weights are kept whole along dp_replicate already, and now along cp too\n  repair: keep one of them, along an",
+        (
+            "weights are kept whole along dp_replicate already, and now along cp too\n  repair: "
+            "keep "
+            "one of them, along an"
+        ),
     ),
     "twice, the other way round": (
         Mesh(dp_replicate=2, cp=2),
@@ -295,7 +301,11 @@ REFUSED = {
     "copies and shards": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
         (BatchSplit(), SHARD, DEALT, DDP(), ZeRO()),
-        'stores the weights along cp already\n  repair: keep one of them; zero replicates by itself: replicate_axis = "dp_replicate"',
+        (
+            "stores the weights along cp already\n  repair: keep one of them; zero replicates by "
+            "itself: replicate_axis = "
+            '"dp_replicate"'
+        ),
     ),
     "no samples summed": (
         Mesh(dp_replicate=2, cp=2),

@@ -1,4 +1,6 @@
-"""Tokens of each sample on several ranks, and nothing that knows attention: blocks must look at one token at a time."""
+"""Tokens of each sample on several ranks, and nothing that knows attention: blocks must look at one token at
+a time.
+"""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar

@@ -1,4 +1,6 @@
-"""Recompute in numbers: equal to one device under every way of storing weights, and bit for bit what it was without it."""
+"""Recompute in numbers: equal to one device under every way of storing weights, and bit for bit what it was
+without it.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -97,7 +99,9 @@ def same_as_without(
 
 
 class Counting(nn.Module):
-    """Batch norm if asked for, dropout, a counter in a buffer, one in an attribute, a scale that it reads and moves itself."""
+    """Batch norm if asked for, dropout, a counter in a buffer, one in an attribute, a scale that it reads and
+    moves itself.
+    """
 
     def __init__(self, *, whole: bool) -> None:
         super().__init__()

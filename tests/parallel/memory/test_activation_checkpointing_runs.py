@@ -1,4 +1,6 @@
-"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be run again."""
+"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be
+run again.
+"""
 
 import gc
 import weakref
@@ -36,14 +38,14 @@ def alive_after_forwards(reading: AnalyzedModel, plan: Plan, made: list[weakref.
     """How many of the storages in `made` are alive when the loss is taken, in one step."""
     found: list[int] = []
     player = player_of(reading, plan, single_rank_world(CPU))
-    loss = player._acts.handlers["LOSS"]
+    loss = player._actions.handlers["LOSS"]
 
     def counted(action: Action) -> None:
         found.append(sum(ref() is not None for ref in made))
         loss(action)
 
-    player._list = [
-        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._list
+    player._entries = [
+        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._entries
     ]
     made.clear()
     gc.collect()
@@ -113,7 +115,10 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
             return self.linear(x).exp().tanh() + sum(cache.kept)
 
     reading = analyze(Caching, rows(2))
-    text = r"the block 'layers\.0' writes into an object among its inputs, and would write twice(?s:.*)use_cache=False"
+    text = (
+        r"the block 'layers\.0' writes into an object among its inputs, and would write "
+        r"twice(?s:.*)use_cache=False"
+    )
     plan = planned(reading)
     with pytest.raises(PlanError, match=text):
         player_of(reading, plan, single_rank_world(CPU)).step(batch_of(plan))
@@ -137,10 +142,10 @@ def test_a_step_that_fails_leaves_nothing_to_be_run_again():
     def failing(action: Action) -> None:
         raise KeyboardInterrupt
 
-    usual = player._list
-    player._list = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
+    usual = player._entries
+    player._entries = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
     with pytest.raises(KeyboardInterrupt):
         player.step(batch)
-    player._list = usual
+    player._entries = usual
     again = player_of(reading, plan, single_rank_world(CPU))
     assert player.step(batch).loss == again.step(batch).loss

@@ -114,9 +114,7 @@ def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time()
 
 def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
     plans = [
-        make_plan(
-            known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=mlp),) if mlp > 1 else ()
-        )
+        make_plan(known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=mlp),) if mlp > 1 else ())
         for mlp in (1, 3)
     ]
     usual, tiled = (held(plan, "F", "model.layers.1")["saved activations"] for plan in plans)
@@ -134,12 +132,13 @@ def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
 
 
 def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
-    plan = make_plan(
-        known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), TiledMLP(num_tiles=3))
-    )
+    plan = make_plan(known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), TiledMLP(num_tiles=3)))
     alone = make_plan(known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=3),))
     assert static_checks(plan) == []
-    assert held(plan, "RECOMPUTE", "model.layers.1")["saved activations"] == held(alone, "F", "model.layers.1")["saved activations"]
+    assert (
+        held(plan, "RECOMPUTE", "model.layers.1")["saved activations"]
+        == held(alone, "F", "model.layers.1")["saved activations"]
+    )
 
 
 class Scaled(nn.Module):
@@ -206,7 +205,10 @@ def test_numbers_that_make_no_tiles_are_refused(strategy: Strategy, text: str):
 def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids():
     with pytest.raises(PlanError, match=r"gate_proj\.weight is sharded(?s:.*)remove the strategy tiled_mlp"):
         make_plan(known(), tiny_job(4), Mesh(tp=2), (TensorParallel(), TiledMLP(num_tiles=2)))
-    with pytest.raises(PlanError, match=r"the head lm_head\.weight is sharded along (?s:.*)remove the strategy chunked_loss"):
+    with pytest.raises(
+        PlanError,
+        match=(r"the head lm_head\.weight is sharded along " r"(?s:.*)remove " r"the strategy chunked_loss"),
+    ):
         make_plan(known(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
 
 
@@ -234,7 +236,9 @@ def test_mlps_of_a_model_that_draws_dropout_are_refused():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.mlp(self.embed(input_ids)))
 
-    reading = analyze(lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), rows(2))
+    reading = analyze(
+        lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), rows(2)
+    )
     with pytest.raises(PlanError, match="the model draws dropout"):
         make_plan(reading, tiny_job(), Mesh(), (TiledMLP(num_tiles=2),))
 

@@ -104,13 +104,15 @@ def stepped(
     job = tiny_job(precision=precision)
     player = player_of(reading, make_plan(reading, job, Mesh(), tiles), single_rank_world(CPU))
     gradients: dict[str, torch.Tensor] = {}
-    clip = player._acts.handlers["CLIP"]
+    clip = player._actions.handlers["CLIP"]
 
     def kept(action: Action) -> None:
         gradients.update(player.gather_gradients())
         clip(action)
 
-    player._list = [(a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in player._list]
+    player._entries = [
+        (a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in player._entries
+    ]
     loss = player.step({key: value[:12] for key, value in rows().items()}).loss
     player.close()
     return loss, gradients

@@ -1,4 +1,6 @@
-"""Chunked losses and tiled MLPs while they run: parity in combinations, refusals at run time, and planted bugs."""
+"""Chunked losses and tiled MLPs while they run: parity in combinations, refusals at run time, and planted
+bugs.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -170,7 +172,9 @@ def test_logits_that_a_forward_changes_after_the_trial_are_refused():
             return logits * 2 if Changing.changes else logits
 
     reading = analyze(Changing, rows(2))
-    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU))
+    player = player_of(
+        reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU)
+    )
     Changing.changes = True
     with pytest.raises(PlanError, match=r"was changed after the head(?s:.*)remove the strategy"):
         player.step({key: value[:12] for key, value in rows().items()})
@@ -208,7 +212,9 @@ def test_a_module_that_attends_is_refused_when_it_does():
 
     roles = {"layer.mlp.up": "colwise", "layer.mlp.down": "rowwise"}
     reading = analyze(lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), rows(2))
-    player = player_of(reading, make_plan(reading, tiny_job(), Mesh(), (TiledMLP(2),)), single_rank_world(CPU))
+    player = player_of(
+        reading, make_plan(reading, tiny_job(), Mesh(), (TiledMLP(2),)), single_rank_world(CPU)
+    )
     with pytest.raises(PlanError, match=r"the module 'layer\.mlp' attends"):
         player.step({key: value[:12] for key, value in rows().items()})
 

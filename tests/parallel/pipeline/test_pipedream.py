@@ -1,4 +1,6 @@
-"""PipeDream: which version of the weights each forward and backward meets, against the paper's law and a replay."""
+"""PipeDream: which version of the weights each forward and backward meets, against the paper's law and a
+replay.
+"""
 
 import pytest
 from hypothesis import given, settings

@@ -149,7 +149,11 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
         (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one part per rank"),
         (Pipeline(), 9, "9 ranks for a model that can be cut into 7 parts"),
-        (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "2 split points make 3 stages; needed are 2"),
+        (
+            Pipeline(split_points=("model.layers.1", "model.layers.2")),
+            2,
+            ("2 split points make 3 stages; needed are 2"),
+        ),
         (Pipeline(split_points=("model.layer.1",)), 2, "'model.layer.1' is not a block call"),
         (Pipeline(), 1, "a pipeline of one rank"),
         (Pipeline(axis="tp"), 2, "layers cannot be put along 'tp'"),

@@ -1,4 +1,6 @@
-"""Schedules that take the backward in two halves, and a user's own, over an unmodified model: the numbers of one device."""
+"""Schedules that take the backward in two halves, and a user's own, over an unmodified model: the numbers of
+one device.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Rows that differ in length from micro-batch to micro-batch: each value crosses in the shape that it has there."""
+"""Rows that differ in length from micro-batch to micro-batch: each value crosses in the shape that it has
+there.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,8 @@ def test_parts_take_micro_batches_of_other_lengths_than_the_plan_was_made_for(
 ):
     plan, expected = planned(model, Mesh(pp=ranks), pipeline), on_one_device(model)
     assert all(
-        same(found, expected) for found in run_on_threads(lambda world: trained(world, model, plan), plan.mesh)
+        same(found, expected)
+        for found in run_on_threads(lambda world: trained(world, model, plan), plan.mesh)
     )
 
 

@@ -103,7 +103,11 @@ def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
 
 def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work():
     reading = analyze(Reads, PAIRS, loss=DISTANCE)
-    said = r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of layers.1\+0 \(item at test_pipeline_mod"
+    said = (
+        r"none can begin with 'layers.2': the glue behind 'layers.1' reads the value of "
+        r"layers.1\+0 \(item at "
+        r"test_pipeline_mod"
+    )
     with pytest.raises(PlanError, match=f"cut into 2 parts(?s:.*){said}(?s:.*)compute with tensors there"):
         planned(reading, 3)
     with pytest.raises(PlanError, match=r"no stage can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):

@@ -1,4 +1,6 @@
-"""torch.distributed.pipelining as a second oracle: the same stages, weights and micro-batches give the same gradients."""
+"""torch.distributed.pipelining as a second oracle: the same stages, weights and micro-batches give the same
+gradients.
+"""
 
 from functools import cache
 from typing import Any

@@ -1,4 +1,6 @@
-"""Values cross between parts in the dtype that they have, under autocast too; all ranks of a pipeline scale the loss alike."""
+"""Values cross between parts in the dtype that they have, under autocast too; all ranks of a pipeline scale
+the loss alike.
+"""
 
 from functools import cache
 

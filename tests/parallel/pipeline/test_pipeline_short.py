@@ -1,4 +1,6 @@
-"""Data that end within a micro-batch: parts take the rows that are there, and what they send is what is stated of so many."""
+"""Data that end within a micro-batch: parts take the rows that are there, and what they send is what is
+stated of so many.
+"""
 
 from dataclasses import replace
 
@@ -46,7 +48,9 @@ def test_a_short_last_batch_is_that_of_one_device_to_the_last_message(name: str,
 
 
 def case_of(mesh: Mesh) -> ParityCase:
-    """Two steps, of which the second has 5 rows: of two ranks with other rows, 2 and 1 for the first, 2 for the second."""
+    """Two steps, of which the second has 5 rows: of two ranks with other rows, 2 and 1 for the first, 2 for
+    the second.
+    """
     shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     plan = make_plan(reading_of(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
     steps = [rows(12), {key: value[:5] for key, value in rows(12).items()}]

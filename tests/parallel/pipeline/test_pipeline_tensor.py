@@ -1,4 +1,6 @@
-"""Matrices and the stream in slices inside the parts of a pipeline: one device's numbers, and every byte between parts."""
+"""Matrices and the stream in slices inside the parts of a pipeline: one device's numbers, and every byte
+between parts.
+"""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,6 @@
-"""Slices and pieces between parts on processes, where what was sent is there only when it has been waited for."""
+"""Slices and pieces between parts on processes, where what was sent is there only when it has been waited
+for.
+"""
 
 import pytest
 import torch

@@ -210,7 +210,9 @@ def sent(world: World, plan: Plan) -> float:
     """The bytes that this rank has sent for its ties in a step."""
     with parallelize(tied(), plan, world=world) as engine:
         engine.step(engine.local_batch(rows(ROWS)))
-        return sum(nbytes for name, nbytes in world.ledger.sent_nbytes.items() if name.startswith("REDUCE_TIED"))
+        return sum(
+            nbytes for name, nbytes in world.ledger.sent_nbytes.items() if name.startswith("REDUCE_TIED")
+        )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,9 @@ def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_norm_that_counts_a_weight_twice_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    assert broken(monkeypatch, ShardingPlan, "_first_user_params", lambda space, coordinate: iter(space.param_shardings))
+    assert broken(
+        monkeypatch, ShardingPlan, "_first_user_params", lambda space, coordinate: iter(space.param_shardings)
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Micro-batches of one step whose rows differ in length, the last of fewer rows; and what one device makes of them."""
+"""Micro-batches of one step whose rows differ in length, the last of fewer rows; and what one device makes of
+them.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,6 @@
-"""A model of pairs that are declared: of odd sizes unless told, with weights of several blocks of 256 elements, and dropout."""
+"""A model of pairs that are declared: of odd sizes unless told, with weights of several blocks of 256
+elements, and dropout.
+"""
 
 from collections.abc import Mapping
 

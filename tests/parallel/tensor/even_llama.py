@@ -39,7 +39,9 @@ def inputs(rows: int) -> Iterator[int]:
 
 
 def shards(reading: AnalyzedModel, ranks: int, within: str = "") -> int:
-    """The elements of one of `ranks` equal shards of each block whose name has `within` in it, all blocks together."""
+    """The elements of one of `ranks` equal shards of each block whose name has `within` in it, all blocks
+    together.
+    """
     numel = [
         sum(weight.numel for weight in reading.model_spec.params_of(visit))
         for visit in reading.model_spec.block_calls
@@ -49,7 +51,9 @@ def shards(reading: AnalyzedModel, ranks: int, within: str = "") -> int:
 
 
 def received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
-    """The elements that a rank receives along `axis` in actions of these kinds whose subject has `within` in it."""
+    """The elements that a rank receives along `axis` in actions of these kinds whose subject has `within` in
+    it.
+    """
     mine = [
         action
         for action in plan.program.actions(FIRST_ROLE)

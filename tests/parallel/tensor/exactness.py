@@ -1,4 +1,6 @@
-"""The two laws of every plan, asserted for divided matrices: it computes what one device does, and sends what it states."""
+"""The two laws of every plan, asserted for divided matrices: it computes what one device does, and sends what
+it states.
+"""
 
 from collections.abc import Sequence
 
@@ -18,7 +20,8 @@ def assert_exact(
 ) -> None:
     """`plan` equals one device on the batches `given`, and issues what its program states.
 
-    A trace of real tensors takes a tenth of the time of `fake` ones, which each technique is shown to be able to play once.
+    A trace of real tensors takes a tenth of the time of `fake` ones, which each technique is shown to be able
+    to play once.
     """
     verdict = verify(reading, plan, given, loss=loss)
     assert verdict.passed, str(verdict)

@@ -1,4 +1,6 @@
-"""Small models of the families that people train, unmodified, with six heads and odd widths, for tests of divided matrices."""
+"""Small models of the families that people train, unmodified, with six heads and odd widths, for tests of
+divided matrices.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -33,7 +35,9 @@ FALCON |= {**NO_DROPOUT, "ffn_hidden_size": 29, "bias": True, **ENDS}
 
 
 def of(family: str, head: str, config: str = "", **fields: object) -> Callable[..., nn.Module]:
-    """A factory of the model; what it is called with are more fields of its config, named as the family or `config`."""
+    """A factory of the model; what it is called with are more fields of its config, named as the family or
+    `config`.
+    """
 
     def build(**more: object) -> nn.Module:
         made = getattr(transformers, config or f"{family}Config")(**{**fields, **more})

@@ -44,9 +44,11 @@ def batches(count: int, rows: int = ROWS, length: int = TOKENS) -> list[dict[str
 
 @cache
 def known(length: int = TOKENS, **more: object) -> AnalyzedModel:
-    """The reading of `llama(**more)` on rows of so many tokens, made once: it takes as long as to train three steps.
+    """The reading of `llama(**more)` on rows of so many tokens, made once: it takes as long as to train three
+    steps.
 
-    The weights are the same in every run: AdamW's first step has the sign of each gradient, whose rounding may decide it.
+    The weights are the same in every run: AdamW's first step has the sign of each gradient, whose rounding
+    may decide it.
     """
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -224,9 +224,9 @@ def test_an_evaluation_and_half_precision_share_it_too(strategies: tuple[Strateg
     found = []
     for ranks, those in ((3, strategies), (1, ())):
         reading, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
-        found += run_on_threads(lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh)[
-            :1
-        ]
+        found += run_on_threads(
+            lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh
+        )[:1]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 

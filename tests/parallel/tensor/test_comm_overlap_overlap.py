@@ -1,4 +1,6 @@
-"""What is computed while tensors are under way changes no number, is booked as it is sent, and really happens meanwhile."""
+"""What is computed while tensors are under way changes no number, is booked as it is sent, and really happens
+meanwhile.
+"""
 
 from collections.abc import Callable
 
@@ -73,7 +75,9 @@ def test_a_weight_gradient_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 class Orders:
-    """What each rank does in the backward of the second layer: sums that it issues, and weights whose gradients come late."""
+    """What each rank does in the backward of the second layer: sums that it issues, and weights whose
+    gradients come late.
+    """
 
     def __init__(self) -> None:
         self.seen: dict[int, list[str]] = {0: [], 1: []}
@@ -139,5 +143,8 @@ def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
 
 
 def test_no_chunk_at_all_is_refused():
-    with pytest.raises(PlanError, match=r"strategies.tensor_parallel.num_overlap_chunks: num_overlap_chunks = 0\n.*from 1 up"):
+    with pytest.raises(
+        PlanError,
+        match=(r"strategies.tensor_parallel.num_overlap_chunks: " r"num_overlap_chunks = 0\n.*from 1 up"),
+    ):
         planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=0),))

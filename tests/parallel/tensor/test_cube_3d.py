@@ -112,7 +112,12 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
         (EIGHT, BLOCKS, {"num_key_value_heads": 6}, r"6 units .* on 4 ranks\n.*or make it 4 or 8 units"),
         (EIGHT, BLOCKS, {"vocab_size": 67}, r"67 units .* on 2 ranks"),
         (EIGHT, (TensorParallel3D(), ROWS), {}, r"nothing keeps weights in shards along dp_shard"),
-        (EIGHT, (*BLOCKS, VocabParallel()), {}, r'divided along tp_depth too\n.*remove name = "vocab_parallel"'),
+        (
+            EIGHT,
+            (*BLOCKS, VocabParallel()),
+            {},
+            (r"divided along tp_depth too\n.*remove name = " r'"vocab_parallel"'),
+        ),
     ],
 )
 def test_what_does_not_make_a_cube_is_refused(

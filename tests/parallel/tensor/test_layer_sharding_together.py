@@ -1,4 +1,6 @@
-"""What holds beside 1-D holds beside all other divisions: owners of whole weights, dropout by logical index, noise, the guard."""
+"""What holds beside 1-D holds beside all other divisions: owners of whole weights, dropout by logical index,
+noise, the guard.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Dropout on slices: every rank draws the numbers of its own part, so masks are those of one device under every plan."""
+"""Dropout on slices: every rank draws the numbers of its own part, so masks are those of one device under
+every plan.
+"""
 
 from functools import cache
 

@@ -1,4 +1,6 @@
-"""Unmodified models of eleven families, divided by heads and widths: every number as on one device, alone and together."""
+"""Unmodified models of eleven families, divided by heads and widths: every number as on one device, alone and
+together.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The guard beside divided matrices: a harmful step is left out by all, and traced to the samples, the block and the weight."""
+"""The guard beside divided matrices: a harmful step is left out by all, and traced to the samples, the block
+and the weight.
+"""
 
 import pytest
 import torch
@@ -51,7 +53,9 @@ class Faulty(Pairs):
 
 
 def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
-    """What each rank says of the third of four steps, in which rows 7 and 8 of twelve are marked; the others are good ones."""
+    """What each rank says of the third of four steps, in which rows 7 and 8 of twelve are marked; the others
+    are good ones.
+    """
     guard = LossGuard("skip", factor=50.0, window=2)
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()

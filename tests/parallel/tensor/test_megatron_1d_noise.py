@@ -1,4 +1,6 @@
-"""The gradient noise scale beside divided matrices: squares are added up over slices, and what all ranks have counts once."""
+"""The gradient noise scale beside divided matrices: squares are added up over slices, and what all ranks have
+counts once.
+"""
 
 import pytest
 

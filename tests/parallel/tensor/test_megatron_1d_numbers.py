@@ -1,4 +1,6 @@
-"""Divided matrices compute what whole ones compute: alone, under data parallelism, shards and recompute, and at odd sizes."""
+"""Divided matrices compute what whole ones compute: alone, under data parallelism, shards and recompute, and
+at odd sizes.
+"""
 
 import pytest
 import torch
@@ -75,7 +77,9 @@ def test_half_precision_travels_in_half(precision: PrecisionConfig):
 
 @pytest.mark.parametrize("algorithm", ["backend", "ring"])
 def test_copies_of_weights_beside_slices_of_unlike_sizes_stay_equal_to_the_bit(algorithm: str):
-    """Three groups of heads on four ranks: in one bucket with those, whole weights would lie elsewhere on each rank."""
+    """Three groups of heads on four ranks: in one bucket with those, whole weights would lie elsewhere on
+    each rank.
+    """
     reading, plan = planned(
         known(),
         Mesh(dp_replicate=3, tp=4),

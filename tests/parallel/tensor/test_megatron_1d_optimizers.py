@@ -1,4 +1,6 @@
-"""Every rule on divided matrices: what it steps by is what one device steps by, whichever rank owns the whole."""
+"""Every rule on divided matrices: what it steps by is what one device steps by, whichever rank owns the
+whole.
+"""
 
 from collections.abc import Callable
 from functools import cache

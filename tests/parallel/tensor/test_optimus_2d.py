@@ -1,4 +1,6 @@
-"""Matrices on a square of ranks compute what whole ones do: alone, under data parallelism, recompute, with any head and norm."""
+"""Matrices on a square of ranks compute what whole ones do: alone, under data parallelism, recompute, with
+any head and norm.
+"""
 
 import pytest
 import torch
@@ -143,6 +145,9 @@ def test_tokens_of_a_sample_on_several_ranks_are_refused():
     strategies = (TensorParallel2D(), ROWS, Dealt(), ZeRO())
     with pytest.raises(
         PlanError,
-        match=r"strategies\.tensor_parallel: ranks along cp have some of the tokens of a sample each, and a grid",
+        match=(
+            r"strategies\.tensor_parallel: ranks along cp have some of the tokens of a sample "
+            r"each, and a grid"
+        ),
     ):
         planned(known_even(), Mesh(dp_shard=2, cp=2, tp=2), strategies)

@@ -1,4 +1,6 @@
-"""The bytes of a square of ranks are the paper's, stream and weights are 1/q^2, and what cannot be divided is refused."""
+"""The bytes of a square of ranks are the paper's, stream and weights are 1/q^2, and what cannot be divided is
+refused.
+"""
 
 from math import prod
 
@@ -46,7 +48,9 @@ def test_what_is_kept_is_not_gathered_again():
 
 
 def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes in which the stream goes from block to block, and the bytes of the weights that this rank keeps."""
+    """The shapes in which the stream goes from block to block, and the bytes of the weights that this rank
+    keeps.
+    """
     reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
     with parallelize(reading, plan, world=world) as engine:
         shapes: list[tuple[int, ...]] = []
@@ -78,7 +82,10 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
         (Mesh(tp=4), r"the grid is dp_shard 1 x tp 4;(?s:.*)mesh.dp_shard = 2, mesh.tp = 2"),
         (
             Mesh(dp_shard=5, tp=5),
-            r"12 units.* on 5 ranks\n.*set the sides of the grid to 2 or 3 or 4 or 6 or 12; or make it 10 or 15 units",
+            (
+                r"12 units.* on 5 ranks\n.*set the sides of the grid to 2 or 3 or 4 or 6 or 12; or "
+                r"make it 10 or 15 units"
+            ),
         ),
     ],
 )
@@ -88,7 +95,9 @@ def test_a_grid_that_is_not_square_or_does_not_divide_is_refused(mesh: Mesh, mes
 
 
 def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
-    with pytest.raises(PlanError, match=r'67 units.*\n.*words may be divided unevenly: name = "vocab_parallel"'):
+    with pytest.raises(
+        PlanError, match=(r"67 units.*\n.*words may be divided unevenly: name = " r'"vocab_parallel"')
+    ):
         planned(known_even(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
 
 

@@ -1,4 +1,6 @@
-"""A checkpoint of squares and cubes is that of the model: any other plan takes it up, moments included, and vice versa."""
+"""A checkpoint of squares and cubes is that of the model: any other plan takes it up, moments included, and
+vice versa.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""A stream divided by tokens computes what a whole one computes, sends the paper's bytes, and is refused where tokens mix."""
+"""A stream divided by tokens computes what a whole one computes, sends the paper's bytes, and is refused
+where tokens mix.
+"""
 
 import pytest
 import torch
@@ -147,9 +149,9 @@ def test_an_evaluation_in_slices_is_that_of_one_device():
     found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
         reading, plan = planned_in_slices(mesh, strategies)
-        found += run_on_threads(lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh)[
-            :1
-        ]
+        found += run_on_threads(
+            lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh
+        )[:1]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
@@ -285,7 +287,7 @@ class Shared(Mixed):
             layer.norm = self.layers[0].norm
             if twice:
                 layer.up, layer.down = nn.Linear(8, 8), nn.Linear(8, 8)
-                layer.crosses_hosts = layer.norm
+                layer.between = layer.norm
 
 
 def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch.Tensor]]:

@@ -66,7 +66,10 @@ def test_squares_that_take_other_slices_of_the_samples_for_theirs_are_noticed(
 
 
 def test_one_square_and_squares_that_share_samples_are_refused():
-    with pytest.raises(PlanError, match=r'there is one square.*\n.*name = "tensor_parallel", mode = "2d" for a single square'):
+    with pytest.raises(
+        PlanError,
+        match=(r'there is one square.*\n.*name = "tensor_parallel", ' r"mode " r'= "2d" for a single square'),
+    ):
         planned(
             known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO())
         )

@@ -1,4 +1,6 @@
-"""What cannot be divided is refused before any process starts: all of it at once, what was given, and the repair."""
+"""What cannot be divided is refused before any process starts: all of it at once, what was given, and the
+repair.
+"""
 
 from pathlib import Path
 
@@ -106,7 +108,8 @@ def test_a_role_that_cannot_be_had_is_refused():
     (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "colwise"}), Mesh(tp=2))
     assert said.location == "model.layer_roles"
     assert said.problem == (
-        "layers.* is declared as colwise, and that cannot be: a convolution: only linear layers and embeddings can be sharded"
+        "layers.* is declared as colwise, and that cannot be: a convolution: only linear layers "
+        "and embeddings can be sharded"
     )
 
 

@@ -1,4 +1,6 @@
-"""A vocabulary divided by words computes what a whole one computes; its bytes are known; what cannot be divided stays whole."""
+"""A vocabulary divided by words computes what a whole one computes; its bytes are known; what cannot be
+divided stays whole.
+"""
 
 from dataclasses import replace
 from math import prod
@@ -87,7 +89,9 @@ def test_weights_and_smoothing_equal_one_device(smoothing: float):
 
 
 class Glue(nn.Module):
-    """A table with padding whose rows are scaled, a head with a bias, and what is between the head and the loss."""
+    """A table with padding whose rows are scaled, a head with a bias, and what is between the head and the
+    loss.
+    """
 
     def __init__(self, behind: str = "capped", *, tied: bool = False, **table: float) -> None:
         super().__init__()
@@ -131,7 +135,9 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
         (VocabParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
         1,
     )
-    assert "embedding" in {weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"}
+    assert "embedding" in {
+        weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"
+    }
     assert plan.sharding.logits_layout.placements
     data = uneven(2)
     data[0]["input_ids"][:, :4] = 40  # padding, on the second of three ranks
@@ -152,7 +158,10 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
 def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
     reading = analyze(Glue(behind), batches(1)[0])
     weights = {weight.name: weight for weight in reading.model_spec.params}
-    assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == ("lm_head_unsharded", why)
+    assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == (
+        "lm_head_unsharded",
+        why,
+    )
     assert reading.model_spec.logits is None
     assert (weights["embed.weight"].role == "embedding") is (behind != "the table again")
     both = {

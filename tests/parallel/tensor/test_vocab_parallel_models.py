@@ -1,4 +1,6 @@
-"""Published models with a divided vocabulary: odd sizes, scaled tables, tied biases, capped logits, tables tied to a head."""
+"""Published models with a divided vocabulary: odd sizes, scaled tables, tied biases, capped logits, tables
+tied to a head.
+"""
 
 import pytest
 import torch

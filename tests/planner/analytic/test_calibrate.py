@@ -4,68 +4,74 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.analytic.calibrate import Measured, calibrated
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.analytic.step_time import step
-from meshwright.planner.machine.efficiency import NAMES, Rates, rates_of
-from meshwright.planner.machine.machine import machine
+from meshwright.planner.analytic.calibrate import MeasuredStep, calibrate
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.machine.efficiency import RATE_NAMES, MachineRates, load_rates
+from meshwright.planner.machine.machine import make_machine
 
-MACHINE = machine("A100", 64)
-PLANTED = replace(MACHINE.rates, product=0.55, memory=0.45, link=0.35, nic=0.4)
+MACHINE = make_machine("A100", 64)
+PLANTED = replace(MACHINE.rates, matmul=0.55, memory=0.45, link=0.35, nic=0.4)
 SHAPES = (
-    Shape("small", 24, 2048, 16),
-    Shape("wide", 16, 6144, 48),
-    Shape("long", 12, 2048, 16, sequence=8192),
+    ModelShape("small", 24, 2048, 16),
+    ModelShape("wide", 16, 6144, 48),
+    ModelShape("long", 12, 2048, 16, sequence=8192),
 )
 LAYOUTS = (
-    Layout(dp=8),
-    Layout(dp=8, tp=8),
-    Layout(dp=64, shards=3),
-    Layout(tp=4, pp=4, micros=16),
-    Layout(dp=2, tp=2, micro_batch=4),
+    ParallelConfig(dp=8),
+    ParallelConfig(dp=8, tp=8),
+    ParallelConfig(dp=64, zero_stage=3),
+    ParallelConfig(tp=4, pp=4, num_microbatches=16),
+    ParallelConfig(dp=2, tp=2, micro_batch=4),
 )
 
 
-def steps(of: Rates, layouts: tuple[Layout, ...] = LAYOUTS) -> list[Measured]:
+def steps(of: MachineRates, layouts: tuple[ParallelConfig, ...] = LAYOUTS) -> list[MeasuredStep]:
     given = replace(MACHINE, rates=of)
     return [
-        Measured(shape, layout, MACHINE, step(shape, layout, given).seconds)
+        MeasuredStep(shape, layout, MACHINE, step_time(shape, layout, given).seconds)
         for shape in SHAPES
         for layout in layouts
     ]
 
 
 def test_planted_rates_are_found_again():
-    found = calibrated(MACHINE.rates, steps(PLANTED), strength=0.01)
-    unseen = steps(PLANTED, (Layout(dp=4, tp=2, micro_batch=2, micros=3), Layout(dp=2, pp=8, micros=24)))
-    assert [each.predicted(found) for each in unseen] == pytest.approx(
+    found = calibrate(MACHINE.rates, steps(PLANTED), strength=0.01)
+    unseen = steps(
+        PLANTED,
+        (
+            ParallelConfig(dp=4, tp=2, micro_batch=2, num_microbatches=3),
+            ParallelConfig(dp=2, pp=8, num_microbatches=24),
+        ),
+    )
+    assert [each.predicted_s(found) for each in unseen] == pytest.approx(
         [each.seconds for each in unseen], rel=0.03
     )
-    assert any(abs(each.predicted(MACHINE.rates) / each.seconds - 1) > 0.1 for each in unseen)
+    assert any(abs(each.predicted_s(MACHINE.rates) / each.seconds - 1) > 0.1 for each in unseen)
 
 
 def test_a_disturbed_step_does_not_bend_the_rest():
     clean = steps(PLANTED)
-    found = calibrated(
+    found = calibrate(
         MACHINE.rates, [replace(clean[0], seconds=5 * clean[0].seconds), *clean[1:]], strength=0.01
     )
-    off = sorted(abs(each.predicted(found) / each.seconds - 1) for each in clean)
+    off = sorted(abs(each.predicted_s(found) / each.seconds - 1) for each in clean)
     assert off[len(off) // 2] < 0.05
 
 
 def test_without_steps_nothing_is_learnt():
-    assert calibrated(MACHINE.rates, []) is MACHINE.rates
+    assert calibrate(MACHINE.rates, []) is MACHINE.rates
 
 
 def test_rates_that_no_step_tells_anything_of_stay():
-    found = calibrated(MACHINE.rates, steps(PLANTED))
-    assert found.scores_eager == pytest.approx(MACHINE.rates.scores_eager)
+    found = calibrate(MACHINE.rates, steps(PLANTED))
+    assert found.eager_score_passes == pytest.approx(MACHINE.rates.eager_score_passes)
 
 
 def test_the_file_of_rates_says_known_ones_for_known_devices():
-    assert set(vars(rates_of("A100"))) == set(NAMES)
-    assert rates_of("a device that nobody has fitted") == rates_of("another one")
+    assert set(vars(load_rates("A100"))) == set(RATE_NAMES)
+    assert load_rates("a device that nobody has fitted") == load_rates("another one")
 
 
 @pytest.mark.parametrize(
@@ -73,4 +79,4 @@ def test_the_file_of_rates_says_known_ones_for_known_devices():
 )
 def test_kinds_of_one_die_reach_alike(kind: str, other: str):
     """One slow code base alone had run on GH200: a planner said that it takes three times as long as an H100."""
-    assert 0.75 < rates_of(kind).product / rates_of(other).product < 1.34
+    assert 0.75 < load_rates(kind).matmul / load_rates(other).matmul < 1.34

@@ -7,11 +7,11 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.analytic.memory import footprint
-from meshwright.planner.analytic.model_shape import Shape, parse_shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.analytic.step_time import layer, meetings
-from meshwright.planner.machine.machine import machine
+from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.model_shape import ModelShape, parse_shape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.step_time import layer_collectives, layer_compute
+from meshwright.planner.machine.machine import make_machine
 
 
 def matrices(model: torch.nn.Module) -> int:
@@ -29,13 +29,13 @@ def test_the_weights_of_a_llama_are_counted():
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    assert Shape("llama", 3, 96, 6, 2, 200, 130, gated=True).numel == matrices(model)
+    assert ModelShape("llama", 3, 96, 6, 2, 200, 130, gated=True).numel == matrices(model)
 
 
 def test_the_weights_of_a_gpt_2_are_counted_with_its_head_once():
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=10))
-    assert Shape("gpt2", 2, 48, 4, vocab=77, tied=True).numel == matrices(model) - 10 * 48
+    assert ModelShape("gpt2", 2, 48, 4, vocab=77, tied=True).numel == matrices(model) - 10 * 48
 
 
 def test_gpt_3_has_175_billion_weights():
@@ -44,7 +44,7 @@ def test_gpt_3_has_175_billion_weights():
 
 def test_flops_are_those_of_the_formula():
     """Of arXiv 2104.04473, section 5.1, without rerun: 72 B s l h^2 (1 + s / 6h + V / 12 l h)."""
-    shape = Shape("gpt", 24, 2304, 24, vocab=51200, sequence=1024)
+    shape = ModelShape("gpt", 24, 2304, 24, vocab=51200, sequence=1024)
     h, s, layers, words = shape.hidden, shape.sequence, shape.layers, shape.vocab
     paper = 72 * 7 * s * layers * h * h * (1 + s / (6 * h) + words / (12 * layers * h))
     assert shape.flops(7 * s) == pytest.approx(paper, rel=1e-12)
@@ -52,7 +52,7 @@ def test_flops_are_those_of_the_formula():
 
 def test_sizes_are_read_in_any_order_and_spelling():
     said = parse_shape("mine: heads=8, layers 4 hidden 512 gated kv_heads 2 ffn 1_408 tied")
-    assert said == Shape("mine", 4, 512, 8, 2, 1408, gated=True, tied=True)
+    assert said == ModelShape("mine", 4, 512, 8, 2, 1408, gated=True, tied=True)
 
 
 def test_all_that_is_wrong_with_a_shape_is_said_at_once():
@@ -98,7 +98,7 @@ def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: s
     ],
 )
 def test_capitals_and_commas_are_read(text: str):
-    assert parse_shape(text) == Shape("x", 32, 4096, 32)
+    assert parse_shape(text) == ModelShape("x", 32, 4096, 32)
     assert parse_shape(f"{text} sequence 1,048,576").sequence == 1 << 20
 
 
@@ -107,17 +107,17 @@ def test_a_head_that_is_wider_than_its_share_counts_as_wide_as_it_is():
     same, wide = replace(usual, head=80), parse_shape("a: layers 4 hidden 2560 heads 32 kv_heads 8 head 128")
     assert (same.layer_numel, same.flops(8)) == (usual.layer_numel, usual.flops(8))
     assert wide.layer_numel - usual.layer_numel == 2560 * 32 * 48 * 2.5
-    given, layout = machine("H100", 8), Layout(tp=2, cp=2, swaps=2)
+    given, layout = make_machine("H100", 8), ParallelConfig(tp=2, cp=2, ulysses_degree=2)
     for long in (2048, 40_960):
         less, more = (replace(each, sequence=long) for each in (usual, wide))
-        assert layer(more, layout, given).all > layer(less, layout, given).all
-        assert meetings(more, layout, given).all > meetings(less, layout, given).all
-        assert footprint(more, layout).activations > footprint(less, layout).activations
+        assert layer_compute(more, layout, given).total > layer_compute(less, layout, given).total
+        assert layer_collectives(more, layout, given).total > layer_collectives(less, layout, given).total
+        assert estimate_memory(more, layout).activations > estimate_memory(less, layout).activations
     scores = [
-        layer(replace(each, sequence=1 << 24), layout, given).all for each in (usual, wide)
+        layer_compute(replace(each, sequence=1 << 24), layout, given).total for each in (usual, wide)
     ]  # attention alone counts
     assert scores[1] / scores[0] == pytest.approx(1.6, rel=0.01)
 
 
 def test_heads_of_a_said_width_need_not_divide_the_hidden_size():
-    assert parse_shape("a: layers 4 hidden 100 heads 8 head 16").attended == 128
+    assert parse_shape("a: layers 4 hidden 100 heads 8 head 16").attention_dim == 128

@@ -1,4 +1,6 @@
-"""Rates of a machine from what was measured on one device and on some links; what does not fit together is refused."""
+"""Rates of a machine from what was measured on one device and on some links; what does not fit together is
+refused.
+"""
 
 from dataclasses import replace
 from math import log2
@@ -16,10 +18,15 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.machine.efficiency import rates_of
-from meshwright.planner.machine.from_benchmark import measured_device, measured_rates, streamed, with_cluster
-from meshwright.planner.machine.machine import Machine, machine
-from meshwright.planner.machine.roofline import attention, gathered, product
+from meshwright.planner.machine.efficiency import load_rates
+from meshwright.planner.machine.from_benchmark import (
+    measured_device,
+    measured_rates,
+    streaming_rate,
+    with_measured_links,
+)
+from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.machine.roofline import all_gather_seconds, attention_seconds, matmul_seconds
 from tests.plan.hardware.synthetic_device import FILL, RATE, profile
 
 SIZES = tuple(1024 << shift for shift in range(0, 17, 2))
@@ -54,27 +61,30 @@ def own(count: int, **known: float) -> Machine:
 
 def test_the_rates_of_a_measured_device_price_its_products_and_its_attention():
     given = own(1)
-    assert given.rates.side == pytest.approx(FILL, rel=0.5)
-    assert given.rates.product * given.peak("bfloat16") == pytest.approx(RATE, rel=0.1)
+    assert given.rates.half_rate_dim == pytest.approx(FILL, rel=0.5)
+    assert given.rates.matmul * given.peak_flops("bfloat16") == pytest.approx(RATE, rel=0.1)
     for size in ((1024, 1024, 1024), (2048, 512, 4096), (4096, 4096, 128)):
-        assert product(given, *size) == pytest.approx(
+        assert matmul_seconds(given, *size) == pytest.approx(
             profile().matmul_seconds(size[0], size[1], size[2]), rel=0.2
         )
     flops = 4 * 2 * 4 * 512 * 512 * 128
     for back in (False, True):
         seconds = profile().attention_seconds((2, 4, 512, 512, 128), "bfloat16", backward=back)
-        assert attention(given, flops, back=back) == pytest.approx(seconds, rel=0.3)
+        assert attention_seconds(given, flops, backward=back) == pytest.approx(seconds, rel=0.3)
 
 
 def test_the_facts_of_a_known_device_stay_and_its_shares_are_those_measured():
     found = profile("NVIDIA H100 80GB HBM3", "cuda", 600e12)
     device = measured_device(found)
     rates = measured_rates(found, device)
-    assert device == machine("H100", 1).device
-    assert rates.product * device.flops["bfloat16"] == pytest.approx(600e12, rel=0.2)
-    assert (rates.stream, rates.sums_hidden) == (rates_of("H100").stream, rates_of("H100").sums_hidden)
+    assert device == make_machine("H100", 1).device
+    assert rates.matmul * device.flops["bfloat16"] == pytest.approx(600e12, rel=0.2)
+    assert (rates.residual_passes, rates.grad_reduce_overlap) == (
+        load_rates("H100").residual_passes,
+        load_rates("H100").grad_reduce_overlap,
+    )
     assert rates.memory * device.memory_rate == pytest.approx(600e12 / 20)
-    assert streamed(profile()) == pytest.approx(12.5e9)  # of a CPU: what caches hold counts too
+    assert streaming_rate(profile()) == pytest.approx(12.5e9)  # of a CPU: what caches hold counts too
 
 
 def test_a_device_that_nobody_measured_in_16_bits_is_refused():
@@ -86,10 +96,14 @@ def test_a_device_that_nobody_measured_in_16_bits_is_refused():
 
 
 def test_the_rate_and_latency_of_links_are_found_again():
-    given, notes = with_cluster(own(4), cluster(series(2, LINK, LATENCY_S), series(4, LINK, LATENCY_S)))
-    assert given.host == 4
+    given, notes = with_measured_links(
+        own(4), cluster(series(2, LINK, LATENCY_S), series(4, LINK, LATENCY_S))
+    )
+    assert given.devices_per_host == 4
     for nbytes in (1 << 12, 1 << 20, 1 << 26):
-        assert gathered(given, nbytes, 4, 1, 4) == pytest.approx(half(4, nbytes, LINK, LATENCY_S), rel=0.2)
+        assert all_gather_seconds(given, nbytes, 4, 1, 4) == pytest.approx(
+            half(4, nbytes, LINK, LATENCY_S), rel=0.2
+        )
     assert given.link_rate == pytest.approx(LINK, rel=0.05)
     assert len(notes) == 1
     assert "among 2, 4 ranks" in notes[0]
@@ -102,10 +116,10 @@ def test_links_between_hosts_are_those_of_a_device_of_which_a_host_has_several()
         per_host=4,
         network=NetworkModel(inter_host=PRICE),
     )
-    given, notes = with_cluster(own(16), found)
-    assert given.host == 4
+    given, notes = with_measured_links(own(16), found)
+    assert given.devices_per_host == 4
     assert given.nic_rate(2) == pytest.approx(CARD, rel=0.1)
-    assert gathered(given, 1 << 26, 8, 1, 8) == pytest.approx(
+    assert all_gather_seconds(given, 1 << 26, 8, 1, 8) == pytest.approx(
         half(8, 1 << 26, 4 * CARD, 2 * LATENCY_S), rel=0.1
     )
     assert "8 ranks at most were measured: links of 16 are taken to be as fast" in notes
@@ -117,24 +131,24 @@ def test_one_host_that_was_measured_says_nothing_of_links_between_hosts():
     with pytest.raises(
         PlanError, match="16 devices on hosts of 4, and links between hosts were not measured"
     ):
-        with_cluster(own(16, per_host=4), found)
-    _, notes = with_cluster(own(16, per_host=4, nic_rate=25e9), found)
+        with_measured_links(own(16, devices_per_host=4), found)
+    _, notes = with_measured_links(own(16, devices_per_host=4, nic_rate=25e9), found)
     assert any("between hosts nothing was measured: 25 GB/s per device" in note for note in notes)
 
 
 def test_hosts_that_were_measured_only_together_need_a_link_inside():
     found = cluster(series(8, CARD, LATENCY_S), per_host=4, network=NetworkModel(inter_host=PRICE))
     with pytest.raises(PlanError, match="links inside a host were not measured"):
-        with_cluster(own(8), found)
-    assert with_cluster(own(8, link_rate=5e9), found)[0].device.link_rate == 5e9
+        with_measured_links(own(8), found)
+    assert with_measured_links(own(8, link_rate=5e9), found)[0].device.link_rate == 5e9
 
 
 def test_links_of_another_machine_are_refused():
     with pytest.raises(
         PlanError, match=r"the links are those of Abacus 7, 4 cores [(]over gloo[)], and the devices are H100"
     ):
-        with_cluster(machine("h100", 8), cluster(series(2, LINK, LATENCY_S)))
-    taken, _ = with_cluster(
-        machine("h100", 8), cluster(series(2, LINK, LATENCY_S), name="NVIDIA H100 80GB HBM3 x 8")
+        with_measured_links(make_machine("h100", 8), cluster(series(2, LINK, LATENCY_S)))
+    taken, _ = with_measured_links(
+        make_machine("h100", 8), cluster(series(2, LINK, LATENCY_S), name="NVIDIA H100 80GB HBM3 x 8")
     )
     assert taken.link_rate == pytest.approx(LINK, rel=0.05)

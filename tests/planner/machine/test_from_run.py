@@ -2,38 +2,46 @@
 
 import pytest
 
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import Layout
-from meshwright.planner.analytic.step_time import step
-from meshwright.planner.machine.from_run import Learnt, taught
-from meshwright.planner.machine.machine import machine
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig
+from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.machine.from_run import RunCalibration, apply_calibration
+from meshwright.planner.machine.machine import make_machine
 
-SHAPE = Shape("wide", 8, 8192, 64)
-GIVEN = machine("A100", 16)
+SHAPE = ModelShape("wide", 8, 8192, 64)
+GIVEN = make_machine("A100", 16)
 
 
 def test_everything_that_is_computed_takes_so_many_times_as_long():
-    layout = Layout(micros=4, micro_batch=2)
-    before = step(SHAPE, layout, GIVEN)
-    after = step(SHAPE, layout, taught(GIVEN, Learnt("run", 20, 1.7, None, apart=True)))
+    layout = ParallelConfig(num_microbatches=4, micro_batch=2)
+    before = step_time(SHAPE, layout, GIVEN)
+    after = step_time(
+        SHAPE, layout, apply_calibration(GIVEN, RunCalibration("run", 20, 1.7, None, is_traced=True))
+    )
     assert after.seconds == pytest.approx(1.7 * before.seconds, rel=1e-6)
 
 
 def test_everything_that_is_sent_takes_so_many_times_as_long_inside_a_host_and_beyond_where_it_was_seen():
-    layout = Layout(tp=4, dp=4, micros=1, sequence=True)
-    before = step(SHAPE, layout, GIVEN)
-    inside = step(SHAPE, layout, taught(GIVEN, Learnt("run", 20, 1.0, 2.0, apart=True)))
-    between = step(SHAPE, layout, taught(GIVEN, Learnt("run", 20, 1.0, 2.0, apart=True, between=True)))
+    layout = ParallelConfig(tp=4, dp=4, num_microbatches=1, sequence_parallel=True)
+    before = step_time(SHAPE, layout, GIVEN)
+    inside = step_time(
+        SHAPE, layout, apply_calibration(GIVEN, RunCalibration("run", 20, 1.0, 2.0, is_traced=True))
+    )
+    between = step_time(
+        SHAPE,
+        layout,
+        apply_calibration(GIVEN, RunCalibration("run", 20, 1.0, 2.0, is_traced=True, crosses_hosts=True)),
+    )
     assert inside.compute == pytest.approx(before.compute, rel=0.01)
-    assert inside.tensor == pytest.approx(2 * before.tensor)
-    assert before.copies < inside.copies < between.copies
+    assert inside.tp_comm == pytest.approx(2 * before.tp_comm)
+    assert before.dp_comm < inside.dp_comm < between.dp_comm
 
 
 def test_what_was_learnt_is_told_in_words():
     assert "computing took 1.7 times as long as planned, sending 2 times" in str(
-        Learnt("runs/a", 20, 1.7, 2.0, apart=True)
+        RunCalibration("runs/a", 20, 1.7, 2.0, is_traced=True)
     )
-    assert "too little was sent" in str(Learnt("runs/a", 20, 1.7, None, apart=True))
+    assert "too little was sent" in str(RunCalibration("runs/a", 20, 1.7, None, is_traced=True))
     assert "20 steps took 1.7 times as long as planned (no trace" in str(
-        Learnt("runs/a", 20, 1.7, 1.7, apart=False)
+        RunCalibration("runs/a", 20, 1.7, 1.7, is_traced=False)
     )

@@ -6,36 +6,38 @@ import pytest
 
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.machine.efficiency import Rates
-from meshwright.planner.machine.machine import Machine, machine, with_nic
+from meshwright.planner.machine.efficiency import MachineRates
+from meshwright.planner.machine.machine import Machine, make_machine, with_nic
 
 
 def test_a_device_is_found_by_what_people_call_it():
-    found = machine("h100", 64)
+    found = make_machine("h100", 64)
     assert found.device.name == "H100"
-    assert found.host == 8
-    assert found.peak("bfloat16") == 989e12
-    assert machine("A100-80GB SXM (8/node)", 8, per_host=4).host == 4
+    assert found.devices_per_host == 8
+    assert found.peak_flops("bfloat16") == 989e12
+    assert make_machine("A100-80GB SXM (8/node)", 8, host_size_override=4).devices_per_host == 4
 
 
 def test_a_name_that_is_not_known_is_refused_with_the_nearest():
     with pytest.raises(
         PlanError, match=r"'H1000' is no device that is known here\n  repair: did you mean 'H100'\?"
     ):
-        machine("H1000", 8)
+        make_machine("H1000", 8)
 
 
 def test_a_device_that_is_not_known_takes_five_lines():
     mine = DeviceSpec(
         "X9", "X9", {"bfloat16": 500e12}, 64 * 2**30, 2e12, 200e9, 25e9, 8, 100, "its data sheet"
     )
-    assert Machine(mine, 16, Rates()).peak("bfloat16") == 500e12
+    assert Machine(mine, 16, MachineRates()).peak_flops("bfloat16") == 500e12
     with pytest.raises(PlanError, match="X9 has no peak for float8"):
-        Machine(mine, 16, Rates()).peak("float8")
+        Machine(mine, 16, MachineRates()).peak_flops("float8")
 
 
 def test_a_crowded_fabric_gives_half_at_the_hosts_that_its_rate_says():
-    given = replace(machine("A100", 8), rates=Rates(nic=0.5, crowd=32, crowding=3))
+    given = replace(
+        make_machine("A100", 8), rates=MachineRates(nic=0.5, fabric_half_hosts=32, fabric_exponent=3)
+    )
     assert given.nic_rate(32) == pytest.approx(0.25 * 25e9)
     assert given.nic_rate(1) == pytest.approx(0.5 * 25e9, rel=1e-4)
     assert with_nic(given, 100e9).nic_rate(32) == pytest.approx(25e9)

@@ -99,7 +99,9 @@ def test_what_computes_much_is_told_apart():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
-    """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp among them."""
+    """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp
+    among them.
+    """
     plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel()))[
         1
     ]

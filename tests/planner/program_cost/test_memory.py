@@ -14,8 +14,8 @@ from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, Prec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import StateBytes, passing_bytes, state_bytes
-from meshwright.testing.ranks import on_threads
+from meshwright.planner.program_cost.memory import StateBytes, state_bytes, transient_nbytes
+from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import Paper
 from tests.tiny_model import player_of, reading_of, rows, tiny_job
 
@@ -53,10 +53,10 @@ def held(
         player.close()
         return sizes
 
-    for rank, sizes in enumerate(on_threads(on_rank, mesh)):
+    for rank, sizes in enumerate(run_on_threads(on_rank, mesh)):
         said = state_bytes(plan, rank)
         assert sum(sizes.values()) == said.total, (rank, sizes, said)
-        assert (sizes["parameters"], sizes["moments"]) == (said.parameters, said.moments)
+        assert (sizes["parameters"], sizes["optimizer_states"]) == (said.parameters, said.optimizer_states)
 
 
 def job_of(precision: PrecisionConfig = FLOAT, optimizer: OptimizerConfig = OPTIMIZERS[0]) -> Job:
@@ -99,8 +99,8 @@ def test_whole_copies(precision: PrecisionConfig):
 def test_those_that_are_led_keep_no_moments():
     plan = Plan.make(job_of(), Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DataParallelMaster()))
     first, second = state_bytes(plan, 0), state_bytes(plan, 1)
-    assert (second.moments, second.master) == (0, 0)
-    assert first.moments > 0
+    assert (second.optimizer_states, second.master) == (0, 0)
+    assert first.optimizer_states > 0
     assert first.parameters == second.parameters
 
 
@@ -115,19 +115,19 @@ def on_paper(stage: int, ranks: int, precision: PrecisionConfig = MIXED, numel: 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 100])
 def test_two_two_and_twelve_bytes_per_parameter(ranks: int):
     numel, counters = 5 * 1200, 5 * 4
-    assert on_paper(1, ranks).states == 4 * numel + 12 * numel // ranks + counters
-    assert on_paper(2, ranks).states == 2 * numel + 14 * numel // ranks + counters
-    assert on_paper(3, ranks).states == 16 * numel // ranks + counters
+    assert on_paper(1, ranks).model_states == 4 * numel + 12 * numel // ranks + counters
+    assert on_paper(2, ranks).model_states == 2 * numel + 14 * numel // ranks + counters
+    assert on_paper(3, ranks).model_states == 16 * numel // ranks + counters
 
 
 def test_mixed_precision_leaves_states_at_sixteen_bytes():
-    assert on_paper(3, 4, MIXED).states == on_paper(3, 4, FLOAT).states
+    assert on_paper(3, 4, MIXED).model_states == on_paper(3, 4, FLOAT).model_states
 
 
 def test_buffers_do_not_grow_with_the_model():
     few, many = (state_bytes_of_layers(layers) for layers in (5, 50))
     assert few.buffers == many.buffers == 4 * 1200 * 4
-    assert many.states == 10 * few.states
+    assert many.model_states == 10 * few.model_states
 
 
 def state_bytes_of_layers(layers: int) -> StateBytes:
@@ -138,12 +138,12 @@ def state_bytes_of_layers(layers: int) -> StateBytes:
 def test_what_passes_is_the_gradients_of_one_block_and_activations():
     plan = Plan.make(job_of(), Mesh(dp_shard=3), Paper(layers=5, numel=1200).anatomy, (SHARD, ZeRO()), 1)
     activations = 5 * 4  # one element per block and sample, in float32
-    assert passing_bytes(plan) == activations + 1200 * 4
+    assert transient_nbytes(plan) == activations + 1200 * 4
     whole = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy)
-    assert passing_bytes(whole) == activations * whole.job.train.batch
+    assert transient_nbytes(whole) == activations * whole.job.train.batch
     later = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)
     assert (
-        passing_bytes(later) == activations + 1200 * 4
+        transient_nbytes(later) == activations + 1200 * 4
     )  # a second micro-batch's gradient, until it is added
 
 
@@ -151,4 +151,4 @@ def test_the_last_ranks_hold_padding_and_fewer_moments():
     plan = Plan.make(job_of(), Mesh(dp_shard=12), Paper(layers=1, numel=5).anatomy, (SHARD, ZeRO()))
     first, last = state_bytes(plan, 0), state_bytes(plan, 11)
     assert first.parameters == last.parameters == 4
-    assert (first.moments, last.moments) == (2 * 4 + 4, 0)
+    assert (first.optimizer_states, last.optimizer_states) == (2 * 4 + 4, 0)

@@ -1,4 +1,6 @@
-"""The plan's peak of models that attend is what lives: with torch's kernel, and where a model makes all scores itself."""
+"""The plan's peak of models that attend is what lives: with torch's kernel, and where a model makes all
+scores itself.
+"""
 
 import gc
 
@@ -7,19 +9,21 @@ import torch
 import transformers
 
 from benchmarks.peak import PeakLive
-from meshwright.api import alone, analyze, make_plan, parallelize
+from meshwright.api import analyze, make_plan, parallelize, single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import peak_bytes
+from meshwright.planner.program_cost.memory import peak_nbytes
 
 ROWS, WORDS, ALLOWED = 2, 256, 0.05
-ONE_GRAPH = 0.08  # more, of what blocks hand on: where nobody stands between backwards, autograd lets go of what it does not need
+# more, of what blocks hand on: where nobody stands between backwards, autograd lets go of what it does not
+# need
+ONE_GRAPH = 0.08
 SIZES = {
     "vocab_size": WORDS,
     "hidden_size": 32,
@@ -81,16 +85,21 @@ def off(
         precision=precision,
     )
     plan = make_plan(reading, job, Mesh(), strategies, micro)
-    with PeakLive() as live, parallelize(reading, plan, world=alone(torch.device("cpu"))) as engine:
+    with (
+        PeakLive() as live,
+        parallelize(reading, plan, world=single_rank_world(torch.device("cpu"))) as engine,
+    ):
         for _ in range(2):
             gc.collect()
             live.again()
             engine.step(rows(family, tokens))
-    return peak_bytes(plan, 0) / live.peak - 1
+    return peak_nbytes(plan, 0) / live.peak - 1
 
 
 @pytest.mark.parametrize(
-    "strategies", [(), (ActivationCheckpointing(),), (ChunkedLoss(4),)], ids=["plain", "recompute", "tiles"]
+    "strategies",
+    [(), (ActivationCheckpointing(),), (ChunkedLoss(4),)],
+    ids=["plain", "recompute", "chunked loss"],
 )
 @pytest.mark.parametrize(
     ("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("gpt2", "eager")]

@@ -1,4 +1,6 @@
-"""The plan's peak is what ranks hold at their fullest moment, every tensor counted: also where matrices are divided."""
+"""The plan's peak is what ranks hold at their fullest moment, every tensor counted: also where matrices are
+divided.
+"""
 
 from dataclasses import replace
 
@@ -8,7 +10,7 @@ from benchmarks.peak import PeakLive
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.parallel.memory.tiled_compute import ChunkedLoss
+from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
@@ -16,8 +18,8 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import peak_bytes
-from meshwright.testing.ranks import on_threads
+from meshwright.planner.program_cost.memory import peak_nbytes
+from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.odd_llama import batches, known, llama, planned
 
 WORDS = {
@@ -44,7 +46,7 @@ def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
                     engine.step(engine.local_batch(batch))
             return live.peak
 
-    return on_threads(on_rank, plan.mesh)
+    return run_on_threads(on_rank, plan.mesh)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +57,7 @@ def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
 def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str, int]):
     reading, plan = planned(llama(**sizes), mesh, micro=micro, rows=8)
     for rank, peak in enumerate(measured(reading, plan, 8)):
-        assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
+        assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -63,7 +65,7 @@ def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str
 def test_the_gradient_of_a_table_is_as_large_as_a_rank_s_words(tied: bool, ranks: int):
     reading, plan = planned(llama(**TABLES, tie_word_embeddings=tied), Mesh(tp=ranks), rows=2)
     for rank, peak in enumerate(measured(reading, plan, 2)):
-        assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
+        assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(), HALF], ids=["float32", "half"])
@@ -71,7 +73,7 @@ def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: Preci
     tiled = TensorParallel(), VocabParallel(), ChunkedLoss(2)
     reading, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, rows=8, precision=precision)
     for rank, peak in enumerate(measured(reading, plan, 8)):
-        assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
+        assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize(
@@ -79,12 +81,12 @@ def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: Preci
 )
 def test_what_a_rule_has_while_it_steps_is_in_the_peak(rule: str):
     plan, rank, peak = stepped_with(rule)
-    assert peak_bytes(plan, rank) == pytest.approx(peak, rel=0.02)
+    assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=0.02)
 
 
 def test_gradients_that_are_cast_for_a_master_are_in_the_peak():
     plan, rank, peak = stepped_with("adamw", PrecisionConfig("bfloat16", "bfloat16", master="float32"))
-    assert peak_bytes(plan, rank) == pytest.approx(peak, rel=ALLOWED)
+    assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED)
 
 
 def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[Plan, int, int]:
@@ -103,4 +105,4 @@ def test_blocks_taken_for_whole_would_be_noticed():
     whole = make_plan(
         replace(reading, model_spec=replace(reading.model_spec, layer_calls=calls)), plan.job, plan.mesh
     )
-    assert peak_bytes(whole, 0) > (1 + 2 * ALLOWED) * peak_bytes(plan, 0)
+    assert peak_nbytes(whole, 0) > (1 + 2 * ALLOWED) * peak_nbytes(plan, 0)

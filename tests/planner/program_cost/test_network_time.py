@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.comm.tuning.autoselect import predicted
+from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import (
     AllReduceSeries,
     Cluster,
@@ -12,9 +12,14 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.plan.step.action import Transfer
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.machine.roofline import gathered, sent
-from meshwright.planner.program_cost.network_time import ByRates, Measured, Unknown, message
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
+from meshwright.planner.program_cost.network_time import (
+    MeasuredNetworkTime,
+    RatedNetworkTime,
+    UnknownNetworkTime,
+    message_seconds,
+)
 
 LINK = LinkCost((SizeBand(0, 1e-5, 1e9),))
 NETWORK = NetworkModel((), LINK, LINK, None)
@@ -37,18 +42,20 @@ def move(collective: str, nbytes: int, algorithm: str = "backend") -> Transfer:
 
 
 def test_a_sum_takes_what_was_measured():
-    assert Measured(CLUSTER).seconds(move("all_reduce", 1 << 20), (0, 1)) == predicted(
+    assert MeasuredNetworkTime(CLUSTER).seconds(move("all_reduce", 1 << 20), (0, 1)) == predict_all_reduce_s(
         CLUSTER, "backend", 2, 1 << 20
     )
-    assert Measured(CLUSTER).seconds(move("all_reduce", 1 << 20, "ring"), (0, 1)) == predicted(
-        CLUSTER, "ring", 2, 1 << 20
-    )
+    assert MeasuredNetworkTime(CLUSTER).seconds(
+        move("all_reduce", 1 << 20, "ring"), (0, 1)
+    ) == predict_all_reduce_s(CLUSTER, "ring", 2, 1 << 20)
 
 
 @pytest.mark.parametrize(
-    "wire", [Measured(CLUSTER), ByRates(machine("h100", 8))], ids=["measured", "by its kind"]
+    "wire",
+    [MeasuredNetworkTime(CLUSTER), RatedNetworkTime(make_machine("h100", 8))],
+    ids=["measured", "by its kind"],
 )
-def test_a_scatter_of_sums_and_a_gather_are_a_sum(wire: Measured | ByRates):
+def test_a_scatter_of_sums_and_a_gather_are_a_sum(wire: MeasuredNetworkTime | RatedNetworkTime):
     whole = wire.seconds(move("all_reduce", 1 << 20), (0, 1))
     parts = (
         wire.seconds(move("reduce_scatter", 1 << 20), (0, 1)),
@@ -59,27 +66,33 @@ def test_a_scatter_of_sums_and_a_gather_are_a_sum(wire: Measured | ByRates):
 
 
 def test_a_message_has_the_price_of_the_host_and_of_its_ranks():
-    assert Measured(CLUSTER).seconds(move("send", 10**6), (0, 3)) == pytest.approx(2 * (1e-5 + 1e-3))
+    assert MeasuredNetworkTime(CLUSTER).seconds(move("send", 10**6), (0, 3)) == pytest.approx(
+        2 * (1e-5 + 1e-3)
+    )
 
 
 def test_a_shift_moves_what_half_a_sum_of_as_many_bytes_per_rank_does():
     assert (
-        Measured(CLUSTER).seconds(move("shift", 1 << 19), (0, 1))
-        == predicted(CLUSTER, "backend", 2, 1 << 20) / 2
+        MeasuredNetworkTime(CLUSTER).seconds(move("shift", 1 << 19), (0, 1))
+        == predict_all_reduce_s(CLUSTER, "backend", 2, 1 << 20) / 2
     )
 
 
 def test_between_hosts_the_card_decides():
     network = NetworkModel((), LINK, LINK, None, LinkCost((SizeBand(0, 1e-3, 1e8),)))
-    assert message(network, 10**6, apart=True) == pytest.approx(1e-3 + 1e-2)
+    assert message_seconds(network, 10**6, crosses_hosts=True) == pytest.approx(1e-3 + 1e-2)
 
 
 def test_devices_of_a_kind_have_its_links():
-    given = machine("h100", 16)
-    assert ByRates(given).seconds(move("all_gather", 1 << 20), range(4)) == gathered(given, 4 << 20, 4, 1, 16)
-    assert ByRates(given).seconds(move("send", 1 << 20), (0, 8)) == sent(given, 1 << 20, 8)
+    given = make_machine("h100", 16)
+    assert RatedNetworkTime(given).seconds(move("all_gather", 1 << 20), range(4)) == all_gather_seconds(
+        given, 4 << 20, 4, 1, 16
+    )
+    assert RatedNetworkTime(given).seconds(move("send", 1 << 20), (0, 8)) == send_seconds(given, 1 << 20, 8)
 
 
-@pytest.mark.parametrize("wire", [Measured(CLUSTER), ByRates(machine("h100", 8)), Unknown()])
-def test_nobody_sends_anything_alone(wire: Measured | ByRates | Unknown):
+@pytest.mark.parametrize(
+    "wire", [MeasuredNetworkTime(CLUSTER), RatedNetworkTime(make_machine("h100", 8)), UnknownNetworkTime()]
+)
+def test_nobody_sends_anything_alone(wire: MeasuredNetworkTime | RatedNetworkTime | UnknownNetworkTime):
     assert wire.seconds(move("all_reduce", 1 << 20), (0,)) == 0

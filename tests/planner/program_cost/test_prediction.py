@@ -1,12 +1,19 @@
-"""Seconds of a step from those of its actions: against pipelines drawn by hand, and with a place for every second."""
+"""Seconds of a step from those of its actions: against pipelines drawn by hand, and with a place for every
+second.
+"""
 
 import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.planner.program_cost.action_cost import Cost
-from meshwright.planner.program_cost.core_contention import Shared
-from meshwright.planner.program_cost.prediction import Spent, meeting, predict, spent
+from meshwright.planner.program_cost.action_cost import ActionCost
+from meshwright.planner.program_cost.core_contention import SharedCores
+from meshwright.planner.program_cost.prediction import (
+    StepBreakdown,
+    predict_step,
+    step_breakdown,
+    with_collective_waits,
+)
 from tests.parallel.tensor.odd_llama import known, planned
 from tests.planner.simple_machine import ground
 
@@ -21,78 +28,93 @@ def two_stages(micros: int) -> Program:
     """Forwards of all micro-batches, then their backwards, over two ranks."""
     first = [compute("F", "a", at) for at in range(micros)]
     sends = [Action("SEND", "x", at, "send", (f"F(a, {at})",), transfer=MOVE) for at in range(micros)]
-    back = [compute("B", "a", at, f"stage1/B(b, {at})") for at in range(micros)]
-    there = [compute("F", "b", at, f"stage0/SEND(x, {at})") for at in range(micros)]
+    back = [compute("B", "a", at, f"pp1/B(b, {at})") for at in range(micros)]
+    there = [compute("F", "b", at, f"pp0/SEND(x, {at})") for at in range(micros)]
     last = [compute("B", "b", at) for at in range(micros)]
     return Program.from_dict(
         {
-            "stage0": [each for pair in zip(first, sends, strict=True) for each in pair] + back,
-            "stage1": there + last,
+            "pp0": [each for pair in zip(first, sends, strict=True) for each in pair] + back,
+            "pp1": there + last,
         }
     )
 
 
-def costs(program: Program, seconds: dict[str, Cost]) -> dict[int, Cost]:
+def costs(program: Program, seconds: dict[str, ActionCost]) -> dict[int, ActionCost]:
     return {
-        id(action): seconds.get(action.kind, Cost()) for _, actions in program.roles for action in actions
+        id(action): seconds.get(action.kind, ActionCost())
+        for _, actions in program.roles
+        for action in actions
     }
 
 
 def test_two_stages_take_what_a_drawing_of_them_says():
     program = two_stages(3)
-    #   stage0   F F F . . . . B B B        one second each, two of a backward; nothing for messages
-    #   stage1   . F F F B B B . .          the last backward comes home after 1 + 3 + 3 x 2 seconds, and takes 2 more
-    end, roles = spent(program, costs(program, {"F": Cost(1.0), "B": Cost(2.0)}))
+    #   pp0   F F F . . . . B B B        one second each, two of a backward; nothing for messages
+    # pp1   . F F F B B B . .          the last backward comes home after 1 + 3 + 3 x 2 seconds, and takes 2
+    # more
+    end, roles = step_breakdown(program, costs(program, {"F": ActionCost(1.0), "B": ActionCost(2.0)}))
     assert end == 1 + 3 + 3 * 2 + 2
-    assert roles["stage0"] == Spent(computing=9.0, waiting=3.0)
-    assert roles["stage1"] == Spent(computing=9.0, waiting=3.0)
+    assert roles["pp0"] == StepBreakdown(compute_s=9.0, idle_s=3.0)
+    assert roles["pp1"] == StepBreakdown(compute_s=9.0, idle_s=3.0)
 
 
 def test_a_message_that_is_waited_for_is_told_apart_from_the_rank_that_sends_it():
     program = two_stages(1)
-    end, roles = spent(program, costs(program, {"F": Cost(1.0), "B": Cost(2.0), "SEND": Cost(0.0, 0.5)}))
+    end, roles = step_breakdown(
+        program, costs(program, {"F": ActionCost(1.0), "B": ActionCost(2.0), "SEND": ActionCost(0.0, 0.5)})
+    )
     assert end == 1 + 0.5 + 1 + 2 + 2
-    assert roles["stage1"] == Spent(computing=3.0, meeting=0.5, waiting=3.0)
+    assert roles["pp1"] == StepBreakdown(compute_s=3.0, exposed_comm_s=0.5, idle_s=3.0)
 
 
 def test_what_is_sent_within_a_block_and_what_the_optimizer_takes_have_places_of_their_own():
-    program = Program.from_dict({"stage0": [compute("F", "a", 0), Action("STEP")]})
-    end, roles = spent(program, costs(program, {"F": Cost(1.0, 0.25), "STEP": Cost(0.5)}))
-    assert (end, roles["stage0"]) == (1.75, Spent(computing=1.0, within=0.25, stepping=0.5))
+    program = Program.from_dict({"pp0": [compute("F", "a", 0), Action("STEP")]})
+    end, roles = step_breakdown(
+        program, costs(program, {"F": ActionCost(1.0, 0.25), "STEP": ActionCost(0.5)})
+    )
+    assert (end, roles["pp0"]) == (1.75, StepBreakdown(compute_s=1.0, inner_comm_s=0.25, optimizer_s=0.5))
 
 
 def test_what_all_roles_sum_starts_when_the_last_of_them_has_come():
-    sums = {"transfer": Transfer("all_reduce", ("pp",), 8), "lane": "wire"}
+    sums = {"transfer": Transfer("all_reduce", ("pp",), 8), "stream": "comm"}
     lists = {
         role: [
             compute(kind, "a", 0),
             Action("GLOBAL_NORM", waits=(f"{kind}(a, 0)",), **sums),
             Action("STEP", waits=("GLOBAL_NORM()",)),
         ]
-        for role, kind in (("stage0", "F"), ("stage1", "B"))
+        for role, kind in (("pp0", "F"), ("pp1", "B"))
     }
-    program = meeting(Program.from_dict(lists))
-    end, roles = spent(
+    program = with_collective_waits(Program.from_dict(lists))
+    end, roles = step_breakdown(
         program,
-        costs(program, {"F": Cost(1.0), "B": Cost(5.0), "STEP": Cost(1.0), "GLOBAL_NORM": Cost(0.0, 0.5)}),
+        costs(
+            program,
+            {
+                "F": ActionCost(1.0),
+                "B": ActionCost(5.0),
+                "STEP": ActionCost(1.0),
+                "GLOBAL_NORM": ActionCost(0.0, 0.5),
+            },
+        ),
     )
     assert end == 5 + 0.5 + 1
-    assert roles["stage0"] == Spent(computing=1.0, meeting=0.5, waiting=4.0, stepping=1.0)
+    assert roles["pp0"] == StepBreakdown(compute_s=1.0, exposed_comm_s=0.5, idle_s=4.0, optimizer_s=1.0)
 
 
 def test_roles_that_meet_against_their_order_are_left_as_they_are():
-    move = {"transfer": Transfer("all_reduce", ("pp",), 8), "lane": "wire"}
+    move = {"transfer": Transfer("all_reduce", ("pp",), 8), "stream": "comm"}
     first = [Action("SUM", "x", waits=(), **move), compute("F", "a", 0, "SUM(x)")]
-    other = [compute("F", "b", 0, "stage0/F(a, 0)"), Action("SUM", "x", waits=("F(b, 0)",), **move)]
-    program = Program.from_dict({"stage0": first, "stage1": other})
-    assert meeting(program) is program
+    other = [compute("F", "b", 0, "pp0/F(a, 0)"), Action("SUM", "x", waits=("F(b, 0)",), **move)]
+    program = Program.from_dict({"pp0": first, "pp1": other})
+    assert with_collective_waits(program) is program
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_every_second_of_every_role_has_its_place(mesh: Mesh):
     plan = planned(known(), mesh, micro=2 if mesh.pp > 1 else 0, rows=6)[1]
     on = ground(flops=1e9, moved=1e9, links=1e8, call_s=1e-5, cores=2)
-    found = predict(plan, on)
+    found = predict_step(plan, on)
     assert found.step_s > 0
     assert found.as_dict()["roles"].keys() == dict(plan.program.roles).keys()
     for each in found.roles.values():
@@ -101,21 +123,21 @@ def test_every_second_of_every_role_has_its_place(mesh: Mesh):
 
 def test_a_plan_on_one_device_takes_the_sum_of_its_actions_and_faster_links_change_nothing():
     plan = planned(known(), Mesh(), rows=6)[1]
-    found = predict(plan, ground(flops=1e9))
-    assert found.roles["stage0"] == Spent(computing=pytest.approx(found.step_s))
-    assert predict(plan, ground(flops=2e9)).step_s == pytest.approx(found.step_s / 2)
-    assert predict(plan, ground(flops=1e9, links=1.0)).step_s == found.step_s
+    found = predict_step(plan, ground(flops=1e9))
+    assert found.roles["pp0"] == StepBreakdown(compute_s=pytest.approx(found.step_s))
+    assert predict_step(plan, ground(flops=2e9)).step_s == pytest.approx(found.step_s / 2)
+    assert predict_step(plan, ground(flops=1e9, links=1.0)).step_s == found.step_s
 
 
 def test_ranks_that_share_cores_wait_for_each_other():
     plan = planned(known(), Mesh(dp_replicate=4), rows=8)[1]
-    alone, crowded = (predict(plan, ground(flops=1e9, cores=cores)).step_s for cores in (4, 2))
+    alone, crowded = (predict_step(plan, ground(flops=1e9, cores=cores)).step_s for cores in (4, 2))
     assert crowded == pytest.approx(2 * alone)
 
 
 def test_a_pipeline_whose_ranks_take_turns_needs_one_core():
     program = two_stages(1)
-    seconds = costs(program, {"F": Cost(1.0), "B": Cost(2.0)})
-    assert spent(program, seconds, Shared(1, {"stage0": 1, "stage1": 1}))[0] == pytest.approx(
-        spent(program, seconds)[0]
+    seconds = costs(program, {"F": ActionCost(1.0), "B": ActionCost(2.0)})
+    assert step_breakdown(program, seconds, SharedCores(1, {"pp0": 1, "pp1": 1}))[0] == pytest.approx(
+        step_breakdown(program, seconds)[0]
     )

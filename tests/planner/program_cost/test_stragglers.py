@@ -6,10 +6,10 @@ import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.planner.program_cost.action_cost import Cost, Prices
-from meshwright.planner.program_cost.core_contention import Shared
-from meshwright.planner.program_cost.prediction import predict, spent
-from meshwright.planner.program_cost.stragglers import lagging
+from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
+from meshwright.planner.program_cost.core_contention import SharedCores
+from meshwright.planner.program_cost.prediction import predict_step, step_breakdown
+from meshwright.planner.program_cost.stragglers import with_straggler_waits
 from tests.parallel.tensor.odd_llama import known, planned
 from tests.planner.simple_machine import ground
 
@@ -17,30 +17,32 @@ LATE = 0.1
 SUM, WITHIN = Transfer("all_reduce", ("dp_shard",), 8), Transfer("all_reduce", ("tp",), 8)
 
 
-class Priced(Prices):
-    """A plan of two copies of two tensor ranks, seen from rank 0, on which an action of each kind computes so long."""
+class Priced(ActionCosts):
+    """A plan of two copies of two tensor ranks, seen from rank 0, on which an action of each kind computes so
+    long.
+    """
 
     def __init__(self, seconds: Mapping[str, float]) -> None:
-        self.ground, self.seconds = ground(late=LATE), seconds
+        self.target, self.seconds = ground(late=LATE), seconds
 
-    def cost(self, action: Action) -> Cost:
-        return Cost(self.seconds.get(action.kind, 0.0))
+    def cost(self, action: Action) -> ActionCost:
+        return ActionCost(self.seconds.get(action.kind, 0.0))
 
-    def meet(self, move: Transfer) -> tuple[int, ...]:
-        return {("dp_shard",): (0, 2), ("tp",): (0, 1), ("dp_shard", "tp"): (0, 1, 2, 3)}[move.axes]
+    def member_ranks(self, transfer: Transfer) -> tuple[int, ...]:
+        return {("dp_shard",): (0, 2), ("tp",): (0, 1), ("dp_shard", "tp"): (0, 1, 2, 3)}[transfer.axes]
 
-    def axes(self, move: Transfer) -> frozenset[str]:
-        return frozenset(move.axes)
+    def member_axes(self, transfer: Transfer) -> frozenset[str]:
+        return frozenset(transfer.axes)
 
 
 def lags(actions: Sequence[Action], seconds: Mapping[str, float]) -> dict[str, float]:
     """How late each of these starts, or what it waits within."""
-    found = lagging(Priced(seconds), actions)
-    return {action.name: found[id(action)].late + found[id(action)].meeting for action in actions}
+    found = with_straggler_waits(Priced(seconds), actions)
+    return {action.name: found[id(action)].comm_delay_s + found[id(action)].comm_s for action in actions}
 
 
 def wire(kind: str, subject: str, *waits: str, move: Transfer = SUM) -> Action:
-    return Action(kind, subject, stream="wire", waits=waits, transfer=move)
+    return Action(kind, subject, stream="comm", waits=waits, transfer=move)
 
 
 def test_a_sum_of_gradients_waits_for_all_that_was_done_before_it():
@@ -116,23 +118,25 @@ def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothi
         wire("LOSS_SUM", ""),
         Action("STEP", waits=("REDUCE(a)", "LOSS_SUM()")),
     ]
-    costs = lagging(Priced({"B": 4.0, "STEP": 1.0}), two)
-    assert spent(Program.from_dict({"stage0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
+    costs = with_straggler_waits(Priced({"B": 4.0, "STEP": 1.0}), two)
+    assert step_breakdown(Program.from_dict({"pp0": two}), costs)[0] == pytest.approx(4.0 + LATE * 4.0 + 1.0)
     hidden = [
         Action("B", "a", 0),
         wire("REDUCE", "a", "B(a, 0)"),
         Action("B", "b", 0),
         Action("STEP", waits=("REDUCE(a)",)),
     ]
-    costs = lagging(Priced({"B": 4.0, "STEP": 1.0}), hidden)
-    for cores in (None, Shared(2, {"stage0": 2})):
-        assert spent(Program.from_dict({"stage0": hidden}), costs, cores)[0] == pytest.approx(9.0)
+    costs = with_straggler_waits(Priced({"B": 4.0, "STEP": 1.0}), hidden)
+    for cores in (None, SharedCores(2, {"pp0": 2})):
+        assert step_breakdown(Program.from_dict({"pp0": hidden}), costs, cores)[0] == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_uneven_devices_take_longer_where_they_meet_and_one_alone_does_not(mesh: Mesh):
     _, plan = planned(known(), mesh, rows=6)
-    even, uneven = (predict(plan, ground(flops=1e9, moved=1e9, late=late)).step_s for late in (0.0, LATE))
+    even, uneven = (
+        predict_step(plan, ground(flops=1e9, moved=1e9, late=late)).step_s for late in (0.0, LATE)
+    )
     most = (mesh.world_size - 1) * LATE
     assert (
         uneven == even

@@ -2,29 +2,49 @@
 
 from dataclasses import replace
 
-from meshwright.planner.analytic.memory import footprint
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import BOTH, FOLDED, HALVES, Order
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.search.candidates import batches, lean, may_fit, meshes, over, turns
-from meshwright.planner.search.request import Wish
+from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import DUALPIPE, ZB_H1, ZB_V, ScheduleProfile
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.candidates import (
+    candidate_meshes,
+    configs_on_mesh,
+    leanest_configs,
+    may_fit,
+    valid_schedules,
+    with_micro_batches,
+)
+from meshwright.planner.search.request import SearchRequest
 
-ORDERS = {"1f1b": (Order(), 1), "interleaved": (Order(), 0), "zb_h1": (HALVES, 1), "zb_v": (FOLDED, 2)}
-SMALL = Shape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
+ORDERS = {
+    "1f1b": (ScheduleProfile(), 1),
+    "interleaved": (ScheduleProfile(), 0),
+    "zb_h1": (ZB_H1, 1),
+    "zb_v": (ZB_V, 2),
+}
+SMALL = ModelShape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
 
 
-def wish(shape: Shape = SMALL, devices: int = 8, batch: int = 16, **said: object) -> Wish:
-    return replace(Wish(shape, machine("A100", devices), batch, ORDERS), **said)
+def wish(shape: ModelShape = SMALL, devices: int = 8, batch: int = 16, **said: object) -> SearchRequest:
+    return replace(SearchRequest(shape, make_machine("A100", devices), batch, ORDERS), **said)
 
 
 def test_all_that_may_be_chosen_is_looked_at():
     """Every kind of share, order, method and placement is among the layouts of some mesh."""
-    asked = replace(wish(replace(SMALL, sequence=32_768), batch=16), machine=machine("A100", 16, per_host=4))
-    laid = [each for mesh in meshes(asked) for sized in batches(asked, mesh) for each in over(asked, sized)]
+    asked = replace(
+        wish(replace(SMALL, sequence=32_768), batch=16),
+        machine=make_machine("A100", 16, host_size_override=4),
+    )
+    laid = [
+        each
+        for mesh in candidate_meshes(asked)
+        for sized in with_micro_batches(asked, mesh)
+        for each in configs_on_mesh(asked, sized)
+    ]
     assert {schedule for _, schedule in laid} == {"", *ORDERS}
-    assert {layout.shards for layout, _ in laid} == {0, 1, 2, 3}
-    assert {layout.within for layout, _ in laid} >= {0, 2, 4}
-    assert {(layout.cp, layout.swaps) for layout, _ in laid} == {
+    assert {layout.zero_stage for layout, _ in laid} == {0, 1, 2, 3}
+    assert {layout.zero_group_size for layout, _ in laid} >= {0, 2, 4}
+    assert {(layout.cp, layout.ulysses_degree) for layout, _ in laid} == {
         (1, 1),
         (2, 1),
         (2, 2),
@@ -35,36 +55,47 @@ def test_all_that_may_be_chosen_is_looked_at():
         (8, 2),
         (8, 4),
     }
-    assert {layout.reruns for layout, _ in laid} == {"none", "layers"}
-    assert not any(list(layout.faults(asked.shape)) for layout, _ in laid)
+    assert {layout.recompute for layout, _ in laid} == {"none", "layers"}
+    assert not any(list(layout.diagnostics(asked.shape)) for layout, _ in laid)
 
 
 def test_tensor_ranks_stay_on_a_host():
-    assert max(layout.tp for layout in meshes(wish(devices=64))) <= 8
+    assert max(layout.tp for layout in candidate_meshes(wish(devices=64))) <= 8
 
 
 def test_an_axis_that_is_fixed_is_no_choice():
-    assert {layout.pp for layout in meshes(wish(fixed={"pp": 4}))} == {4}
+    assert {layout.pp for layout in candidate_meshes(wish(fixed={"pp": 4}))} == {4}
 
 
 def test_of_all_orders_those_that_were_allowed_are_laid():
     asked = wish()
-    sized = next(sized for mesh in meshes(asked) if mesh.pp == 4 for sized in batches(asked, mesh))
-    every = list(turns(asked, sized))
-    assert {schedule for _, schedule in over(asked, sized)} == {schedule for schedule, _, _ in every}
-    assert {schedule for _, schedule in over(asked, sized, every[:1])} == {every[0][0]}
-    assert not list(over(asked, sized, []))
+    sized = next(
+        sized for mesh in candidate_meshes(asked) if mesh.pp == 4 for sized in with_micro_batches(asked, mesh)
+    )
+    every = list(valid_schedules(asked, sized))
+    assert {schedule for _, schedule in configs_on_mesh(asked, sized)} == {
+        schedule for schedule, _, _ in every
+    }
+    assert {schedule for _, schedule in configs_on_mesh(asked, sized, every[:1])} == {every[0][0]}
+    assert not list(configs_on_mesh(asked, sized, []))
 
 
 def test_no_layout_holds_less_than_the_leanest_and_more_rows_hold_more():
-    """Also where micro-batches enter at both ends of a pipeline, on meshes that have none: nothing lies there twice."""
-    for orders in (ORDERS, {"dualpipe": (BOTH, 1)}):
-        asked = wish(orders=orders)
-        for mesh in meshes(asked):
+    """Also where micro-batches enter at both ends of a pipeline, on meshes that have none: nothing lies there
+    twice.
+    """
+    for orders in (ORDERS, {"dualpipe": (DUALPIPE, 1)}):
+        asked = wish(schedules=orders)
+        for mesh in candidate_meshes(asked):
             before = 0.0
-            for sized in batches(asked, mesh):
-                least = min(footprint(asked.shape, layout).total for layout in lean(asked, sized))
-                assert all(footprint(asked.shape, layout).total >= least for layout, _ in over(asked, sized))
+            for sized in with_micro_batches(asked, mesh):
+                least = min(
+                    estimate_memory(asked.shape, layout).total for layout in leanest_configs(asked, sized)
+                )
+                assert all(
+                    estimate_memory(asked.shape, layout).total >= least
+                    for layout, _ in configs_on_mesh(asked, sized)
+                )
                 assert least >= before
                 before = least
-                assert may_fit(asked, sized) == (least <= asked.memory)
+                assert may_fit(asked, sized) == (least <= asked.usable_memory)

@@ -5,41 +5,48 @@ from math import inf
 
 import pytest
 
-from meshwright.planner.analytic.model_shape import Shape
-from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Layout, Order
-from meshwright.planner.analytic.step_time import step
-from meshwright.planner.machine.machine import Machine, machine
-from meshwright.planner.search.candidates import batches
-from meshwright.planner.search.heterogeneous import Apart, Kind, alone, deal, search_unlike, weakest
-from meshwright.planner.search.lower_bounds import EXACT
-from meshwright.planner.search.request import SHARE, Wish
-from meshwright.planner.search.search import Best, search
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.search.candidates import with_micro_batches
+from meshwright.planner.search.heterogeneous import (
+    DeviceKind,
+    HeterogeneousPricer,
+    assign_layers,
+    search_each_kind,
+    search_heterogeneous,
+    weakest_machine,
+)
+from meshwright.planner.search.lower_bounds import SAFETY_FACTOR
+from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
+from meshwright.planner.search.search import TopCandidates, search
 
-SHAPE = Shape("7b", 32, 4096, 32, vocab=32_000)
-ORDERS = {"1f1b": (Order(), 1), "zb_h1": (HALVES, 1), "zb_v": (FOLDED, 2)}
+SHAPE = ModelShape("7b", 32, 4096, 32, vocab=32_000)
+ORDERS = {"1f1b": (ScheduleProfile(), 1), "zb_h1": (ZB_H1, 1), "zb_v": (ZB_V, 2)}
 
 
-def wish(machines: list[Machine], **said: object) -> Wish:
-    return Wish(SHAPE, weakest(machines), 64, ORDERS, **said)
+def wish(machines: list[Machine], **said: object) -> SearchRequest:
+    return SearchRequest(SHAPE, weakest_machine(machines), 64, ORDERS, **said)
 
 
 def test_two_halves_of_one_kind_are_that_kind():
-    halves = [machine("A100", 8), machine("A100", 8)]
-    given = replace(wish(halves), kinds=(8, 8))
-    one = replace(given, machine=machine("A100", 16))
-    found, whole = search_unlike(given, halves, 3), search(one, 3)
+    halves = [make_machine("A100", 8), make_machine("A100", 8)]
+    given = replace(wish(halves), devices_by_kind=(8, 8))
+    one = replace(given, machine=make_machine("A100", 16))
+    found, whole = search_heterogeneous(given, halves, 3), search(one, 3)
     assert found.best[0].seconds == pytest.approx(whole.best[0].seconds, rel=0.02)
 
 
 def test_the_slow_ones_have_fewer_layers_in_the_measure_of_their_pace():
-    kinds = [machine("H100", 8), machine("A100", 8)]
-    found = search_unlike(wish(kinds, fixed={"pp": 2, "tp": 1}), kinds, 1).best[0]
-    counts = dict(found.dealt)
-    assert sum(count for _, count in found.dealt) == 32
+    kinds = [make_machine("H100", 8), make_machine("A100", 8)]
+    found = search_heterogeneous(wish(kinds, fixed={"pp": 2, "tp": 1}), kinds, 1).best[0]
+    counts = dict(found.layer_assignment)
+    assert sum(count for _, count in found.layer_assignment) == 32
     paces = {}
     for kind in kinds:
-        less, more = (step(replace(SHAPE, layers=2 * layers), found.layout, kind) for layers in (1, 2))
-        paces[kind.device.name] = more.compute + more.tensor - less.compute - less.tensor
+        less, more = (step_time(replace(SHAPE, layers=2 * layers), found.config, kind) for layers in (1, 2))
+        paces[kind.device.name] = more.compute + more.tp_comm - less.compute - less.tp_comm
     late = max(counts[name] * paces[name] for name in paces)
     for more, less in (
         ("H100", "A100"),
@@ -49,40 +56,44 @@ def test_the_slow_ones_have_fewer_layers_in_the_measure_of_their_pace():
 
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
-    kinds = [machine("H100", 8), machine("A100", 8)]
-    found = search_unlike(wish(kinds, fixed={"pp": 4}), kinds, 1).best[0]
+    kinds = [make_machine("H100", 8), make_machine("A100", 8)]
+    found = search_heterogeneous(wish(kinds, fixed={"pp": 4}), kinds, 1).best[0]
     busy = [
-        step(replace(SHAPE, layers=4 * count), found.layout, replace(machine(kind, 16), per_host=8))
-        for kind, count in found.dealt
+        step_time(
+            replace(SHAPE, layers=4 * count),
+            found.config,
+            replace(make_machine(kind, 16), host_size_override=8),
+        )
+        for kind, count in found.layer_assignment
     ]
-    assert found.step.compute + found.step.tensor == pytest.approx(
-        max(each.compute + each.tensor for each in busy), rel=0.01
+    assert found.step.compute + found.step.tp_comm == pytest.approx(
+        max(each.compute + each.tp_comm for each in busy), rel=0.01
     )
 
 
 def test_memory_bounds_what_a_kind_takes():
-    small = machine("H100", 2)
+    small = make_machine("H100", 2)
     small = replace(small, device=replace(small.device, memory=30 * 2**30))
-    kinds = (Kind(machine("A100", 2), 0, 2), Kind(small, 2, 2))
-    dealt = deal(SHAPE, Layout(pp=4, micros=8), kinds)
+    kinds = (DeviceKind(make_machine("A100", 2), 0, 2), DeviceKind(small, 2, 2))
+    dealt = assign_layers(SHAPE, ParallelConfig(pp=4, num_microbatches=8), kinds)
     assert dealt is not None
-    assert sum(sum(kind.dealt) for kind in dealt) == 32
-    assert dealt[1].layers < dealt[0].layers  # though it is three times as fast
-    assert deal(replace(SHAPE, layers=300), Layout(pp=4, micros=8), kinds) is None
+    assert sum(sum(kind.layers_by_rank) for kind in dealt) == 32
+    assert dealt[1].max_layers < dealt[0].max_layers  # though it is three times as fast
+    assert assign_layers(replace(SHAPE, layers=300), ParallelConfig(pp=4, num_microbatches=8), kinds) is None
 
 
 def test_copies_wait_for_the_slowest_and_fit_on_the_smallest():
-    kinds = [machine("H100", 8), machine("A100 40GB", 8)]
-    found = search_unlike(wish(kinds, fixed={"pp": 1}), kinds, 3)
-    assert all(each.footprint.total <= SHARE * 40 * 2**30 for each in found.best)
-    assert all(8 % (each.layout.tp * each.layout.cp) == 0 for each in found.best)
-    slow = search(Wish(SHAPE, machine("A100 40GB", 16), 64, ORDERS, fixed={"pp": 1}), 1).best[0]
+    kinds = [make_machine("H100", 8), make_machine("A100 40GB", 8)]
+    found = search_heterogeneous(wish(kinds, fixed={"pp": 1}), kinds, 3)
+    assert all(each.memory.total <= USABLE_MEMORY_FRACTION * 40 * 2**30 for each in found.best)
+    assert all(8 % (each.config.tp * each.config.cp) == 0 for each in found.best)
+    slow = search(SearchRequest(SHAPE, make_machine("A100 40GB", 16), 64, ORDERS, fixed={"pp": 1}), 1).best[0]
     assert found.best[0].seconds >= 0.99 * slow.seconds
 
 
 def test_each_kind_alone_is_told():
-    kinds = [machine("H100", 8), machine("V100", 8)]
-    found = {kind.device.name: each for kind, each in alone(wish(kinds), kinds)}
+    kinds = [make_machine("H100", 8), make_machine("V100", 8)]
+    found = {kind.device.name: each for kind, each in search_each_kind(wish(kinds), kinds)}
     fast, slow = found["H100"], found["V100"]
     assert fast is not None
     assert slow is None or fast.seconds < slow.seconds
@@ -91,39 +102,42 @@ def test_each_kind_alone_is_told():
 @pytest.mark.parametrize("sequence", [2048, 131_072])
 @pytest.mark.parametrize("counts", [(8, 8), (4, 8), (6, 12)])
 def test_the_winner_on_unlike_devices_is_that_of_all_layouts(sequence: int, counts: tuple[int, int]):
-    kinds = [machine("H100", counts[0]), machine("A100 40GB", counts[1])]
-    shape = Shape("3b", 13, 2048, 16, vocab=32_000, sequence=sequence)
-    asked = replace(wish(kinds), shape=shape, kinds=counts, batch=24)
-    short, whole = search_unlike(asked, kinds), search_unlike(asked, kinds, prune=False)
-    assert [(each.layout, each.dealt) for each in short.best] == [
-        (each.layout, each.dealt) for each in whole.best
+    kinds = [make_machine("H100", counts[0]), make_machine("A100 40GB", counts[1])]
+    shape = ModelShape("3b", 13, 2048, 16, vocab=32_000, sequence=sequence)
+    asked = replace(wish(kinds), shape=shape, devices_by_kind=counts, batch=24)
+    short, whole = search_heterogeneous(asked, kinds), search_heterogeneous(asked, kinds, prune=False)
+    assert [(each.config, each.layer_assignment) for each in short.best] == [
+        (each.config, each.layer_assignment) for each in whole.best
     ]
     assert short.best
-    assert short.seen < whole.seen * 0.75
+    assert short.num_priced < whole.num_priced * 0.75
 
 
 def test_no_deal_takes_less_than_is_said_of_its_mesh():
-    kinds = [machine("H100", 4), machine("V100", 8), machine("A100", 4)]
-    shape = Shape("1b", 9, 1024, 8, vocab=32_000, sequence=16_384)
-    ground, dealt = Apart(replace(wish(kinds), shape=shape, kinds=(4, 8, 4), batch=16), kinds), 0
+    kinds = [make_machine("H100", 4), make_machine("V100", 8), make_machine("A100", 4)]
+    shape = ModelShape("1b", 9, 1024, 8, vocab=32_000, sequence=16_384)
+    ground, dealt = (
+        HeterogeneousPricer(replace(wish(kinds), shape=shape, devices_by_kind=(4, 8, 4), batch=16), kinds),
+        0,
+    )
     for mesh in ground.meshes():
-        for sized in batches(ground.wish, mesh):
-            best = Best(1000)
+        for sized in with_micro_batches(ground.request, mesh):
+            best = TopCandidates(1000)
             ground.price(sized, best, inf)
-            dealt += len(best.kept)
-            for each in best.kept:
-                order, chunks = ground.wish.orders[each.schedule]
-                assert ground.floor(mesh) <= ground.least(sized) / EXACT
-                assert ground.least(sized) <= ground.turn(sized, order, chunks) <= each.seconds
+            dealt += len(best.candidates)
+            for each in best.candidates:
+                order, chunks = ground.request.schedules[each.schedule]
+                assert ground.mesh_bound_s(mesh) <= ground.bound_s(sized) / SAFETY_FACTOR
+                assert ground.bound_s(sized) <= ground.schedule_bound_s(sized, order, chunks) <= each.seconds
                 assert ground.may_fit(sized)
     assert dealt > 50
 
 
 def test_thousands_of_unlike_devices_take_few_layouts():
     """Of 82,000 layouts with long rows, 2 in a hundred are priced."""
-    kinds = [machine("H100", 2048), machine("H200", 2048)]
-    shape = Shape("8b", 32, 4096, 32, kv_heads=8, ffn=14_336, gated=True, sequence=131_072)
-    asked = replace(wish(kinds), shape=shape, kinds=(2048, 2048), batch=4096)
-    found = search_unlike(asked, kinds, 8)
+    kinds = [make_machine("H100", 2048), make_machine("H200", 2048)]
+    shape = ModelShape("8b", 32, 4096, 32, kv_heads=8, ffn=14_336, gated=True, sequence=131_072)
+    asked = replace(wish(kinds), shape=shape, devices_by_kind=(2048, 2048), batch=4096)
+    found = search_heterogeneous(asked, kinds, 8)
     assert len(found.best) == 8
-    assert found.seen < 4000
+    assert found.num_priced < 4000

@@ -4,85 +4,98 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.analytic.memory import footprint
+from meshwright.planner.analytic.memory import estimate_memory
 from meshwright.planner.analytic.model_shape import parse_shape
-from meshwright.planner.analytic.parallel_config import FOLDED, Order
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.search.candidates import over
-from meshwright.planner.search.max_fit import LIMITS, fits, limit, stopped
-from meshwright.planner.search.request import Wish
+from meshwright.planner.analytic.parallel_config import ZB_V, ScheduleProfile
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.candidates import configs_on_mesh
+from meshwright.planner.search.max_fit import FIT_QUANTITIES, find_max_fit, find_nearest_miss, fits
+from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import search
 
 SHAPE = parse_shape("7b: layers 32 hidden 4096 heads 32")
-WISH = Wish(SHAPE, machine("A100", 8), 16, {"1f1b": (Order(), 1), "zb_v": (FOLDED, 2)})
+WISH = SearchRequest(SHAPE, make_machine("A100", 8), 16, {"1f1b": (ScheduleProfile(), 1), "zb_v": (ZB_V, 2)})
 
 
-@pytest.mark.parametrize("what", LIMITS)
+@pytest.mark.parametrize("what", FIT_QUANTITIES)
 def test_the_limit_has_a_plan_that_fits(what: str):
-    found = limit(WISH, what)
+    found = find_max_fit(WISH, what)
     assert found is not None
-    assert found.found.best
-    assert all(each.footprint.total <= WISH.memory for each in found.found.best)
-    assert found.stopped is not None
-    assert found.stopped.held.total > WISH.memory
-    assert found.value != found.beyond
+    assert found.result.best
+    assert all(each.memory.total <= WISH.usable_memory for each in found.result.best)
+    assert found.nearest_miss is not None
+    assert found.nearest_miss.memory.total > WISH.usable_memory
+    assert found.value != found.next_value
 
 
 @pytest.mark.parametrize(("what", "step"), [("sequence", 1024), ("layers", 1)])
 def test_one_step_more_fits_nowhere(what: str, step: int):
-    found = limit(WISH, what)
+    found = find_max_fit(WISH, what)
     assert found is not None
     for more in (0, 1):
         shape = replace(SHAPE, **{what: found.value + more * step})
-        asked = replace(WISH, shape=shape, least=1)
+        asked = replace(WISH, shape=shape, min_tokens_per_rank=1)
         assert fits(asked) == (not more)
         assert bool(search(asked, 1).best) == (not more)
 
 
 def test_rows_go_as_far_as_positions_were_learnt_and_memory_before_them():
-    far = limit(WISH, "sequence")
+    far = find_max_fit(WISH, "sequence")
     assert far is not None
-    near = limit(replace(WISH, longest=1000), "sequence")
+    near = find_max_fit(replace(WISH, max_positions=1000), "sequence")
     assert near is not None
-    assert (near.value, near.beyond, near.learnt, near.stopped) == (1000, 1001, True, None)
-    assert near.found.best
-    between = limit(replace(WISH, longest=far.value + 1024), "sequence")
+    assert (near.value, near.next_value, near.limited_by_positions, near.nearest_miss) == (
+        1000,
+        1001,
+        True,
+        None,
+    )
+    assert near.result.best
+    between = find_max_fit(replace(WISH, max_positions=far.value + 1024), "sequence")
     assert between is not None
-    assert (between.value, between.learnt, far.learnt) == (far.value, False, False)
+    assert (between.value, between.limited_by_positions, far.limited_by_positions) == (
+        far.value,
+        False,
+        False,
+    )
 
 
 def test_the_largest_batch_is_that_of_no_other_layout_at_once():
-    found = limit(replace(WISH, machine=machine("A100", 4)), "batch")
+    found = find_max_fit(replace(WISH, machine=make_machine("A100", 4)), "batch")
     assert found is not None
-    best = found.found.best[0].layout
-    assert best.micros <= best.pp
-    assert best.dp * best.micros * best.micro_batch == found.value
-    assert found.apart is not None
-    assert found.apart.seconds <= found.found.best[0].seconds
+    best = found.result.best[0].config
+    assert best.num_microbatches <= best.pp
+    assert best.dp * best.num_microbatches * best.micro_batch == found.value
+    assert found.best_sequential is not None
+    assert found.best_sequential.seconds <= found.result.best[0].seconds
     for rows in range(found.value + 1, found.value + 9):
-        assert not search(replace(WISH, machine=machine("A100", 4), batch=rows, at_once=True), 1).best
+        assert not search(
+            replace(WISH, machine=make_machine("A100", 4), batch=rows, single_wave=True), 1
+        ).best
 
 
 def test_the_fewest_devices_are_told_with_those_that_are_too_few():
-    found = limit(
+    found = find_max_fit(
         replace(WISH, shape=parse_shape("70b: layers 80 hidden 8192 heads 64"), batch=64), "devices"
     )
     assert found is not None
-    assert found.wish.machine.count == found.value
-    fewer = replace(found.wish, machine=machine("A100", found.beyond))
-    assert fits(found.wish)
+    assert found.request.machine.num_devices == found.value
+    fewer = replace(found.request, machine=make_machine("A100", found.next_value))
+    assert fits(found.request)
     assert not fits(fewer)
-    assert found.stopped is not None
-    assert found.stopped.most == "moments"
+    assert found.nearest_miss is not None
+    assert found.nearest_miss.largest_category == "optimizer_states"
 
 
 def test_what_is_given_stays_at_the_limit():
-    found = limit(replace(WISH, fixed={"tp": 2, "shards": 1}, reruns=("none",)), "layers")
-    free = limit(WISH, "layers")
+    found = find_max_fit(replace(WISH, fixed={"tp": 2, "shards": 1}, recompute_modes=("none",)), "layers")
+    free = find_max_fit(WISH, "layers")
     assert found is not None
     assert free is not None
     assert found.value < free.value
-    assert {(each.layout.tp, each.layout.shards, each.layout.reruns) for each in found.found.best} <= {
+    assert {
+        (each.config.tp, each.config.zero_stage, each.config.recompute) for each in found.result.best
+    } <= {
         (2, 1, "none"),
         (2, 0, "none"),
     }
@@ -90,32 +103,41 @@ def test_what_is_given_stays_at_the_limit():
 
 def test_where_not_even_the_least_fits_there_is_no_limit():
     wide = replace(
-        WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=machine("V100", 2)
+        WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=make_machine("V100", 2)
     )
-    assert limit(wide, "layers") is None
-    assert limit(wide, "sequence") is None
-    assert limit(wide, "batch") is None
+    assert find_max_fit(wide, "layers") is None
+    assert find_max_fit(wide, "sequence") is None
+    assert find_max_fit(wide, "batch") is None
 
 
 def test_what_stops_is_the_leanest_layout_and_its_fullest_rank():
     tight = replace(WISH, shape=replace(SHAPE, layers=400))
-    found = stopped(tight)
+    found = find_nearest_miss(tight)
     assert found is not None
-    assert found.held.total == footprint(tight.shape, found.layout).total
-    sized = replace(found.layout, shards=0, reruns="none", order=Order(), chunks=1)
-    assert all(footprint(tight.shape, layout).total >= found.held.total for layout, _ in over(tight, sized))
+    assert found.memory.total == estimate_memory(tight.shape, found.config).total
+    sized = replace(
+        found.config, zero_stage=0, recompute="none", schedule_profile=ScheduleProfile(), virtual_stages=1
+    )
+    assert all(
+        estimate_memory(tight.shape, layout).total >= found.memory.total
+        for layout, _ in configs_on_mesh(tight, sized)
+    )
 
 
 @pytest.mark.parametrize(("kind", "devices", "batch", "heads"), [("H100", 12, 24, 16), ("A100", 12, 12, 12)])
 def test_no_longer_row_fits_though_what_fits_does_not_fall_evenly(
     kind: str, devices: int, batch: int, heads: int
 ):
-    """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do not."""
+    """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do
+    not.
+    """
     shape = parse_shape(f"r: layers 24 hidden {256 * heads} heads {heads} gated vocab 128256")
-    asked = replace(WISH, shape=shape, machine=machine(kind, devices), batch=batch)
-    found = limit(asked, "sequence", 1)
+    asked = replace(WISH, shape=shape, machine=make_machine(kind, devices), batch=batch)
+    found = find_max_fit(asked, "sequence", 1)
     assert found is not None
-    assert found.found.best
+    assert found.result.best
     for more in (*range(1, 40), 64, 128, 256):
-        longer = replace(asked, shape=replace(asked.shape, sequence=found.value + more * 1024), least=1)
+        longer = replace(
+            asked, shape=replace(asked.shape, sequence=found.value + more * 1024), min_tokens_per_rank=1
+        )
         assert not fits(longer), more

@@ -6,20 +6,27 @@ from math import inf
 import pytest
 
 from meshwright.plan.hardware.device_specs import DeviceSpec
-from meshwright.planner.analytic.model_shape import Shape, parse_shape
-from meshwright.planner.analytic.parallel_config import FOLDED, HALVES, Order
-from meshwright.planner.analytic.step_time import parts, step
-from meshwright.planner.machine.efficiency import Rates
-from meshwright.planner.machine.machine import Machine, machine
-from meshwright.planner.search.request import Wish
-from meshwright.planner.search.search import Best, search
+from meshwright.planner.analytic.model_shape import ModelShape, parse_shape
+from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ScheduleProfile
+from meshwright.planner.analytic.step_time import microbatch_time, step_time
+from meshwright.planner.machine.efficiency import MachineRates
+from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import TopCandidates, search
 
-ORDERS = {"1f1b": (Order(), 1), "interleaved": (Order(), 0), "zb_h1": (HALVES, 1), "zb_v": (FOLDED, 2)}
-SMALL = Shape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
+ORDERS = {
+    "1f1b": (ScheduleProfile(), 1),
+    "interleaved": (ScheduleProfile(), 0),
+    "zb_h1": (ZB_H1, 1),
+    "zb_v": (ZB_V, 2),
+}
+SMALL = ModelShape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
 
 
-def wish(shape: Shape = SMALL, kind: str = "A100", devices: int = 8, batch: int = 16, **said: object) -> Wish:
-    return Wish(shape, machine(kind, devices), batch, ORDERS, **said)
+def wish(
+    shape: ModelShape = SMALL, kind: str = "A100", devices: int = 8, batch: int = 16, **said: object
+) -> SearchRequest:
+    return SearchRequest(shape, make_machine(kind, devices), batch, ORDERS, **said)
 
 
 @pytest.mark.parametrize(
@@ -36,14 +43,14 @@ def wish(shape: Shape = SMALL, kind: str = "A100", devices: int = 8, batch: int 
     ],
 )
 def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[str, int]):
-    small_hosts = machine(
-        "A100", devices, per_host=2
+    small_hosts = make_machine(
+        "A100", devices, host_size_override=2
     )  # so that groups of copies that share states are searched too
-    for given in (machine("A100", devices), small_hosts):
+    for given in (make_machine("A100", devices), small_hosts):
         asked = replace(wish(replace(SMALL, **said), batch=24 if devices < 16 else 32), machine=given)
         short, whole = search(asked), search(asked, prune=False)
-        assert [each.layout for each in short.best] == [each.layout for each in whole.best]
-        assert short.seen < whole.seen
+        assert [each.config for each in short.best] == [each.config for each in whole.best]
+        assert short.num_priced < whole.num_priced
         assert short.best
 
 
@@ -60,65 +67,71 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[
 def test_numbers_with_many_divisors_and_long_rows_take_few_layouts(
     kind: str, devices: int, batch: int, sequence: int
 ):
-    """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where memory is endless."""
+    """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where
+    memory is endless.
+    """
     shape = parse_shape(f"8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 sequence {sequence}")
-    asked = Wish(shape, machine(kind, devices), batch, ORDERS)
+    asked = SearchRequest(shape, make_machine(kind, devices), batch, ORDERS)
     found = search(asked, 8)
     assert len(found.best) == 8
-    assert found.seen < 12_000
+    assert found.num_priced < 12_000
     endless = replace(asked, machine=replace(asked.machine, device=replace(asked.machine.device, memory=inf)))
-    faster = search(endless, 1, below=0.999 * found.best[0].seconds)
-    assert faster.seen < 4000
+    faster = search(endless, 1, max_seconds=0.999 * found.best[0].seconds)
+    assert faster.num_priced < 4000
     assert all(each.seconds < found.best[0].seconds for each in faster.best)
 
 
 def test_a_search_below_some_seconds_finds_what_is_faster_and_nothing_else():
     best = search(wish()).best
     middle = best[4].seconds
-    assert search(wish(), below=middle).best == tuple(each for each in best if each.seconds <= middle)
-    assert not search(wish(), below=0.999 * best[0].seconds).best
+    assert search(wish(), max_seconds=middle).best == tuple(each for each in best if each.seconds <= middle)
+    assert not search(wish(), max_seconds=0.999 * best[0].seconds).best
 
 
 def test_layouts_that_nobody_could_tell_apart_are_shown_once():
-    """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told, the better one."""
+    """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told,
+    the better one.
+    """
     made = search(wish()).best[0]
-    moments, gradients = (replace(made, layout=replace(made.layout, shards=stage)) for stage in (1, 2))
+    moments, gradients = (replace(made, config=replace(made.config, zero_stage=stage)) for stage in (1, 2))
     slower = replace(gradients, step=replace(made.step, fixed=made.step.fixed + 1e-6 * made.seconds))
-    smaller = replace(
-        gradients, footprint=replace(made.footprint, gradients=made.footprint.gradients - 2**28)
-    )
+    smaller = replace(gradients, memory=replace(made.memory, gradients=made.memory.gradients - 2**28))
     for others, left in (((slower,), [moments]), ((smaller,), [smaller, moments])):
-        best = Best(5)
+        best = TopCandidates(5)
         for each in (moments, *others, moments):
             best.add(each)
-        assert best.kept == left
+        assert best.candidates == left
     found = search(wish()).best
-    assert len({each.seen for each in found}) == len(found) > 1
+    assert len({each.display_key for each in found}) == len(found) > 1
 
 
 def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
-    """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same seconds."""
+    """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same
+    seconds.
+    """
     shape = parse_shape(
         "8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 vocab 128256 sequence 131072"
     )
-    best = search(Wish(shape, machine("GB200", 4608), 46_080, ORDERS), 8).best
+    best = search(SearchRequest(shape, make_machine("GB200", 4608), 46_080, ORDERS), 8).best
     ranks = [
-        (each.layout.tp, each.layout.pp, each.layout.swaps, each.schedule, each.layout.reruns)
+        (each.config.tp, each.config.pp, each.config.ulysses_degree, each.schedule, each.config.recompute)
         for each in best
     ]
-    tokens = [each.layout.tokens(shape) for each in best]
-    told = [(f"{each.seconds:.3g}", f"{each.footprint.total / 2**30:.1f}") for each in best]
+    tokens = [each.config.local_tokens(shape) for each in best]
+    told = [(f"{each.seconds:.3g}", f"{each.memory.total / 2**30:.1f}") for each in best]
     assert len(set(zip(ranks, tokens, told, strict=True))) == len(best) == 8
-    assert best[0].layout.micro_batch == 1
+    assert best[0].config.micro_batch == 1
 
 
 def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
-    """What a layer takes is counted once for all that lies over it: a key that forgets something gives other winners."""
+    """What a layer takes is counted once for all that lies over it: a key that forgets something gives other
+    winners.
+    """
     asked = wish(replace(SMALL, hidden=6144), devices=12, batch=24)
     right = [each.seconds for each in search(asked).best]
     for each in search(asked).best:
-        assert each.step == step(asked.shape, each.layout, asked.machine)
-    known = parts(asked.shape, search(asked).best[0].layout, asked.machine)
+        assert each.step == step_time(asked.shape, each.config, asked.machine)
+    known = microbatch_time(asked.shape, search(asked).best[0].config, asked.machine)
     monkeypatch.setattr("meshwright.planner.search.search.parts", lambda *_: known)
     assert [each.seconds for each in search(asked).best] != right
 
@@ -126,9 +139,9 @@ def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(mon
 def test_what_does_not_fit_is_not_found_and_the_nearest_is_told():
     found = search(wish(parse_shape("175b: layers 96 hidden 12288 heads 96"), "V100", 8, 8))
     assert not found.best
-    assert found.nearest is not None
-    layout, held = found.nearest
-    assert layout.ranks == 8
+    assert found.nearest_miss is not None
+    layout, held = found.nearest_miss
+    assert layout.num_ranks == 8
     assert held.total > 32 * 2**30
 
 
@@ -137,20 +150,20 @@ def test_all_that_is_found_fits_and_uses_every_device():
     found = search(asked)
     assert len(found.best) == 10
     for each in found.best:
-        assert each.footprint.total <= asked.memory
-        assert each.layout.ranks == 32
-        assert each.layout.dp * each.layout.micro_batch * each.layout.micros == 64
-        assert not list(each.layout.faults(asked.shape))
+        assert each.memory.total <= asked.usable_memory
+        assert each.config.num_ranks == 32
+        assert each.config.dp * each.config.micro_batch * each.config.num_microbatches == 64
+        assert not list(each.config.diagnostics(asked.shape))
     seconds = [each.seconds for each in found.best]
     assert seconds == sorted(seconds)
 
 
 def test_an_axis_that_is_fixed_stays():
-    assert all(each.layout.tp == 2 for each in search(wish(fixed={"tp": 2})).best)
+    assert all(each.config.tp == 2 for each in search(wish(fixed={"tp": 2})).best)
 
 
 def test_what_contradicts_itself_is_told():
-    said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).faults()]
+    said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).diagnostics()]
     assert "a batch of 0 rows" in said[0]
     assert "'xp' is nothing that a search divides\n  repair: did you mean 'tp'?" in said[1]
     assert "tp 3 on 8 devices" in said[2]
@@ -159,10 +172,10 @@ def test_what_contradicts_itself_is_told():
 def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
     """The same cluster with a sixth of the memory: states lie in shards."""
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
-    large = machine("A100", 64)
+    large = make_machine("A100", 64)
     little = Machine(replace(large.device, memory=large.device.memory / 6), 64, large.rates)
-    roomy, tight = (search(Wish(shape, each, 512, ORDERS)).best[0] for each in (large, little))
-    assert tight.footprint.total < little.device.memory < roomy.footprint.total
+    roomy, tight = (search(SearchRequest(shape, each, 512, ORDERS)).best[0] for each in (large, little))
+    assert tight.memory.total < little.device.memory < roomy.memory.total
     assert tight.seconds > roomy.seconds
 
 
@@ -172,5 +185,5 @@ def test_slow_links_make_the_search_send_less():
         "slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up"
     )
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
-    best = search(Wish(shape, Machine(slow, 32, Rates()), 256, ORDERS)).best[0].layout
-    assert best.shards < 3
+    best = search(SearchRequest(shape, Machine(slow, 32, MachineRates()), 256, ORDERS)).best[0].config
+    assert best.zero_stage < 3

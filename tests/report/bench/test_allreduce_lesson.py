@@ -6,7 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 from meshwright.plan.hardware.network_model import (
     VERSION,
     AllReduceSeries,
@@ -16,31 +16,36 @@ from meshwright.plan.hardware.network_model import (
     NetworkModel,
     SizeBand,
 )
-from meshwright.report.bench.allreduce_lesson import LARGEST, TAUGHT, counts, lesson_view
+from meshwright.report.bench.allreduce_lesson import (
+    LESSON_ALGORITHMS,
+    MAX_NUM_RANKS,
+    lesson_view,
+    round_counts,
+)
 
 SIZES = (1024, 1 << 16, 1 << 22)
 
 
-@pytest.mark.parametrize("n", range(2, LARGEST + 1))
+@pytest.mark.parametrize("n", range(2, MAX_NUM_RANKS + 1))
 def test_rounds_and_bytes_are_those_of_the_lecture(n: int):
     few = (n - 1).bit_length()
     whole, ring = Fraction(n - 1), Fraction(2 * (n - 1), n)
-    assert counts(named("naive"), n) == (n, whole, n * whole)
-    assert counts(named("root"), n) == (2, whole, 2 * whole)
-    assert counts(named("ring"), n) == (2 * (n - 1), ring, 2 * whole)
-    assert counts(named("parallel"), n) == (1, whole, n * whole)
-    assert counts(named("halving"), n) == (2 * few, ring, 2 * whole)
-    assert counts(named("tree"), n) == (2 * few, few, 2 * whole)
+    assert round_counts(get_algorithm("naive"), n) == (n, whole, n * whole)
+    assert round_counts(get_algorithm("root"), n) == (2, whole, 2 * whole)
+    assert round_counts(get_algorithm("ring"), n) == (2 * (n - 1), ring, 2 * whole)
+    assert round_counts(get_algorithm("parallel"), n) == (1, whole, n * whole)
+    assert round_counts(get_algorithm("halving"), n) == (2 * few, ring, 2 * whole)
+    assert round_counts(get_algorithm("tree"), n) == (2 * few, few, 2 * whole)
     if n == 1 << few:
-        assert counts(named("doubling"), n) == (few, few, n * few)
+        assert round_counts(get_algorithm("doubling"), n) == (few, few, n * few)
 
 
 def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loose():
     times = [
         AllReduceSeries(
-            name, 3, SIZES, tuple(named(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3
+            name, 3, SIZES, tuple(get_algorithm(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3
         )
-        for name in TAUGHT
+        for name in LESSON_ALGORITHMS
     ]
     network = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
     cluster = Cluster(
@@ -59,7 +64,7 @@ def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loos
     text = console.export_text()
     assert "2/1/2  4/1.33/4" in text
     assert "a = 100 us and B = 1.00 GB/s" in text
-    exact = named("ring").seconds(3, 1024, 1e-4, 1e9) * 1e3
+    exact = get_algorithm("ring").seconds(3, 1024, 1e-4, 1e9) * 1e3
     assert f"{exact:.3g} ({exact:.3g})" in text
     assert "median error of 0 %" in text
     assert '"Halving is O(log n)": in rounds.' in text

@@ -13,7 +13,7 @@ from meshwright.plan.hardware.network_model import (
     NetworkModel,
     SizeBand,
 )
-from meshwright.report.bench.network import MODEL, links_figure, links_page, links_view
+from meshwright.report.bench.network import MODEL_LABEL, network_figure, network_page, network_view
 
 LINK = LinkCost((SizeBand(0, 1e-4, 1e9),))
 SIZES = (1024, 1 << 20)
@@ -37,7 +37,7 @@ CLUSTER = Cluster(
 
 def test_the_table_shows_times_how_far_the_model_is_off_and_what_auto_takes():
     console = Console(width=120, record=True, file=StringIO())
-    console.print(links_view(CLUSTER))
+    console.print(network_view(CLUSTER))
     lines = console.export_text().splitlines()
     assert any("<machine>, 1 ranks on each host, over gloo" in line for line in lines)
     assert any(
@@ -51,20 +51,20 @@ def test_the_table_shows_times_how_far_the_model_is_off_and_what_auto_takes():
 
 
 def test_the_figure_has_points_and_both_lines_of_every_series():
-    figure = links_figure(CLUSTER)
+    figure = network_figure(CLUSTER)
     points = [trace for trace in figure.data if trace.mode == "markers"]
     assert [(trace.name, tuple(trace.y)) for trace in points] == [
         (each.algorithm, each.seconds) for each in MEASURED
     ]
     names = [trace.name for trace in figure.data]
-    assert names.count(f"ring: {MODEL}") == 2
+    assert names.count(f"ring: {MODEL_LABEL}") == 2
     assert names.count("backend: corrected") == 1
-    assert f"backend: {MODEL}" not in names  # it is no list of rounds
+    assert f"backend: {MODEL_LABEL}" not in names  # it is no list of rounds
     assert [trace.showlegend for trace in points] == [True, True, False]
 
 
 def test_the_page_escapes_what_it_is_given_and_needs_no_network():
-    text = links_page(CLUSTER, "1.0")
+    text = network_page(CLUSTER, "1.0")
     assert "&lt;machine&gt;" in text
     assert "<machine>" not in text
     assert "src=" not in text.split("<script>")[0]

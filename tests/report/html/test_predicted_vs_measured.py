@@ -6,15 +6,23 @@ import pytest
 from rich.console import Console
 
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.report.html.predicted_vs_measured import Beside, beside, beside_table
-from meshwright.report.timeline.run_record import Record
+from meshwright.report.html.predicted_vs_measured import PredictionComparison, compare_run, comparison_table
+from meshwright.report.timeline.run_record import RunRecord
 
-SUM = Action("REDUCE", "x", stream="wire", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
+SUM = Action("REDUCE", "x", stream="comm", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
 PREDICTED = {
     "step_s": 2.0,
-    "roles": {"stage0": {"computing": 1.0, "within": 0.25, "meeting": 0.5, "waiting": 0.0, "stepping": 0.25}},
-    "held": {"stage0": {"parameters": 400, "moments": 800, "activations": 50}},
-    "sent": {"stage0": 100.0},
+    "roles": {
+        "pp0": {
+            "compute_s": 1.0,
+            "inner_comm_s": 0.25,
+            "exposed_comm_s": 0.5,
+            "idle_s": 0.0,
+            "optimizer_s": 0.25,
+        }
+    },
+    "held": {"pp0": {"parameters": 400, "optimizer_states": 800, "activations": 50}},
+    "sent": {"pp0": 100.0},
 }
 SPLIT = {
     "forward": 0.5,
@@ -26,60 +34,60 @@ SPLIT = {
 }
 
 
-def record(device: str = "cpu", **about: object) -> Record:
+def record(device: str = "cpu", **about: object) -> RunRecord:
     steps = [
         {"step": at, "loss": 1.0, "seconds": 9.0 if at == 1 else 2.6, "data_s": 0.1} for at in range(1, 6)
     ]
-    memory = {"parameters": 400, "moments": 1000, "peak": 1250}
+    memory = {"parameters": 400, "optimizer_states": 1000, "peak": 1250}
     ranks = {0: {"steps": 5, "memory": memory, "sent": {"REDUCE(x)": 500.0, "save": 10.0}}}
     traces = {0: {"otherData": {"seconds": {"3": SPLIT, "4": SPLIT}}}}
-    said = {"world": 1, "machine": {"device": device}, "predicted": PREDICTED, **about}
-    return Record("one", steps, [], {}, said, Program.from_dict({"stage0": [SUM]}), ranks, traces)
+    said = {"world": 1, "machine": {"device": device}, "prediction": PREDICTED, **about}
+    return RunRecord("one", steps, [], {}, said, Program.from_dict({"pp0": [SUM]}), ranks, traces)
 
 
-def figures(found: list[Beside]) -> dict[str, tuple[float, float]]:
-    return {each.what: (each.predicted, pytest.approx(each.measured)) for each in found}
+def figures(found: list[PredictionComparison]) -> dict[str, tuple[float, float]]:
+    return {each.quantity: (each.predicted, pytest.approx(each.measured)) for each in found}
 
 
 def test_the_median_step_counts_without_the_first_and_without_its_wait_for_data():
-    assert figures(beside(record()))["a step"] == (2.0, 2.5)
+    assert figures(compare_run(record()))["a step"] == (2.0, 2.5)
 
 
 def test_where_the_time_went_is_held_against_the_traced_steps():
-    found = figures(beside(record()))
+    found = figures(compare_run(record()))
     assert found["blocks, with messages within"] == (1.25, 1.6)
     assert found["messages and waiting"] == (0.5, 0.4)
     assert found["norm and optimizer"] == (0.25, 0.2)
 
 
 def test_bytes_are_those_of_the_fullest_role_and_of_the_rank_that_sends_most():
-    found = figures(beside(record()))
+    found = figures(compare_run(record()))
     assert found["parameters"] == (400, 400)
-    assert found["moments"] == (800, 1000)
+    assert found["optimizer_states"] == (800, 1000)
     assert found["sent"] == (100, 100)
     assert "at the fullest" not in found  # a process on a CPU is more than its tensors
 
 
 def test_on_a_gpu_the_peak_is_that_of_the_allocator():
-    assert figures(beside(record("H100")))["at the fullest"] == (1250, 1250)
+    assert figures(compare_run(record("H100")))["at the fullest"] == (1250, 1250)
 
 
 @pytest.mark.parametrize(
     ("predicted", "measured", "words"), [(1.1, 1.0, "+10.0 %"), (0.5, 1.0, "-50.0 %"), (1.0, 0.0, "")]
 )
 def test_a_prediction_is_off_by_a_share_of_what_was_measured(predicted: float, measured: float, words: str):
-    assert Beside("a step", predicted, measured, "s").words[3] == words
+    assert PredictionComparison("a step", predicted, measured, "s").cells[3] == words
 
 
 def test_without_hardware_bytes_alone_are_compared_and_without_a_prediction_nothing():
     plain = {key: value for key, value in PREDICTED.items() if key in ("held", "sent")}
-    assert set(figures(beside(record(predicted=plain)))) == {"parameters", "moments", "sent"}
-    assert beside(record(predicted={})) == []
+    assert set(figures(compare_run(record(predicted=plain)))) == {"parameters", "optimizer_states", "sent"}
+    assert compare_run(record(predicted={})) == []
 
 
 def test_the_table_says_all_of_it():
     console = Console(width=100, record=True, file=StringIO())
-    console.print(beside_table(beside(record()), "one"))
+    console.print(comparison_table(compare_run(record()), "one"))
     lines = console.export_text().splitlines()
     assert lines[0].split() == ["one", "predicted", "measured", "off", "by"]
     assert lines[1].split() == ["a", "step", "2", "s", "2.5", "s", "-20.0", "%"]

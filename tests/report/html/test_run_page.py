@@ -1,4 +1,6 @@
-"""The page: read in a browser without a network, for one run and for two, for whole runs and for those that recorded little."""
+"""The page: read in a browser without a network, for one run and for two, for whole runs and for those that
+recorded little.
+"""
 
 import html
 import json

@@ -5,22 +5,27 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.analytic.model_shape import parse_shape
-from meshwright.planner.analytic.parallel_config import Order
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.search.max_fit import LIMITS, limit
-from meshwright.planner.search.request import Wish
-from meshwright.report.search.max_fit import limit_dict, limit_view, stop
+from meshwright.planner.analytic.parallel_config import ScheduleProfile
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.max_fit import FIT_QUANTITIES, find_max_fit
+from meshwright.planner.search.request import SearchRequest
+from meshwright.report.search.max_fit import limiting_reason, max_fit_dict, max_fit_view
 
-WISH = Wish(parse_shape("7b: layers 32 hidden 4096 heads 32"), machine("A100", 8), 16, {"1f1b": (Order(), 1)})
+WISH = SearchRequest(
+    parse_shape("7b: layers 32 hidden 4096 heads 32"),
+    make_machine("A100", 8),
+    16,
+    {"1f1b": (ScheduleProfile(), 1)},
+)
 
 
-@pytest.mark.parametrize("what", LIMITS)
+@pytest.mark.parametrize("what", FIT_QUANTITIES)
 def test_a_limit_is_told_with_what_stops_one_more(what: str):
-    found = limit(WISH, what)
+    found = find_max_fit(WISH, what)
     assert found is not None
-    text, said = limit_view(found).plain, limit_dict(found)
+    text, said = max_fit_view(found).plain, max_fit_dict(found)
     assert f"{found.value:,}" in text
-    assert f"{found.beyond:,}" in text
+    assert f"{found.next_value:,}" in text
     assert "GiB of 76.8" in text
     assert said["value"] == found.value
     assert said["stopped"]["most"] in said["words"].replace("loss", "logits")
@@ -28,22 +33,25 @@ def test_a_limit_is_told_with_what_stops_one_more(what: str):
 
 
 def test_rows_at_once_are_held_against_rows_in_micro_batches():
-    found = limit(WISH, "batch")
+    found = find_max_fit(WISH, "batch")
     assert found is not None
-    assert " s at once, and " in limit_view(found).plain
+    assert " s at once, and " in max_fit_view(found).plain
 
 
 def test_a_limit_beyond_which_nothing_comes_out_even_says_so():
-    found = limit(WISH, "layers")
+    found = find_max_fit(WISH, "layers")
     assert found is not None
-    assert stop(replace(found, stopped=None)) == f"No layout of {found.beyond} layers comes out even."
-    assert stop(replace(found, beyond=0)) == "There is nothing less."
+    assert (
+        limiting_reason(replace(found, nearest_miss=None))
+        == f"No layout of {found.next_value} layers comes out even."
+    )
+    assert limiting_reason(replace(found, next_value=0)) == "There is nothing less."
 
 
 def test_positions_that_were_learnt_are_told_as_what_stops():
-    found = limit(replace(WISH, longest=1024), "sequence")
+    found = find_max_fit(replace(WISH, max_positions=1024), "sequence")
     assert found is not None
-    text = limit_view(found).plain
+    text = max_fit_view(found).plain
     assert "The longest rows are of 1,024 tokens" in text
     assert "The model has learnt 1,024 positions, and none for token 1,025" in text
-    assert limit_dict(found)["words"] in text
+    assert max_fit_dict(found)["words"] in text

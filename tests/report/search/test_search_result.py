@@ -6,35 +6,38 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.analytic.model_shape import parse_shape
-from meshwright.planner.analytic.parallel_config import Order
-from meshwright.planner.machine.machine import machine
-from meshwright.planner.search.request import Wish
+from meshwright.planner.analytic.parallel_config import ScheduleProfile
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import search
 from meshwright.report.search.search_result import (
-    HELD,
-    PARTS,
-    Beside,
-    Budget,
-    choice_dict,
-    held_by,
-    reasons,
-    scenario,
-    spent_on,
+    MEMORY_CATEGORIES,
+    TIME_CATEGORIES,
+    SearchAlternatives,
+    TrainingBudget,
+    category_nbytes,
+    category_seconds,
+    memory_scenario,
+    ranking_reasons,
+    search_dict,
 )
 
-WISH = Wish(
-    parse_shape("7b: layers 32 hidden 4096 heads 32"), machine("H100", 32), 64, {"1f1b": (Order(), 1)}
+WISH = SearchRequest(
+    parse_shape("7b: layers 32 hidden 4096 heads 32"),
+    make_machine("H100", 32),
+    64,
+    {"1f1b": (ScheduleProfile(), 1)},
 )
 FOUND = search(WISH, 4)
 
 
 def test_every_loser_is_told_what_costs_it_more_in_parts_that_add_up():
-    first, *others = reasons(WISH, FOUND)
+    first, *others = ranking_reasons(WISH, FOUND)
     best = FOUND.best[0]
-    assert first.startswith(f"{FOUND.seen} layouts were priced.")
+    assert first.startswith(f"{FOUND.num_priced} layouts were priced.")
     assert len(others) == 3
     for number, (line, each) in enumerate(zip(others, FOUND.best[1:], strict=True), start=2):
-        more = {part: spent_on(each, part) - spent_on(best, part) for part in PARTS}
+        more = {part: category_seconds(each, part) - category_seconds(best, part) for part in TIME_CATEGORIES}
         assert line.startswith(f"{number}. ")
         told = [float(word) for word in re.findall(r" ([+-]\d+\.\d)", line)]
         assert told[0] == pytest.approx(100 * max(more.values()) / best.seconds, abs=0.051)
@@ -45,14 +48,19 @@ def test_every_loser_is_told_what_costs_it_more_in_parts_that_add_up():
 def test_what_memory_stops_is_told_with_what_it_would_hold():
     endless = replace(WISH, machine=replace(WISH.machine, device=replace(WISH.machine.device, memory=1e18)))
     roomy = search(endless, 1).best[0]
-    told = [line for line in reasons(WISH, FOUND, Beside(roomy=roomy)) if line.startswith("Memory stops")]
+    told = [
+        line
+        for line in ranking_reasons(WISH, FOUND, SearchAlternatives(without_memory_limit=roomy))
+        if line.startswith("Memory stops")
+    ]
     assert len(told) == 1
     assert told[0].endswith("most of them activations.")
 
 
 def test_days_and_cost_are_said_only_where_they_are_asked_for():
     plain, asked = (
-        choice_dict(WISH, FOUND, budget)["layouts"][0] for budget in (Budget(), Budget(1e12, 2.0))
+        search_dict(WISH, FOUND, budget)["layouts"][0]
+        for budget in (TrainingBudget(), TrainingBudget(1e12, 2.0))
     )
     assert "days" not in plain
     assert asked["cost"] > asked["cost_of_waiting"] > 0
@@ -60,24 +68,26 @@ def test_days_and_cost_are_said_only_where_they_are_asked_for():
 
 
 def test_shares_are_of_the_whole_step_and_bytes_of_the_whole_rank():
-    for row, each in zip(choice_dict(WISH, FOUND, Budget())["layouts"], FOUND.best, strict=True):
+    for row, each in zip(search_dict(WISH, FOUND, TrainingBudget())["layouts"], FOUND.best, strict=True):
         assert 0 <= row["waiting"] + row["exposed"] < 1
         assert 0.05 < row["mfu"] < 0.9
         assert sum(row["bytes"].values()) == pytest.approx(row["peak_bytes"])
-        assert sum(held_by(each.footprint, part) for part in HELD) == pytest.approx(each.footprint.total)
-        assert sum(spent_on(each, part) for part in PARTS) == pytest.approx(each.seconds)
+        assert sum(category_nbytes(each.memory, part) for part in MEMORY_CATEGORIES) == pytest.approx(
+            each.memory.total
+        )
+        assert sum(category_seconds(each, part) for part in TIME_CATEGORIES) == pytest.approx(each.seconds)
 
 
 def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
-    large, small = machine("H200", 8), machine("A100 40GB", 8)
+    large, small = make_machine("H200", 8), make_machine("A100 40GB", 8)
     shape = parse_shape("3b: layers 26 hidden 2560 heads 20 vocab 32000")
-    assert scenario(replace(WISH, shape=shape), [large, small]).startswith(
+    assert memory_scenario(replace(WISH, shape=shape), [large, small]).startswith(
         "Everything fits on at least one device"
     )
-    assert scenario(replace(WISH, shape=shape), [large]).startswith("Everything fits on each device")
-    assert scenario(WISH, [small]).startswith("The model does not fit on a device")
+    assert memory_scenario(replace(WISH, shape=shape), [large]).startswith("Everything fits on each device")
+    assert memory_scenario(WISH, [small]).startswith("The model does not fit on a device")
     huge = replace(WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"))
-    assert "fits on the largest device" in scenario(huge, [large, small])
+    assert "fits on the largest device" in memory_scenario(huge, [large, small])
 
 
 @pytest.mark.parametrize(
@@ -95,14 +105,14 @@ def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     ],
 )
 def test_what_is_too_much_of_a_layer_is_what_has_to_be_divided(words: str, divided: str):
-    told = scenario(replace(WISH, shape=parse_shape(words)))
+    told = memory_scenario(replace(WISH, shape=parse_shape(words)))
     assert told.startswith("Not even a layer with its output and its optimizer's states fits on a device")
     assert f"To be divided: {divided}" in told
     assert told.count("To be divided: the row") == (divided in told and "the row" in divided)
 
 
 def test_a_layer_of_which_nothing_is_too_much_alone_says_so():
-    told = scenario(
+    told = memory_scenario(
         replace(WISH, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096"))
     )
     assert told.endswith("To be divided: any of these, as none is too much alone.")

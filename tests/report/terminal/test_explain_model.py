@@ -8,7 +8,7 @@ from rich.console import Console
 
 from meshwright.model.analysis.model_report import BlockRow, LayerRow, ModelReport
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.report.terminal.explain_model import explain_dict, explain_view
+from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 
 SURVEY = ModelReport(
     name="llama",
@@ -21,7 +21,7 @@ SURVEY = ModelReport(
         ),
     ),
     layers=(
-        LayerRow("layers.*.up", 4, "linear", (16, 32), 2048, "columns", "declared by the model"),
+        LayerRow("layers.*.up", 4, "linear", (16, 32), 2048, "colwise", "declared by the model"),
         LayerRow("embed", 1, "embedding", (50, 20), 1000, "", ""),
     ),
     tied_params=(("embed.weight", "head.weight"),),
@@ -40,7 +40,7 @@ SURVEY = ModelReport(
 
 def shown(found: ModelReport, width: int = 4) -> str:
     console = Console(width=160, record=True, file=StringIO())
-    console.print(explain_view(found, width))
+    console.print(model_report_view(found, width))
     return console.export_text()
 
 
@@ -105,7 +105,7 @@ def test_a_model_without_specialities_says_none():
 
 
 def test_the_json_holds_the_same_and_the_width():
-    plain = json.loads(json.dumps(explain_dict(SURVEY, 4)))
+    plain = json.loads(json.dumps(model_report_dict(SURVEY, 4)))
     assert plain["bytes_per_element"] == 4
-    assert plain["blocks"][1]["number"] == 4
+    assert plain["blocks"][1]["count"] == 4
     assert plain["advice"][0]["fix"].startswith("declare it")

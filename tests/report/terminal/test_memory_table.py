@@ -1,4 +1,6 @@
-"""The two tables: categories add up, ranks that differ stand side by side, and messages are those of the program."""
+"""The two tables: categories add up, ranks that differ stand side by side, and messages are those of the
+program.
+"""
 
 import re
 from dataclasses import replace
@@ -14,7 +16,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
-from meshwright.report.terminal.memory_table import held_nbytes, sent_table, states_table
+from meshwright.report.terminal.memory_table import sent_table, state_nbytes_by_role, states_table
 from tests.paper_model import Paper
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
@@ -38,7 +40,7 @@ def test_states_stand_by_category_and_per_parameter():
     for name, nbytes, each in (
         ("parameters", "16 MiB", "4 B"),
         ("gradients", "4 MiB", "1 B"),
-        ("moments", "8 MiB", "2 B"),
+        ("optimizer_states", "8 MiB", "2 B"),
     ):
         assert re.search(rf"{name} +{nbytes} +{each}", text), text
     assert re.search(r"buffers +8 MiB +2 B", text)
@@ -49,7 +51,7 @@ def test_states_stand_by_category_and_per_parameter():
 def test_ranks_that_differ_stand_side_by_side():
     text = shown(states_table(plan_of(ZeRO(), ranks=12, layers=1, numel=5)))
     assert re.search(r"state +rank 0 +rank 11", text)
-    assert re.search(r"moments +12 B +0 B", text)
+    assert re.search(r"optimizer_states +12 B +0 B", text)
 
 
 def test_messages_are_counted_by_kind_and_move():
@@ -66,7 +68,7 @@ def test_one_device_sends_nothing():
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_is_held_all_the_time_is_what_no_action_takes(stage: int):
     plan = plan_of(ZeRO(stage=stage))
-    said, held = state_bytes(plan, 0), held_nbytes(plan)[FIRST_ROLE]
+    said, held = state_bytes(plan, 0), state_nbytes_by_role(plan)[FIRST_ROLE]
     taken = {hold.name for action in plan.program.actions(FIRST_ROLE) for hold in action.allocations}
     assert any("gradient" in name for name in taken)
-    assert sum(held.values()) == said.parameters + said.moments + said.master
+    assert sum(held.values()) == said.parameters + said.optimizer_states + said.master

@@ -9,7 +9,7 @@ from rich.console import Console
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.report.terminal.plan_notes import roles_table, roles_words
+from meshwright.report.terminal.plan_notes import precision_table, precision_text
 from meshwright.report.terminal.plan_table import plan_view
 from tests.paper_model import Paper
 from tests.tiny_model import tiny_job
@@ -29,36 +29,36 @@ def shown(view: object) -> str:
 
 
 def test_the_table_has_a_row_for_each_role():
-    lines = shown(roles_table(on_paper(MIXED))).splitlines()
+    lines = shown(precision_table(on_paper(MIXED))).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
         *(["parameters", "bfloat16"], ["master", "float32"], ["compute", "bfloat16"]),
-        *(["gradients", "bfloat16"], ["reduce", "float32"], ["moments", "float32"]),
+        *(["gradients", "bfloat16"], ["reduce", "float32"], ["optimizer_states", "float32"]),
     ]
-    assert "the parameters themselves" in shown(roles_table(on_paper(PrecisionConfig())))
-    assert "the parameters themselves" not in shown(roles_table(on_paper(MIXED)))
+    assert "the parameters themselves" in shown(precision_table(on_paper(PrecisionConfig())))
+    assert "the parameters themselves" not in shown(precision_table(on_paper(MIXED)))
 
 
 @pytest.mark.parametrize(
     ("precision", "said"),
     [
-        (PrecisionConfig(), "float32 parameters, compute, gradients, reduce, moments"),
-        (MIXED, "bfloat16 parameters, compute, gradients; float32 master, reduce, moments"),
+        (PrecisionConfig(), "float32 parameters, compute, gradients, reduce, optimizer_states"),
+        (MIXED, "bfloat16 parameters, compute, gradients; float32 master, reduce, optimizer_states"),
         (
             PrecisionConfig(compute="float16", loss_scale=1024.0),
-            "float32 parameters, gradients, reduce, moments; float16 compute; loss scale from 1024",
+            "float32 parameters, gradients, reduce, optimizer_states; float16 compute; loss scale from 1024",
         ),
     ],
     ids=str,
 )
 def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, said: str):
-    assert roles_words(on_paper(precision)) == said
+    assert precision_text(on_paper(precision)) == said
     assert said in shown(plan_view(on_paper(precision)))
 
 
 def test_moments_are_told_as_the_rule_keeps_them():
-    assert "bfloat16 moments" in roles_words(
+    assert "bfloat16 optimizer_states" in precision_text(
         on_paper(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95)))
     )
-    assert "8 bits, scales float32 moments" in roles_words(
+    assert "8 bits, scales float32 optimizer_states" in precision_text(
         on_paper(PrecisionConfig(), OptimizerConfig("adamw_8bit"))
     )

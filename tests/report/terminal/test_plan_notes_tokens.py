@@ -12,14 +12,14 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.model_spec.sequence_info import GlueGather, SequenceSharding
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.report.terminal.plan_notes import busiest, token_words
+from meshwright.report.terminal.plan_notes import max_over_mean_attention, sequence_sharding_text
 from tests.parallel.tensor.odd_llama import known
 
 JOB = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
 
 
 def words(mesh: Mesh, *strategies: Strategy) -> dict[str, str]:
-    return token_words(make_plan(known(), JOB, mesh, strategies))
+    return sequence_sharding_text(make_plan(known(), JOB, mesh, strategies))
 
 
 def test_of_all_tokens_on_every_rank_nothing_is_said():
@@ -41,7 +41,7 @@ def test_what_glue_brings_together_is_said(looks: bool):
             plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks
         ),
     )
-    told = token_words(
+    told = sequence_sharding_text(
         replace(
             plan,
             sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
@@ -65,7 +65,7 @@ def test_what_glue_brings_together_is_said(looks: bool):
     ids=str,
 )
 def test_folded_chunks_are_even_and_straight_ones_are_not(deal: SequenceSharding, share: float):
-    assert busiest(deal, 4080) == pytest.approx(share, abs=1e-3)
+    assert max_over_mean_attention(deal, 4080) == pytest.approx(share, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,9 @@ def test_pairs_in_documents_are_counted_one_by_one(deal: SequenceSharding, ends:
     starts = [0, *(int(1024 * end) for end in ends)]
     looks = [at - max(start for start in starts if start <= at) + 1 for at in range(1024)]
     work = [sum(looks[at] for begin, end in mine for at in range(begin, end)) for mine in spans]
-    assert busiest(deal, 1024, ends) == pytest.approx(max(work) * len(work) / sum(work), abs=1e-12)
+    assert max_over_mean_attention(deal, 1024, ends) == pytest.approx(
+        max(work) * len(work) / sum(work), abs=1e-12
+    )
 
 
 def planned(balance: str, length: int, **more: bool) -> str:
@@ -95,7 +97,7 @@ def planned(balance: str, length: int, **more: bool) -> str:
         plan.model_spec,
         sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends),
     )
-    return token_words(
+    return sequence_sharding_text(
         replace(
             plan,
             sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
@@ -104,9 +106,12 @@ def planned(balance: str, length: int, **more: bool) -> str:
 
 
 def test_what_is_uneven_is_said_with_the_better_way():
-    mask = "attention under a mask, such as documents of a sixth, a third and a half of a row: the busiest rank has"
-    assert 'has 1.75 x the mean (balance = "zigzag": 1.00)' in planned("contiguous", 4096)
+    mask = (
+        "attention under a mask, such as documents of a sixth, a third and a half of a row: "
+        "the busiest rank has"
+    )
+    assert 'has 1.75 x the mean (load_balance = "zigzag": 1.00)' in planned("contiguous", 4096)
     assert planned("zigzag", 4096).endswith("causal attention: the busiest rank has 1.00 x the mean")
-    uneven = planned("zigzag", 4096, masked=True, causal=False)
-    assert uneven.endswith(f'{mask} 1.29 x the mean (balance = "striped": 1.00)')
-    assert planned("striped", 4096, masked=True).endswith(f"1.00 x the mean; {mask} 1.00 x the mean")
+    uneven = planned("zigzag", 4096, has_mask=True, causal=False)
+    assert uneven.endswith(f'{mask} 1.29 x the mean (load_balance = "striped": 1.00)')
+    assert planned("striped", 4096, has_mask=True).endswith(f"1.00 x the mean; {mask} 1.00 x the mean")

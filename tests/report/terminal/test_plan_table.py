@@ -41,7 +41,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.report.terminal.plan_table import MEANINGS, plan_view, verdict_view
+from meshwright.report.terminal.plan_table import KIND_TEXTS, plan_view, verdict_view
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, Difference, Verdict
 from tests.paper_model import Paper
 from tests.parallel.tensor.even_llama import even_llama
@@ -88,7 +88,7 @@ def deep_anatomy() -> ModelSpec:
 def shown(plan: Plan, width: int = 80, *, every: bool = False) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(plan_view(plan, every=every))
+        console.print(plan_view(plan, show_all=every))
     return capture.get()
 
 
@@ -145,7 +145,9 @@ def test_every_strategy_stands_with_its_fields(store: Strategy):
 
 @cache
 def divided_programs() -> tuple[Plan, ...]:
-    """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its tokens dealt."""
+    """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its
+    tokens dealt.
+    """
     rows = BatchSplit(axis="dp_shard")
     ways = {
         Mesh(tp=3): (TensorParallel(), VocabParallel(), SequenceParallel(), ChunkedLoss(2)),
@@ -169,7 +171,9 @@ def divided_programs() -> tuple[Plan, ...]:
 
 @cache
 def parted_programs() -> tuple[Plan, ...]:
-    """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent in pieces."""
+    """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent
+    in pieces.
+    """
     tiny, tied, llama = reading_of(), reading_of(tied=True), even_llama(num_hidden_layers=2)
     halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
@@ -224,12 +228,12 @@ def test_every_kind_that_a_program_can_hold_has_a_meaning():
     kinds_listed = {action.kind for plan in all_programs() for action in listed(plan)}
     used = {type(strategy) for plan in all_programs() for strategy in plan.strategies}
     assert used == {each for modes in STRATEGIES.values() for each in modes.values()}
-    assert kinds_listed == set(MEANINGS)
+    assert kinds_listed == set(KIND_TEXTS)
 
 
 def test_every_kind_that_the_house_knows_has_a_meaning():
     """COMPARE apart: the verifier puts it in when it plays a program, and no plan shows it."""
-    assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(MEANINGS)
+    assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(KIND_TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_every_action_is_drawn_with_its_meaning(plan: Plan):
     text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
     for action in listed(plan):
         assert action.kind in text
-        assert words(MEANINGS[action.kind]) in text
+        assert words(KIND_TEXTS[action.kind]) in text
 
 
 def test_one_row_per_action_or_one_per_run_of_blocks():
@@ -268,7 +272,9 @@ def test_bytes_are_those_of_the_program():
     text = shown(plan, 200)
     assert "all_reduce 16 MiB float32 over dp_replicate (backend)" in text
     assert re.search(r"sent per rank and step +21.3 MiB", text), "2 (n-1)/n of 16 MiB over 3 ranks"
-    assert re.search(r"states per rank +64 MiB \(parameters 16 MiB, gradients 16 MiB, moments 32 MiB\)", text)
+    assert re.search(
+        r"states per rank +64 MiB \(parameters 16 MiB, gradients 16 MiB, optimizer_states 32 MiB\)", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -315,7 +321,7 @@ def test_the_summary_says_what_is_trained_on_what():
 def test_a_row_says_what_waits_for_the_other_lane():
     text = shown(plan_of(), 200)
     assert re.search(r"compute +CLIP .*after REDUCE\(0\)", text)
-    assert re.search(r"wire +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
+    assert re.search(r"comm +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
 
 
 @pytest.mark.parametrize(

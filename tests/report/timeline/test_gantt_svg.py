@@ -1,4 +1,6 @@
-"""A schedule as an SVG: a box per act, at its place, with a title; grounds for bubbles; hills for what is held."""
+"""A schedule as an SVG: a box per act, at its place, with a title; grounds for bubbles; hills for what is
+held.
+"""
 
 import re
 from xml.etree import ElementTree
@@ -8,14 +10,14 @@ import pytest
 from meshwright.parallel.pipeline.schedules import one_f_one_b
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
 from meshwright.plan.step.simulator import TimelineSpan
-from meshwright.report.timeline.gantt_svg import COLOURS, HILL, LEFT, RIGHT, order_svg
-from meshwright.report.timeline.gantt_text import Units
+from meshwright.report.timeline.gantt_svg import KIND_COLOURS, LEFT, MEMORY_HEIGHT, RIGHT, gantt_svg
+from meshwright.report.timeline.gantt_text import DrawingUnits
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def drawn(parts: dict, **options: object) -> ElementTree.Element:
-    return ElementTree.fromstring(order_svg(parts, **options))
+    return ElementTree.fromstring(gantt_svg(parts, **options))
 
 
 def boxes(svg: ElementTree.Element) -> list[tuple[str, float, float, str]]:
@@ -38,7 +40,7 @@ def parts() -> dict:
 
 
 def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
-    svg = drawn(parts, units=Units(long="{:.4g} ms".format))
+    svg = drawn(parts, units=DrawingUnits(format_time="{:.4g} ms".format))
     found = boxes(svg)
     spans = [span for rows in parts.values() for row in rows for span in row]
     assert len(found) == len(spans)
@@ -46,7 +48,7 @@ def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
     for (title, x, width, fill), span in zip(found, spans, strict=True):
         assert x == pytest.approx(LEFT + span.begin * scale, abs=0.01)
         assert width == pytest.approx((span.end - span.begin) * scale, abs=0.01)
-        assert fill == COLOURS[span.kind][0]
+        assert fill == KIND_COLOURS[span.kind][0]
         assert f"{span.begin:.4g} ms .. {span.end:.4g} ms" in title
 
 
@@ -68,8 +70,8 @@ def test_a_hill_is_as_high_as_what_is_held(parts):
     for path in (path.get("d") for path in svg.iter(f"{SVG}path")):
         ys = [float(y) for y in re.findall(r"V([0-9.]+)", path)]
         heights.append(max(ys) - min(ys))
-    assert heights[0] == pytest.approx(HILL - 1, abs=0.01)
-    assert heights[2] == pytest.approx((HILL - 1) / 3, abs=0.01)
+    assert heights[0] == pytest.approx(MEMORY_HEIGHT - 1, abs=0.01)
+    assert heights[2] == pytest.approx((MEMORY_HEIGHT - 1) / 3, abs=0.01)
 
 
 def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
@@ -79,7 +81,11 @@ def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
         TimelineSpan("W", 2, 3, 0, virtual_stage=7),
     ]
     svg = drawn({"<planned>": [row]})
-    assert [fill for _, _, _, fill in boxes(svg)] == [COLOURS["F"][0], COLOURS["F"][1], COLOURS["W"][2]]
+    assert [fill for _, _, _, fill in boxes(svg)] == [
+        KIND_COLOURS["F"][0],
+        KIND_COLOURS["F"][1],
+        KIND_COLOURS["W"][2],
+    ]
     assert [title for title, *_ in boxes(svg)][1] == "forward of micro-batch 0, part 1 of the rank: 1 .. 2"
     assert "<planned>" in next(svg.iter(f"{SVG}text")).text
     assert list(svg.iter(f"{SVG}path")) == [], "nothing is known of memory"

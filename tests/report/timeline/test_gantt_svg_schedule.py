@@ -1,4 +1,6 @@
-"""The drawing of a run's turns: of a run in parts alone, planned alone where nothing was traced, and none of a damaged file."""
+"""The drawing of a run's turns: of a run in parts alone, planned alone where nothing was traced, and none of
+a damaged file.
+"""
 
 from dataclasses import replace
 
@@ -7,17 +9,17 @@ from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Program
 from meshwright.report.timeline.gantt_svg import schedule_svg
-from meshwright.report.timeline.run_record import Record
-from meshwright.report.timeline.stage_table import parts_of
+from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.stage_table import stage_block_calls
 from tests.tiny_model import plan_of, reading_of, tiny_job
 
 READING = reading_of()
 
 
-def record() -> Record:
+def record() -> RunRecord:
     plan = make_plan(READING, tiny_job(batch=4), Mesh(pp=2), (Pipeline(),), 1)
-    about = {"world": 2, "parts": [list(part) for part in parts_of(plan)]}
-    return Record("run", [], [], {}, about, plan.program)
+    about = {"world": 2, "stages": [list(part) for part in stage_block_calls(plan)]}
+    return RunRecord("run", [], [], {}, about, plan.program)
 
 
 def test_without_a_trace_the_plan_is_drawn_to_the_scale_of_its_operations():
@@ -30,7 +32,7 @@ def test_without_a_trace_the_plan_is_drawn_to_the_scale_of_its_operations():
 def test_whole_models_and_older_runs_have_no_drawing():
     whole = plan_of(READING, 2)
     assert schedule_svg(replace(record(), program=whole.program)) == ""
-    assert schedule_svg(replace(record(), about={"world": 2})) == ""
+    assert schedule_svg(replace(record(), run_info={"world": 2})) == ""
     assert schedule_svg(replace(record(), program=None)) == ""
 
 

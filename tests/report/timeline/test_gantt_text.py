@@ -1,4 +1,6 @@
-"""A schedule as text: acts where they are in time, bubbles as dots, messages that all wait for, what is held below."""
+"""A schedule as text: acts where they are in time, bubbles as dots, messages that all wait for, what is held
+below.
+"""
 
 from io import StringIO
 
@@ -8,12 +10,12 @@ from rich.console import Console
 from meshwright.parallel.pipeline.schedules import interleaved, one_f_one_b
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, schedule_spans, simulate
 from meshwright.plan.step.simulator import TimelineSpan
-from meshwright.report.timeline.gantt_text import order_view, words
+from meshwright.report.timeline.gantt_text import gantt_view, schedule_summary
 
 
 def lines(parts: dict, width: int = 120) -> list[str]:
     console = Console(width=200, file=StringIO(), record=True)
-    console.print(order_view(parts, width))
+    console.print(gantt_view(parts, width))
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -83,5 +85,5 @@ def test_memory_is_drawn_only_where_something_is_known_of_it():
 
 
 def test_nothing_is_drawn_of_nothing():
-    assert words([[]]) == "0 long, bubble 0.00 %"
+    assert schedule_summary([[]]) == "0 long, bubble 0.00 %"
     assert lines({"planned": [[]]})[1] == "rank 0"

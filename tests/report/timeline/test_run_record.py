@@ -1,4 +1,6 @@
-"""What a run's folder holds: read when the run was killed, is still going, or never wrote some of it; others are refused."""
+"""What a run's folder holds: read when the run was killed, is still going, or never wrote some of it; others
+are refused.
+"""
 
 import json
 
@@ -6,7 +8,7 @@ import pytest
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.report.timeline.run_record import differences, read_record
+from meshwright.report.timeline.run_record import plan_differences, read_run_record
 from tests.report.small_runs import course
 
 
@@ -16,20 +18,20 @@ def folder(tmp_path_factory):
 
 
 def test_a_whole_run_is_read_whole(folder):
-    record = read_record(folder)
+    record = read_run_record(folder)
     assert record.name == "one"
     assert [line["step"] for line in record.steps] == [1, 2, 3, 4, 5, 6]
-    assert (record.world, sorted(record.ranks), sorted(record.traces)) == (3, [0, 1, 2], [0, 1, 2])
+    assert (record.world, sorted(record.rank_accounts), sorted(record.traces)) == (3, [0, 1, 2], [0, 1, 2])
     assert record.program.actions(FIRST_ROLE)[0].kind == "TOKEN_COUNT"
-    assert record.settings["strategies.replicate.bucket_mb"] == 25.0
-    assert record.about["words"]["mesh"] == "dp_replicate 3 (3 ranks)"
+    assert record.settings["strategies.ddp.bucket_mb"] == 25.0
+    assert record.run_info["summary"]["mesh"] == "dp_replicate 3 (3 ranks)"
     assert record.notes == ()
 
 
 def with_metrics(tmp_path, *lines: object):
     text = "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text)
-    return read_record(tmp_path)
+    return read_run_record(tmp_path)
 
 
 def test_of_several_lines_of_a_step_the_last_counts_and_other_kinds_are_apart(tmp_path):
@@ -59,50 +61,51 @@ def test_a_line_that_is_still_being_written_is_left_out_and_so_is_a_damaged_one(
 
 def test_a_run_that_has_just_begun_has_no_steps(tmp_path):
     (tmp_path / "plan.toml").write_text("micro_batch = 2\n")
-    record = read_record(tmp_path)
+    record = read_run_record(tmp_path)
     assert record.steps == []
     assert record.notes == ("no step has ended yet",)
 
 
 def test_files_that_cannot_be_read_are_noted(tmp_path):
     (tmp_path / "plan.toml").write_text("= broken")
-    (tmp_path / "about.json").write_text('{"program": {"stage0": [{"no": "kind"}]}}')
+    (tmp_path / "run_info.json").write_text('{"program": {"pp0": [{"no": "kind"}]}}')
     (tmp_path / "ranks").mkdir()
     (tmp_path / "ranks" / "rank-0.json").write_text("{")
     record = with_metrics(tmp_path, {"step": 1, "loss": 3.0})
     assert set(record.notes) == {
         "plan.toml cannot be read, and was left out",
-        "the program in about.json cannot be read, and was left out",
+        "the program in run_info.json cannot be read, and was left out",
         "rank-0.json cannot be read, and was left out",
     }
 
 
 def test_files_of_ranks_that_the_run_no_longer_has_are_left_out(tmp_path):
-    (tmp_path / "about.json").write_text('{"world": 1}')
+    (tmp_path / "run_info.json").write_text('{"world": 1}')
     (tmp_path / "ranks").mkdir()
     for rank in (0, 1):
         (tmp_path / "ranks" / f"rank-{rank}.json").write_text(f'{{"rank": {rank}}}')
-    assert sorted(with_metrics(tmp_path, {"step": 1, "loss": 3.0}).ranks) == [0]
+    assert sorted(with_metrics(tmp_path, {"step": 1, "loss": 3.0}).rank_accounts) == [0]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, folder):
     with pytest.raises(PlanError, match=r"no run was here(?s:.*)name a run's folder"):
-        read_record(tmp_path)
+        read_run_record(tmp_path)
     with pytest.raises(PlanError, match=r"no run was here(?s:.*)name one of the runs in it: one"):
-        read_record(folder.parent)
+        read_run_record(folder.parent)
     with pytest.raises(PlanError, match="there is no such folder"):
-        read_record(tmp_path / "absent")
+        read_run_record(tmp_path / "absent")
     with pytest.raises(PlanError, match=rf"this is a file(?s:.*)try {folder}"):
-        read_record(folder / "plan.toml")
+        read_run_record(folder / "plan.toml")
 
 
 def test_two_plans_differ_in_what_was_changed_and_not_in_their_folders(tmp_path, folder):
     other = course(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
     found = {
-        key: (mine, theirs) for key, mine, theirs in differences(read_record(folder), read_record(other))
+        key: (mine, theirs)
+        for key, mine, theirs in plan_differences(read_run_record(folder), read_run_record(other))
     }
     assert found["optimizer.lr"] == ("0.01", "0.5")
     assert found["mesh.dp_replicate"] == ("3", "1")
-    assert found["strategies.replicate.axis"] == ("dp_replicate", "(not set)")
+    assert found["strategies.ddp.axis"] == ("dp_replicate", "(not set)")
     assert not {"run.folder", "plan_hash", "train.batch"} & set(found)
-    assert differences(read_record(folder), read_record(folder)) == []
+    assert plan_differences(read_run_record(folder), read_run_record(folder)) == []

@@ -1,4 +1,6 @@
-"""The tables and the drawing of a plan in parts: blocks, shares of the work, what crosses borders, who works when."""
+"""The tables and the drawing of a plan in parts: blocks, shares of the work, what crosses borders, who works
+when.
+"""
 
 from io import StringIO
 
@@ -14,9 +16,9 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import peak_bytes, state_bytes
-from meshwright.report.terminal.memory_table import busiest, firsts, states_table, states_words
-from meshwright.report.timeline.stage_table import parts_view
+from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
+from meshwright.report.terminal.memory_table import busiest_rank, first_ranks, states_table, states_text
+from meshwright.report.timeline.stage_table import stages_view
 from tests.tiny_model import reading_of, tiny_job
 
 
@@ -49,7 +51,7 @@ def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses
         lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
     )
     reading = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
-    text = shown(parts_view(make_plan(reading, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
+    text = shown(stages_view(make_plan(reading, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
     lines = [line.split() for line in text.splitlines() if " | " in line]
     assert [line[:3] for line in lines if line[3] == "layers.0"] == [["0", "|", "1"], ["1", "|", "2"]]
     assert "0 > 1 > 2" in text, "part 1 uses it and hands it on; the sum is glue behind the block of part 2"
@@ -57,12 +59,12 @@ def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses
 
 
 def test_a_plan_of_whole_models_has_no_parts():
-    assert parts_view(planned(Mesh(dp_replicate=2), BatchSplit(), DDP())) is None
+    assert stages_view(planned(Mesh(dp_replicate=2), BatchSplit(), DDP())) is None
 
 
 def test_the_table_says_what_lies_where_and_how_much_work_it_is():
     plan = planned(Mesh(pp=2), Pipeline(schedule="gpipe", split_points=("layers.2",)), micro_batch=4)
-    text = shown(parts_view(plan))
+    text = shown(stages_view(plan))
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit() and "|" not in line]
     assert [row[:3] for row in rows] == [["0", "0", "embed"], ["1", "1", "layers.2"]]
     assert sum(int(row[6].replace(",", "")) for row in rows) == plan.model_spec.numel
@@ -72,36 +74,36 @@ def test_the_table_says_what_lies_where_and_how_much_work_it_is():
 
 def test_few_micro_batches_are_warned_of_and_enough_are_not():
     few = planned(Mesh(pp=3), Pipeline(), micro_batch=6)
-    assert "2 micro-batches for 3 ranks in a line: bubble " in shown(parts_view(few))
-    assert "in a line" not in shown(parts_view(planned(Mesh(pp=3), Pipeline())))
+    assert "2 micro-batches for 3 ranks in a line: bubble " in shown(stages_view(few))
+    assert "in a line" not in shown(stages_view(planned(Mesh(pp=3), Pipeline())))
 
 
 def test_rows_are_stages_where_several_ranks_play_the_same_list():
-    text = shown(parts_view(planned(Mesh(pp=2, dp_replicate=2), Pipeline(), BatchSplit(), DDP())))
+    text = shown(stages_view(planned(Mesh(pp=2, dp_replicate=2), Pipeline(), BatchSplit(), DDP())))
     assert "part  stage  blocks" in text
     assert "stage 1" in text
 
 
 def test_the_drawing_is_as_wide_as_the_terminal_and_whole_when_asked_for():
     plan = planned(Mesh(pp=2), Pipeline())
-    assert max(len(line) for line in shown(parts_view(plan), 60).splitlines()) <= 60
-    assert "F11" in shown(parts_view(plan, every=True), 60)
+    assert max(len(line) for line in shown(stages_view(plan), 60).splitlines()) <= 60
+    assert "F11" in shown(stages_view(plan, show_all=True), 60)
 
 
 def test_every_rank_holds_what_its_own_list_takes():
     plan = planned(Mesh(pp=3), Pipeline(schedule="gpipe"))
-    assert firsts(plan) == [0, 1, 2]
-    each = [state_bytes(plan, rank) for rank in firsts(plan)]
+    assert first_ranks(plan) == [0, 1, 2]
+    each = [state_bytes(plan, rank) for rank in first_ranks(plan)]
     assert [said.gradients for said in each] == [said.parameters for said in each], (
         "all are trained, in their own dtype"
     )
     assert sum(said.parameters for said in each) == plan.model_spec.nbytes(plan.job.precision.parameters)
-    peaks = [peak_bytes(plan, rank) for rank in firsts(plan)]
+    peaks = [peak_nbytes(plan, rank) for rank in first_ranks(plan)]
     text = shown(states_table(plan))
     assert f"rank {peaks.index(max(peaks))} is the fullest" in text
     most = max(range(3), key=lambda rank: each[rank].total)
-    assert f"on rank {most}, which holds most" in states_words(plan)
+    assert f"on rank {most}, which holds most" in states_text(plan)
 
 
 def test_the_rank_in_the_middle_sends_most():
-    assert busiest(planned(Mesh(pp=3), Pipeline()))[0] == 1
+    assert busiest_rank(planned(Mesh(pp=3), Pipeline()))[0] == 1

@@ -1,4 +1,6 @@
-"""Turns: a program on paper becomes the schedule that it was made from; a traced step the times that were seen."""
+"""Turns: a program on paper becomes the schedule that it was made from; a traced step the times that were
+seen.
+"""
 
 import pytest
 
@@ -9,8 +11,14 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Allocation, Program
 from meshwright.plan.step.simulator import TimelineSpan
-from meshwright.report.timeline.stage_table import parts_of
-from meshwright.report.timeline.stage_turns import Act, acts_on_paper, acts_traced, gantt_rows, in_flight
+from meshwright.report.timeline.stage_table import stage_block_calls
+from meshwright.report.timeline.stage_turns import (
+    TimedAction,
+    gantt_rows,
+    max_in_flight,
+    simulated_actions,
+    traced_actions,
+)
 from tests.tiny_model import reading_of, tiny_job
 
 PARTS = [["a"], ["b"]]
@@ -27,7 +35,7 @@ def planned(schedule: str, ranks: int = 2, chunks: int = 0, *others: object) -> 
 
 
 def labels(plan: Plan) -> list[str]:
-    found = gantt_rows(acts_on_paper(plan.program, {}), plan.program, parts_of(plan))
+    found = gantt_rows(simulated_actions(plan.program, {}), plan.program, stage_block_calls(plan))
     return [" ".join(span.label for span in row if span.kind != "~") for row in found]
 
 
@@ -59,30 +67,28 @@ def test_what_is_run_once_more_belongs_to_the_backward_behind_it():
 def test_no_more_micro_batches_are_in_flight_than_the_schedule_keeps():
     for schedule, expected in (("gpipe", [4, 4, 4]), ("1f1b", [3, 2, 1]), ("model_parallel", [1, 1, 1])):
         plan = planned(schedule, 3)
-        pairs = zip(plan.program.roles, parts_of(plan), strict=True)
-        assert [in_flight(actions, part) for (_, actions), part in pairs] == expected
+        pairs = zip(plan.program.roles, stage_block_calls(plan), strict=True)
+        assert [max_in_flight(actions, part) for (_, actions), part in pairs] == expected
 
 
 def chain() -> Program:
     """One micro-batch through two ranks and back."""
     there = Action("SEND", "x", 0, "send", ("F(a, 0)",))
-    came = Action(
-        "RECV", "x", 0, "receive", ("stage0/SEND(x, 0)",), allocations=(Allocation("RECV(x, 0)", 8),)
-    )
+    came = Action("RECV", "x", 0, "recv", ("pp0/SEND(x, 0)",), allocations=(Allocation("RECV(x, 0)", 8),))
     forward = Action(
         "F",
         "b",
         0,
         waits=(came.name,),
-        allocations=(Allocation("stream(b, 0)", 4), Allocation("gradient(b)", 100)),
+        allocations=(Allocation("output(b, 0)", 4), Allocation("gradient(b)", 100)),
     )
-    back = Action("B", "b", 0, waits=(forward.name,), frees=("RECV(x, 0)", "stream(b, 0)"))
-    return Program.from_dict({"stage0": [Action("F", "a", 0), there], "stage1": [came, forward, back]})
+    back = Action("B", "b", 0, waits=(forward.name,), frees=("RECV(x, 0)", "output(b, 0)"))
+    return Program.from_dict({"pp0": [Action("F", "a", 0), there], "pp1": [came, forward, back]})
 
 
 def test_a_rank_that_waits_for_what_is_on_its_way_is_told_from_one_for_which_nothing_was_sent():
     lengths = {"F(a, 0)": 3.0, "SEND(x, 0)": 2.0, "F(b, 0)": 1.0, "B(b, 0)": 2.0}
-    found = gantt_rows(acts_on_paper(chain(), lengths), chain(), PARTS)
+    found = gantt_rows(simulated_actions(chain(), lengths), chain(), PARTS)
     assert found[0] == [TimelineSpan("F", 0.0, 3.0)]
     assert found[1] == [
         TimelineSpan("~", 3.0, 5.0),
@@ -106,8 +112,8 @@ def test_a_traced_step_is_that_of_the_first_rank_of_each_role_with_the_glue_of_i
         1: [event("F(a, 0)", "F", 99, 1)],
         2: [event("F(b, 0)", "F", 15, 1), event("B(b, 0)", "B", 17, 2), event("B(b, 0)", "B", 3, 1, step=6)],
     }
-    acts = acts_traced(chain(), traces, 7, 4)
-    assert acts["stage0"][0] == Act(Action("F", "a", 0), 10.0, 14.0)
+    acts = traced_actions(chain(), traces, 7, 4)
+    assert acts["pp0"][0] == TimedAction(Action("F", "a", 0), 10.0, 14.0)
     found = gantt_rows(acts, chain(), PARTS)
     assert [(span.kind, span.begin, span.end) for span in found[0]] == [("F", 0.0, 4.0)]
     assert [(span.kind, span.begin, span.end) for span in found[1]] == [

@@ -19,7 +19,9 @@ def alone() -> Group:
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """All that is awkward: views into one arena, foreign strides, many dtypes, a scalar, an empty tensor, a Parameter."""
+    """All that is awkward: views into one arena, foreign strides, many dtypes, a scalar, an empty tensor, a
+    Parameter.
+    """
     arena = torch.arange(50, dtype=torch.float32) + seed
     return {
         "model/a.weight": arena[3:15].view(4, 3),

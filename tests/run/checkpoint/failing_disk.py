@@ -1,7 +1,8 @@
 """A machine whose disk is full, or which dies, at a chosen call to the system, for the tests of checkpoints.
 
-`Machine` stands between the library and the system. It counts the calls that change the disk, by one thread, and at the
-chosen one it fails with ENOSPC, or the process "dies": before the call, after it, or in the middle of a write.
+`Machine` stands between the library and the system. It counts the calls that change the disk, by one thread,
+and at the chosen one it fails with ENOSPC, or the process "dies": before the call, after it, or in the middle
+of a write.
 """
 
 import errno

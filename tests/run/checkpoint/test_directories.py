@@ -1,4 +1,6 @@
-"""Folders of checkpoints: which stay, which go, and what is left when a save is stopped at any call to the system."""
+"""Folders of checkpoints: which stay, which go, and what is left when a save is stopped at any call to the
+system.
+"""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""Checkpoints that ranks look through together: every file is read once, and what one rank finds all of them know."""
+"""Checkpoints that ranks look through together: every file is read once, and what one rank finds all of them
+know.
+"""
 
 import shutil
 from collections import Counter
@@ -175,7 +177,8 @@ def test_a_check_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path):
         return str(caught.value)
 
     assert (
-        run_on_threads(body, THREE) == [f"{path}: it does not fit (found by rank 1)\n  repair: take another"] * 3
+        run_on_threads(body, THREE)
+        == [(f"{path}: it does not fit (found by rank 1)\n  repair: take another")] * 3
     )
 
 

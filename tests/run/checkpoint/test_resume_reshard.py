@@ -1,4 +1,6 @@
-"""Checkpoints reshard: what is saved under any plan is taken up under any other, moments included, to the last bit."""
+"""Checkpoints reshard: what is saved under any plan is taken up under any other, moments included, to the
+last bit.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -73,7 +75,9 @@ def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
 
 
 def assert_holds(engine: Trainer, saved: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Each tensor, or share, that this rank has is the saved one, to the last bit; returns the names of those it has."""
+    """Each tensor, or share, that this rank has is the saved one, to the last bit; returns the names of those
+    it has.
+    """
     held = engine.executor.state_dict()
     for name, whole in saved:
         mine = held.get(name)
@@ -139,7 +143,7 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
 
 def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.MonkeyPatch):
     _, runs = left
-    monkeypatch.setattr(executor, "restore_moments", lambda *_: None)
+    monkeypatch.setattr(executor, "load_optimizer_state", lambda *_: None)
     plan = plan_of("stage 3 on 2", job_of("adamw"))
 
     def rank(world: World) -> bool:

@@ -1,4 +1,6 @@
-"""Checkpoints reshard whatever is kept: moments with a scale per block, whole matrices, masters, a loss scale."""
+"""Checkpoints reshard whatever is kept: moments with a scale per block, whole matrices, masters, a loss
+scale.
+"""
 
 from dataclasses import replace
 from pathlib import Path

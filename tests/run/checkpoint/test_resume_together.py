@@ -1,4 +1,6 @@
-"""Ranks that go on together: each file of the checkpoint is read for its sum once, and all of them take the same one."""
+"""Ranks that go on together: each file of the checkpoint is read for its sum once, and all of them take the
+same one.
+"""
 
 import shutil
 from collections import Counter
@@ -82,7 +84,7 @@ def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: s
     notes = told[0].notes
     assert (notes[0], notes[2]) == ("resumed from step 8", "step-00000008 is the newest valid checkpoint")
     assert notes[1].startswith(
-        f"skipped step-00000012: {file}: " if file != MANIFEST_FILE else "passed over step-00000012: "
+        f"skipped step-00000012: {file}: " if file != MANIFEST_FILE else "skipped step-00000012: "
     )
 
 

@@ -1,4 +1,6 @@
-"""Checkpoints: what is saved is loaded bit for bit, by any number of ranks, and damage is passed over with its reason."""
+"""Checkpoints: what is saved is loaded bit for bit, by any number of ranks, and damage is passed over with
+its reason.
+"""
 
 import logging
 from pathlib import Path

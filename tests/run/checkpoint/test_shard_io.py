@@ -1,4 +1,6 @@
-"""Files of a checkpoint: anybody's safetensors, written in pieces, read back by slices, and believed only when checked."""
+"""Files of a checkpoint: anybody's safetensors, written in pieces, read back by slices, and believed only
+when checked.
+"""
 
 import os
 

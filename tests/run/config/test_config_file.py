@@ -87,7 +87,11 @@ def test_tokenizers_and_the_parts_of_a_mixture_are_found_beside_the_file_too(tmp
     for name in ("here/tok", "there/tok", "there/a"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
-    text = '[data]\ntokenizer = "tok"\n[[data.mixture]]\nsource = "a"\n[[data.mixture]]\nsource = "owner/name:part"\nweight = 2'
+    text = (
+        '[data]\ntokenizer = "tok"\n[[data.mixture]]\nsource = "a"\n[[data.mixture]]\nsource '
+        "= "
+        '"owner/name:part"\nweight = 2'
+    )
     data = read(tmp_path / "there", text).job.data
     assert data.tokenizer == str(tmp_path / "there" / "tok")
     assert data.mixture == (MixturePart(str(tmp_path / "there" / "a")), MixturePart("owner/name:part", 2.0))

@@ -61,7 +61,10 @@ def test_an_override_wins_over_the_file(tmp_path, words, found):
         (["--"], "'--': this is not an override"),
         (
             ["--micro_batch.x", "1"],
-            "--micro_batch.x: micro_batch is 2, which has no keys\n  repair: set it as a whole: --micro_batch VALUE",
+            (
+                "--micro_batch.x: micro_batch is 2, which has no keys\n  repair: set it as a whole: "
+                "--micro_batch VALUE"
+            ),
         ),
         (
             ["--strategies.copis.overlap"],

@@ -13,7 +13,10 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
     [
         (
             "[train]\nsteps = '8'",
-            'run.toml: train.steps: given is "8"; needed is a whole number\n  repair: write a whole number, without quotes',
+            (
+                'run.toml: train.steps: given is "8"; needed is a whole number\n  repair: write a '
+                "whole number, without quotes"
+            ),
         ),
         ("[train]\nsteps = 8.0", "run.toml: train.steps: given is 8.0; needed is a whole number"),
         ("[train]\nsteps = true", "run.toml: train.steps: given is true; needed is a whole number"),
@@ -28,7 +31,9 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ("[optimizer]\nlr = '1'", 'run.toml: optimizer.lr: given is "1"; needed is a number'),
         (
             "[optimizer]\nname = 'adam'",
-            "run.toml: optimizer.name: given is \"adam\"; needed is 'adamw', 'sgd', 'adamw_bf16', 'adamw_8bit', 'lion',"
+            "run.toml: optimizer.name: given is \"adam\"; needed is 'adamw', 'sgd', "
+            "'adamw_bf16', "
+            "'adamw_8bit', 'lion',"
             " 'lion_bf16', 'adafactor' or 'muon'\n  repair: did you mean 'adamw'?",
         ),
         ("[optimizer]\nbetas = [0.9]", "run.toml: optimizer.betas.1: this key is missing"),
@@ -39,7 +44,11 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ),
         (
             "[model]\noverrides = {a = [1]}",
-            "run.toml: model.overrides.a: given is [1]; needed is a whole number, or a number, or true or false",
+            (
+                "run.toml: model.overrides.a: given is [1]; needed is a whole number, or a number, "
+                "or "
+                "true or false"
+            ),
         ),
         ("train = 3", "run.toml: train: given is 3; needed is a table of keys"),
         (
@@ -48,11 +57,17 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ),
         (
             "[optimizer]\nsteps = 1",
-            "run.toml: optimizer.steps: there is no key 'steps' here\n  repair: it belongs to another table: write train.steps",
+            (
+                "run.toml: optimizer.steps: there is no key 'steps' here\n  repair: it belongs to "
+                "another table: write train.steps"
+            ),
         ),
         (
             "steps = 1",
-            "run.toml: steps: there is no key 'steps' here\n  repair: it belongs to another table: write train.steps",
+            (
+                "run.toml: steps: there is no key 'steps' here\n  repair: it belongs to another "
+                "table: write train.steps"
+            ),
         ),
         (
             "[optimiser]\nlr = 1",
@@ -69,11 +84,17 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ),
         (
             "[[strategies]]\nbucket_mb = 2",
-            'strategies.0.name: the strategy has no name\n  repair: write name = "...": choose one of: copies, layers',
+            (
+                'strategies.0.name: the strategy has no name\n  repair: write name = "...": choose '
+                "one of: copies, layers"
+            ),
         ),
         (
             "[strategies]\nname = 'copies'",
-            "run.toml: strategies: strategies is not a list of tables\n  repair: [[strategies]] in double brackets",
+            (
+                "run.toml: strategies: strategies is not a list of tables\n  repair: [[strategies]] "
+                "in double brackets"
+            ),
         ),
         (
             "[[strategies]]\nname = 'copies'\nbuket_mb = 2",
@@ -98,7 +119,10 @@ def test_a_fault_names_its_place_and_its_repair(tmp_path, text, message):
 
 
 def test_all_faults_are_reported_at_once(tmp_path):
-    text = "[train]\nbach = 1\nsteps = '3'\n[optimizer]\nlr = 'x'\n[mesh]\nfoo = 2\n[[strategies]]\nname = 'nope'"
+    text = (
+        "[train]\nbach = 1\nsteps = '3'\n[optimizer]\nlr = 'x'\n[mesh]\nfoo = "
+        "2\n[[strategies]]\nname = 'nope'"
+    )
     with pytest.raises(PlanError) as caught:
         read(tmp_path, text, "--run.keep", "x", "stray")
     assert len(caught.value.diagnostics) == 7

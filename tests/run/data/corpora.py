@@ -31,7 +31,8 @@ PLAIN = (
 # Forgets all but the last answer, as templates of reasoning models do with what was thought.
 FORGETFUL = (
     "{% for m in messages %}<|{{ m['role'] }}|>"
-    "{% if m['role'] == 'assistant' and not loop.last %}...{% else %}{{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    "{% if m['role'] == 'assistant' and not loop.last %}...{% else %}{{ m['content'] }}{% endif "
+    "%}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 WORDS = Path(json.__file__).read_text()[:4000]
@@ -42,7 +43,9 @@ TALKS = [
 
 
 def tokenizer(folder: Path, template: str = "", *, end: str | None = END, size: int = 330) -> str:
-    """`folder`, with the files of a byte-level BPE tokenizer of about `size` tokens in it, and `template` for conversations."""
+    """`folder`, with the files of a byte-level BPE tokenizer of about `size` tokens in it, and `template` for
+    conversations.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -1,4 +1,6 @@
-"""Documents become samples: every token of every text, one row per conversation, and every fault with its place."""
+"""Documents become samples: every token of every text, one row per conversation, and every fault with its
+place.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The rows of each rank: under every plan the same samples make up a step, and each sample is played once per epoch."""
+"""The rows of each rank: under every plan the same samples make up a step, and each sample is played once per
+epoch.
+"""
 
 from collections import Counter
 

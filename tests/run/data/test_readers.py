@@ -157,9 +157,9 @@ def test_fields_that_a_format_has_no_use_for_are_refused(tmp_path):
 
 def test_a_missing_column_is_said_with_those_there_are():
     fault = missing_column_diagnostic({"body": "x", "title": "y"}, "bodi", "a.jsonl:3", "data.column")
-    assert (
-        str(fault)
-        == "a.jsonl:3: there is no column 'bodi'; the columns are: body, title\n  repair: set data.column: did you mean 'body'?"
+    assert str(fault) == (
+        "a.jsonl:3: there is no column 'bodi'; the columns are: body, title\n  repair: set "
+        "data.column: did you mean 'body'?"
     )
     assert missing_column_diagnostic({"body": None}, "body", "", "") is None
 
@@ -197,7 +197,10 @@ def test_a_column_that_a_data_set_has_not_is_refused_before_it_is_read(tmp_path)
     source = saved(tmp_path / "saved")
     with pytest.raises(
         PlanError,
-        match=r"there is no column 'txet'; the columns are: text, n\n  repair: set data.column: did you mean 'text'",
+        match=(
+            r"there is no column 'txet'; the columns are: text, n\n  repair: set data.column: "
+            r"did you mean 'text'"
+        ),
     ):
         open_reader(DataConfig(source, column="txet"))
     with pytest.raises(PlanError, match=r"there is no column 'messages'(.|\n)*data.chat"):

@@ -1,4 +1,6 @@
-"""An adapter becomes a folder of peft: under every way of storing weights the same, whole, and loaded by peft alone."""
+"""An adapter becomes a folder of peft: under every way of storing weights the same, whole, and loaded by peft
+alone.
+"""
 
 import json
 from dataclasses import replace
@@ -239,7 +241,10 @@ def test_a_tensor_that_is_written_wrongly_is_noticed(
     assert list(tmp_path.iterdir()) == []
 
 
-FACTORY = "from tests.model.hf.lora_models import adapted\n\n\ndef build():\n    return adapted({'vocab_size': 256})()\n"
+FACTORY = (
+    "from tests.model.hf.lora_models import adapted\n\n\ndef build():\n    return "
+    "adapted({'vocab_size': 256})()\n"
+)
 
 
 def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(

@@ -163,7 +163,11 @@ def test_torchrun_under_srun_is_the_inner_one():
     [
         (
             ({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, SLURM),
-            r"torchrun says rank 0 of 1 \(RANK=0\), and SLURM says rank 5 of 8 \(SLURM_PROCID=5\)\n.*one torchrun per host",
+            (
+                r"torchrun says rank 0 of 1 \(RANK=0\), and SLURM says rank 5 of 8 "
+                r"\(SLURM_PROCID=5\)\n.*one torchrun per "
+                r"host"
+            ),
         ),
         (
             ({"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a"}, OPEN_MPI),

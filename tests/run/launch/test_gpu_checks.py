@@ -22,7 +22,9 @@ def test_the_gpus_are_one_finding():
 
 
 def test_ranks_that_reach_each_other_and_agree_on_the_time_are_ok():
-    for findings in run_on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
+    for findings in run_on_threads(
+        lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60
+    ):
         assert [(finding.name, finding.level) for finding in findings] == [
             ("collective (gloo)", "ok"),
             ("clocks", "ok"),
@@ -32,7 +34,9 @@ def test_ranks_that_reach_each_other_and_agree_on_the_time_are_ok():
 
 def test_a_wrong_sum_is_a_failure(monkeypatch):
     monkeypatch.setattr(gpu_checks.torch, "ones", lambda *shape, device: torch.full(shape, 2.0))
-    for findings in run_on_threads(lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60):
+    for findings in run_on_threads(
+        lambda world: list(collective_findings(world, "gloo")), MESH, timeout_s=60
+    ):
         assert findings[0].level == "failure"
 
 
@@ -66,4 +70,6 @@ def test_what_is_not_ok_on_a_host_reaches_all():
 
 def test_more_than_fits_is_cut_short():
     many = [Finding("b", "warning", "x" * 3000, "y")] * 9
-    assert len(run_on_threads(lambda world: gather_findings(world, "h", many), MESH, timeout_s=60)[0]["h"]) == 2
+    assert (
+        len(run_on_threads(lambda world: gather_findings(world, "h", many), MESH, timeout_s=60)[0]["h"]) == 2
+    )

@@ -1,4 +1,6 @@
-"""Job files are read by those who will read them: bash, a YAML parser, and our own reading of the environment."""
+"""Job files are read by those who will read them: bash, a YAML parser, and our own reading of the
+environment.
+"""
 
 import re
 import shlex

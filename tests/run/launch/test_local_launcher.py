@@ -243,9 +243,8 @@ def test_a_rank_that_ended_in_silence_is_told_with_what_the_others_found_out(tmp
 
 
 def test_a_rank_that_a_backend_aborted_comes_behind_the_report(tmp_path):
-    body = (
-        WAITS
-        + "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
+    body = WAITS + (
+        "meet()\nos.kill(os.getpid(), signal.SIGABRT) if rank == 2 else in_vain('rank 1 issued another size')"
     )
     text = run(tmp_path, body).failure.text
     assert text.index("rank 1 issued another size") < text.index("rank 2 was killed by signal 6")

@@ -1,4 +1,6 @@
-"""The network of the host that runs the tests: it has a loopback, and whatever else it has is told consistently."""
+"""The network of the host that runs the tests: it has a loopback, and whatever else it has is told
+consistently.
+"""
 
 from ipaddress import ip_address
 

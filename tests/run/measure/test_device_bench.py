@@ -1,4 +1,6 @@
-"""Each operation that `bench device` times is noted under the same name when a model runs it, with as many numbers."""
+"""Each operation that `bench device` times is noted under the same name when a model runs it, with as many
+numbers.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""What --hardware names: a kind, a file in five lines, a measured device; what is wrong with one is told at once."""
+"""What --hardware names: a kind, a file in five lines, a measured device; what is wrong with one is told at
+once.
+"""
 
 from pathlib import Path
 
@@ -76,7 +78,10 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
     assert "did you mean 'rates'?" in told
     told = refused(
         tmp_path,
-        '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = -1\n[rates]\nmatmuls = 1.0\n',
+        (
+            '[device]\nlike = "h1000"\ntflops = {bf16 = 5, float8 = 5e15}\nnic_gb_s = '
+            "-1\n[rates]\nmatmuls = 1.0\n"
+        ),
     )
     wanted = [
         "'h1000' is no device",
@@ -91,7 +96,10 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
 
 
 def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
-    text = '[device]\nlike = "h1000"\nper_host = 2.5\nunits = -3\nfoo = 1\n[rates]\nmatmul = "x"\nattention = 2\n'
+    text = (
+        '[device]\nlike = "h1000"\nper_host = 2.5\nunits = -3\nfoo = 1\n[rates]\nmatmul = '
+        '"x"\nattention = 2\n'
+    )
     told = refused(tmp_path, text)
     wanted = [
         "'h1000' is no device",
@@ -194,7 +202,11 @@ def test_a_figure_in_another_unit_is_refused_with_the_unit(tmp_path: Path):
 def test_rates_that_no_device_has_are_refused(tmp_path: Path):
     told = refused(
         tmp_path,
-        '[device]\nlike = "h100"\n[rates]\nattention_backward = 100\nfabric_half_hosts = 1e-9\nlatency_s = 30\nloss_passes = 5e9\n',
+        (
+            '[device]\nlike = "h100"\n[rates]\nattention_backward = 100\nfabric_half_hosts = '
+            "1e-9\nlatency_s = 30\nloss_passes = "
+            "5e9\n"
+        ),
     )
     wanted = [
         "attention_backward = 100",

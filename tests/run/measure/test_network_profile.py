@@ -70,12 +70,16 @@ def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
         )
     )
     path.write_text(
-        text.replace("1e+09", "-5.0").replace('"ring"', '"rings"').replace("num_receivers = 2", "num_receivers = 1")
+        text.replace("1e+09", "-5.0")
+        .replace('"ring"', '"rings"')
+        .replace("num_receivers = 2", "num_receivers = 1")
     )
     with pytest.raises(PlanError) as raised:
         read_cluster(path)
     told = str(raised.value)
-    assert all(part in told for part in ("rate of -5.0", "did you mean 'ring'?", "round overheads of [1, 1] ranks"))
+    assert all(
+        part in told for part in ("rate of -5.0", "did you mean 'ring'?", "round overheads of [1, 1] ranks")
+    )
     assert all(fault.location.startswith((str(path), "measured")) for fault in raised.value.diagnostics)
 
 

@@ -1,4 +1,6 @@
-"""What a run's folder tells: steps without the first, the slowest rank's computing, the shortest time of a message."""
+"""What a run's folder tells: steps without the first, the slowest rank's computing, the shortest time of a
+message.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""What a rank used: seconds, memory and bytes in its file, exact where they can be, and speeds only where they are known."""
+"""What a rank used: seconds, memory and bytes in its file, exact where they can be, and speeds only where
+they are known.
+"""
 
 import json
 from dataclasses import replace

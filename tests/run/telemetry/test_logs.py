@@ -1,4 +1,6 @@
-"""Logs of ranks: the rank in every record, warnings where they are seen, and the rest of the process as it was."""
+"""Logs of ranks: the rank in every record, warnings where they are seen, and the rest of the process as it
+was.
+"""
 
 import logging
 import warnings

@@ -38,9 +38,7 @@ def test_steps_that_come_out_the_same_are_not_written_twice(tmp_path):
     said = written(tmp_path, line(2, seconds=9.0), line(3), line(4))
     assert said == "2 steps were repeated from step 2: all are bit-identical"
     assert steps(tmp_path) == [1, 2, 3, 4]
-    assert (
-        written(tmp_path, line(4)) == "step 4 was repeated and is bit-identical"
-    )
+    assert written(tmp_path, line(4)) == "step 4 was repeated and is bit-identical"
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "tokens"])
@@ -61,9 +59,7 @@ def test_a_step_that_was_nan_and_is_nan_is_the_same(tmp_path):
 def test_an_evaluation_has_a_line_of_its_own_and_is_held_against_its_first(tmp_path):
     first = {"kind": "evaluation", "step": 2, "loss": 0.4, "perplexity": 1.5, "tokens": 64}
     written(tmp_path, line(1), line(2), first, line(3))
-    assert written(tmp_path, line(2), first, line(3)).startswith(
-        "2 steps were repeated from step 2: all are"
-    )
+    assert written(tmp_path, line(2), first, line(3)).startswith("2 steps were repeated from step 2: all are")
     assert steps(tmp_path) == [1, 2, 2, 3]
     said = written(tmp_path, line(2), {**first, "loss": 0.5})
     assert said == "the evaluation at step 2 was repeated and differs: loss 0.4 then, 0.5 now"

@@ -20,7 +20,10 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
     said = json.loads(path.read_text())
     assert path == tmp_path / "run" / "run_info.json"
     assert (said["hash"], said["world"], said["axis_sizes"]) == (plan.hash, 3, {"dp_replicate": 3})
-    assert (said["summary"], said["resident_memory"]) == ({"model": "a model"}, {FIRST_ROLE: {"parameters": 8}})
+    assert (said["summary"], said["resident_memory"]) == (
+        {"model": "a model"},
+        {FIRST_ROLE: {"parameters": 8}},
+    )
     assert said["stages"] == [list(plan.model_spec.block_calls)]
     assert [action.name for action in program_from_dict(said["program"]).actions(FIRST_ROLE)] == [
         action.name for action in plan.program.actions(FIRST_ROLE)

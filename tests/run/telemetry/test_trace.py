@@ -1,4 +1,6 @@
-"""The trace of a run: which steps it holds, that viewers can read it, and where it says the time of a step went."""
+"""The trace of a run: which steps it holds, that viewers can read it, and where it says the time of a step
+went.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,9 @@ CPU = torch.device("cpu")
 
 
 def run(folder: Path, num_traced: int, first: int, last: int, ended: int | None = None) -> dict:
-    """Steps `first` + 1 up to `ended` of a run up to `last`, each with one action; what the trace holds ({}: no file)."""
+    """Steps `first` + 1 up to `ended` of a run up to `last`, each with one action; what the trace holds ({}:
+    no file).
+    """
     tracer = StepTracer(folder, 1, CPU, num_traced, first, last)
     for step in range(first + 1, (ended or last) + 1):
         watch = tracer.start_step(step)
@@ -106,7 +110,9 @@ def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
 
 
 def test_every_moment_of_a_step_counts_once():
-    """Forward 0-4 with a block 1-2 and a wait 2-3 in it; loss 4-5, backward 5-7, pack 7-7.5, issue, optimizer 8-9, of 0-10."""
+    """Forward 0-4 with a block 1-2 and a wait 2-3 in it; loss 4-5, backward 5-7, pack 7-7.5, issue, optimizer
+    8-9, of 0-10.
+    """
     spans = [
         ProfilerSpan("forward(0)", GLUE, "compute", 0.0, 4.0),
         ProfilerSpan("F(a, 0)", "F", "compute", 1.0, 2.0),

@@ -1,4 +1,6 @@
-"""The adapters: TensorBoard's files read back; the others against small fakes that record what they are asked to do."""
+"""The adapters: TensorBoard's files read back; the others against small fakes that record what they are asked
+to do.
+"""
 
 import math
 import sys

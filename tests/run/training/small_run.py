@@ -29,7 +29,9 @@ DATA = ExampleDataset(rows(31))
 
 @dataclass(frozen=True)
 class Course:
-    """A run in `folder`; `change(rank, player)` may spoil it, `stop(rank, steps_done)` is asked before each step."""
+    """A run in `folder`; `change(rank, player)` may spoil it, `stop(rank, steps_done)` is asked before each
+    step.
+    """
 
     folder: Path
     ranks: int = 2

@@ -1,4 +1,6 @@
-"""The loop round the step, ranks as threads: what it saves, where it goes on, and that it does so bit for bit."""
+"""The loop round the step, ranks as threads: what it saves, where it goes on, and that it does so bit for
+bit.
+"""
 
 import json
 from collections.abc import Callable
@@ -146,7 +148,11 @@ def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(
     Course(tmp_path, ranks=ranks, stop=lambda rank, done: done == 6).play()
     monkeypatch.setattr(ThreadGroup, "transport", "pigeons")
     (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
-    words = "sums over dp_replicate went through threads and now go through pigeons: from here on the last bits may differ"
+    words = (
+        "sums over dp_replicate went through threads and now go through pigeons: from here "
+        "on "
+        "the last bits may differ"
+    )
     assert (words in resumed.notes) == told
 
 
@@ -199,10 +205,7 @@ def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp
     before = {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()}
     (resumed, ended, _), _ = course.play(step=4)
     assert resumed.notes == ("resumed from step 4",)
-    assert (
-        str(ended.replay)
-        == "8 steps were repeated from step 5: all are bit-identical"
-    )
+    assert str(ended.replay) == "8 steps were repeated from step 5: all are bit-identical"
     assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
 
 
@@ -285,7 +288,9 @@ def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
 
 @pytest.mark.parametrize("valid", [0, 1])
 def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_before(tmp_path: Path, valid: int):
-    """Steps in which nothing counts are skipped and journalled; a single token in the whole data makes the loss defined."""
+    """Steps in which nothing counts are skipped and journalled; a single token in the whole data makes the
+    loss defined.
+    """
     course = Course(tmp_path, ranks=3)
     labels = torch.full_like(rows()["labels"], IGNORE_INDEX)
     labels[:valid, 0] = 1

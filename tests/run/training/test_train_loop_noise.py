@@ -1,4 +1,6 @@
-"""Runs that measure the noise of their gradient: where it is written, and that a resumed run goes on with the same averages."""
+"""Runs that measure the noise of their gradient: where it is written, and that a resumed run goes on with the
+same averages.
+"""
 
 from dataclasses import replace
 

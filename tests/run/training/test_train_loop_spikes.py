@@ -1,4 +1,6 @@
-"""Runs under guard: harmful steps are skipped, or end the run, and a resumed run judges as one that was never stopped."""
+"""Runs under guard: harmful steps are skipped, or end the run, and a resumed run judges as one that was never
+stopped.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -57,9 +59,10 @@ def test_a_run_that_stops_at_a_spike_saves_nothing_new(tmp_path):
     assert isinstance(error, LossSpikeError)
     samples = open_feed(split_held_out(DATA, course.plan.job.evaluate)[0], course.plan, 0).sample_ids(6)[1]
     assert (
-        f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; samples {samples[0]}, "
-        in str(error)
-    )
+        f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; "
+        f"samples "
+        f"{samples[0]}, "
+    ) in str(error)
     assert max(course.kept()) == 6
     assert max(course.lines()) == 6
     assert list(course.lines("spike")) == [7]

@@ -19,12 +19,21 @@ from meshwright.comm.algorithms.tree import TreeAllReduce
 from meshwright.plan.job.errors import PlanError, suggest_name
 
 BACKEND = BackendAllReduce.name
-PLAIN = (BackendAllReduce(), NaiveAllReduce(), ReduceBroadcastAllReduce(), RingAllReduce(), DirectExchangeAllReduce(), RecursiveHalvingAllReduce(), RecursiveDoublingAllReduce(), TreeAllReduce())
-ALGORITHMS = MappingProxyType({algorithm.name: algorithm for algorithm in PLAIN})
-NAMES = (*ALGORITHMS, f"{HierarchicalAllReduce.name}/G")
+FLAT_ALGORITHMS = (
+    BackendAllReduce(),
+    NaiveAllReduce(),
+    ReduceBroadcastAllReduce(),
+    RingAllReduce(),
+    DirectExchangeAllReduce(),
+    RecursiveHalvingAllReduce(),
+    RecursiveDoublingAllReduce(),
+    TreeAllReduce(),
+)
+ALGORITHMS = MappingProxyType({algorithm.name: algorithm for algorithm in FLAT_ALGORITHMS})
+ALGORITHM_NAMES = (*ALGORITHMS, f"{HierarchicalAllReduce.name}/G")
 
 
-def named(name: str, where: str = "") -> AllReduceAlgorithm:
+def get_algorithm(name: str, location: str = "") -> AllReduceAlgorithm:
     """The algorithm called `name`. Raises PlanError when there is none."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
@@ -32,11 +41,11 @@ def named(name: str, where: str = "") -> AllReduceAlgorithm:
     if stem == HierarchicalAllReduce.name and number.isdecimal() and number.isascii() and int(number) > 0:
         return HierarchicalAllReduce(int(number))
     raise PlanError(
-        f"there is no all_reduce algorithm '{name}'", fix=_meant(stem, slash, number), location=where
+        f"there is no all_reduce algorithm '{name}'", fix=_suggestion(stem, slash, number), location=location
     )
 
 
-def _meant(stem: str, slash: str, number: str) -> str:
+def _suggestion(stem: str, slash: str, number: str) -> str:
     if stem == HierarchicalAllReduce.name:
         return "write hierarchical/G, where G is the number of ranks on each host: hierarchical/4"
     if slash and stem in ALGORITHMS:
@@ -44,4 +53,4 @@ def _meant(stem: str, slash: str, number: str) -> str:
     close = suggest_name(stem, (*ALGORITHMS, HierarchicalAllReduce.name))
     if f"'{HierarchicalAllReduce.name}'" in close:
         return f"did you mean '{HierarchicalAllReduce.name}/{number or 'G'}'?"
-    return close if "'" in close else f"choose one of: {', '.join(NAMES)}"
+    return close if "'" in close else f"choose one of: {', '.join(ALGORITHM_NAMES)}"

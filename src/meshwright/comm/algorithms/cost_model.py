@@ -45,7 +45,8 @@ def all_reduce_seconds(
 ) -> float:
     """The time of an all-reduce of `nbytes` among `size` ranks, `per_host` of them on each host (0: all on one)."""
     return sum(
-        count * _round_seconds(demand, nbytes, network) for demand, count in round_loads(algorithm, size, ranks_per_host)
+        count * _round_seconds(demand, nbytes, network)
+        for demand, count in round_loads(algorithm, size, ranks_per_host)
     )
 
 
@@ -58,7 +59,9 @@ def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> flo
             inside = between.seconds(sum(share * count for share, count in load.intra_host) * nbytes)
         else:
             inside = network.round_overhead_s(load.num_receivers)
-            inside += sum(count * network.intra_host.seconds(share * nbytes) for share, count in load.intra_host)
+            inside += sum(
+                count * network.intra_host.seconds(share * nbytes) for share, count in load.intra_host
+            )
             inside += sum(
                 count * network.busiest_rank.seconds(share * nbytes) for share, count in load.busiest_rank
             )
@@ -78,7 +81,9 @@ def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> flo
 
 
 @lru_cache(maxsize=256)
-def round_loads(algorithm: AllReduceAlgorithm, size: int, ranks_per_host: int = 0) -> tuple[tuple[RoundLoad, int], ...]:
+def round_loads(
+    algorithm: AllReduceAlgorithm, size: int, ranks_per_host: int = 0
+) -> tuple[tuple[RoundLoad, int], ...]:
     """What the rounds of `algorithm` ask for among `size` ranks, `per_host` on each host (0: all on one), and how often."""
     ranks_per_host = ranks_per_host or size
     gathered: list[_RoundTotals] = []
@@ -112,7 +117,9 @@ class _RoundTotals:
         self.messages_by_host.setdefault(host, Counter()).update(len(parcel.pieces) for parcel in sent)
         self.receivers_by_host[host] += bool(come)
         mine = Counter(len(parcel.pieces) for parcel in (*sent, *come))
-        if host not in self.busiest_rank_by_host or _total_pieces(mine) > _total_pieces(self.busiest_rank_by_host[host][1]):
+        if host not in self.busiest_rank_by_host or _total_pieces(mine) > _total_pieces(
+            self.busiest_rank_by_host[host][1]
+        ):
             self.busiest_rank_by_host[host] = (index, mine)
         self.sent_from_host[host] += sum(len(parcel.pieces) for parcel in round_.sends) - sum(
             len(parcel.pieces) for parcel in sent

@@ -88,11 +88,16 @@ class HierarchicalAllReduce(AllReduceAlgorithm):
         )
         if self.ranks_per_host in (1, size):
             where = "inside a host" if self.ranks_per_host == 1 else "between hosts"
-            return f"with {self.ranks_per_host} of {size} ranks on a host there is nothing to sum {where}", fix
+            return (
+                f"with {self.ranks_per_host} of {size} ranks on a host there is nothing to sum {where}",
+                fix,
+            )
         return f"{size} ranks are no whole number of hosts with {self.ranks_per_host} ranks each", fix
 
 
-def _ring_rounds(ring: list[int], at: int, parts: list[tuple[int, ...]], first: int, *, adds: bool) -> list[Round]:
+def _ring_rounds(
+    ring: list[int], at: int, parts: list[tuple[int, ...]], first: int, *, adds: bool
+) -> list[Round]:
     """One turn round `ring` (indices of ranks; this rank stands `at`): part `first` goes to the right, then the one before it."""
     num, right, left = len(ring), ring[(at + 1) % len(ring)], ring[at - 1]
     return [

@@ -40,7 +40,9 @@ class NaiveAllReduce(AllReduceAlgorithm):
         others = tuple(PieceMessage(other, WHOLE_TENSOR) for other in range(size) if other != index)
         as_root = Round(receives=others, accumulate=True, uses_original_operand=True)
         return tuple(
-            as_root if root == index else Round(sends=(PieceMessage(root, WHOLE_TENSOR),), uses_original_operand=True)
+            as_root
+            if root == index
+            else Round(sends=(PieceMessage(root, WHOLE_TENSOR),), uses_original_operand=True)
             for root in range(size)
         )
 

@@ -28,7 +28,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage, Round, wrapped_numel, piece_numel, ceil_log2
+from meshwright.comm.algorithms.schedule import (
+    AllReduceAlgorithm,
+    PieceMessage,
+    Round,
+    ceil_log2,
+    piece_numel,
+    wrapped_numel,
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,9 @@ class RecursiveHalvingAllReduce(AllReduceAlgorithm):
 
     def num_sent(self, size: int, index: int, numel: int) -> int:
         collected = numel - piece_numel(numel, size, index)  # every piece but the own one leaves once
-        return collected + sum(wrapped_numel(numel, size, index, left - kept) for left, kept in _halving_counts(size))
+        return collected + sum(
+            wrapped_numel(numel, size, index, left - kept) for left, kept in _halving_counts(size)
+        )
 
     def seconds(self, size: int, nbytes: int, latency_s: float, bytes_per_s: float) -> float:
         return self.num_rounds(size) * latency_s + 2 * (size - 1) / size * nbytes / bytes_per_s

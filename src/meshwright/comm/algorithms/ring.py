@@ -53,4 +53,6 @@ class RingAllReduce(AllReduceAlgorithm):
 
     def _round(self, size: int, right: int, left: int, piece: int, *, adds: bool) -> Round:
         """`piece` goes to the right; the one before it comes from the left."""
-        return Round((PieceMessage(right, (piece % size,)),), (PieceMessage(left, ((piece - 1) % size,)),), adds)
+        return Round(
+            (PieceMessage(right, (piece % size,)),), (PieceMessage(left, ((piece - 1) % size,)),), adds
+        )

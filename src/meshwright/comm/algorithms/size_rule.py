@@ -13,14 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 
 AUTO = "auto"
 SIZE_UNITS = MappingProxyType({"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1})
 RULE_EXAMPLE = 'an algorithm, or a rule such as "doubling <= 64 KiB, else ring"'
-THRESHOLD_PATTERN = re.compile(r"(?P<name>[^\s<=]+)\s*<=\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]+)", re.ASCII)
-ELSE_PATTERN, NAME_PATTERN = re.compile(r"else\s+(?P<name>[^\s<=]+)"), re.compile(r"(?!else$)(?P<name>[^\s<=]+)")
+THRESHOLD_PATTERN = re.compile(
+    r"(?P<name>[^\s<=]+)\s*<=\s*(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]+)", re.ASCII
+)
+ELSE_PATTERN, NAME_PATTERN = (
+    re.compile(r"else\s+(?P<name>[^\s<=]+)"),
+    re.compile(r"(?!else$)(?P<name>[^\s<=]+)"),
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,7 @@ def rule_diagnostics(text: str, size: int, location: str) -> Iterator[Diagnostic
     found = tuple(_text_diagnostics(text, location))
     yield from found
     for name in () if found else SizeRule.parse(text).algorithm_names:
-        refusal = named(name).refusal(size)
+        refusal = get_algorithm(name).refusal(size)
         if refusal is not None:
             what, fix = refusal
             yield Diagnostic(f"{name}: {what}", fix, location)
@@ -123,7 +128,7 @@ def _name_diagnostics(name: str, location: str) -> Iterator[Diagnostic]:
         )
         return
     try:
-        named(name)
+        get_algorithm(name)
     except PlanError as error:
         yield from (Diagnostic(fault.problem, fault.fix, location) for fault in error.diagnostics)
 

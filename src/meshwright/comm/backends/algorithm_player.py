@@ -87,7 +87,9 @@ def _sized_rounds(algorithm: AllReduceAlgorithm, size: int, index: int, numel: i
 
     def stretches(parcels: Iterable[PieceMessage]) -> tuple[MessageRanges, ...]:
         found = [
-            MessageRanges(parcel.peer, _merge_ranges([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces]))
+            MessageRanges(
+                parcel.peer, _merge_ranges([(cuts[piece], cuts[piece + 1]) for piece in parcel.pieces])
+            )
             for parcel in parcels
         ]
         return tuple(stretch for stretch in found if stretch.numel)
@@ -137,7 +139,9 @@ def _copy_received(step: SizedRound, flat: torch.Tensor, landings: PeerTensors) 
                 flat[first:end].copy_(part)
 
 
-def _add_received(step: SizedRound, index: int, mine: torch.Tensor, flat: torch.Tensor, landings: PeerTensors) -> None:
+def _add_received(
+    step: SizedRound, index: int, mine: torch.Tensor, flat: torch.Tensor, landings: PeerTensors
+) -> None:
     """Add what has arrived to the own pieces: summands of one place in the order of the ranks, the own one among them."""
     places: dict[ElementRange, dict[int, torch.Tensor]] = {}
     for stretch, (peer, arrived) in zip(step.receives, landings, strict=True):
@@ -151,5 +155,7 @@ def _add_received(step: SizedRound, index: int, mine: torch.Tensor, flat: torch.
             flat[first:end].copy_(ordered_sum([everyone[peer] for peer in sorted(everyone)]))
 
 
-def _split_received(stretch: MessageRanges, arrived: torch.Tensor) -> Iterable[tuple[ElementRange, torch.Tensor]]:
+def _split_received(
+    stretch: MessageRanges, arrived: torch.Tensor
+) -> Iterable[tuple[ElementRange, torch.Tensor]]:
     return zip(stretch.ranges, arrived.split([end - first for first, end in stretch.ranges]), strict=True)

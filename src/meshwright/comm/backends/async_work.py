@@ -26,9 +26,11 @@ WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
 class CollectiveWait:
     """What a work of torch.distributed serves: the `call` that `group` announced last. `pairwise`: by sends and receives."""
 
-    __slots__ = ("_call", "_group", "_watchdog", "_on_gloo", "_sequence_id", "_is_p2p")
+    __slots__ = ("_call", "_group", "_is_p2p", "_on_gloo", "_sequence_id", "_watchdog")
 
-    def __init__(self, group: Group, call: CollectiveCall, watchdog: Watchdog, *, on_gloo: bool, is_p2p: bool) -> None:
+    def __init__(
+        self, group: Group, call: CollectiveCall, watchdog: Watchdog, *, on_gloo: bool, is_p2p: bool
+    ) -> None:
         self._group, self._call, self._watchdog = group, call, watchdog
         self._on_gloo, self._is_p2p = on_gloo, is_p2p
         self._sequence_id = group.ledger.flight_recorder.sequence_id
@@ -42,9 +44,13 @@ class CollectiveWait:
                 elif self._is_p2p:
                     work.wait(timedelta(seconds=max(0.001, waiting.remaining_s)))
                 else:
-                    if not _completes_within(work, WAIT_SLICE):  # it mostly is: no limit to look up, nothing to make
+                    if not _completes_within(
+                        work, WAIT_SLICE
+                    ):  # it mostly is: no limit to look up, nothing to make
                         waiting.check()
-                        wait_until(waiting, lambda seconds: _completes_within(work, timedelta(seconds=seconds)))
+                        wait_until(
+                            waiting, lambda seconds: _completes_within(work, timedelta(seconds=seconds))
+                        )
             except CollectiveError:
                 raise
             except RuntimeError as error:
@@ -81,7 +87,11 @@ class TorchWork(Work):
     """
 
     def __init__(
-        self, work: BackendWork, collective_wait: CollectiveWait, keep: tuple[torch.Tensor, ...], finish: Callable[[], None] | None
+        self,
+        work: BackendWork,
+        collective_wait: CollectiveWait,
+        keep: tuple[torch.Tensor, ...],
+        finish: Callable[[], None] | None,
     ) -> None:
         self._work: BackendWork | None = work
         self._collective_wait = collective_wait

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from meshwright.comm.collectives.announce import announce, ordered_axes, shares_memory, rank_slices, member_ranks
+from meshwright.comm.collectives.announce import (
+    announce,
+    member_ranks,
+    ordered_axes,
+    rank_slices,
+    shares_memory,
+)
 from meshwright.comm.collectives.group import Group, Ledger, Work, World
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -73,7 +79,9 @@ class FakeGroup(Group):
         """Fill every slice of `output` with this rank's slice of `tensor`: what each equal peer would send here."""
         announce(self, "all_to_all", tensor, output, action=action)
         with torch.no_grad():
-            output.view(self.size, tensor.numel() // self.size).copy_(rank_slices(tensor, self.size)[self.index])
+            output.view(self.size, tensor.numel() // self.size).copy_(
+                rank_slices(tensor, self.size)[self.index]
+            )
         return CompletedWork()
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:

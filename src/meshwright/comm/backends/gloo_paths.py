@@ -93,7 +93,9 @@ def broadcast_all_gather(
     pieces = rank_slices(output, group.size())
     if pieces[index].data_ptr() != tensor.data_ptr():
         pieces[index].copy_(tensor)
-    works = [group.broadcast([piece], _broadcast_options(source, async_op)) for source, piece in enumerate(pieces)]
+    works = [
+        group.broadcast([piece], _broadcast_options(source, async_op)) for source, piece in enumerate(pieces)
+    ]
     return BroadcastWorks(works)
 
 

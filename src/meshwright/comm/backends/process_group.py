@@ -18,12 +18,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.backends.algorithm_player import PeerTensors, run_rounds
 from meshwright.comm.backends.async_work import CollectiveWait, P2PWork, StreamWork, TorchWork
 from meshwright.comm.backends.comm_thread import CommThread
 from meshwright.comm.backends.fake import CompletedWork, copy_to_output
-from meshwright.comm.backends.gloo_paths import ReceiveBuffers, BackendWork, broadcast_all_gather, sum_into
+from meshwright.comm.backends.gloo_paths import BackendWork, ReceiveBuffers, broadcast_all_gather, sum_into
 from meshwright.comm.collectives.announce import POINT_TO_POINT, CollectiveCall, announce, rank_slices
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
@@ -32,7 +32,11 @@ from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
 
 MAX_PAIR_EXCHANGE_NBYTES = 8 * 2**20  # bytes of an all_reduce that a pair does as an exchange
-USER_TAG, ROUND_TAG, ABORT_TAG = 0, 1, 2  # tags: what a caller sends, what rounds send, and what never comes, do not meet
+USER_TAG, ROUND_TAG, ABORT_TAG = (
+    0,
+    1,
+    2,
+)  # tags: what a caller sends, what rounds send, and what never comes, do not meet
 
 
 class TorchGroup(Group):
@@ -92,7 +96,9 @@ class TorchGroup(Group):
         if self.on_gloo:  # straight to the backend, as in `_summed`: the same way, 15 us shorter
             return self._issue(
                 call,
-                lambda **how: self._process_group.send([_flat(tensor)], self._backend_ranks[target], USER_TAG),
+                lambda **how: self._process_group.send(
+                    [_flat(tensor)], self._backend_ranks[target], USER_TAG
+                ),
                 keep=(tensor,),
             )
         return self._issue(
@@ -105,7 +111,9 @@ class TorchGroup(Group):
         if self.on_gloo:
             return self._issue(
                 call,
-                lambda **how: self._process_group.recv([_flat(tensor)], self._backend_ranks[source], USER_TAG),
+                lambda **how: self._process_group.recv(
+                    [_flat(tensor)], self._backend_ranks[source], USER_TAG
+                ),
                 keep=(tensor,),
             )
         return self._issue(
@@ -148,7 +156,9 @@ class TorchGroup(Group):
         call = announce(self, "reduce_scatter", tensor, output, action=action)
         if not self.on_gloo:
             return self._issue(
-                call, partial(_collective_fn("reduce_scatter"), _flat(output), _flat(tensor)), keep=(output, tensor)
+                call,
+                partial(_collective_fn("reduce_scatter"), _flat(output), _flat(tensor)),
+                keep=(output, tensor),
             )
 
         mine, pieces = self.index, rank_slices(_flat(tensor), self.size)
@@ -253,7 +263,7 @@ class TorchGroup(Group):
     def _run_algorithm(self, call: CollectiveCall, flat: torch.Tensor) -> Work:
         if flat.numel() == 0:
             return CompletedWork()
-        rounds = run_rounds(named(call.algorithm), self.size, self.index, flat)
+        rounds = run_rounds(get_algorithm(call.algorithm), self.size, self.index, flat)
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=True)
         if flat.is_cuda:
             self._stream = self._stream or torch.cuda.Stream(flat.device)
@@ -288,8 +298,12 @@ class TorchGroup(Group):
         if (
             self.on_gloo
         ):  # straight to the backend: batches and ranks of the world cost 0.1 ms more per round of Python
-            arriving = [self._process_group.recv([tensor], peer, self._round_tag) for peer, tensor in receives]
-            return arriving + [self._process_group.send([tensor], peer, self._round_tag) for peer, tensor in sends]
+            arriving = [
+                self._process_group.recv([tensor], peer, self._round_tag) for peer, tensor in receives
+            ]
+            return arriving + [
+                self._process_group.send([tensor], peer, self._round_tag) for peer, tensor in sends
+            ]
         ops = [
             dist.P2POp(dist.irecv, tensor, self.ranks[peer], self._process_group, self._round_tag)
             for peer, tensor in receives
@@ -313,7 +327,7 @@ class TorchGroup(Group):
         pairwise = call.collective in POINT_TO_POINT
         asked = CollectiveWait(self, call, self.watchdog, on_gloo=self.on_gloo, is_p2p=pairwise)
         try:
-            work = start(group=self._joined, async_op=True)
+            work = start(group=self._process_group, async_op=True)
         except RuntimeError as error:
             raise asked.error_for(error) from error
         if work is None:

@@ -23,10 +23,17 @@ from threading import Condition, RLock
 
 import torch
 
-from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.backends.algorithm_player import run_all_ranks
 from meshwright.comm.backends.fake import FakeGroup
-from meshwright.comm.collectives.announce import POINT_TO_POINT, CollectiveCall, announce, ordered_axes, rank_slices, member_ranks
+from meshwright.comm.collectives.announce import (
+    POINT_TO_POINT,
+    CollectiveCall,
+    announce,
+    member_ranks,
+    ordered_axes,
+    rank_slices,
+)
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import Group, Ledger, Work, World
 from meshwright.plan.job.errors import CollectiveError
@@ -143,7 +150,11 @@ class ThreadBackend:
         """
 
         def settled() -> bool:
-            return pending.is_done or self._failure is not None or not self._left_ranks.isdisjoint(pending.missing_ranks)
+            return (
+                pending.is_done
+                or self._failure is not None
+                or not self._left_ranks.isdisjoint(pending.missing_ranks)
+            )
 
         with self._lock:
             if pending.is_done:
@@ -185,14 +196,19 @@ class ThreadBackend:
                 continue
             state = "ended without coming" if rank in self._left_ranks else "never came"
             last = (
-                f"its last call was {self._last_calls[rank]}" if rank in self._last_calls else "it has called nothing yet"
+                f"its last call was {self._last_calls[rank]}"
+                if rank in self._last_calls
+                else "it has called nothing yet"
             )
             lines.append(f"  rank {rank}: {state}; {last}")
         elsewhere = [
-            rank for rank in range(self.mesh.world_size) if rank not in pending.ranks and rank in self._last_calls
+            rank
+            for rank in range(self.mesh.world_size)
+            if rank not in pending.ranks and rank in self._last_calls
         ]
         lines += [
-            f"  rank {rank} (not in this group): its last call was {self._last_calls[rank]}" for rank in elsewhere
+            f"  rank {rank} (not in this group): its last call was {self._last_calls[rank]}"
+            for rank in elsewhere
         ]
         return "\n".join(lines)
 
@@ -225,7 +241,7 @@ def _results(call: CollectiveCall, operands: list[torch.Tensor]) -> Iterable[tor
     match call.collective:
         case "all_reduce" if call.algorithm != BACKEND:
             totals = [operand.detach().view(-1).clone() for operand in operands]
-            run_all_ranks(named(call.algorithm), totals)
+            run_all_ranks(get_algorithm(call.algorithm), totals)
             return totals
         case "send" | "recv":
             return [operands[0]] * size
@@ -256,7 +272,9 @@ def _results(call: CollectiveCall, operands: list[torch.Tensor]) -> Iterable[tor
 class ThreadWork(Work):
     """A meeting that this rank has posted to."""
 
-    def __init__(self, backend: ThreadBackend, rank: int, call: CollectiveCall, pending: PendingCollective) -> None:
+    def __init__(
+        self, backend: ThreadBackend, rank: int, call: CollectiveCall, pending: PendingCollective
+    ) -> None:
         self._backend = backend
         self._rank = rank
         self._call = call
@@ -350,7 +368,10 @@ class ThreadGroup(Group):
 
     def _submit(self, call: CollectiveCall, tensor: torch.Tensor, output: torch.Tensor | None) -> Work:
         return ThreadWork(
-            self._backend, self._rank, call, self._backend.submit(self._rank, self, CollectiveInput(call, tensor, output))
+            self._backend,
+            self._rank,
+            call,
+            self._backend.submit(self._rank, self, CollectiveInput(call, tensor, output)),
         )
 
 

@@ -15,10 +15,10 @@ from types import MappingProxyType
 
 import torch
 
-from meshwright.comm.algorithms import BACKEND, named
-from meshwright.comm.algorithms.schedule import min_max_sent, cached_num_sent
+from meshwright.comm.algorithms import BACKEND, get_algorithm
+from meshwright.comm.algorithms.schedule import cached_num_sent, min_max_sent
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import LedgerEntry, Group
+from meshwright.comm.collectives.group import Group, LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES
@@ -94,7 +94,9 @@ def announce(
     ledger.record(entry)
     if group.size > 1 and not ledger.is_comparing:
         ledger.flight_recorder.record(group, call)
-        if ledger.check_desync is not None and not (ledger.compare_first_step_only and ledger.phase != "first_step"):
+        if ledger.check_desync is not None and not (
+            ledger.compare_first_step_only and ledger.phase != "first_step"
+        ):
             ledger.check_desync(group, call)
     return call
 
@@ -126,7 +128,7 @@ def min_max_sent_nbytes(transfer: Transfer, size: int) -> tuple[float, float]:
         nbytes = sent_nbytes(transfer.collective, transfer.nbytes, size)
         return nbytes, nbytes
     width = DTYPE_NBYTES[transfer.dtype]
-    least, most = min_max_sent(named(transfer.algorithm), size, transfer.nbytes // width)
+    least, most = min_max_sent(get_algorithm(transfer.algorithm), size, transfer.nbytes // width)
     return float(least * width), float(most * width)
 
 
@@ -195,7 +197,7 @@ def _announcement(
         pass
     elif algorithm != BACKEND:
         sent = (
-            float(cached_num_sent(named(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
+            float(cached_num_sent(get_algorithm(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
         )
     elif collective not in (*ONE_SENDER, *ONE_RECEIVER) or (source == index) == (collective in ONE_SENDER):
         sent = sent_nbytes(collective, nbytes, size)
@@ -206,7 +208,7 @@ def _refusal(
     call: CollectiveCall, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None
 ) -> Refusal | None:
     """Why the call cannot work among `size` ranks, seen from sizes and dtypes; `given` are the output's."""
-    algorithm = None if call.algorithm == BACKEND else named(call.algorithm, call.action)
+    algorithm = None if call.algorithm == BACKEND else get_algorithm(call.algorithm, call.action)
     if algorithm is not None and size > 1 and (impossible := algorithm.refusal(size)) is not None:
         return Diagnostic(*impossible)
     if call.source is not None and not 0 <= call.source < size:
@@ -261,7 +263,9 @@ def _refusal_error(group: Group, call: CollectiveCall, refusal: Refusal) -> Exce
     return ValueError(f"{where}: {refusal}")
 
 
-def _check_device(call: CollectiveCall, group: Group, tensor: torch.Tensor, output: torch.Tensor | None) -> None:
+def _check_device(
+    call: CollectiveCall, group: Group, tensor: torch.Tensor, output: torch.Tensor | None
+) -> None:
     if group.device is None:
         return
     for each in (tensor, output):

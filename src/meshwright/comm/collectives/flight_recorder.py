@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 NUM_SLOTS, SLOT_NBYTES = 64, 512
 SLOT_HEADER = Struct("<QQI")  # order (0: never used), number, length of the text
 MAX_TEXT_NBYTES = SLOT_NBYTES - SLOT_HEADER.size
-MAX_CACHED_TEXTS = 4096  # texts that are remembered; a rank that asks for more different things makes some again
+MAX_CACHED_TEXTS = (
+    4096  # texts that are remembered; a rank that asks for more different things makes some again
+)
 LIBRARY_PATHS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep)
 
 

@@ -154,7 +154,7 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
-        """Sum `tensor` over the group, in place, by one of `comm.algorithms.NAMES`."""
+        """Sum `tensor` over the group, in place, by one of `comm.algorithms.ALGORITHM_NAMES`."""
 
     def all_reduce_copy(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
         """New memory of the shape of `tensor`, contiguous, and the all_reduce that fills it with the sum over the group.

@@ -32,7 +32,9 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
 
 DeferredCalls = list[Callable[[], None]]
-ActionName = str | Callable[[], str]  # an action, or who tells which one is under way when a collective is issued
+ActionName = (
+    str | Callable[[], str]
+)  # an action, or who tells which one is under way when a collective is issued
 
 
 def redistribute(
@@ -92,8 +94,22 @@ class _Redistribute(torch.autograd.Function):
         back = f"{action} backward".strip() if isinstance(action, str) else action
         after = partial(_run_all, ctx.later)
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
-            return redistribute(grad, group, dst.adjoint, src.adjoint, back, after), None, None, None, None, None
-        return _apply(grad, group, dst.adjoint, src.adjoint, _action_name(back), after), None, None, None, None, None
+            return (
+                redistribute(grad, group, dst.adjoint, src.adjoint, back, after),
+                None,
+                None,
+                None,
+                None,
+                None,
+            )
+        return (
+            _apply(grad, group, dst.adjoint, src.adjoint, _action_name(back), after),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _run_all(calls: DeferredCalls) -> None:

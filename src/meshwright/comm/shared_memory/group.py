@@ -25,7 +25,7 @@ from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.announce import ONE_RECEIVER, CollectiveCall, announce
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work
-from meshwright.comm.shared_memory.segment import MISMATCH, DONE, PENDING, SharedSegment
+from meshwright.comm.shared_memory.segment import DONE, MISMATCH, PENDING, SharedSegment
 from meshwright.comm.watchdog.watchdog import WatchedWait, wait_until
 from meshwright.plan.job.errors import CollectiveError
 
@@ -72,7 +72,12 @@ class SharedMemoryWork(Work):
     )
 
     def __init__(
-        self, group: "SharedMemoryGroup", number: int, call: CollectiveCall, operand: torch.Tensor, result: torch.Tensor
+        self,
+        group: "SharedMemoryGroup",
+        number: int,
+        call: CollectiveCall,
+        operand: torch.Tensor,
+        result: torch.Tensor,
     ) -> None:
         self._group, self.number, self.call = group, number, call
         self.sequence_id = group.ledger.flight_recorder.sequence_id  # among all that this rank has announced
@@ -107,7 +112,12 @@ class SharedMemoryGroup(Group):
     transport = "shared memory"
 
     def __init__(self, gloo_group: TorchGroup, segment: SharedSegment) -> None:
-        self.axes, self.ranks, self.index, self.ledger = gloo_group.axes, gloo_group.ranks, gloo_group.index, gloo_group.ledger
+        self.axes, self.ranks, self.index, self.ledger = (
+            gloo_group.axes,
+            gloo_group.ranks,
+            gloo_group.index,
+            gloo_group.ledger,
+        )
         self.device = gloo_group.device
         self._gloo_group = gloo_group
         self._segment = segment
@@ -265,7 +275,12 @@ class SharedMemoryGroup(Group):
                 raise
 
     def _is_done(
-        self, attempt: Callable[[int], int], work: SharedMemoryWork, waiting: WatchedWait, for_place: bool, wait_s: float
+        self,
+        attempt: Callable[[int], int],
+        work: SharedMemoryWork,
+        waiting: WatchedWait,
+        for_place: bool,
+        wait_s: float,
     ) -> bool:
         answer = attempt(int(wait_s * 1e9))
         if answer == MISMATCH:
@@ -285,9 +300,9 @@ class SharedMemoryGroup(Group):
             if index in lost:
                 why = f"connection closed by peer: rank {self.ranks[index]} {lost[index]}"
                 # by this cause others see that it is not this rank's own error
-                raise waiting.error_for(f"{self._call_text(work.call)} did not complete: {why}") from RuntimeError(
-                    why
-                )
+                raise waiting.error_for(
+                    f"{self._call_text(work.call)} did not complete: {why}"
+                ) from RuntimeError(why)
 
     def _raise_disagreement(self, work: SharedMemoryWork, waiting: WatchedWait) -> None:
         names = {number: name for name, number in COLLECTIVE_CODES.items()}
@@ -299,7 +314,9 @@ class SharedMemoryGroup(Group):
                 continue
             kind, dtype, source, nbytes = said
             elements = (
-                str(SUMMABLE_DTYPES[dtype]).removeprefix("torch.") if dtype < len(SUMMABLE_DTYPES) else "other elements"
+                str(SUMMABLE_DTYPES[dtype]).removeprefix("torch.")
+                if dtype < len(SUMMABLE_DTYPES)
+                else "other elements"
             )
             one = (
                 f", to or from index {source}"

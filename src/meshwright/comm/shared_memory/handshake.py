@@ -34,7 +34,9 @@ class CannotShareMemory(Exception):
         self.is_expected = is_expected
 
 
-def share_segment(process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_host: int) -> SharedSegment:
+def share_segment(
+    process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_host: int
+) -> SharedSegment:
     """The memory that `ranks`, which `joined` joins over gloo, share from now on, seen from `rank`. Collective.
 
     Waits spin only where the host has a core for each of its `num_on_host` ranks.
@@ -69,11 +71,16 @@ def on_one_host(process_group: dist.ProcessGroup, size: int) -> bool:
 def _capabilities(able: bool, fd: int, word: torch.Tensor) -> torch.Tensor:
     own = HostProcess.current() if able else HostProcess(0, 0)
     return torch.cat(
-        [torch.tensor([int(able), _host_digest(), _digest(source_bytes()), own.pid, own.start_time, fd]), word]
+        [
+            torch.tensor([int(able), _host_digest(), _digest(source_bytes()), own.pid, own.start_time, fd]),
+            word,
+        ]
     )
 
 
-def _gather_capabilities(process_group: dist.ProcessGroup, size: int, own: torch.Tensor) -> list[torch.Tensor]:
+def _gather_capabilities(
+    process_group: dist.ProcessGroup, size: int, own: torch.Tensor
+) -> list[torch.Tensor]:
     everyone = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(everyone, own, group=process_group)
     return everyone
@@ -90,7 +97,11 @@ def _raise_if_unable(everyone: Sequence[torch.Tensor], ranks: Sequence[int], why
 
 
 def _map_segment(
-    process_group: dist.ProcessGroup, everyone: Sequence[torch.Tensor], index: int, own_fd: int, num_on_host: int
+    process_group: dist.ProcessGroup,
+    everyone: Sequence[torch.Tensor],
+    index: int,
+    own_fd: int,
+    num_on_host: int,
 ) -> SharedSegment:
     processes = [HostProcess(int(each[PID]), int(each[START_TIME])) for each in everyone]
     word = everyone[0][SECRET:].numpy().tobytes()

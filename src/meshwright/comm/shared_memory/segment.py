@@ -57,7 +57,11 @@ class SharedSegment:
         self._address = library.shared_map(fd, self.size, index, spin_ns)
         if not self._address:
             raise SharedMemoryUnavailable("the memory cannot be mapped")
-        self._post, self._finish, self._wait_for_place = library.shared_post, library.shared_finish, library.shared_room
+        self._post, self._finish, self._wait_for_place = (
+            library.shared_post,
+            library.shared_finish,
+            library.shared_room,
+        )
         self._library = library
         # not at exit: a thread of the lane may still be in there, and the kernel unmaps in any case
         self._finalizer = weakref.finalize(self, library.shared_unmap, self._address)
@@ -94,13 +98,17 @@ class SharedSegment:
 
     def awaited_indices(self, number: int, *, for_place: bool) -> list[int]:
         """The indices of the ranks for which operation `number` (or its place) waits here."""
-        return [k for k in range(self.size) if self._library.shared_awaits(self._address, number, k, for_place)]
+        return [
+            k for k in range(self.size) if self._library.shared_awaits(self._address, number, k, for_place)
+        ]
 
     def lost_indices(self) -> dict[int, str]:
         """The indices of the ranks that come to nothing more, each with why."""
         left = {k: "has left" for k in range(self.size) if self._library.shared_has_left(self._address, k)}
         return left | {
-            k: "is gone: its process has ended" for k, each in enumerate(self._processes) if not each.is_running
+            k: "is gone: its process has ended"
+            for k, each in enumerate(self._processes)
+            if not each.is_running
         }
 
     def leave(self) -> None:

@@ -16,7 +16,7 @@ must gain 5 % in all, so that noise makes no long rules.
 from dataclasses import dataclass
 from math import exp, log, log2
 
-from meshwright.comm.algorithms import BACKEND, PLAIN, named
+from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.algorithms.cost_model import all_reduce_seconds
 from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
 from meshwright.comm.algorithms.size_rule import SizeRule
@@ -69,7 +69,9 @@ def predict_all_reduce_s(
     for measured, took in zip(series.nbytes, series.seconds, strict=True):
         near = exp(-0.5 * (log2(measured / inside) / KERNEL_WIDTH_OCTAVES) ** 2)
         weight += near
-        total += near * log(took / _modelled_seconds(cluster, algorithm, nearest, measured, cluster.ranks_per_host))
+        total += near * log(
+            took / _modelled_seconds(cluster, algorithm, nearest, measured, cluster.ranks_per_host)
+        )
     return price * exp(total / weight)
 
 
@@ -78,7 +80,10 @@ def choose_rule(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = N
     if num_ranks == 1:
         return AlgorithmChoice(SizeRule(BACKEND), num_ranks)
     names, sizes = candidate_algorithms(cluster, num_ranks, ranks_per_host), cluster.sizes
-    costs = {name: [predict_all_reduce_s(cluster, name, num_ranks, nbytes, ranks_per_host) for nbytes in sizes] for name in names}
+    costs = {
+        name: [predict_all_reduce_s(cluster, name, num_ranks, nbytes, ranks_per_host) for nbytes in sizes]
+        for name in names
+    }
     path = cheapest_path(costs)
     ends = [place for place, name in enumerate(path) if place + 1 == len(path) or path[place + 1] != name]
     usual = costs.get(BACKEND)
@@ -93,7 +98,7 @@ def candidate_algorithms(cluster: Cluster, num_ranks: int, ranks_per_host: int |
     ranks_per_host = cluster.ranks_per_host if ranks_per_host is None else ranks_per_host
     measured = any(series.algorithm == BACKEND for series in cluster.measurements)
     found = [
-        str(each) for each in PLAIN if (str(each) != BACKEND or measured) and each.refusal(num_ranks) is None
+        str(each) for each in FLAT_ALGORITHMS if (str(each) != BACKEND or measured) and each.refusal(num_ranks) is None
     ]
     if ranks_per_host and HierarchicalAllReduce(ranks_per_host).refusal(num_ranks) is None and num_ranks > 1:
         found.append(str(HierarchicalAllReduce(ranks_per_host)))
@@ -122,8 +127,12 @@ def cheapest_path(costs: dict[str, list[float]], switch_cost: float = SWITCH_COS
     return path[::-1]
 
 
-def _modelled_seconds(cluster: Cluster, algorithm: str, num_ranks: int, nbytes: float, ranks_per_host: int) -> float:
-    return all_reduce_seconds(named(algorithm), num_ranks, nbytes, cluster.network, min(ranks_per_host, num_ranks))
+def _modelled_seconds(
+    cluster: Cluster, algorithm: str, num_ranks: int, nbytes: float, ranks_per_host: int
+) -> float:
+    return all_reduce_seconds(
+        get_algorithm(algorithm), num_ranks, nbytes, cluster.network, min(ranks_per_host, num_ranks)
+    )
 
 
 def _ms(took: float) -> str:

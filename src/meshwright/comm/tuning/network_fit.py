@@ -20,7 +20,7 @@ from statistics import median
 import numpy as np
 from scipy.optimize import nnls
 
-from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.algorithms.cost_model import RoundLoad, round_loads
 from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import (
@@ -42,7 +42,9 @@ LINKS_WITH_LATENCY = (
     "inter_host",
 )  # the parts with a latency of their own; the crowd of a round is that of the others
 
-NetworkFeature = tuple[str, int, str]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
+NetworkFeature = tuple[
+    str, int, str
+]  # a part or "crowd", the band or the number of ranks, "latency" or "bytes"
 
 
 def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> NetworkModel:
@@ -79,11 +81,15 @@ def with_fit(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:
     sizes = sorted({cell.nbytes for cell in timings})
     kept = [cell for cell in timings if cell.nbytes in sizes[::2]]
     other = [cell for cell in timings if cell.nbytes not in sizes[::2]]
-    half = replace(cluster, network=fit_network(kept, cluster.ranks_per_host), measurements=group_into_series(kept))
+    half = replace(
+        cluster, network=fit_network(kept, cluster.ranks_per_host), measurements=group_into_series(kept)
+    )
     plain = [cell for cell in other if cell.algorithm != BACKEND]
     model = median(_prediction_error(half.without_measurements(), cell) for cell in plain)
     corrected = median(_prediction_error(half, cell) for cell in other)
-    whole = replace(cluster, network=fit_network(timings, cluster.ranks_per_host), measurements=group_into_series(timings))
+    whole = replace(
+        cluster, network=fit_network(timings, cluster.ranks_per_host), measurements=group_into_series(timings)
+    )
     return replace(whole, fit_error=FitError(round(model, 4), round(corrected, 4)))
 
 
@@ -115,7 +121,7 @@ def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndar
 def _cell_features(cell: AllReduceTiming, per_host: int) -> dict[NetworkFeature, float]:
     """How often the rounds of a cell ask for each figure of the network."""
     asked: dict[NetworkFeature, float] = {}
-    for demand, count in round_loads(named(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
+    for demand, count in round_loads(get_algorithm(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
         for feature, amount in _round_features(demand, cell.nbytes):
             asked[feature] = asked.get(feature, 0.0) + count * amount
     return asked
@@ -151,7 +157,11 @@ def _link_cost(part: str, figures: dict[NetworkFeature, float]) -> LinkCost | No
         slowness, latency = figures[part, band, "bytes"], figures.get((part, band, "latency"), 0.0)
         upto = 0 if band == numbers[-1] else BAND_LIMITS[band]
         bands.append(
-            SizeBand(upto, float(latency), float(min(MAX_BYTES_PER_S, 1 / slowness)) if slowness > 0 else MAX_BYTES_PER_S)
+            SizeBand(
+                upto,
+                float(latency),
+                float(min(MAX_BYTES_PER_S, 1 / slowness)) if slowness > 0 else MAX_BYTES_PER_S,
+            )
         )
     return LinkCost(tuple(bands)) if bands else None
 
@@ -180,12 +190,14 @@ def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
         series for series in cluster.measurements if series.ranks == num_ranks and series.algorithm != BACKEND
     ]
     cells = [
-        (named(each.algorithm), *cell)
+        (get_algorithm(each.algorithm), *cell)
         for each in found
         for cell in zip(each.nbytes, each.seconds, strict=True)
     ]
     if not cells:
-        raise ValueError(f"no algorithm but the backend was measured among {num_ranks} ranks; measure them too")
+        raise ValueError(
+            f"no algorithm but the backend was measured among {num_ranks} ranks; measure them too"
+        )
     rows = [
         (each.seconds(num_ranks, nbytes, 1.0, inf) / took, each.seconds(num_ranks, nbytes, 0.0, 1.0) / took)
         for each, nbytes, took in cells
@@ -193,7 +205,9 @@ def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
     latency, slowness = nonnegative_least_squares(np.array(rows), np.ones(len(rows)))
     rate = float(1 / slowness) if slowness > 0 else MAX_BYTES_PER_S
     guesses = [each.seconds(num_ranks, nbytes, float(latency), rate) / took for each, nbytes, took in cells]
-    return AlphaBetaFit(float(latency), rate, median(exp(abs(log(max(guess, 1e-9)))) - 1 for guess in guesses))
+    return AlphaBetaFit(
+        float(latency), rate, median(exp(abs(log(max(guess, 1e-9)))) - 1 for guess in guesses)
+    )
 
 
 def fit_link(nbytes: Sequence[int], seconds: Sequence[float], num_bands: int) -> LinkCost:
@@ -211,6 +225,10 @@ def fit_link(nbytes: Sequence[int], seconds: Sequence[float], num_bands: int) ->
         latency, slowness = nonnegative_least_squares(rows, np.ones(len(rows)))
         upto = 0 if end == len(nbytes) else nbytes[end - 1]
         bands.append(
-            SizeBand(upto, float(latency), float(min(MAX_BYTES_PER_S, 1 / slowness)) if slowness > 0 else MAX_BYTES_PER_S)
+            SizeBand(
+                upto,
+                float(latency),
+                float(min(MAX_BYTES_PER_S, 1 / slowness)) if slowness > 0 else MAX_BYTES_PER_S,
+            )
         )
     return LinkCost(tuple(bands))

@@ -48,7 +48,9 @@ def _all_gather(group: Group, mine: torch.Tensor) -> torch.Tensor:
 def _desync_error(group: Group, call: CollectiveCall) -> CollectiveError:
     issued = group.ledger.flight_recorder.entries()[-1]
     said = f"{call}\n    from {issued.location}".encode()[:CALL_TEXT_NBYTES].ljust(CALL_TEXT_NBYTES)
-    rows = _all_gather(group, torch.frombuffer(bytearray(said), dtype=torch.uint8)).view(group.size, CALL_TEXT_NBYTES)
+    rows = _all_gather(group, torch.frombuffer(bytearray(said), dtype=torch.uint8)).view(
+        group.size, CALL_TEXT_NBYTES
+    )
     texts = [bytes(row.tolist()).decode(errors="replace").rstrip() for row in rows]
     usual = max(texts, key=texts.count)
     clear = 2 * texts.count(usual) > len(texts)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import dropwhile
 
 from meshwright.comm.collectives.flight_recorder import IssuedCollective
-from meshwright.comm.watchdog.rank_status import StackFrame, RankStatus, is_library
+from meshwright.comm.watchdog.rank_status import RankStatus, StackFrame, is_library
 from meshwright.plan.sharding.mesh import Mesh
 
 MAX_SHOWN_FRAMES = 8
@@ -79,7 +79,9 @@ def _ranks_of(issued: IssuedCollective, rank: int, mesh: Mesh) -> tuple[int, ...
 
 def _incomplete_collectives(statuses: Mapping[int, RankStatus], mesh: Mesh) -> Iterator[IncompleteCollective]:
     """What is waited for, each once, with who has not issued as many of its line."""
-    found: dict[tuple[tuple[object, ...], int, tuple[int, ...]], list[tuple[RankStatus, IssuedCollective]]] = {}
+    found: dict[
+        tuple[tuple[object, ...], int, tuple[int, ...]], list[tuple[RankStatus, IssuedCollective]]
+    ] = {}
     for each in statuses.values():
         issued = each.awaited_collective()
         if issued is not None:
@@ -91,7 +93,9 @@ def _incomplete_collectives(statuses: Mapping[int, RankStatus], mesh: Mesh) -> I
             rank for rank in ranks if rank in statuses and _num_issued(statuses[rank], issued) < number
         )
         waiting = tuple(sorted(each.rank for each, _ in waiters))
-        yield IncompleteCollective(issued, waiting, missing, max(each.waited_s(mine) for each, mine in waiters))
+        yield IncompleteCollective(
+            issued, waiting, missing, max(each.waited_s(mine) for each, mine in waiters)
+        )
 
 
 def _num_issued(status: RankStatus, issued: IssuedCollective) -> int:
@@ -121,7 +125,9 @@ def _first_mismatch(statuses: Mapping[int, RankStatus], mesh: Mesh) -> dict[int,
 def _report_failed(left: list[RankStatus], unmet: list[IncompleteCollective]) -> HangReport:
     first = min(left, key=lambda each: each.time_s)
     place = first.location()
-    text = f"rank {first.rank} left{_describe_step(first)}: {first.error}" + (f"\n  at {place}" if place else "")
+    text = f"rank {first.rank} left{_describe_step(first)}: {first.error}" + (
+        f"\n  at {place}" if place else ""
+    )
     text += _stack_text(first.stack) + _describe_waiters(unmet, first.rank)
     exits = first.error.startswith(("SystemExit", "its script ended"))
     repair = "a rank must not end while the others go on: let all of them leave at the same step"
@@ -132,9 +138,14 @@ def _report_failed(left: list[RankStatus], unmet: list[IncompleteCollective]) ->
     )
 
 
-def _report_dead(gone: list[RankStatus], unmet: list[IncompleteCollective], statuses: Mapping[int, RankStatus]) -> HangReport:
+def _report_dead(
+    gone: list[RankStatus], unmet: list[IncompleteCollective], statuses: Mapping[int, RankStatus]
+) -> HangReport:
     ranks = tuple(each.rank for each in gone)
-    text = "\n".join(f"rank {each.rank}: its process is gone, and left no word{_describe_last_collective(each)}" for each in gone)
+    text = "\n".join(
+        f"rank {each.rank}: its process is gone, and left no word{_describe_last_collective(each)}"
+        for each in gone
+    )
     text += _describe_waiters(unmet, *ranks) or _describe_other_ranks(statuses, ranks)
     repair = "look for a kill, want of memory (dmesg), or a crash in its log; then start all ranks again"
     return HangReport(text, ranks, repair)
@@ -168,16 +179,22 @@ def _report_mismatch(parted: Mapping[int, IssuedCollective], gone: list[RankStat
     return HangReport("\n".join(lines), odd, repair)
 
 
-def _report_missing(roots: tuple[int, ...], unmet: list[IncompleteCollective], statuses: Mapping[int, RankStatus]) -> HangReport:
+def _report_missing(
+    roots: tuple[int, ...], unmet: list[IncompleteCollective], statuses: Mapping[int, RankStatus]
+) -> HangReport:
     ends = [each for each in unmet if set(each.missing) & set(roots)]
     lines = [_describe_missing(each) for each in ends]
-    lines += [f"{_describe_waiting(each)}: it waits, too" for each in unmet if each.missing and each not in ends]
+    lines += [
+        f"{_describe_waiting(each)}: it waits, too" for each in unmet if each.missing and each not in ends
+    ]
     for rank in roots[:MAX_SHOWN_RANKS]:
         lines.append(_describe_location(statuses[rank]))
     one = f"rank {roots[0]}" if len(roots) == 1 else "these ranks"
     phase = next((each.phase for each in statuses.values() if each.waits and each.phase), "step")
     repair = f"find out why {one} did not go on, by the line where it is: every rank must reach the same collectives"
-    return HangReport("\n".join(lines), roots, f"{repair}. If it is only slow there, raise run.limits.{phase}_s")
+    return HangReport(
+        "\n".join(lines), roots, f"{repair}. If it is only slow there, raise run.limits.{phase}_s"
+    )
 
 
 def _describe_missing(unmet: IncompleteCollective) -> str:
@@ -190,14 +207,15 @@ def _describe_missing(unmet: IncompleteCollective) -> str:
 
 def _describe_waiting(unmet: IncompleteCollective) -> str:
     """Who waits for whom in what."""
-    waiting = (
-        f"{_ranks_text(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_ranks_text(unmet.missing)}"
-    )
+    waiting = f"{_ranks_text(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_ranks_text(unmet.missing)}"
     return f"{waiting} in {unmet.issued}, number {unmet.issued.number} over {_group_text(unmet.issued)}, from {unmet.issued.location}"
 
 
 def _report_deadlock(unmet: list[IncompleteCollective]) -> HangReport:
-    lines = ["the ranks wait for each other in a circle:", *(f"  {_describe_waiting(each)}" for each in unmet)]
+    lines = [
+        "the ranks wait for each other in a circle:",
+        *(f"  {_describe_waiting(each)}" for each in unmet),
+    ]
     ranks = tuple(sorted({rank for each in unmet for rank in (*each.waiting, *each.missing)}))
     return HangReport(
         "\n".join(lines), ranks, "issue the collectives of different groups in the same order on every rank"
@@ -252,7 +270,9 @@ def _describe_waiters(unmet: list[IncompleteCollective], *ranks: int) -> str:
 
 def _describe_other_ranks(statuses: Mapping[int, RankStatus], without: tuple[int, ...]) -> str:
     others = [each for each in statuses.values() if each.rank not in without and each.collectives]
-    return "".join(f"\n  rank {each.rank} issued last: {each.collectives[-1]}" for each in others[:MAX_SHOWN_RANKS])
+    return "".join(
+        f"\n  rank {each.rank} issued last: {each.collectives[-1]}" for each in others[:MAX_SHOWN_RANKS]
+    )
 
 
 def _group_text(issued: IssuedCollective) -> str:

@@ -32,7 +32,9 @@ RankCondition = Literal["answers", "left", "silent", "stopped", "gone"]
 StackFrame = tuple[str, int, str]  # file, line, function
 
 PACKAGE_PATH = str(Path(__file__).parents[2]) + os.sep
-STDLIB_PATHS = tuple({path + os.sep for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))})
+STDLIB_PATHS = tuple(
+    {path + os.sep for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))}
+)
 SITE_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 C10D_FILE = str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
 MAX_FRAMES = 40  # frames of a stack that are told
@@ -92,7 +94,9 @@ class RankStatus:
 
     def waited_s(self, issued: IssuedCollective) -> float:
         """How long it has waited for `issued`."""
-        return max((wait.seconds for wait in self.waits if wait.sequence_id == issued.sequence_id), default=0.0)
+        return max(
+            (wait.seconds for wait in self.waits if wait.sequence_id == issued.sequence_id), default=0.0
+        )
 
     def last_collective(self, channel: tuple[object, ...]) -> IssuedCollective | None:
         """The newest collective of `line` that it issued."""
@@ -101,7 +105,8 @@ class RankStatus:
     def find_collective(self, channel: tuple[object, ...], number: int) -> IssuedCollective | None:
         """The `number`-th collective of `line`, if it is still in the ring."""
         return next(
-            (issued for issued in self.collectives if issued.channel == channel and issued.number == number), None
+            (issued for issued in self.collectives if issued.channel == channel and issued.number == number),
+            None,
         )
 
     def location(self) -> str:

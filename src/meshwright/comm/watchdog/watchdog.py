@@ -44,7 +44,14 @@ from meshwright.comm.collectives.flight_recorder import open_ring, read_ring
 from meshwright.comm.collectives.group import Ledger
 from meshwright.comm.watchdog.hang_report import diagnose_hang
 from meshwright.comm.watchdog.host import host_id
-from meshwright.comm.watchdog.rank_status import ProcessProbe, ProbeTarget, RankStatus, PendingWait, main_thread_stack, traceback_frames
+from meshwright.comm.watchdog.rank_status import (
+    PendingWait,
+    ProbeTarget,
+    ProcessProbe,
+    RankStatus,
+    main_thread_stack,
+    traceback_frames,
+)
 from meshwright.comm.watchdog.store_client import StoreClient, StoreSilentError
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError
 from meshwright.plan.job.run_options import WaitLimits
@@ -167,7 +174,9 @@ class Watchdog:
     def _pause_s(self) -> float:
         """Until the next look; shorter while the ranks of a small job come together, so that an early death is seen too."""
         coming = len(self._process_probes) < self._mesh.world_size <= MAX_READABLE_NEIGHBOURS
-        return SHORT_POLL_S if coming else POLL_INTERVAL_S * max(1.0, self._mesh.world_size / MAX_RANKS_PER_POLL)
+        return (
+            SHORT_POLL_S if coming else POLL_INTERVAL_S * max(1.0, self._mesh.world_size / MAX_RANKS_PER_POLL)
+        )
 
     def _find_peers(self) -> None:
         """Learn how the others can be looked at, as far as they have come; open the rings of those on this host."""
@@ -181,8 +190,16 @@ class Watchdog:
             if rank not in self._process_probes and self._store.check([f"born/{rank}"]):
                 birth = ProcessProbe(**json.loads(self._store.get(f"born/{rank}")))
                 self._process_probes[rank] = birth
-                near = birth.host_id == host_id() and rank != self._rank and len(self._rings) < MAX_READABLE_NEIGHBOURS
-                ring = open_ring(birth.pid, birth.recorder_fd) if near and birth.recorder_fd is not None else None
+                near = (
+                    birth.host_id == host_id()
+                    and rank != self._rank
+                    and len(self._rings) < MAX_READABLE_NEIGHBOURS
+                )
+                ring = (
+                    open_ring(birth.pid, birth.recorder_fd)
+                    if near and birth.recorder_fd is not None
+                    else None
+                )
                 if ring is not None:
                     self._rings[rank] = ring
 
@@ -221,7 +238,9 @@ class Watchdog:
             if missing:
                 time.sleep(SHORT_POLL_S)
         found |= {rank: self._observed_status(rank) for rank in missing}
-        left = {rank: self._read_status(f"left/{rank}") for rank in found}  # some fail only after they have answered
+        left = {
+            rank: self._read_status(f"left/{rank}") for rank in found
+        }  # some fail only after they have answered
         # what one leaves with because others failed hides where it was when they missed it
         return found | {rank: each for rank, each in left.items() if each is not None and each.is_root_cause}
 
@@ -263,7 +282,7 @@ class Watchdog:
 class WatchedWait:
     """One wait of a thread. While it is entered, the rank's statement says what it waits for, and since when."""
 
-    __slots__ = ("_watchdog", "_sequence_id", "_since", "_thread")
+    __slots__ = ("_sequence_id", "_since", "_thread", "_watchdog")
 
     def __init__(self, watchdog: Watchdog, sequence_id: int) -> None:
         self._watchdog, self._sequence_id = watchdog, sequence_id

@@ -65,7 +65,7 @@ def add_residual_stream(
 
     Of a model whose forward looks at values, nothing is found.
     """
-    if not any(call.role == "columns" for call in model_spec.layer_calls):
+    if not any(call.role == "colwise" for call in model_spec.layer_calls):
         return model_spec
     mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0), JointSums()
     module = make_trial_module(deferred_init)
@@ -74,7 +74,7 @@ def add_residual_stream(
         rows = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
         with mode, record_draw_sites(dice, PROBE_BATCH):
             blocks, forward = get_blocks(module, block_names), lambda: module(**rows)
-            summing = [call.name for call in model_spec.layer_calls if call.role == "rows"]
+            summing = [call.name for call in model_spec.layer_calls if call.role == "rowwise"]
             with summands.follow_layers(module, blocks, summing):
                 calls, passages = trace_residual_stream(
                     module,

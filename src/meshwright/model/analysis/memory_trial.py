@@ -39,7 +39,7 @@ from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.op_costs import BlockMemory, BlockOps, LinearInSamples, ModelMemory, ModelOps
 
 MAX_REAL_NUMEL = 1 << 21  # elements
-ByteKind = Literal["fixed", "each", "weights"]  # of bytes, as `Line` has them
+ByteKind = Literal["fixed", "per_sample", "weight_sized"]  # of bytes, as `Line` has them
 
 
 class LiveMemoryTracker(TorchDispatchMode):
@@ -61,7 +61,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         super().__init__()
         self.memory_log: list[tuple[LinearInSamples, tuple[int, ...]]] = []
         self.ops: list[Any] = []
-        self._sums: dict[ByteKind, int] = {"fixed": 0, "each": 0, "weights": 0}
+        self._sums: dict[ByteKind, int] = {"fixed": 0, "per_sample": 0, "weight_sized": 0}
         self._fake_mode, self._is_in_block, self._num_samples, self._weight_numels = (
             fake_mode,
             is_in_block,
@@ -121,7 +121,7 @@ class LiveMemoryTracker(TorchDispatchMode):
         )
 
     def _to_linear(self, sums: Mapping[ByteKind, int]) -> LinearInSamples:
-        return LinearInSamples(sums["fixed"], sums["each"] / self._num_samples, sums["weights"])
+        return LinearInSamples(sums["fixed"], sums["per_sample"] / self._num_samples, sums["weight_sized"])
 
     def _run_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if self._is_in_block() or any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
@@ -160,9 +160,9 @@ class LiveMemoryTracker(TorchDispatchMode):
         numel = nbytes // tensor.itemsize
         return (
             nbytes,
-            "each"
+            "per_sample"
             if numel % self._num_samples == 0
-            else "weights"
+            else "weight_sized"
             if numel in self._weight_numels
             else "fixed",
         )

@@ -1,4 +1,4 @@
-"""Everything that was found out about a model, in one value: what `plan --explain-model` shows.
+"""Everything that was found out about a model, in one value: what `inspect` shows.
 
 Blocks come in the order of their visits and sockets in module order; consecutive blocks, or the same socket of every
 layer, are one row when they are alike. `advice` says what was not understood, and the two lines that would declare it.
@@ -219,7 +219,7 @@ def _advice(
             [name for name, kind in unknown.items() if kind == wanted] for wanted in ("linear", "embedding")
         )
         fix = suggest_roles(linears or list(unknown), tables)
-        yield Diagnostic(text, f'{fix}  # or "rows", "packed columns"...: see docs/models.md')
+        yield Diagnostic(text, f'{fix}  # or "rowwise", "packed_colwise"...: see docs/reference/models.md')
     if reading is not None and reading.unused_params:
         names = ", ".join(reading.unused_params[:MAX_LISTED_NAMES]) + (
             "..." if len(reading.unused_params) > MAX_LISTED_NAMES else ""

@@ -106,7 +106,7 @@ def analyze_block_inputs(
             token_layouts[found.replacements[id(tensor)]] = along
             by_head = local.ndim > 2 and local.shape[-3] > 1  # ranks may have some of them
             if (
-                along.kind != "own"
+                along.kind != "sharded"
                 and not by_head
                 and type(tensor) is not SequenceShardedTensor
                 and not tensor.requires_grad
@@ -173,7 +173,7 @@ def describe_attention_call(
         along, dims = token_layouts.get(each), find_token_dims(each, trial_lengths.prime_product)
         if (
             along is None
-            or along.kind != "own"
+            or along.kind != "sharded"
             or dims != (each.ndim - 2,)
             or each.shape[-2] not in trial_lengths.planned_lengths
         ):

@@ -163,7 +163,7 @@ class BlockTrace(TorchFunctionMode):
             visit.reads_tokens = visit.reads_tokens or bool(
                 step.results
                 and (
-                    step.operands_of_kind("own")
+                    step.operands_of_kind("sharded")
                     or step.operands_of_kind("mask")
                     or step.operands_of_kind("keys")
                 )
@@ -349,7 +349,7 @@ class BlockTrace(TorchFunctionMode):
     def _output_token_dims(self, visit: TracedBlockCall, tensor: torch.Tensor) -> tuple[int, ...]:
         """Which dims of a tensor that a visit gives out are tokens."""
         dims, along = find_token_dims(tensor, self.prime_product), self.token_layouts.get(tensor)
-        if along is not None and along.kind in ("part", "around"):
+        if along is not None and along.kind in ("subset", "padded"):
             self._note(visit, along.origin)
             self.token_layouts.pop(tensor)  # glue may compute with it, if the visit runs on all tokens
         if not dims or (along is not None and along.kind == "keys"):
@@ -360,7 +360,7 @@ class BlockTrace(TorchFunctionMode):
                 visit,
                 "gives out tokens that it was not given: put into an attribute, or made by code out of sight",
             )
-        elif along.kind == "made":
+        elif along.kind == "from_length":
             self._note(visit, MADE_IN_BLOCK.format(along.origin))
         if any(tensor.shape[dim] not in self.trial_lengths.planned_lengths for dim in dims):
             shape = describe_shape(tensor, self.trial_lengths)

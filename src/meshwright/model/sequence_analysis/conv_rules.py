@@ -52,7 +52,7 @@ def propagate_op(op: TokenOp) -> str:
         each: known for each in op.operands if isinstance(known := op.token_layouts.get(each), PaddedTokens)
     }
     if not found:
-        if op.name == "copy" and op.operands_of_kind("part"):
+        if op.name == "copy" and op.operands_of_kind("subset"):
             return CACHES_TOKENS
         return "" if op.name == "pad" and _propagate_pad(op) else token_rules.propagate_tokens(op)
     if not op.results and op.name != "setitem" and not reads_values(op.name):
@@ -85,7 +85,7 @@ def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
     given, nothing = Conv1dArguments(*op.args, **op.kwargs), ConvSpec("", "")
     known = op.token_layouts.get(given.input)
     alone = given.input.ndim == 3 and op.token_dims(given.input) == (0,)  # each token is a row of its own
-    if known is None or known.kind not in ("own", "around") or (known.kind == "own" and alone):
+    if known is None or known.kind not in ("sharded", "padded") or (known.kind == "sharded" and alone):
         return token_rules.propagate_tokens(op), nothing
     if any(each is not None and each in op.token_layouts for each in (given.weight, given.bias)):
         return "convolves tokens with a kernel that is made of them (conv1d)", nothing
@@ -101,7 +101,7 @@ def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
         return why, nothing
     for each in op.results:
         op.token_layouts[each] = (
-            PaddedTokens("around", origin=EXTRA_CONV_OUTPUTS, num_after=behind) if behind else SHARDED
+            PaddedTokens("padded", origin=EXTRA_CONV_OUTPUTS, num_after=behind) if behind else SHARDED
         )
     said = {
         "pad_before": frame.num_before,
@@ -122,7 +122,7 @@ def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
 
 def _without_padding(step: TokenOp, tensor: torch.Tensor) -> PaddedTokens:
     """Tokens with nothing around them."""
-    return PaddedTokens("around", dim_from_end=tensor.ndim - step.token_dims(tensor)[0], is_zero_padded=True)
+    return PaddedTokens("padded", dim_from_end=tensor.ndim - step.token_dims(tensor)[0], is_zero_padded=True)
 
 
 def _unsupported_convolution(
@@ -147,7 +147,7 @@ def _propagate_pad(step: TokenOp) -> bool:
     """Whether zeros are put around tokens."""
     tensor = step.argument(0, "input")
     known = step.token_layouts.get(tensor)
-    if known is None or known.kind != "own" or known.numel_per_token != 1:
+    if known is None or known.kind != "sharded" or known.numel_per_token != 1:
         return False
     back = _without_padding(step, tensor).dim_from_end
     pads = list(step.argument(1, "pad"))[2 * back - 2 : 2 * back]
@@ -162,7 +162,7 @@ def _propagate_pad(step: TokenOp) -> bool:
         return False
     for each in step.results:
         step.token_layouts[each] = PaddedTokens(
-            "around",
+            "padded",
             origin=PADS_TOKENS,
             dim_from_end=back,
             num_before=pads[0],

@@ -27,7 +27,7 @@ from meshwright.model.tensors.pytree import value_leaves
 from meshwright.model.trial.trial import PROBE_BATCH
 
 USER_CHECKPOINT = (
-    "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'recompute'"
+    "torch.utils.checkpoint, which runs it again in backward: leave that to the strategy 'activation_checkpointing'"
 )
 _FILL_VALUE_POSITIONS = {
     "full": 1,

@@ -111,7 +111,7 @@ def _check_einsum(args: tuple[Any, ...], length: int) -> str | None:
     return PAIRS_TOKENS.format("einsum") if len(letters) > 1 else ""
 
 
-TokenKind = Literal["own", "mask", "keys", "same", "made", "part", "around"]
+TokenKind = Literal["sharded", "mask", "keys", "constant", "from_length", "subset", "padded"]
 PARTIAL_TOKENS = "takes some of the tokens (indexing)"
 MADE_IN_BLOCK = (
     "makes positions or a mask inside of the block ({0}): give them to it, or declare smaller blocks"
@@ -127,7 +127,7 @@ class TokenLayout:
     origin: str = ""
 
 
-SHARDED = TokenLayout("own")
+SHARDED = TokenLayout("sharded")
 CAT_OPS = ("cat", "concat")
 TokenLayouts = MutableMapping[torch.Tensor, TokenLayout]
 
@@ -178,19 +178,19 @@ def propagate_tokens(op: TokenOp) -> str:
     lost = [each for each in op.operands if each not in op.token_layouts and op.token_dims(each)]
     if lost:
         return f"computes '{op.name}' with tokens that it was not given: put into an attribute, or made by code out of sight"
-    for each in op.operands_of_kind("part"):
+    for each in op.operands_of_kind("subset"):
         return op.token_layouts[each].origin
-    own, masks = op.operands_of_kind("own"), op.operands_of_kind("mask") + op.operands_of_kind("keys")
+    own, masks = op.operands_of_kind("sharded"), op.operands_of_kind("mask") + op.operands_of_kind("keys")
     if not own and not masks:
         _propagate_without_tokens(op)
         return ""
-    for each in op.operands_of_kind("made"):
+    for each in op.operands_of_kind("from_length"):
         return MADE_IN_BLOCK.format(op.token_layouts[each].origin)
     if not op.results and op.name != "setitem":
         return f"reads values of tokens ({op.name})"
     why, behind = _check_masks(op, own) if masks else ("", 1) if not own else _check_sharded(op, own)
     if why == PARTIAL_TOKENS and op.name != "setitem":
-        op.token_layouts.update({each: TokenLayout("part", origin=why) for each in op.results})
+        op.token_layouts.update({each: TokenLayout("subset", origin=why) for each in op.results})
         return ""
     if why:
         return why
@@ -201,14 +201,14 @@ def propagate_tokens(op: TokenOp) -> str:
         elif len(dims) > 1:
             return f"pairs tokens with tokens ({op.name})"
         elif dims:
-            op.token_layouts[each] = TokenLayout("own", behind)
+            op.token_layouts[each] = TokenLayout("sharded", behind)
     return ""
 
 
 def _propagate_without_tokens(step: TokenOp) -> None:
     """What is made of no token of the block's: the same for each, or from the length."""
     before = [step.token_layouts[each] for each in step.operands if each in step.token_layouts]
-    tall = [each for each in before if each.kind == "made"]
+    tall = [each for each in before if each.kind == "from_length"]
     constant = step.name in CONSTANT_FACTORIES or (step.name in BROADCAST and not before)
     constant = constant or (bool(before) and not tall and step.name in ELEMENTWISE | RESHAPES | DIM_MOVES)
     if (
@@ -216,20 +216,20 @@ def _propagate_without_tokens(step: TokenOp) -> None:
         and before
         and not keeps_dims(step.args[1], step.token_dims(step.args[0]), step.args[0].ndim)
     ):
-        step.token_layouts[step.args[0]] = TokenLayout("made", origin=step.name)
+        step.token_layouts[step.args[0]] = TokenLayout("from_length", origin=step.name)
     for each in step.results:
         if step.token_dims(each) and constant:
-            step.token_layouts[each] = TokenLayout("same")
+            step.token_layouts[each] = TokenLayout("constant")
         elif before and not tall and not step.token_dims(each) and step.name in SPLITS | {"getitem"}:
             step.token_layouts[each] = TokenLayout(
-                "part", origin=PARTIAL_TOKENS
+                "subset", origin=PARTIAL_TOKENS
             )  # a view, into which somebody may write
         elif (
             step.token_dims(each)
             or tall
             or (before and step.name not in CONSTANT_FACTORIES | IDEMPOTENT_REDUCTIONS)
         ):  # a sum of ones tells how many there are
-            step.token_layouts[each] = TokenLayout("made", origin=tall[0].origin if tall else step.name)
+            step.token_layouts[each] = TokenLayout("from_length", origin=tall[0].origin if tall else step.name)
 
 
 def _check_masks(step: TokenOp, own: Sequence[torch.Tensor]) -> tuple[str, int]:
@@ -305,7 +305,7 @@ def _check_aligned(step: TokenOp, given: Sequence[torch.Tensor] | None = None) -
     own = [each for each in step.operands if step.token_dims(each)] if given is None else given
     places = {(_dim_from_end(step, each), each.shape[step.token_dims(each)[0]]) for each in own}
     behind = {
-        step.token_layouts[each].numel_per_token for each in own if step.token_layouts[each].kind == "own"
+        step.token_layouts[each].numel_per_token for each in own if step.token_layouts[each].kind == "sharded"
     }
     return f"pairs tokens with tokens ({step.name})" if len(places) > 1 or len(behind) > 1 else ""
 
@@ -367,7 +367,7 @@ def _check_reduction(step: TokenOp, own: Sequence[torch.Tensor]) -> str:
 def _check_indexing(step: TokenOp) -> str:
     """Why indexing does not leave tokens alone: those of a table may be looked up, tokens themselves may not."""
     tensor, index = step.args[0], step.args[1]
-    if tensor not in step.token_layouts or step.token_layouts[tensor].kind == "same":
+    if tensor not in step.token_layouts or step.token_layouts[tensor].kind == "constant":
         if step.name == "setitem" and tensor not in step.token_layouts:
             return "writes tokens into a table"
         if step.name == "setitem" and not keeps_dims(index, step.token_dims(tensor), tensor.ndim):

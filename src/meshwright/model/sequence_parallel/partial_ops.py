@@ -32,23 +32,23 @@ def partial_sum(name: str, tensor: Any, dim: Any = None, keepdim: Any = False, *
     if (
         not plain
         or not tensor.dtype.is_floating_point
-        or tensor.along not in (each % tensor.ndim for each in dims)
+        or tensor.sequence_dim not in (each % tensor.ndim for each in dims)
     ):
         return None
-    local, share = tensor.local_tensor, tensor.share
-    own = local.narrow(tensor.along, 0, share.count)  # behind them stand-ins may run
+    local, share = tensor.local_tensor, tensor.token_shard
+    own = local.narrow(tensor.sequence_dim, 0, share.num_tokens)  # behind them stand-ins may run
     total = own.sum(dims, keepdim=keepdim, dtype=torch.promote_types(local.dtype, torch.float32))
     if name == "mean":  # before they are added: a sum of many may leave a narrow dtype
         total = total / prod(tensor.shape[each] for each in dims)
-    return share.add(total).to(local.dtype)
+    return share.sum_over_ranks(total).to(local.dtype)
 
 
 def partial_index(tensor: Any, index: Any) -> Any:
     """An Apart at an `index` by which all ranks know the places of the tokens that it takes, a few; None for any other."""
     found = _index_by_dim(index if isinstance(index, tuple) else (index,), tensor.ndim)
-    if found is None or not tensor.dtype.is_floating_point or tensor.along not in found:
+    if found is None or not tensor.dtype.is_floating_point or tensor.sequence_dim not in found:
         return None
-    at, share = found[tensor.along], tensor.share
+    at, share = found[tensor.sequence_dim], tensor.token_shard
     if isinstance(at, torch.Tensor):
         return _index_by_tensor(tensor, found, at)
     places = range(share.length)[at]
@@ -56,15 +56,15 @@ def partial_index(tensor: Any, index: Any) -> Any:
         return None
     place = _local_position(share.spans, places[0] if isinstance(places, range) else places)
     mine = slice(place or 0, (place or 0) + 1) if isinstance(at, slice) else place or 0
-    part = tensor.local_tensor[_rebuild_index(found, tensor.along, mine)]
+    part = tensor.local_tensor[_rebuild_index(found, tensor.sequence_dim, mine)]
     if place is None:  # no product with 0: what stands there may be no number
         part = part.masked_fill(torch.ones((), dtype=torch.bool, device=part.device), 0)
-    return share.add(part)
+    return share.sum_over_ranks(part)
 
 
 def _index_by_tensor(tensor: Any, found: dict[int, Any], at: torch.Tensor) -> Any:
     """What this rank has of the tokens that an index of whole numbers takes, amid zeros, and the sum of that."""
-    share, along = tensor.share, tensor.along
+    share, along = tensor.token_shard, tensor.sequence_dim
     places = torch.tensor(span_positions(share.spans), dtype=torch.int64)
     where = torch.zeros(share.length, dtype=torch.int64)
     here = torch.zeros(share.length, dtype=torch.bool)
@@ -74,7 +74,7 @@ def _index_by_tensor(tensor: Any, found: dict[int, Any], at: torch.Tensor) -> An
     form[along] = share.length
     mine = here.view(form).expand(tensor.shape)[_rebuild_index(found, along, at)]
     part = tensor.local_tensor[_rebuild_index(found, along, where[at])]
-    return share.add(part.masked_fill(~mine, 0))
+    return share.sum_over_ranks(part.masked_fill(~mine, 0))
 
 
 def _index_by_dim(index: tuple[Any, ...], ndim: int) -> dict[int, Any] | None:

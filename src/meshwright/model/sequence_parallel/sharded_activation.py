@@ -102,7 +102,7 @@ def make_sharded_tensor(
         device=local_tensor.device,
         requires_grad=needed,
     )
-    made.local_tensor, made.along, made.share = local_tensor, sequence_dim % local_tensor.ndim, token_shard
+    made.local_tensor, made.sequence_dim, made.token_shard = local_tensor, sequence_dim % local_tensor.ndim, token_shard
     return made
 
 

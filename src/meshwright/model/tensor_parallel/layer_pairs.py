@@ -7,7 +7,7 @@ Within a block, the *columns* layers that ran since the last *rows* layer make w
 
 So it is where a user has declared the roles: a pair is divided when its widths agree, the rows layer takes in what the columns
 layers give out, whole units of it. Where nobody has, the flow of features says how layers are cut (model/proposed.py). What fits
-neither picture stays whole on every rank, and `meshwright plan --explain-model` says so. Tables (embeddings), heads and norms are
+neither picture stays whole on every rank, and `meshwright inspect` says so. Tables (embeddings), heads and norms are
 divided by themselves.
 """
 
@@ -22,12 +22,12 @@ from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import LayerCall
 
 UNPAIRED_ROLES = (
-    "table",
-    "lookup",
-    "head",
-    "logits",
+    "embedding",
+    "embedding_unsharded",
+    "lm_head",
+    "lm_head_unsharded",
     "norm",
-    "gathered",
+    "colwise_gather_output",
 )  # roles of layers that are no part of a pair
 
 
@@ -70,11 +70,11 @@ def find_layer_pairs(layer_uses: LayerUses, roles: Mapping[str, str]) -> Iterato
     waiting: list[LayerUse] = []
     begun = 0
     for number, use in enumerate(layer_uses.uses):
-        if roles[use.name] not in ("columns", "rows"):
+        if roles[use.name] not in ("colwise", "rowwise"):
             continue
         if waiting and waiting[-1].block_call != use.block_call:
             waiting = []
-        if roles[use.name] == "columns":
+        if roles[use.name] == "colwise":
             begun = number if not waiting else begun
             waiting.append(use)
         else:
@@ -110,7 +110,7 @@ def find_shardable_calls(
     """
     parts: dict[str, ParamSplit] = {}
     known = known_splits or {}
-    divided = {id(use) for use in layer_uses.uses if use.name in known or roles[use.name] == "inside"}
+    divided = {id(use) for use in layer_uses.uses if use.name in known or roles[use.name] == "between_pair"}
     for use in (use for use in layer_uses.uses if id(use) in divided):
         parts |= _param_splits(use.name, module.get_submodule(use.name), roles[use.name], known.get(use.name))
     for pair in find_layer_pairs(layer_uses, roles):
@@ -126,13 +126,13 @@ def find_shardable_calls(
     lone = {
         use.name
         for use in layer_uses.uses
-        if use.name in gather_output_layers and roles[use.name] == "columns"
+        if use.name in gather_output_layers and roles[use.name] == "colwise"
     }
     lone -= {use.name for use in layer_uses.uses if id(use) in divided}
     lone -= {
         use.name for pair in find_layer_pairs(layer_uses, roles) for use in pair.colwise
     }  # it has a partner, and they do not agree
-    roles = {**roles, **dict.fromkeys(lone, "gathered")}
+    roles = {**roles, **dict.fromkeys(lone, "colwise_gather_output")}
     alone = [use for use in layer_uses.uses if roles[use.name] in UNPAIRED_ROLES]
     for use in alone:
         parts |= {
@@ -186,7 +186,7 @@ def _param_splits(
     """What is known of the weights of `layer`. What stands inside of a pair may be cut in no way, unless it is known how."""
     return {
         f"{name}.{leaf}": ParamSplit(
-            role, () if role == "inside" and cut is None else split_param_dims(layer, parameter, role, cut)
+            role, () if role == "between_pair" and cut is None else split_param_dims(layer, parameter, role, cut)
         )
         for leaf, parameter in layer.named_parameters(recurse=False)
     }
@@ -208,7 +208,7 @@ def split_param_dims(
 
 def common_side(role: str) -> str:
     """The side of a layer whose features are common to a pair: what a rows layer takes in, and what others give out."""
-    return "in" if role == "rows" else "out"
+    return "in" if role == "rowwise" else "out"
 
 
 def _sides(layer: nn.Module) -> tuple[str, str]:

@@ -28,9 +28,9 @@ from torch import nn
 from meshwright.model.hf.metadata import declared_roles, output_head
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
-ROLES = ("columns", "rows", "packed columns", "packed rows", "vocabulary", "experts", "latent", "replicated")
+ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "vocab", "experts", "latent", "replicated")
 DECLARED_BY_USER, DECLARED_BY_MODEL, KNOWN_BY_KIND = "declared by you", "declared by the model", "by its kind"
-ROLES_KEY = "model.sockets"
+ROLES_KEY = "model.layer_roles"
 LAYER_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 _ROUTERS = re.compile(r"(Router|TopK|Gate|Gating)\w*$")
 _KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
@@ -107,16 +107,16 @@ def find_traced_roles(module: nn.Module, declared: Mapping[str, str] | None = No
 
     Without a head that the model declares, its last linear layer may be one.
     """
-    by_kind = {"embedding": "table", "head": "head", "norm": "norm"}
+    by_kind = {"embedding": "embedding", "head": "lm_head", "norm": "norm"}
     roles, sockets = {}, find_layer_roles(module, declared)
     linears = (
         [socket.name for socket in sockets if socket.kind == "linear"] if output_head(module) is None else []
     )
     for socket in sockets:
-        if socket.kind == "linear" and socket.role in ("columns", "rows"):
+        if socket.kind == "linear" and socket.role in ("colwise", "rowwise"):
             roles[socket.name] = socket.role
-        elif socket.kind == "linear" and (socket.role == "vocabulary" or socket.name in linears[-1:]):
-            roles[socket.name] = "head"
+        elif socket.kind == "linear" and (socket.role == "vocab" or socket.name in linears[-1:]):
+            roles[socket.name] = "lm_head"
         elif socket.kind in by_kind:
             roles[socket.name] = by_kind[socket.kind]
     return roles
@@ -169,7 +169,7 @@ def check_roles(declared: object) -> None:
     if not isinstance(declared, Mapping) or not all(isinstance(key, str) for key in declared):
         text = f"the sockets are {declared!r}; needed are patterns of module names with a role each"
         raise PlanError(
-            text, fix='write sockets={"layers.*.up": "columns", "layers.*.down": "rows"}', location=ROLES_KEY
+            text, fix='write layer_roles={"layers.*.up": "colwise", "layers.*.down": "rowwise"}', location=ROLES_KEY
         )
     raise_diagnostics(
         Diagnostic(f"'{pattern}' has the role {role!r}", suggest_name(str(role), ROLES), ROLES_KEY)

@@ -97,12 +97,12 @@ class _GroupSearch:
                 continue
             sources = (
                 []
-                if node in refused or not self._may_have_role(node, "rows")
+                if node in refused or not self._may_have_role(node, "rowwise")
                 else self._sources(node.input_features)
             )
             linear = [source for source in sources if source.kind == "linear"]
             barred = any(
-                source in used_as_rows or not self._may_have_role(source, "columns") for source in linear
+                source in used_as_rows or not self._may_have_role(source, "colwise") for source in linear
             )
             if not linear or barred:
                 whole.append(node.input_features)

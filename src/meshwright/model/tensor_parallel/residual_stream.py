@@ -176,7 +176,7 @@ class _ResidualTrace(TorchFunctionMode):
         if self._block_call is None:
             if self._pending_inputs is None:
                 self._note_glue(func, (args, kwargs), result)
-        elif not any(frame.role in ("columns", "rows", "head") for frame in self._open_modules):
+        elif not any(frame.role in ("colwise", "rowwise", "lm_head") for frame in self._open_modules):
             self._note_block_op(self._block_call, func, args, kwargs, result)
         return result
 
@@ -317,11 +317,11 @@ class _ResidualTrace(TorchFunctionMode):
             mark = ResidualMark(takes_residual=id(args[0]) in taken)
             self.marks[name, visit.name, visit.num_calls[name]] = mark
             visit.num_calls[name] += 1
-            if mark.takes_residual and role == "rows":
+            if mark.takes_residual and role == "rowwise":
                 visit.not_sequence_parallel = (
                     visit.not_sequence_parallel or f"{name} takes in the stream itself"
                 )
-            if mark.takes_residual and role == "columns":
+            if mark.takes_residual and role == "colwise":
                 for frame in self._open_modules[1:]:
                     frame.marks += [(id(args[0]), mark)] if id(args[0]) in frame.residual_inputs else []
         self._open_modules.append(_OpenModule(name, module, role, taken))
@@ -337,7 +337,7 @@ class _ResidualTrace(TorchFunctionMode):
             if tensor not in frame.used_inputs | handed_on:
                 mark.outer_module, mark.outer_args = frame.name, frame.residual_inputs[tensor]
         if (
-            frame.role == "rows"
+            frame.role == "rowwise"
             and isinstance(output, torch.Tensor)
             and tuple(output.shape[:2]) == visit.shape[:2]
         ):

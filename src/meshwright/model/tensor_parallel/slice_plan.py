@@ -73,10 +73,10 @@ def propose_splits(
         excluded |= spoiled
     names: dict[str, str] = {}
     for group in found:
-        names |= {node.name: "columns" for node in group.sources if node.kind == "linear"}
-        names |= {node.name: "rows" for node in group.rowwise}
-        names |= {node.name: "inside" for node in group.sources if node.kind == "table"}
-        names |= {name.rpartition(".")[0]: "inside" for name in group.inner_params}
+        names |= {node.name: "colwise" for node in group.sources if node.kind == "linear"}
+        names |= {node.name: "rowwise" for node in group.rowwise}
+        names |= {node.name: "between_pair" for node in group.sources if node.kind == "table"}
+        names |= {name.rpartition(".")[0]: "between_pair" for name in group.inner_params}
     cuts = {node.name: cut for group in found for node, cut in _layer_nodes(group)}
     return SplitProposal(names, cuts, tuple(found))
 

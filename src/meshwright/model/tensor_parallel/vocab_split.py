@@ -42,7 +42,7 @@ SCALE_OPS = (aten.mul, aten.div, aten.mul_, aten.div_)
 LOOKUP_OPS = (aten.embedding, *SCALE_OPS, *SHAPE_OPS)
 
 
-UNSHARDED_ROLES = {"table": "lookup", "head": "logits"}  # the roles of those that cannot be divided by words
+UNSHARDED_ROLES = {"embedding": "embedding_unsharded", "lm_head": "lm_head_unsharded"}  # the roles of those that cannot be divided by words
 
 
 class VocabFlow(TorchDispatchMode):
@@ -74,7 +74,7 @@ class VocabFlow(TorchDispatchMode):
     def leave_layer(self, name: str, output: Any) -> None:
         """It has given `output`."""
         self._open_layers.remove(name)
-        if self._roles[name] == "head" and isinstance(output, torch.Tensor):
+        if self._roles[name] == "lm_head" and isinstance(output, torch.Tensor):
             self._logits[storage_id(output)] = output, name
 
     def find_head(self, tensor: torch.Tensor) -> str:
@@ -90,7 +90,7 @@ class VocabFlow(TorchDispatchMode):
         given = [tensor for tensor in tree_tensors((args, kwargs or {})) if tensor.layout == torch.strided]
         self._note_weight_use(given)
         name = func._overloadpacket.__name__
-        if self._open_layers and self._roles[self._open_layers[-1]] == "table":
+        if self._open_layers and self._roles[self._open_layers[-1]] == "embedding":
             alone = func._overloadpacket in LOOKUP_OPS and sum(tensor.requires_grad for tensor in given) < 2
             self.not_shardable |= {} if alone else {self._open_layers[-1]: f"{name} follows the look-up"}
         heads = {self.find_head(tensor) for tensor in given} - {""}
@@ -154,8 +154,8 @@ def find_vocab_splits(
     `followed` is what the trial showed, `uses` are the layers that it called, in order, `outputs` what it gave.
     """
     taken = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
-    heads = [name for name, role in roles.items() if role == "head"]
-    tables = [name for name, role in roles.items() if role == "table"]
+    heads = [name for name, role in roles.items() if role == "lm_head"]
+    tables = [name for name, role in roles.items() if role == "embedding"]
     whys = {
         name: why
         for name in heads

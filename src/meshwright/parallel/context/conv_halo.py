@@ -60,7 +60,7 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
     """
     sharding = runtime.plan.sharding
     known, share = call.conv_spec, call.token_shard
-    edges = _edges(call.local_input, share.spans, known, sharding.sequence_sharding.chunks)
+    edges = _edges(call.local_input, share.spans, known, sharding.sequence_sharding.max_ranges)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
     met = F.pad(
         runtime.redistribute(edges, axis, S(dim), R), (0, 1)

@@ -47,6 +47,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     ParamTensors,
     Redistribution,
     bind_layers,
+    layer_key,
     linear,
     module_forward,
     shard_param,
@@ -118,7 +119,7 @@ class TensorParallel3D(Strategy):
         layer_shardings = {
             **dict.fromkeys(MATMUL_ROLES, product),
             **{
-                layer: replace(product, compute=partial(_regrouped_linear, *parts))
+                layer_key(layer): replace(product, compute=partial(_regrouped_linear, *parts))
                 for layer, parts in self._packed_layers(sharding)
             },
             "between_pair": LayerSharding(
@@ -153,11 +154,11 @@ class TensorParallel3D(Strategy):
                     (Redistribution(c, I, WIDTH_SHARD), Redistribution(b, I, WIDTH_SHARD, (c,))),
                 ),
             )
-            layer_shardings[head], layer_shardings[table] = (
+            layer_shardings[layer_key(head)], layer_shardings[layer_key(table)] = (
                 (summed, looked_up) if divisible else (layer_shardings["lm_head_unsharded"], whole)
             )
-            layer_shardings[weight.layers[0]] = layer_shardings[
-                table if weight.role in EMBEDDING_ROLES else head
+            layer_shardings[layer_key(weight.layers[0])] = layer_shardings[
+                layer_key(table if weight.role in EMBEDDING_ROLES else head)
             ]  # its sides are those of its role
         return layer_shardings
 

@@ -34,7 +34,13 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.slice_plan import local_size_attributes, slice_dims, take_local_heads
-from meshwright.parallel.tensor.layer_sharding import ComputeFn, LayerSharding, LayerShardings, ParamTensors
+from meshwright.parallel.tensor.layer_sharding import (
+    ComputeFn,
+    LayerSharding,
+    LayerShardings,
+    ParamTensors,
+    layer_key,
+)
 from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -55,8 +61,10 @@ def shared_kv_shardings(
         and cut.overlaps(ranks)
     )
     return {
-        name: replace(
-            layer_shardings.get(name, layer_shardings["colwise"]), weight_sides={}, shared_param_axes=(axis,)
+        layer_key(name): replace(
+            layer_shardings.get(layer_key(name), layer_shardings["colwise"]),
+            weight_sides={},
+            shared_param_axes=(axis,),
         )
         for name in layers
     }
@@ -76,8 +84,13 @@ def with_kv_row_selection(
     for name, weight in named.items():
         layer, _, leaf = name.rpartition(".")
         cut = weight.split_of_side("out")
-        if layer in layer_shardings and weight.role == "colwise" and cut is not None and cut.overlaps(ranks):
-            spans.setdefault(layer, {})[leaf] = cut.dim_ranges(index, ranks)
+        if (
+            layer_key(layer) in layer_shardings
+            and weight.role == "colwise"
+            and cut is not None
+            and cut.overlaps(ranks)
+        ):
+            spans.setdefault(layer_key(layer), {})[leaf] = cut.dim_ranges(index, ranks)
     return {
         **layer_shardings,
         **{

@@ -150,9 +150,14 @@ InputOrigins = MutableMapping[torch.Tensor, torch.Tensor]  # of what a gate has 
 LayerShardings = Mapping[str, LayerSharding]  # by role; that of a single layer by its name
 
 
+def layer_key(layer: str) -> str:
+    """The key of a single layer in LayerShardings."""
+    return f"layer {layer}"  # a layer may have the name of a role: lm_head
+
+
 def find_layer_sharding(layer_shardings: LayerShardings, layer: str, role: str) -> LayerSharding | None:
     """The sharding of `layer`: its own, else that of its role."""
-    return layer_shardings.get(layer, layer_shardings.get(role))
+    return layer_shardings.get(layer_key(layer), layer_shardings.get(role))
 
 
 def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> dict[str, tuple[str, ...]]:

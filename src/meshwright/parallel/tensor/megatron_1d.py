@@ -47,6 +47,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     LayerShardings,
     Redistribution,
     bind_layers,
+    layer_key,
     module_forward,
     shard_param,
 )
@@ -125,7 +126,7 @@ class TensorParallel(Strategy):
             "rowwise": rows,
             "between_pair": inside,
             "colwise_gather_output": gathered,
-            **{call.name: whole for call in apart},
+            **{layer_key(call.name): whole for call in apart},
         }
         return layer_shardings | shared_kv_shardings(sharding, self.axis, layer_shardings)
 

@@ -53,6 +53,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     Redistribution,
     bind_layers,
     find_layer_sharding,
+    layer_key,
     module_forward,
     redistribute,
     shard_param,
@@ -126,12 +127,12 @@ class TensorParallel2D(Strategy):
             **norm_shardings(sharding, (self.axis,)),
         }
         for weight, table, head, divisible in tied_embeddings(sharding.global_plan.model_spec):
-            layer_shardings[head] = (
+            layer_shardings[layer_key(head)] = (
                 LayerSharding({self.axis: "in"}, output_redistribution=Redistribution(self.axis, P, I))
                 if divisible
                 else layer_shardings["lm_head_unsharded"]
             )
-            layer_shardings[table] = (
+            layer_shardings[layer_key(table)] = (
                 looked_up
                 if divisible
                 else LayerSharding(
@@ -140,8 +141,8 @@ class TensorParallel2D(Strategy):
                     compute=module_forward,
                 )
             )
-            layer_shardings[weight.layers[0]] = layer_shardings[
-                table if weight.role in EMBEDDING_ROLES else head
+            layer_shardings[layer_key(weight.layers[0])] = layer_shardings[
+                layer_key(table if weight.role in EMBEDDING_ROLES else head)
             ]  # its sides are those of its role
         return {
             layer: layer_sharding
@@ -178,7 +179,7 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
     for call in (call for call in sharding.model_spec.layer_calls if call.role == "norm"):
         if call.norm_formula is not None:
             within = partial(_statistics_gathers, axes, {axis: sharding.mesh.size(axis) for axis in axes})
-            found[call.name] = LayerSharding(
+            found[layer_key(call.name)] = LayerSharding(
                 dict.fromkeys(axes, "out"),
                 compute=partial(_sharded_norm, call.norm_formula, axes),
                 inner_redistributions=within,
@@ -186,7 +187,7 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
         else:
             slices = tuple(Redistribution(axis, R, WIDTH_SHARD, axes[:i]) for i, axis in enumerate(axes))
             gathers = tuple(Redistribution(axis, WIDTH_SHARD, R, axes[:i]) for i, axis in enumerate(axes))
-            found[call.name] = LayerSharding(
+            found[layer_key(call.name)] = LayerSharding(
                 {}, shared_param_axes=axes, **with_redistributions(gathers[::-1], module_forward, slices)
             )
     return found
@@ -200,7 +201,7 @@ def with_redistributions(
     """
     return {
         "compute": partial(_compute_between, before, compute, after),
-        "within": partial(_redistributions_of, before, after),
+        "inner_redistributions": partial(_redistributions_of, before, after),
     }
 
 
@@ -218,7 +219,7 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
 
 
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
-    """The roles and layer names that another strategy shards by vocabulary along `axis`."""
+    """The keys of roles and layers that another strategy shards by vocabulary along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
     for param_sharding in sharding.param_shardings:
         words = param_sharding.param.split_of_side(
@@ -229,7 +230,7 @@ def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
             param_sharding.param.role == "embedding" or sharding.logits_layout.placement(axis) == WIDTH_SHARD
         ):
             layers = param_sharding.param.layers
-            found |= {*layers, *(roles[layer] for layer in layers if layer in roles)}
+            found |= {*map(layer_key, layers), *(roles[layer] for layer in layers if layer in roles)}
     return found
 
 

@@ -38,6 +38,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     LayerShardings,
     Redistribution,
     bind_layers,
+    layer_key,
     module_forward,
     redistribute,
 )
@@ -138,7 +139,7 @@ class SequenceParallel(Strategy):
             and call.takes_residual
         ]
         return {
-            call.name: LayerSharding({}, shared_param_axes=(self.axis,), compute=module_forward)
+            layer_key(call.name): LayerSharding({}, shared_param_axes=(self.axis,), compute=module_forward)
             for call in norms
         }
 

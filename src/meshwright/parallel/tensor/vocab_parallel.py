@@ -41,6 +41,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     ParamTensors,
     Redistribution,
     bind_layers,
+    layer_key,
     linear,
     shard_param,
 )
@@ -136,7 +137,7 @@ class VocabParallel(Strategy):
                 range(*sharding.slice_range(weight.name, self.axis)),
                 weight.dim_split(0).num_units,
             )  # rows, whatever the head calls them
-            layer_shardings[layer] = replace(
+            layer_shardings[layer_key(layer)] = replace(
                 layer_shardings["embedding"], compute=partial(_embed_local_rows, *words)
             )
         bind_layers(runtime, layer_shardings)

@@ -86,7 +86,7 @@ class RunConfig:
     them. `trace_steps` steps, from the second on, are timed action by action on every rank, into the folder's
     `trace`.
 
-    `limits` bound every wait for another rank (docs/hangs.md). In the first step, ranks compare each
+    `limits` bound every wait for another rank (docs/concepts/hangs.md). In the first step, ranks compare each
     collective before they issue it; with `check_collectives` in every step, which finds mismatched
     collectives and doubles their number.
 

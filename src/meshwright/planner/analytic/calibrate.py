@@ -25,19 +25,19 @@ from meshwright.planner.machine.machine import Machine
 SOFT_L1_SCALE = 0.1  # errors above this count linearly
 # no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start
 RATE_LIMITS = {
-    **dict.fromkeys(("product", "product_float8", "product_blocks", "product_float4"), (0.05, 1.05)),
-    **dict.fromkeys(("memory", "link", "nic", "sums_hidden", "tensor_hidden"), (0.05, 0.98)),
+    **dict.fromkeys(("matmul", "matmul_float8", "matmul_float8_blocks", "matmul_float4"), (0.05, 1.05)),
+    **dict.fromkeys(("memory", "link", "nic", "grad_reduce_overlap", "tp_overlap"), (0.05, 0.98)),
     "attention": (0.2, 0.8),
-    "attention_back": (0.5, 1.1),
-    "attention_old": (0.2, 1.0),
-    "attention_new": (1.0, 2.2),
-    "tail": (0.05, 1.0),
-    "beside": (0.01, 0.5),
-    "handover": (0.05, 2.0),
-    "turn_s": (1e-6, 1e-2),
-    "fixed_s": (1e-4, 5e-2),
-    "launch_s": (2e-6, 3e-5),
-    "start_s": (1e-6, 1.2e-5),
+    "attention_backward": (0.5, 1.1),
+    "attention_flash1": (0.2, 1.0),
+    "attention_flash3": (1.0, 2.2),
+    "wave_tail": (0.05, 1.0),
+    "overlap_slowdown": (0.01, 0.5),
+    "boundary_exposed": (0.05, 2.0),
+    "microbatch_overhead_s": (1e-6, 1e-2),
+    "step_overhead_s": (1e-4, 5e-2),
+    "kernel_launch_s": (2e-6, 3e-5),
+    "kernel_start_s": (1e-6, 1.2e-5),
     "latency_s": (1e-6, 1e-4),
 }
 MAX_EVALUATIONS = 25
@@ -88,5 +88,7 @@ def calibrate(
     ]
     bounds = tuple(zip(*borders, strict=True))
     return rates(
-        least_squares(errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT_L1_SCALE, max_nfev=MAX_EVALUATIONS).x
+        least_squares(
+            errors, inside, bounds=bounds, loss="soft_l1", f_scale=SOFT_L1_SCALE, max_nfev=MAX_EVALUATIONS
+        ).x
     )

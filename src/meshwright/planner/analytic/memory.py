@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.planner.analytic.framework_memory import MESHWRIGHT_MEMORY, LayerSplit, FrameworkMemory
+from meshwright.planner.analytic.framework_memory import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.roofline import HALF_NBYTES
@@ -53,16 +53,22 @@ class StageLayers(NamedTuple):
     has_head: bool
 
 
-def stage_layers(shape: ModelShape, config: ParallelConfig, pp_rank: int, layer_split: LayerSplit = "layers") -> StageLayers:
+def stage_layers(
+    shape: ModelShape, config: ParallelConfig, pp_rank: int, layer_split: LayerSplit = "layers"
+) -> StageLayers:
     """What `rank` along pp has of `shape`. Where parts are folded the first rank has both ends, and no layer more."""
     layers, pp = shape.layers, config.pp
     if pp == 1:
         return StageLayers(layers, True, True)
-    if config.schedule_profile.is_bidirectional:  # the parts of both ranks that have them, and both ends twice
+    if (
+        config.schedule_profile.is_bidirectional
+    ):  # the parts of both ranks that have them, and both ends twice
         low, high = _item_range(layers, pp, pp_rank)
         return StageLayers(high - low, pp_rank in (0, pp - 1), pp_rank in (0, pp - 1))
     if config.schedule_profile.is_folded:
-        low, high = _item_range(layers, pp, pp - 1 - pp_rank)  # the ends are heavy: the first takes no layer more
+        low, high = _item_range(
+            layers, pp, pp - 1 - pp_rank
+        )  # the ends are heavy: the first takes no layer more
         return StageLayers(high - low, pp_rank == 0, pp_rank == 0)
     if layer_split == "cost":
         return _split_by_cost(layers, pp, shape.layer_numel, shape.embedding_numel)[pp_rank]
@@ -167,13 +173,18 @@ class _LayerMemory:
     boundary: float
 
 
-def estimate_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY) -> MemoryEstimate:
+def estimate_memory(
+    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY
+) -> MemoryEstimate:
     """Of the rank that holds most, in code of such `habits`."""
     return max((held for _, held in memory_by_pp_rank(shape, config, framework)), key=lambda each: each.total)
 
 
 def memory_by_pp_rank(
-    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY, pp_ranks: Iterable[int] = ()
+    shape: ModelShape,
+    config: ParallelConfig,
+    framework: FrameworkMemory = MESHWRIGHT_MEMORY,
+    pp_ranks: Iterable[int] = (),
 ) -> Iterator[tuple[int, MemoryEstimate]]:
     """What `ranks` along pp hold (none given: those of which one holds most), each with its rank."""
     one = _layer_memory(shape, config, framework)
@@ -181,10 +192,16 @@ def memory_by_pp_rank(
         yield rank, _rank_memory(shape, config, framework, rank, one)
 
 
-def _rank_memory(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, rank: int, one: _LayerMemory) -> MemoryEstimate:
+def _rank_memory(
+    shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, rank: int, one: _LayerMemory
+) -> MemoryEstimate:
     part = stage_layers(shape, config, rank, framework.layer_split)
-    both = 2 if config.schedule_profile.is_bidirectional else 1  # micro-batches from both ends: two parts of a rank
-    own = (both * part.layers * shape.layer_numel + _num_tables(shape, part) * shape.embedding_numel) / config.tp
+    both = (
+        2 if config.schedule_profile.is_bidirectional else 1
+    )  # micro-batches from both ends: two parts of a rank
+    own = (
+        both * part.layers * shape.layer_numel + _num_tables(shape, part) * shape.embedding_numel
+    ) / config.tp
     shared = [1 if config.zero_stage < stage else config.zero_shard_size for stage in (1, 2, 3)]
     sums = config.grad_reduce_itemsize if framework.gradients is None else framework.gradients
     moments = framework.optimizer_states + (framework.sharded_optimizer_extra if config.zero_stage else 0)
@@ -193,9 +210,13 @@ def _rank_memory(shape: ModelShape, config: ParallelConfig, framework: Framework
     states = own * framework.weights / shared[2], own * sums / shared[1], own * moments / shared[0]
     activations = times * (part.layers * one.saved + (one.boundary if config.pp > 1 else 0.0))
     gathered = framework.fixed_buffers + _gathered_nbytes(shape, config, framework, part, own, sums)
-    each = framework.logits_fragmentation + (framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0)
+    each = framework.logits_fragmentation + (
+        framework.score_fragmentation if config.attention_kernel in SCORE_BACKWARD_NBYTES else 0
+    )
     pinned = each * config.local_tokens(shape) * shape.vocab if part.has_head else 0.0
-    inside, logits, pinned = (0.0, logits, pinned) if logits + pinned > one.block_backward else (one.block_backward, 0.0, 0.0)
+    inside, logits, pinned = (
+        (0.0, logits, pinned) if logits + pinned > one.block_backward else (one.block_backward, 0.0, 0.0)
+    )
     alive = sum(states) + activations + inside + logits + gathered
     always, tensor, pipe = framework.driver_context
     context = always + (tensor if config.tp > 1 else 0.0) + (pipe if config.pp > 1 else 0.0)
@@ -209,21 +230,41 @@ def _layer_memory(shape: ModelShape, config: ParallelConfig, framework: Framewor
     stream = framework.residual + (0 if config.fused_norms else framework.unfused_norm_extra)
     plain = config.attention_kernel in SCORE_BACKWARD_NBYTES
     groups = (1 + shape.num_kv_heads / shape.heads) / 2
-    within = tokens * shape.attention_dim * groups * (framework.attention_qkv + (0 if plain else framework.flash_attention_extra))
+    within = (
+        tokens
+        * shape.attention_dim
+        * groups
+        * (framework.attention_qkv + (0 if plain else framework.flash_attention_extra))
+    )
     within += tokens * shape.ffn_dim * _mlp_saved_nbytes(shape, config, framework)
-    whole = stream * unit / over + framework.matmul_inputs * unit / (1 if framework.keeps_gathered_inputs else over) + within / tp
+    whole = (
+        stream * unit / over
+        + framework.matmul_inputs * unit / (1 if framework.keeps_gathered_inputs else over)
+        + within / tp
+    )
     each = framework.eager_scores if config.attention_kernel == "eager" else framework.fused_softmax_scores
     pairs = tokens * shape.sequence * shape.heads / tp
     scores = each * pairs if plain else 0.0
     entered = HALF_NBYTES * unit / over
     handed = HALF_NBYTES * unit if framework.full_boundary else entered
-    parts = framework.block_backward * (6 * tokens * shape.ffn_dim / tp + 4 * unit + SCORE_BACKWARD_NBYTES.get(config.attention_kernel, 0) * pairs)
+    parts = framework.block_backward * (
+        6 * tokens * shape.ffn_dim / tp
+        + 4 * unit
+        + SCORE_BACKWARD_NBYTES.get(config.attention_kernel, 0) * pairs
+    )
     if config.recompute == "layers":
         kept = config.recompute_fraction * entered + (1 - config.recompute_fraction) * (whole + scores)
         return _LayerMemory(kept, whole + scores + parts, handed)
-    if config.recompute == "operators" or (config.recompute == "attention" and framework.recomputes_per_operator):
+    if config.recompute == "operators" or (
+        config.recompute == "attention" and framework.recomputes_per_operator
+    ):
         # q, v, two of the MLP's, what attention gives out
-        products = HALF_NBYTES * tokens * (shape.attention_dim * (2 + shape.num_kv_heads / shape.heads) + h + shape.ffn_dim) / tp
+        products = (
+            HALF_NBYTES
+            * tokens
+            * (shape.attention_dim * (2 + shape.num_kv_heads / shape.heads) + h + shape.ffn_dim)
+            / tp
+        )
         return _LayerMemory(entered + products, whole + parts, handed)
     if config.recompute == "attention":
         return _LayerMemory(whole, scores + parts, handed)
@@ -237,23 +278,38 @@ def _mlp_saved_nbytes(shape: ModelShape, config: ParallelConfig, framework: Fram
 
 
 def _num_tables(shape: ModelShape, stage: StageLayers) -> int:
-    return 1 if shape.tied and stage.has_embedding and stage.has_head else stage.has_embedding + stage.has_head
+    return (
+        1 if shape.tied and stage.has_embedding and stage.has_head else stage.has_embedding + stage.has_head
+    )
 
 
 def _logits_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> float:
     """All copies of one micro-batch's logits, and what waits of another's."""
     each = (
-        framework.logits + (framework.sharded_logits_extra if config.tp > 1 else 0) + (framework.waiting_logits if config.num_microbatches > 1 else 0)
+        framework.logits
+        + (framework.sharded_logits_extra if config.tp > 1 else 0)
+        + (framework.waiting_logits if config.num_microbatches > 1 else 0)
     )
     return each * config.local_tokens(shape) * shape.vocab / (config.tp if framework.shards_logits else 1)
 
 
-def _gathered_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory, stage: StageLayers, own: float, sums: float) -> float:
+def _gathered_nbytes(
+    shape: ModelShape,
+    config: ParallelConfig,
+    framework: FrameworkMemory,
+    stage: StageLayers,
+    own: float,
+    sums: float,
+) -> float:
     """What is whole for a while where gradients, and weights, lie in shards: weights in 16 bits, and gradients."""
     if config.data_parallel_size == 1 or config.zero_stage < 2:
         return 0.0
     layer, table = shape.layer_numel / config.tp, shape.embedding_numel / config.tp
-    largest = max(layer, table) if (stage.has_embedding or stage.has_head) and not framework.keeps_ends_gathered else layer
+    largest = (
+        max(layer, table)
+        if (stage.has_embedding or stage.has_head) and not framework.keeps_ends_gathered
+        else layer
+    )
     if config.zero_stage == 2:
         return sums * framework.unreduced_layers * largest
     if framework.keeps_layers_gathered and config.pp > 1:

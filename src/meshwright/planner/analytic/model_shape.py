@@ -130,13 +130,17 @@ def parse_shape(text: str) -> ModelShape:
         elif not words or not _is_integer(words[0]):
             given = f", but '{words.pop(0)}'" if words and words[0] not in known else ""
             faults.append(
-                Diagnostic(f"{word} without a whole number behind it{given}", f"write it: {SHAPE_FORMAT}", name)
+                Diagnostic(
+                    f"{word} without a whole number behind it{given}", f"write it: {SHAPE_FORMAT}", name
+                )
             )
         else:
             said[word] = int(words.pop(0))
     missing = [word for word in ("layers", "hidden", "heads") if word not in said]
     if missing:
-        faults.append(Diagnostic(f"nothing is said of {', '.join(missing)}", f"write it: {SHAPE_FORMAT}", name))
+        faults.append(
+            Diagnostic(f"nothing is said of {', '.join(missing)}", f"write it: {SHAPE_FORMAT}", name)
+        )
     if not faults:
         shape = ModelShape(name.strip(), **said)
         faults += shape.diagnostics()

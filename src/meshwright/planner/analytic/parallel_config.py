@@ -149,6 +149,10 @@ class ParallelConfig:
             yield Diagnostic(
                 text, "half of both go each way: choose an even number of ranks, and two micro-batches", "pp"
             )
-        if self.virtual_stages > 1 and not self.schedule_profile.is_folded and self.num_microbatches % self.pp:
+        if (
+            self.virtual_stages > 1
+            and not self.schedule_profile.is_folded
+            and self.num_microbatches % self.pp
+        ):
             text = f"{self.num_microbatches:g} micro-batches in chunks on pp {self.pp}"
             yield Diagnostic(text, "interleaving takes a multiple of pp", "micros")

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.machine.roofline import HALF_NBYTES, attention_seconds, all_gather_seconds, memory_op_seconds, matmul_seconds, send_seconds
+from meshwright.planner.machine.roofline import (
+    HALF_NBYTES,
+    all_gather_seconds,
+    attention_seconds,
+    matmul_seconds,
+    memory_op_seconds,
+    send_seconds,
+)
 
 HALF_DTYPE = "bfloat16"
 KERNELS_PER_LAYER = 80  # kernels of a layer's forward
@@ -86,10 +93,14 @@ class MicrobatchTime:
 def microbatch_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> MicrobatchTime:
     """Those of `layout`, without what is rerun: alike wherever tp, cp and micro-batch are."""
     given = shape, config, machine
-    return MicrobatchTime(layer_compute(*given), layer_collectives(*given), embedding_time(*given), head_time(*given))
+    return MicrobatchTime(
+        layer_compute(*given), layer_collectives(*given), embedding_time(*given), head_time(*given)
+    )
 
 
-def step_time(shape: ModelShape, config: ParallelConfig, machine: Machine, microbatch: MicrobatchTime | None = None) -> StepTime:
+def step_time(
+    shape: ModelShape, config: ParallelConfig, machine: Machine, microbatch: MicrobatchTime | None = None
+) -> StepTime:
     """What a step of `shape` under `layout` takes on `machine`; `known` spares a search to count its parts once more."""
     found = microbatch or microbatch_time(shape, config, machine)
     computed, met, first, last = found.layer, found.collectives, found.embedding, found.head
@@ -118,7 +129,10 @@ def step_time(shape: ModelShape, config: ParallelConfig, machine: Machine, micro
         waiting = pipeline_wait_s(config, whole, others) + 2 * (config.pp - 1) * handed
     busy = config.num_microbatches * slowest
     turn = (
-        handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction) + machine.rates.microbatch_overhead_s if config.pp > 1 else 0.0
+        handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction)
+        + machine.rates.microbatch_overhead_s
+        if config.pp > 1
+        else 0.0
     )
     between = config.num_microbatches * config.virtual_stages * turn
     tensor = config.num_microbatches * met.total * layers
@@ -158,7 +172,11 @@ def launch_bound(layer: PassTime, config: ParallelConfig, machine: Machine) -> P
     """A layer is not faster than its host asks for its kernels."""
     asked = KERNELS_PER_LAYER * machine.rates.kernel_launch_s * (0.5 if config.compiled else 1.0)
     again = config.recompute_fraction if config.recompute == "layers" else 0.0
-    return PassTime(_overlapped_max(layer.forward, asked), _overlapped_max(layer.backward, asked * (1.5 + again)), layer.weight_grad)
+    return PassTime(
+        _overlapped_max(layer.forward, asked),
+        _overlapped_max(layer.backward, asked * (1.5 + again)),
+        layer.weight_grad,
+    )
 
 
 def _overlapped_max(one: float, other: float) -> float:
@@ -185,10 +203,19 @@ def layer_compute(shape: ModelShape, config: ParallelConfig, machine: Machine) -
         * rates.residual_passes
         * (1.0 if config.fused_norms else rates.unfused_norm_factor)
     )
-    inside = HALF_NBYTES * tokens * (2 * (heads + 2 * groups) + 1.5 * (shape.num_up_projections + 1) * f) * rates.inner_passes
+    inside = (
+        HALF_NBYTES
+        * tokens
+        * (2 * (heads + 2 * groups) + 1.5 * (shape.num_up_projections + 1) * f)
+        * rates.inner_passes
+    )
     between = memory_op_seconds(machine, across + inside * (0.7 if config.compiled else 1.0), 8)
     cast = _cast_seconds(shape, config, machine)
-    again = seen.forward if config.recompute == "attention" and config.attention_kernel in ("eager", "softmax") else 0.0
+    again = (
+        seen.forward
+        if config.recompute == "attention" and config.attention_kernel in ("eager", "softmax")
+        else 0.0
+    )
     again += 0.3 * between if config.recompute == "attention" else 0.0
     again += between + forward / 2 if config.recompute == "operators" else 0.0
     return PassTime(
@@ -202,8 +229,12 @@ def _cast_seconds(shape: ModelShape, config: ParallelConfig, machine: Machine) -
     """What goes into products of few bits is read in 16 and written in 8, as it is and turned round."""
     if config.dtype in (HALF_DTYPE, "float16", "float32"):
         return 0.0
-    elements = config.local_tokens(shape) * (2 * shape.hidden + (shape.attention_dim + shape.ffn_dim) / config.tp)
-    times = machine.rates.cast_passes * (machine.rates.rowwise_cast_factor if config.dtype == "float8_rowwise" else 1.0)
+    elements = config.local_tokens(shape) * (
+        2 * shape.hidden + (shape.attention_dim + shape.ffn_dim) / config.tp
+    )
+    times = machine.rates.cast_passes * (
+        machine.rates.rowwise_cast_factor if config.dtype == "float8_rowwise" else 1.0
+    )
     return times * 4 * elements / (machine.device.memory_rate * machine.rates.memory)
 
 
@@ -213,7 +244,10 @@ def _attention_time(shape: ModelShape, config: ParallelConfig, machine: Machine,
     flops = 4 * tokens * shape.sequence * heads
     if config.attention_kernel not in ("eager", "softmax"):
         return PassTime(
-            *(attention_seconds(machine, flops / 2, backward=back, kernel=config.attention_kernel) for back in (False, True))
+            *(
+                attention_seconds(machine, flops / 2, backward=back, kernel=config.attention_kernel)
+                for back in (False, True)
+            )
         )
     rates = machine.rates
     scores = tokens * shape.sequence * shape.heads / config.tp
@@ -229,7 +263,9 @@ def head_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> Pa
     tokens, words, h = config.local_tokens(shape), shape.vocab / config.tp, shape.hidden
     lost = 6 * tokens * words * machine.rates.loss_passes
     forward = matmul_seconds(machine, tokens, words, h, HALF_DTYPE) + memory_op_seconds(machine, lost, 6)
-    backward = matmul_seconds(machine, tokens, h, words, HALF_DTYPE) + matmul_seconds(machine, words, h, tokens, HALF_DTYPE)
+    backward = matmul_seconds(machine, tokens, h, words, HALF_DTYPE) + matmul_seconds(
+        machine, words, h, tokens, HALF_DTYPE
+    )
     return PassTime(forward, backward + memory_op_seconds(machine, lost, 4))
 
 
@@ -248,7 +284,9 @@ def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machin
         beside = _attention_time(shape, config, machine, shape.attention_dim / tp)
         groups, swaps = max(shape.num_kv_heads / tp, 1), config.ulysses_degree
         travels = 2 * HALF_NBYTES * config.micro_batch * shape.sequence * groups * shape.head_dim / swaps
-        seconds = all_gather_seconds(machine, travels, config.cp / swaps, config.dp_stride * swaps, config.num_ranks)
+        seconds = all_gather_seconds(
+            machine, travels, config.cp / swaps, config.dp_stride * swaps, config.num_ranks
+        )
         exchanged = (
             2 * HALF_NBYTES * tokens * (shape.attention_dim / tp + max(groups, swaps) * shape.head_dim)
         )  # q and o; k and v
@@ -260,7 +298,12 @@ def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machin
 
 def boundary_send_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """Seconds in which a micro-batch goes from one rank along pp to the next."""
-    nbytes = HALF_NBYTES * config.local_tokens(shape) * shape.hidden / (config.tp if config.sequence_parallel else 1)
+    nbytes = (
+        HALF_NBYTES
+        * config.local_tokens(shape)
+        * shape.hidden
+        / (config.tp if config.sequence_parallel else 1)
+    )
     return send_seconds(machine, nbytes, config.tp * config.data_parallel_size)
 
 
@@ -269,8 +312,20 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
     if config.zero_stage < 3 or config.data_parallel_size == 1:
         return PassTime()
     nbytes = HALF_NBYTES * shape.layer_numel / config.tp
-    whole = all_gather_seconds(machine, nbytes / HALF_NBYTES * config.param_gather_itemsize, config.zero_shard_size, config.dp_stride, config.num_ranks)
-    back = whole + all_gather_seconds(machine, nbytes / HALF_NBYTES * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, config.num_ranks)
+    whole = all_gather_seconds(
+        machine,
+        nbytes / HALF_NBYTES * config.param_gather_itemsize,
+        config.zero_shard_size,
+        config.dp_stride,
+        config.num_ranks,
+    )
+    back = whole + all_gather_seconds(
+        machine,
+        nbytes / HALF_NBYTES * config.grad_reduce_itemsize,
+        config.zero_shard_size,
+        config.dp_stride,
+        config.num_ranks,
+    )
     if config.gathers_per_param:
         asked = (
             PARAMS_PER_LAYER * config.zero_shard_size * machine.rates.kernel_launch_s
@@ -290,7 +345,9 @@ def _local_numel(shape: ModelShape, config: ParallelConfig) -> float:
     return (layers * shape.layer_numel + tables * shape.embedding_numel) / config.tp
 
 
-def grad_reduce_s(shape: ModelShape, config: ParallelConfig, machine: Machine, overlapping: PassTime) -> float:
+def grad_reduce_s(
+    shape: ModelShape, config: ParallelConfig, machine: Machine, overlapping: PassTime
+) -> float:
     """The sums over copies, and the shares of weights brought together again, as far as nothing hides them.
 
     Shares of gradients are summed behind every micro-batch, whole ones once; where groups of copies hold the same shares, these
@@ -298,7 +355,10 @@ def grad_reduce_s(shape: ModelShape, config: ParallelConfig, machine: Machine, o
     """
     own, ranks = _local_numel(shape, config), config.num_ranks
     pair = (
-        2 * all_gather_seconds(machine, own * config.grad_reduce_itemsize, 2, config.tp * config.data_parallel_size, ranks)
+        2
+        * all_gather_seconds(
+            machine, own * config.grad_reduce_itemsize, 2, config.tp * config.data_parallel_size, ranks
+        )
         if config.schedule_profile.is_bidirectional
         else 0.0
     )
@@ -308,10 +368,15 @@ def grad_reduce_s(shape: ModelShape, config: ParallelConfig, machine: Machine, o
     groups = config.data_parallel_size / config.zero_shard_size
     shares = own * config.grad_reduce_itemsize / config.zero_shard_size
     across = (
-        2 * all_gather_seconds(machine, shares, groups, config.dp_stride * config.zero_shard_size, ranks) * (1 - hidden) + pair
+        2
+        * all_gather_seconds(machine, shares, groups, config.dp_stride * config.zero_shard_size, ranks)
+        * (1 - hidden)
+        + pair
     )
     whole = own if config.zero_stage < 3 else 2 * shape.embedding_numel / config.tp
-    there = all_gather_seconds(machine, whole * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, ranks)
+    there = all_gather_seconds(
+        machine, whole * config.grad_reduce_itemsize, config.zero_shard_size, config.dp_stride, ranks
+    )
     back = all_gather_seconds(machine, whole * HALF_NBYTES, config.zero_shard_size, config.dp_stride, ranks)
     if config.zero_stage == 3:
         return there + back + across
@@ -328,5 +393,9 @@ def grad_reduce_s(shape: ModelShape, config: ParallelConfig, machine: Machine, o
 def optimizer_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
     """Seconds in which the optimizer reads and writes what it steps."""
     own = _local_numel(shape, config)
-    nbytes = own * ADAMW_NBYTES_PER_PARAM if config.zero_stage == 0 else own * (ADAMW_NBYTES_PER_PARAM / config.zero_shard_size + 4)
+    nbytes = (
+        own * ADAMW_NBYTES_PER_PARAM
+        if config.zero_stage == 0
+        else own * (ADAMW_NBYTES_PER_PARAM / config.zero_shard_size + 4)
+    )
     return nbytes / (machine.device.memory_rate * machine.rates.memory)

@@ -30,8 +30,8 @@ from meshwright.planner.machine.efficiency import MachineRates, load_rates
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import matmul_seconds
 
-FITTED_RATES = ("product", "side", "tail")
-RATE_BOUNDS = {"product": (1e-3, 2.0), "side": (1.0, 1e4), "tail": (1e-3, 1.0)}
+FITTED_RATES = ("matmul", "half_rate_dim", "wave_tail")
+RATE_BOUNDS = {"matmul": (1e-3, 2.0), "half_rate_dim": (1.0, 1e4), "wave_tail": (1e-3, 1.0)}
 MIN_ACTIVATION_NBYTES = 1 << 20  # bytes of what lies between products, at least
 MAX_BYTES_PER_S = 1e15  # bytes per second, where a byte costs nothing that could be measured
 
@@ -77,7 +77,9 @@ def measured_rates(profile: DeviceProfile, device: DeviceSpec) -> MachineRates:
     before = load_rates(device.name)
     memory = streaming_rate(profile) / device.memory_rate
     given = Machine(
-        device, 1, replace(before, memory=memory, kernel_start_s=profile.call_s, kernel_launch_s=profile.call_s)
+        device,
+        1,
+        replace(before, memory=memory, kernel_start_s=profile.call_s, kernel_launch_s=profile.call_s),
     )
     given = replace(given, rates=_fit_matmul_rates(profile, given, half))
     seen = [each for each in profile.attention if each.dtype == half]
@@ -96,7 +98,9 @@ def _fit_matmul_rates(profile: DeviceProfile, machine: Machine, dtype: str) -> M
     points = [each for each in profile.matmuls if each.dtype == dtype and each.batch == 1]
 
     def rates(place: Sequence[float]) -> MachineRates:
-        return replace(machine.rates, **{name: exp(value) for name, value in zip(FITTED_RATES, place, strict=True)})
+        return replace(
+            machine.rates, **{name: exp(value) for name, value in zip(FITTED_RATES, place, strict=True)}
+        )
 
     def off(place: Sequence[float]) -> list[float]:
         there = replace(machine, rates=rates(place))
@@ -143,7 +147,9 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
         )
     elif machine.num_devices > host:
         if not device.nic_rate:
-            text = f"{machine.num_devices} devices on hosts of {host}, and links between hosts were not measured"
+            text = (
+                f"{machine.num_devices} devices on hosts of {host}, and links between hosts were not measured"
+            )
             fix = "measure them: start `meshwright bench network` on several hosts; or say nic_gb_s in a [device] table"
             raise PlanError(text, fix=fix, location="--cluster")
         notes.append(
@@ -156,7 +162,9 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
         )
     most = max(cluster.ranks)
     if machine.num_devices > most:
-        notes.append(f"{most} ranks at most were measured: links of {machine.num_devices} are taken to be as fast")
+        notes.append(
+            f"{most} ranks at most were measured: links of {machine.num_devices} are taken to be as fast"
+        )
     device = replace(device, devices_per_host=host)
     return replace(machine, device=device, rates=rates, host_size_override=host), tuple(notes)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from meshwright.planner.machine.efficiency import MachineRates
 from meshwright.planner.machine.machine import Machine
 
-EFFICIENCY_RATES = ("product", "product_float8", "product_blocks", "product_float4", "attention", "memory")
-OVERHEAD_RATES = ("start_s", "launch_s", "fixed_s", "turn_s")
+EFFICIENCY_RATES = ("matmul", "matmul_float8", "matmul_float8_blocks", "matmul_float4", "attention", "memory")
+OVERHEAD_RATES = ("kernel_start_s", "kernel_launch_s", "step_overhead_s", "microbatch_overhead_s")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,11 @@ class RunCalibration:
         text = f"{self.source}: {self.num_steps} steps"
         if not self.is_traced:
             return f"{text} took {self.compute_factor:.3g} times as long as planned (no trace: computing and sending are not told apart)"
-        sent = "too little was sent to tell" if self.comm_factor is None else f"sending {self.comm_factor:.3g} times"
+        sent = (
+            "too little was sent to tell"
+            if self.comm_factor is None
+            else f"sending {self.comm_factor:.3g} times"
+        )
         return f"{text}, computing took {self.compute_factor:.3g} times as long as planned, {sent}"
 
 
@@ -47,7 +51,10 @@ def apply_calibration(machine: Machine, calibration: RunCalibration) -> Machine:
     found: MachineRates = replace(rates, **changed)
     if calibration.comm_factor is None:
         return replace(machine, rates=found)
-    links = {"link": rates.link / calibration.comm_factor, "latency_s": rates.latency_s * calibration.comm_factor}
+    links = {
+        "link": rates.link / calibration.comm_factor,
+        "latency_s": rates.latency_s * calibration.comm_factor,
+    }
     if calibration.crosses_hosts or not calibration.is_traced:
         links["nic"] = rates.nic / calibration.comm_factor
     return replace(machine, rates=replace(found, **links))

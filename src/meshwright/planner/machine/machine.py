@@ -41,7 +41,10 @@ class Machine:
 
     def fabric_contention(self, num_hosts: float) -> float:
         """How many times as long a message to another host takes while so many hosts send."""
-        return min(MAX_FABRIC_CONTENTION, 1 + (num_hosts / self.rates.fabric_half_hosts) ** self.rates.fabric_exponent)
+        return min(
+            MAX_FABRIC_CONTENTION,
+            1 + (num_hosts / self.rates.fabric_half_hosts) ** self.rates.fabric_exponent,
+        )
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`. A device that has one half alone has it for both.
@@ -70,7 +73,7 @@ def make_machine(device_name: str, num_devices: int, host_size_override: int = 0
     if device is None:
         known = [each.name for each in known_devices()]
         text = f"'{device_name}' is no device that is known here"
-        fix = f"{suggest_name(device_name.upper(), known)} Or say its figures in a file: docs/planning.md"
+        fix = f"{suggest_name(device_name.upper(), known)} Or say its figures in a file: docs/howto/choose_a_plan.md"
         raise PlanError(text, fix=fix, location="--hardware")
     return Machine(device, num_devices, load_rates(device.name), host_size_override)
 

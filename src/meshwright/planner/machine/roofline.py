@@ -21,7 +21,9 @@ MATMUL_TILE = (128, 256)  # rows and columns that one unit computes at once
 HALF_NBYTES = 2  # bytes of a 16-bit float
 
 
-def matmul_seconds(machine: Machine, rows: float, columns: float, inner: float, dtype: str = "bfloat16") -> float:
+def matmul_seconds(
+    machine: Machine, rows: float, columns: float, inner: float, dtype: str = "bfloat16"
+) -> float:
     """Seconds of [rows, inner] by [inner, columns]."""
     if rows * columns * inner <= 0:
         return 0.0
@@ -46,7 +48,9 @@ def matmul_seconds(machine: Machine, rows: float, columns: float, inner: float, 
         * waves
     )
     moved = (
-        HALF_NBYTES * (rows * columns + rows * inner + columns * inner) / (machine.device.memory_rate * rates.memory)
+        HALF_NBYTES
+        * (rows * columns + rows * inner + columns * inner)
+        / (machine.device.memory_rate * rates.memory)
     )
     return max(computed, moved) + rates.kernel_start_s
 
@@ -62,10 +66,15 @@ def attention_seconds(machine: Machine, flops: float, *, backward: bool, kernel:
 
 def memory_op_seconds(machine: Machine, nbytes: float, num_kernels: int = 1) -> float:
     """Seconds of `kernels` that read and write `nbytes` and compute little."""
-    return nbytes / (machine.device.memory_rate * machine.rates.memory) + num_kernels * machine.rates.kernel_start_s
+    return (
+        nbytes / (machine.device.memory_rate * machine.rates.memory)
+        + num_kernels * machine.rates.kernel_start_s
+    )
 
 
-def all_gather_seconds(machine: Machine, nbytes: float, num_ranks: float, stride: float, num_devices: float) -> float:
+def all_gather_seconds(
+    machine: Machine, nbytes: float, num_ranks: float, stride: float, num_devices: float
+) -> float:
     """Seconds of an all_gather to, or a reduce_scatter of, `nbytes` among `ranks` ranks, which lie `stride` apart.
 
     `devices` is how many there are in all: those that share the fabric with them.

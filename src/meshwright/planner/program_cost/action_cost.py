@@ -32,7 +32,9 @@ from meshwright.planner.program_cost.memory import optimizer_work
 from meshwright.planner.program_cost.network_time import GATHERING_COLLECTIVES
 
 WARM_MEMORY_NBYTES = 16 << 20  # bytes: what is much larger was measured with memory that is new each time
-UNSEEN_MEMORY_PASSES = 3  # what a block holds passes through memory so often, where nobody has seen its operations
+UNSEEN_MEMORY_PASSES = (
+    3  # what a block holds passes through memory so often, where nobody has seen its operations
+)
 LOGITS_MEMORY_PASSES, LOGITS_CALLS_PER_CHUNK = (
     14,
     20,
@@ -103,7 +105,9 @@ class ActionCosts:
     def _compute_seconds(self, action: Action) -> float:
         kind = action.kind
         if kind in (*FORWARD_KINDS, "RECOMPUTE"):
-            glue = self._glue_seconds if kind in FORWARD_KINDS and action.subject in self._first_calls else 0.0
+            glue = (
+                self._glue_seconds if kind in FORWARD_KINDS and action.subject in self._first_calls else 0.0
+            )
             return glue + self._cached_call_seconds(action, "forward")
         if kind in ("B", "I", "W"):
             return self._cached_call_seconds(action, kind) + self._accumulate_seconds(action)
@@ -130,7 +134,9 @@ class ActionCosts:
         visit = action.subject
         if self._model_ops is None:
             held = 0 if way == "W" else sum(hold.nbytes for hold in action.allocations)
-            return self._unseen_seconds(action.flops or self._block_shares[visit].flops * self._num_samples, held)
+            return self._unseen_seconds(
+                action.flops or self._block_shares[visit].flops * self._num_samples, held
+            )
         done = self._model_ops.by_block_call[visit]
         part = self._rank_fraction(visit)
         work = done.forward if way == "forward" else done.backward
@@ -172,7 +178,9 @@ class ActionCosts:
             return pace.memory_op_seconds(nbytes, work.operation, numbers) if nbytes else 0.0
         if isinstance(work, AttentionOp):
             keys = (
-                min(work.key_len, (work.key_len + self.target.attention_block) / 2) if work.is_causal else work.key_len
+                min(work.key_len, (work.key_len + self.target.attention_block) / 2)
+                if work.is_causal
+                else work.key_len
             )
             sizes = (
                 work.batch.total(rows),
@@ -191,7 +199,11 @@ class ActionCosts:
 
     @cached_property
     def _glue_seconds(self) -> float:
-        return 0.0 if self._model_ops is None else self._ops_seconds(self._model_ops.glue, _RankFraction(), back=False)
+        return (
+            0.0
+            if self._model_ops is None
+            else self._ops_seconds(self._model_ops.glue, _RankFraction(), back=False)
+        )
 
     def _loss_seconds(self, action: Action) -> float:
         space, visit = self._sharding, self._sharding.model_spec.block_calls[-1]
@@ -214,7 +226,9 @@ class ActionCosts:
         )
         words = times / (2 * count * into)
         products = (
-            3 * space.num_loss_chunks * self.target.device_time.matmul_seconds(count, words, into, 1, self._dtype)
+            3
+            * space.num_loss_chunks
+            * self.target.device_time.matmul_seconds(count, words, into, 1, self._dtype)
         )
         if divided:
             return products + self._vocab_loss_seconds(words * count * space.num_loss_chunks)
@@ -279,7 +293,10 @@ class ActionCosts:
     @cached_property
     def _numel(self) -> Mapping[str, tuple[float, float]]:
         """The elements of each trained weight that this rank has, and those of its shard."""
-        homes, mesh = (home for home in self._sharding.param_shardings if home.param.trainable), self._plan.mesh
+        homes, mesh = (
+            (home for home in self._sharding.param_shardings if home.param.trainable),
+            self._plan.mesh,
+        )
         return {
             home.param.name: (home.param.numel, home.param.numel / mesh.group_size(home.flat_shard_axes))
             for home in homes
@@ -318,13 +335,17 @@ class ActionCosts:
             size = len(self.member_ranks(move))
             if size > 1:
                 whole = move.nbytes * (size if move.collective in GATHERING_COLLECTIVES else 1)
-                found += LAYOUT_COPIES.get(move.collective, 0) * self.target.device_time.memory_op_seconds(2 * whole)
+                found += LAYOUT_COPIES.get(move.collective, 0) * self.target.device_time.memory_op_seconds(
+                    2 * whole
+                )
         return found
 
     def _transfer_seconds(self, transfer: Transfer) -> float:
         """Seconds of a transfer."""
         if transfer not in self._cached_transfers:
-            self._cached_transfers[transfer] = self.target.network_time.seconds(transfer, self.member_ranks(transfer))
+            self._cached_transfers[transfer] = self.target.network_time.seconds(
+                transfer, self.member_ranks(transfer)
+            )
         return self._cached_transfers[transfer]
 
     def member_axes(self, transfer: Transfer) -> frozenset[str]:

@@ -29,7 +29,9 @@ class SharedCores:
 
     def cores_used(self, tick: SimulatedAction) -> float:
         """The cores that the ranks of a role want for what they do."""
-        return self.ranks_per_role[tick.role] * (self.threads_per_rank if tick.action.stream == "compute" else 1)
+        return self.ranks_per_role[tick.role] * (
+            self.threads_per_rank if tick.action.stream == "compute" else 1
+        )
 
 
 def simulate_shared(
@@ -87,7 +89,9 @@ def _slowdowns(ticks: Sequence[SimulatedAction], shared: SharedCores) -> dict[in
     found = {}
     for tick in busy:
         room = (
-            float(shared.num_cores) if tick.action.stream == "compute" else max(shared.num_cores, shared.cores_used(tick))
+            float(shared.num_cores)
+            if tick.action.stream == "compute"
+            else max(shared.num_cores, shared.cores_used(tick))
         )
         if room not in areas:  # messages were measured with all that take part in them
             steps = (

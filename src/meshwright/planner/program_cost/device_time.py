@@ -14,7 +14,7 @@ from typing import Protocol
 
 from meshwright.plan.model_spec.op_costs import AttentionSize
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.machine.roofline import attention_seconds, memory_op_seconds, matmul_seconds
+from meshwright.planner.machine.roofline import attention_seconds, matmul_seconds, memory_op_seconds
 from meshwright.planner.program_cost.network_time import NetworkTime
 
 BACKWARD_CALL_FACTOR = 0.75  # of what a call costs forward: autograd asks without Python between operations
@@ -31,9 +31,7 @@ class DeviceTime(Protocol):
     def call_backward_s(self) -> float:
         """Seconds of a call, backward."""
 
-    def matmul_seconds(
-        self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
-    ) -> float:
+    def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Of `batch` products of [m, k] by [k, n]."""
 
     def attention_seconds(
@@ -64,9 +62,7 @@ class RatedDeviceTime:
         """The same in a backward."""
         return BACKWARD_CALL_FACTOR * self.machine.rates.kernel_launch_s
 
-    def matmul_seconds(
-        self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32"
-    ) -> float:
+    def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Of `batch` products of [m, k] by [k, n]."""
         return matmul_seconds(self.machine, m * batch, n, k, dtype)
 

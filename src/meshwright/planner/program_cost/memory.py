@@ -85,7 +85,8 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
         parameters=sum(each.parameter_nbytes for each in kept),
         gradients=gradients,
         master=sum(
-            each.owned_numel + (each.master_numel if precision.master != precision.parameters else 0) for each in kept
+            each.owned_numel + (each.master_numel if precision.master != precision.parameters else 0)
+            for each in kept
         )
         * width,
         optimizer_states=sum(moment_bytes(plan.job, *pair) for each in kept for pair in each.stepped_params),
@@ -229,6 +230,9 @@ def _gradient_and_buffer_nbytes(plan: Plan) -> tuple[int, int]:
     freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
     kept = {hold.name: hold.nbytes for action in actions for hold in action.allocations if hold.name in freed}
     others = {
-        hold.name: hold.nbytes for action in actions if not _is_transient(action) for hold in action.allocations
+        hold.name: hold.nbytes
+        for action in actions
+        if not _is_transient(action)
+        for hold in action.allocations
     }
     return sum(kept.values()), sum(nbytes for name, nbytes in others.items() if name not in freed)

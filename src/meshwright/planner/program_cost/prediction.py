@@ -77,7 +77,9 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
     shared = None
     if target.cores_per_host:
         shared = SharedCores(
-            target.cores_per_host, {role: each / target.num_hosts for role, _ in program.roles}, target.threads_per_rank
+            target.cores_per_host,
+            {role: each / target.num_hosts for role, _ in program.roles},
+            target.threads_per_rank,
         )
     step_s, roles = step_breakdown(program, costs, shared)
     flops = float(plan.model_spec.train_flops * plan.job.train.batch)
@@ -92,7 +94,10 @@ def step_breakdown(
 ) -> tuple[float, dict[str, StepBreakdown]]:
     """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions, by identity."""
     ticks = simulate_shared(
-        program, lambda action: costs[id(action)].seconds, shared_cores, lambda action: costs[id(action)].comm_delay_s
+        program,
+        lambda action: costs[id(action)].seconds,
+        shared_cores,
+        lambda action: costs[id(action)].comm_delay_s,
     )
     end = max((tick.end for tick in ticks), default=0.0)
     ended = {qualified_name(tick.role, tick.action.name): tick for tick in ticks}

@@ -51,7 +51,9 @@ class _RankClock:
     def lag_s(self, ranks: _CollectiveRanks, more_work_s: float = 0.0) -> float:
         """How far the last of those who meet is behind after `more` work."""
         level = max(self._synchronized_at.get(ranks.key, 0.0), self._along(ranks.axes))
-        return self._action_costs.target.device_time.straggler_seconds(self.work_s + more_work_s - level, ranks.num_ranks)
+        return self._action_costs.target.device_time.straggler_seconds(
+            self.work_s + more_work_s - level, ranks.num_ranks
+        )
 
     def synchronize(self, ranks: _CollectiveRanks, work_s: float) -> None:
         """They were level when so much was done."""
@@ -69,7 +71,11 @@ class _RankClock:
 
 def with_straggler_waits(action_costs: ActionCosts, actions: Iterable[Action]) -> dict[int, ActionCost]:
     """The costs of the actions of one role, by identity, with what it waits where it meets others."""
-    clock, sent, found = _RankClock(action_costs), dict[str, tuple[_CollectiveRanks, float]](), dict[int, ActionCost]()
+    clock, sent, found = (
+        _RankClock(action_costs),
+        dict[str, tuple[_CollectiveRanks, float]](),
+        dict[int, ActionCost](),
+    )
     for action in actions:
         cost = action_costs.cost(action)
         if action.stream == "compute":
@@ -87,7 +93,9 @@ def with_straggler_waits(action_costs: ActionCosts, actions: Iterable[Action]) -
     return found
 
 
-def _with_inner_waits(clock: _RankClock, cost: ActionCost, meetings: Sequence[_CollectiveRanks]) -> ActionCost:
+def _with_inner_waits(
+    clock: _RankClock, cost: ActionCost, meetings: Sequence[_CollectiveRanks]
+) -> ActionCost:
     """`cost` with what is waited for within an act, whose work lies evenly between its meetings."""
     for number, who in enumerate(meetings):
         more = cost.compute_s * (number + 1) / len(meetings)

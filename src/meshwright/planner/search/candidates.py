@@ -25,10 +25,16 @@ ZERO_GROUP_HOSTS = (1, 4, 16)  # whose copies share states among themselves, whe
 def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
     """Every mesh of the machine's devices on which the shape can be laid, one row at a time."""
     shape, machine = request.shape, request.machine
-    tensor = [size for size in divisors(machine.num_devices) if size <= machine.devices_per_host and shape.heads % size == 0]
+    tensor = [
+        size
+        for size in divisors(machine.num_devices)
+        if size <= machine.devices_per_host and shape.heads % size == 0
+    ]
     stages = [size for size in divisors(machine.num_devices) if size <= shape.layers]
     rows = [
-        size for size in divisors(machine.num_devices) if size == 1 or shape.sequence / size >= max(2, request.min_tokens_per_rank)
+        size
+        for size in divisors(machine.num_devices)
+        if size == 1 or shape.sequence / size >= max(2, request.min_tokens_per_rank)
     ]
     choices = {"tp": tensor, "pp": stages, "cp": rows}
     lists = [[request.fixed[axis]] if axis in request.fixed else sizes for axis, sizes in choices.items()]
@@ -42,7 +48,14 @@ def candidate_meshes(request: SearchRequest) -> Iterator[ParallelConfig]:
             continue
         sequence = tp > 1 and shape.sequence % (tp * cp) == 0
         mesh = replace(
-            request.base_config, dp=dp, tp=tp, pp=pp, cp=cp, sequence_parallel=sequence, micro_batch=1, num_microbatches=request.batch // dp
+            request.base_config,
+            dp=dp,
+            tp=tp,
+            pp=pp,
+            cp=cp,
+            sequence_parallel=sequence,
+            micro_batch=1,
+            num_microbatches=request.batch // dp,
         )
         for swaps in _ulysses_degrees(request, mesh):
             yield replace(mesh, ulysses_degree=swaps)
@@ -66,14 +79,21 @@ def with_micro_batches(request: SearchRequest, mesh: ParallelConfig) -> Iterator
             yield replace(mesh, micro_batch=each, num_microbatches=rows // each)
 
 
-def configs_on_mesh(request: SearchRequest, sized_mesh: ParallelConfig, allowed_schedules: Sequence[NamedSchedule] | None = None) -> Iterator[tuple[ParallelConfig, str]]:
+def configs_on_mesh(
+    request: SearchRequest,
+    sized_mesh: ParallelConfig,
+    allowed_schedules: Sequence[NamedSchedule] | None = None,
+) -> Iterator[tuple[ParallelConfig, str]]:
     """All that may lie over a mesh with its micro-batches, each with the name of its order; of these the `allowed`, or all."""
-    allowed_schedules = list(valid_schedules(request, sized_mesh)) if allowed_schedules is None else allowed_schedules
+    allowed_schedules = (
+        list(valid_schedules(request, sized_mesh)) if allowed_schedules is None else allowed_schedules
+    )
     for shards, within in zero_options(request, sized_mesh):
         for reruns in request.recompute_modes:
             base = replace(sized_mesh, zero_stage=shards, zero_group_size=within, recompute=reruns)
             yield from (
-                (replace(base, schedule_profile=order, virtual_stages=chunks), schedule) for schedule, order, chunks in allowed_schedules
+                (replace(base, schedule_profile=order, virtual_stages=chunks), schedule)
+                for schedule, order, chunks in allowed_schedules
             )
 
 
@@ -88,7 +108,10 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
             if any(configs_on_mesh(request, sized)):
                 return None
             for _, order, chunks in all_schedules(request) if sized.pp > 1 else ():
-                first = first or next(replace(sized, schedule_profile=order, virtual_stages=chunks).diagnostics(request.shape), None)
+                first = first or next(
+                    replace(sized, schedule_profile=order, virtual_stages=chunks).diagnostics(request.shape),
+                    None,
+                )
     words = [f"{word} {size}" for word, size in request.fixed.items() if word in ("shards", "within")]
     if words and not shared and any(candidate_meshes(request)):
         return Diagnostic(
@@ -109,8 +132,13 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
             continue
         yield shards, 0
         if shards == 3:
-            groups = [hosts * request.machine.devices_per_host // (sized_mesh.tp * sized_mesh.cp) for hosts in ZERO_GROUP_HOSTS]
-            yield from ((shards, size) for size in groups if 1 < size < sized_mesh.dp and sized_mesh.dp % size == 0)
+            groups = [
+                hosts * request.machine.devices_per_host // (sized_mesh.tp * sized_mesh.cp)
+                for hosts in ZERO_GROUP_HOSTS
+            ]
+            yield from (
+                (shards, size) for size in groups if 1 < size < sized_mesh.dp and sized_mesh.dp % size == 0
+            )
 
 
 def valid_schedules(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[NamedSchedule]:
@@ -119,7 +147,9 @@ def valid_schedules(request: SearchRequest, sized_mesh: ParallelConfig) -> Itera
         yield "", sized_mesh.schedule_profile, sized_mesh.virtual_stages
         return
     for schedule, order, chunks in all_schedules(request):
-        if not any(replace(sized_mesh, schedule_profile=order, virtual_stages=chunks).diagnostics(request.shape)):
+        if not any(
+            replace(sized_mesh, schedule_profile=order, virtual_stages=chunks).diagnostics(request.shape)
+        ):
             yield schedule, order, chunks
 
 
@@ -134,7 +164,11 @@ def all_schedules(request: SearchRequest) -> Iterator[NamedSchedule]:
 
 def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     """What holds least over a mesh with its micro-batches, the leanest first; no more than any layout over it."""
-    orders = [order for order, _ in request.schedules.values()] if sized_mesh.pp > 1 else [sized_mesh.schedule_profile]
+    orders = (
+        [order for order, _ in request.schedules.values()]
+        if sized_mesh.pp > 1
+        else [sized_mesh.schedule_profile]
+    )
     order = min(orders, key=lambda order: (order.is_bidirectional, order.in_flight, order.uniform_memory))
     for shards in (3, 2, 1, 0):
         if request.fixed.get("shards", shards) == shards or sized_mesh.data_parallel_size == 1:
@@ -144,10 +178,15 @@ def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Itera
 
 def may_fit(request: SearchRequest, sized_mesh: ParallelConfig) -> bool:
     """Whether anything that lies over a mesh with its micro-batches may fit."""
-    return any(estimate_memory(request.shape, layout).total <= request.usable_memory for layout in leanest_configs(request, sized_mesh))
+    return any(
+        estimate_memory(request.shape, layout).total <= request.usable_memory
+        for layout in leanest_configs(request, sized_mesh)
+    )
 
 
-def min_memory_config(request: SearchRequest, sized_mesh: ParallelConfig) -> tuple[ParallelConfig, MemoryEstimate]:
+def min_memory_config(
+    request: SearchRequest, sized_mesh: ParallelConfig
+) -> tuple[ParallelConfig, MemoryEstimate]:
     """Of all that may lie over a mesh with its micro-batches, what holds least."""
     return min(
         ((layout, estimate_memory(request.shape, layout)) for layout in leanest_configs(request, sized_mesh)),

@@ -25,10 +25,24 @@ from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.analytic.step_time import MicrobatchTime, microbatch_time, step_time
 from meshwright.planner.machine.machine import Machine, with_nic
-from meshwright.planner.search.candidates import leanest_configs, candidate_meshes, configs_on_mesh, zero_options, valid_schedules
-from meshwright.planner.search.lower_bounds import SAFETY_FACTOR, SampleBound, layer_time, sample_bound, tail_bound_s, boundary_transfer_s, pipeline_wait_bound_s
+from meshwright.planner.search.candidates import (
+    candidate_meshes,
+    configs_on_mesh,
+    leanest_configs,
+    valid_schedules,
+    zero_options,
+)
+from meshwright.planner.search.lower_bounds import (
+    SAFETY_FACTOR,
+    SampleBound,
+    boundary_transfer_s,
+    layer_time,
+    pipeline_wait_bound_s,
+    sample_bound,
+    tail_bound_s,
+)
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
-from meshwright.planner.search.search import TopCandidates, Candidate, SearchResult, search, price_meshes
+from meshwright.planner.search.search import Candidate, SearchResult, TopCandidates, price_meshes, search
 
 
 @dataclass(frozen=True)
@@ -73,9 +87,15 @@ def weakest_machine(machines: Sequence[Machine]) -> Machine:
     )
 
 
-def search_heterogeneous(request: SearchRequest, machines: Sequence[Machine], num_kept: int = 10, *, prune: bool = True) -> SearchResult:
+def search_heterogeneous(
+    request: SearchRequest, machines: Sequence[Machine], num_kept: int = 10, *, prune: bool = True
+) -> SearchResult:
     """The best layouts on all of `machines`; `wish` says all but the devices. Without `prune` all are priced: the same."""
-    together = replace(request, machine=weakest_machine(machines), devices_by_kind=tuple(each.num_devices for each in machines))
+    together = replace(
+        request,
+        machine=weakest_machine(machines),
+        devices_by_kind=tuple(each.num_devices for each in machines),
+    )
     found = search(together, num_kept, prune=prune)
     best = TopCandidates(num_kept)
     for each in found.best:
@@ -85,7 +105,9 @@ def search_heterogeneous(request: SearchRequest, machines: Sequence[Machine], nu
     return SearchResult(tuple(best.candidates), seen, None if best.candidates else found.nearest_miss)
 
 
-def search_each_kind(request: SearchRequest, machines: Sequence[Machine]) -> Iterator[tuple[Machine, Candidate | None]]:
+def search_each_kind(
+    request: SearchRequest, machines: Sequence[Machine]
+) -> Iterator[tuple[Machine, Candidate | None]]:
     """Each kind with what it does by itself; None where nothing fits."""
     for each in machines:
         kept = {axis: size for axis, size in request.fixed.items() if axis != "dp"}
@@ -102,7 +124,9 @@ class HeterogeneousPricer:
             for name, each in request.schedules.items()
             if each[1] == 1 and not (each[0].is_folded or each[0].is_bidirectional)
         }
-        self.request = replace(request, devices_by_kind=(), required_axes=(*request.required_axes, "pp"), schedules=plain)
+        self.request = replace(
+            request, devices_by_kind=(), required_axes=(*request.required_axes, "pp"), schedules=plain
+        )
         ordered = sorted(machines, key=lambda each: -each.device.memory)
         self._device_counts = [each.num_devices for each in ordered]
         self._machines = [_on_slower_network(each, request.machine) for each in ordered]
@@ -121,11 +145,14 @@ class HeterogeneousPricer:
         """Its rows, with layers dealt as if they could be cut, and what comes behind them."""
         key = mesh.tp, mesh.cp, mesh.ulysses_degree, mesh.tp_stride
         if key not in self._sample_bounds:
-            self._sample_bounds[key] = [sample_bound(self.request.shape, mesh, machine) for machine in self._machines]
+            self._sample_bounds[key] = [
+                sample_bound(self.request.shape, mesh, machine) for machine in self._machines
+            ]
         rows = self._sample_bounds[key]
         most = min(max(row.embedding, row.head) for row in rows)
         return SAFETY_FACTOR * (
-            mesh.num_microbatches * (self._balanced_seconds(mesh, [row.layer for row in rows]) + most) + self._tail_bound(mesh)
+            mesh.num_microbatches * (self._balanced_seconds(mesh, [row.layer for row in rows]) + most)
+            + self._tail_bound(mesh)
         )
 
     def may_fit(self, sized_mesh: ParallelConfig) -> bool:
@@ -135,7 +162,8 @@ class HeterogeneousPricer:
             rooms = [_max_layers(shape, layout, kind) for kind in kinds]
             if (
                 all(rooms)
-                and sum(room * kind.num_pp_ranks for room, kind in zip(rooms, kinds, strict=True)) >= shape.layers
+                and sum(room * kind.num_pp_ranks for room, kind in zip(rooms, kinds, strict=True))
+                >= shape.layers
             ):
                 return True
         return False
@@ -143,13 +171,21 @@ class HeterogeneousPricer:
     def bound_s(self, sized_mesh: ParallelConfig) -> float:
         """Its layers, and the order in which ranks along pp wait least."""
         return min(
-            (self.schedule_bound_s(sized_mesh, order, chunks) for _, order, chunks in valid_schedules(self.request, sized_mesh)), default=inf
+            (
+                self.schedule_bound_s(sized_mesh, order, chunks)
+                for _, order, chunks in valid_schedules(self.request, sized_mesh)
+            ),
+            default=inf,
         )
 
     def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
         """Layers dealt, step and memory of each."""
         seen, kinds = 0, self._device_kinds(sized_mesh)
-        allowed = [turn for turn in valid_schedules(self.request, sized_mesh) if self.schedule_bound_s(sized_mesh, *turn[1:]) <= max_seconds]
+        allowed = [
+            turn
+            for turn in valid_schedules(self.request, sized_mesh)
+            if self.schedule_bound_s(sized_mesh, *turn[1:]) <= max_seconds
+        ]
         for layout, schedule in configs_on_mesh(self.request, sized_mesh, allowed):
             seen += 1
             dealt = assign_layers(self.request.shape, layout, kinds)
@@ -160,14 +196,28 @@ class HeterogeneousPricer:
 
     def schedule_bound_s(self, sized_mesh: ParallelConfig, profile: ScheduleProfile, chunks: int) -> float:
         """Seconds that a step takes at least in which ranks along pp take turns in this `order`."""
-        shape, made, ranks = self.request.shape, self._microbatch_times(sized_mesh), self._pp_ranks_by_kind(sized_mesh)
-        layers = [layer_time(sized_mesh, machine, each) for machine, each in zip(self._machines, made, strict=True)]
-        found = sized_mesh.num_microbatches * self._balanced_seconds(sized_mesh, [each.total for each in layers])
-        found += sized_mesh.num_microbatches * min(max(each.embedding.total, each.head.total) for each in made) + self._tail_bound(sized_mesh)
-        one = min(pipeline_wait_bound_s(sized_mesh, profile, chunks, each) for each in layers)  # for each layer of a rank
+        shape, made, ranks = (
+            self.request.shape,
+            self._microbatch_times(sized_mesh),
+            self._pp_ranks_by_kind(sized_mesh),
+        )
+        layers = [
+            layer_time(sized_mesh, machine, each) for machine, each in zip(self._machines, made, strict=True)
+        ]
+        found = sized_mesh.num_microbatches * self._balanced_seconds(
+            sized_mesh, [each.total for each in layers]
+        )
+        found += sized_mesh.num_microbatches * min(
+            max(each.embedding.total, each.head.total) for each in made
+        ) + self._tail_bound(sized_mesh)
+        one = min(
+            pipeline_wait_bound_s(sized_mesh, profile, chunks, each) for each in layers
+        )  # for each layer of a rank
         found += one * shape.layers / sized_mesh.pp
         sent = [boundary_transfer_s(shape, sized_mesh, machine, chunks) for machine in self._machines]
-        return SAFETY_FACTOR * (found + sum(count * each for count, each in zip(ranks, sent, strict=True)) / sized_mesh.pp)
+        return SAFETY_FACTOR * (
+            found + sum(count * each for count, each in zip(ranks, sent, strict=True)) / sized_mesh.pp
+        )
 
     def _balanced_seconds(self, mesh: ParallelConfig, layers: Sequence[float]) -> float:
         """Seconds of the slowest rank where a layer takes each kind as long as `layers` says."""
@@ -177,12 +227,22 @@ class HeterogeneousPricer:
 
     def _tail_bound(self, mesh: ParallelConfig) -> float:
         wish = self.request
-        return min(tail_bound_s(wish.shape, mesh, machine, zero_options(wish, mesh)) for machine in self._machines)
+        return min(
+            tail_bound_s(wish.shape, mesh, machine, zero_options(wish, mesh)) for machine in self._machines
+        )
 
     def _microbatch_times(self, sized_mesh: ParallelConfig) -> list[MicrobatchTime]:
-        key = sized_mesh.tp, sized_mesh.cp, sized_mesh.ulysses_degree, sized_mesh.tp_stride, sized_mesh.micro_batch
+        key = (
+            sized_mesh.tp,
+            sized_mesh.cp,
+            sized_mesh.ulysses_degree,
+            sized_mesh.tp_stride,
+            sized_mesh.micro_batch,
+        )
         if key not in self._microbatch_cache:
-            self._microbatch_cache[key] = [microbatch_time(self.request.shape, sized_mesh, machine) for machine in self._machines]
+            self._microbatch_cache[key] = [
+                microbatch_time(self.request.shape, sized_mesh, machine) for machine in self._machines
+            ]
         return self._microbatch_cache[key]
 
     def _pp_ranks_by_kind(self, mesh: ParallelConfig) -> list[int]:
@@ -193,7 +253,8 @@ class HeterogeneousPricer:
         ranks, made = self._pp_ranks_by_kind(sized_mesh), self._microbatch_times(sized_mesh)
         each = enumerate(zip(self._machines, ranks, made, strict=True))
         return tuple(
-            DeviceKind(machine, sum(ranks[:at]), count, microbatch=known) for at, (machine, count, known) in each
+            DeviceKind(machine, sum(ranks[:at]), count, microbatch=known)
+            for at, (machine, count, known) in each
         )
 
 
@@ -203,7 +264,9 @@ def _on_slower_network(kind: Machine, together: Machine) -> Machine:
     return with_nic(replace(kind, num_devices=together.num_devices), slower)
 
 
-def assign_layers(shape: ModelShape, config: ParallelConfig, kinds: Sequence[DeviceKind]) -> tuple[DeviceKind, ...] | None:
+def assign_layers(
+    shape: ModelShape, config: ParallelConfig, kinds: Sequence[DeviceKind]
+) -> tuple[DeviceKind, ...] | None:
     """`kinds` with the layers of each of their ranks; None where memory does not take all."""
     takes = [_max_layers(shape, config, kind) for kind in kinds]
     if 0 in takes:
@@ -227,7 +290,8 @@ def _max_layers(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) -> 
     while high - low > 1:
         middle = (low + high) // 2
         fits = (
-            _fullest_memory(shape, config, replace(kind, layers_by_rank=(middle,))).total <= USABLE_MEMORY_FRACTION * kind.machine.device.memory
+            _fullest_memory(shape, config, replace(kind, layers_by_rank=(middle,))).total
+            <= USABLE_MEMORY_FRACTION * kind.machine.device.memory
         )
         low, high = (middle, high) if fits else (low, middle)
     return low
@@ -237,25 +301,33 @@ def _fullest_memory(shape: ModelShape, config: ParallelConfig, kind: DeviceKind)
     """What the fuller of the first and the last rank of a kind holds, with its layers."""
     even = replace(shape, layers=kind.max_layers * config.pp)
     ends = {kind.first_pp_rank, kind.first_pp_rank + kind.num_pp_ranks - 1}
-    return max((held for _, held in memory_by_pp_rank(even, config, pp_ranks=ends)), key=lambda each: each.total)
+    return max(
+        (held for _, held in memory_by_pp_rank(even, config, pp_ranks=ends)), key=lambda each: each.total
+    )
 
 
 def _layer_seconds(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) -> float:
     """Seconds that a rank of a kind is busy for each of its layers, without embedding and head."""
     less, more = (
-        step_time(replace(shape, layers=layers * config.pp), config, kind.machine, kind.microbatch) for layers in (1, 2)
+        step_time(replace(shape, layers=layers * config.pp), config, kind.machine, kind.microbatch)
+        for layers in (1, 2)
     )
     return more.compute + more.tp_comm - less.compute - less.tp_comm
 
 
-def _candidate(shape: ModelShape, config: ParallelConfig, schedule: str, kinds: Sequence[DeviceKind]) -> Candidate:
+def _candidate(
+    shape: ModelShape, config: ParallelConfig, schedule: str, kinds: Sequence[DeviceKind]
+) -> Candidate:
     """The step that everybody waits for: computed by the slowest, waited for by the mean."""
     steps = [
         step_time(replace(shape, layers=kind.max_layers * config.pp), config, kind.machine, kind.microbatch)
         for kind in kinds
     ]
     slowest = max(steps, key=lambda each: each.compute + each.tp_comm)
-    waiting = sum(kind.num_pp_ranks * each.pipeline_wait for kind, each in zip(kinds, steps, strict=True)) / config.pp
+    waiting = (
+        sum(kind.num_pp_ranks * each.pipeline_wait for kind, each in zip(kinds, steps, strict=True))
+        / config.pp
+    )
     taken = replace(
         slowest,
         pipeline_wait=waiting,
@@ -263,6 +335,8 @@ def _candidate(shape: ModelShape, config: ParallelConfig, schedule: str, kinds: 
         optimizer=max(each.optimizer for each in steps),
         fixed=max(each.fixed for each in steps),
     )
-    fullest = max(kinds, key=lambda kind: _fullest_memory(shape, config, kind).total / kind.machine.device.memory)
+    fullest = max(
+        kinds, key=lambda kind: _fullest_memory(shape, config, kind).total / kind.machine.device.memory
+    )
     dealt = tuple((kind.machine.device.name, layers) for kind in kinds for layers in kind.layers_by_rank)
     return Candidate(config, schedule, taken, _fullest_memory(shape, config, fullest), dealt)

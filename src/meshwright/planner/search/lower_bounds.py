@@ -19,7 +19,15 @@ from dataclasses import dataclass, replace
 
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import PassTime, MicrobatchTime, boundary_send_s, launch_bound, microbatch_time, optimizer_s, grad_reduce_s
+from meshwright.planner.analytic.step_time import (
+    MicrobatchTime,
+    PassTime,
+    boundary_send_s,
+    grad_reduce_s,
+    launch_bound,
+    microbatch_time,
+    optimizer_s,
+)
 from meshwright.planner.machine.machine import Machine
 
 LARGE_MICRO_BATCH = 2.0**40  # rows at once
@@ -41,10 +49,14 @@ def sample_bound(shape: ModelShape, mesh: ParallelConfig, machine: Machine) -> S
     """What a row takes at least, however many go through at once."""
     made = microbatch_time(shape, replace(mesh, micro_batch=LARGE_MICRO_BATCH, num_microbatches=1), machine)
     share = SAFETY_FACTOR / LARGE_MICRO_BATCH
-    return SampleBound((made.layer + made.collectives).total * share, made.embedding.total * share, made.head.total * share)
+    return SampleBound(
+        (made.layer + made.collectives).total * share, made.embedding.total * share, made.head.total * share
+    )
 
 
-def end_bound_s(config: ParallelConfig, orders: Iterable[ScheduleProfile], embedding: float, head: float) -> float:
+def end_bound_s(
+    config: ParallelConfig, orders: Iterable[ScheduleProfile], embedding: float, head: float
+) -> float:
     """Of the embedding and the head, what the slowest rank along pp has at least under one of `orders`."""
     if config.pp == 1:
         return embedding + head
@@ -59,27 +71,45 @@ def slowest_rank_s(shape: ModelShape, config: ParallelConfig, layer: float, end_
     return max(layer * layers, layer * (layers - 1) + end_s)
 
 
-def pipeline_wait_bound_s(config: ParallelConfig, profile: ScheduleProfile, virtual_stages: int, stage: PassTime, load_ratio: float = 1.0) -> float:
+def pipeline_wait_bound_s(
+    config: ParallelConfig,
+    profile: ScheduleProfile,
+    virtual_stages: int,
+    stage: PassTime,
+    load_ratio: float = 1.0,
+) -> float:
     """Seconds that ranks along pp wait for each other at least.
 
     `whole` is a rank's part without what is rerun or gathered; the slowest rank has `share` times as many layers as the mean.
     """
     others = config.pp - load_ratio
     one = profile.f * stage.forward + profile.b * stage.backward + profile.w * stage.deferrable
-    waited = max(0.0, one) * others * ((config.pp / 2 - 1) / (config.pp - 1) if profile.is_bidirectional else 1.0) / virtual_stages
+    waited = (
+        max(0.0, one)
+        * others
+        * ((config.pp / 2 - 1) / (config.pp - 1) if profile.is_bidirectional else 1.0)
+        / virtual_stages
+    )
     if not (profile.fills_bubbles and stage.weight_grad):
         return waited
     more = (config.pp / 2 - 2) * stage.weight_grad if profile.is_bidirectional else 0.0
     least = (
-        others * (stage.forward + stage.backward - stage.weight_grad) - (config.num_microbatches - 1) * stage.weight_grad + more
+        others * (stage.forward + stage.backward - stage.weight_grad)
+        - (config.num_microbatches - 1) * stage.weight_grad
+        + more
     )
     return max(waited, least)
 
 
-def boundary_transfer_s(shape: ModelShape, config: ParallelConfig, machine: Machine, virtual_stages: int) -> float:
+def boundary_transfer_s(
+    shape: ModelShape, config: ParallelConfig, machine: Machine, virtual_stages: int
+) -> float:
     """Seconds that ranks along pp wait for what goes from one to the next."""
     handed = boundary_send_s(shape, config, machine)
-    turn = handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction) + machine.rates.microbatch_overhead_s
+    turn = (
+        handed * machine.rates.boundary_exposed * (1 - config.overlap_fraction)
+        + machine.rates.microbatch_overhead_s
+    )
     return 2 * (config.pp - 1) * handed + config.num_microbatches * virtual_stages * turn
 
 
@@ -94,9 +124,17 @@ def stage_time(shape: ModelShape, config: ParallelConfig, layer: PassTime) -> Pa
     return PassTime(layer.forward * share, layer.backward * share, layer.weight_grad * share)
 
 
-def tail_bound_s(shape: ModelShape, mesh: ParallelConfig, machine: Machine, zero_options: Iterable[tuple[int, int]]) -> float:
+def tail_bound_s(
+    shape: ModelShape, mesh: ParallelConfig, machine: Machine, zero_options: Iterable[tuple[int, int]]
+) -> float:
     """Seconds behind the last micro-batch: sums over copies and the optimizer, by the cheapest of all `shares`."""
-    given = [replace(mesh, zero_stage=shards, zero_group_size=within, num_microbatches=1) for shards, within in zero_options]
-    sums = [0.0 if layout.overlap_fraction else grad_reduce_s(shape, layout, machine, PassTime()) for layout in given]
+    given = [
+        replace(mesh, zero_stage=shards, zero_group_size=within, num_microbatches=1)
+        for shards, within in zero_options
+    ]
+    sums = [
+        0.0 if layout.overlap_fraction else grad_reduce_s(shape, layout, machine, PassTime())
+        for layout in given
+    ]
     steps = [optimizer_s(shape, layout, machine) for layout in given]
     return min(map(sum, zip(sums, steps, strict=True)), default=0.0) + machine.rates.step_overhead_s

@@ -16,9 +16,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
 
-from meshwright.planner.analytic.memory import MemoryEstimate, memory_by_pp_rank, estimate_memory
+from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory, memory_by_pp_rank
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.search.candidates import with_micro_batches, may_fit, candidate_meshes, configs_on_mesh
+from meshwright.planner.search.candidates import (
+    candidate_meshes,
+    configs_on_mesh,
+    may_fit,
+    with_micro_batches,
+)
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult, search
 
@@ -39,7 +44,7 @@ class NearestMiss:
     def largest_category(self) -> str:
         """The category that holds most of what a layout could spare: not what driver and allocator take."""
         held: dict[str, float] = vars(self.memory)
-        return max((name for name in held if name not in ("gaps", "context")), key=held.__getitem__)
+        return max((name for name in held if name not in ("fragmentation", "driver_context")), key=held.__getitem__)
 
 
 @dataclass(frozen=True)
@@ -62,17 +67,26 @@ class MaxFit:
 
 def find_max_fit(request: SearchRequest, quantity: str, keep: int = 3) -> MaxFit | None:
     """The limit of `what`, one of LIMITS, for all else as in `wish`; None where not even the least fits."""
-    return {"batch": _max_batch, "sequence": _max_sequence, "layers": _max_layers, "devices": _min_devices}[quantity](request, keep)
+    return {"batch": _max_batch, "sequence": _max_sequence, "layers": _max_layers, "devices": _min_devices}[
+        quantity
+    ](request, keep)
 
 
 def fits(request: SearchRequest) -> bool:
     """Whether any layout fits."""
-    return any(estimate_memory(request.shape, layout).total <= request.usable_memory for layout in _min_batch_configs(request, fitting=True))
+    return any(
+        estimate_memory(request.shape, layout).total <= request.usable_memory
+        for layout in _min_batch_configs(request, fitting=True)
+    )
 
 
 def find_nearest_miss(request: SearchRequest) -> NearestMiss | None:
     """Of all layouts, the one that holds least; None where there is none at all."""
-    layout = min(_min_batch_configs(request), key=lambda layout: estimate_memory(request.shape, layout).total, default=None)
+    layout = min(
+        _min_batch_configs(request),
+        key=lambda layout: estimate_memory(request.shape, layout).total,
+        default=None,
+    )
     return None if layout is None else _miss_of(request, layout)
 
 
@@ -103,7 +117,9 @@ def _max_sequence(request: SearchRequest, keep: int) -> MaxFit | None:
 
     most = request.max_positions
     if most and fits(of(most)):
-        return MaxFit("sequence", most, of(most), search(of(most), keep), most + 1, None, limited_by_positions=True)
+        return MaxFit(
+            "sequence", most, of(most), search(of(most), keep), most + 1, None, limited_by_positions=True
+        )
     for unit in (1024, 64):
         longest = 0
         for mesh in candidate_meshes(of(SEARCH_LIMIT)):  # every number of ranks divides some row
@@ -111,11 +127,15 @@ def _max_sequence(request: SearchRequest, keep: int) -> MaxFit | None:
                 longest = max(longest, _longest_sequence(of, mesh, step, longest, most or SEARCH_LIMIT))
         if longest:
             there, beyond = of(longest), min(longest + unit, most or SEARCH_LIMIT)
-            return MaxFit("sequence", longest, there, search(there, keep), beyond, find_nearest_miss(of(beyond)))
+            return MaxFit(
+                "sequence", longest, there, search(there, keep), beyond, find_nearest_miss(of(beyond))
+            )
     return None
 
 
-def _longest_sequence(make_request: Callable[[int], SearchRequest], mesh: ParallelConfig, step: int, beyond: int, high: int) -> int:
+def _longest_sequence(
+    make_request: Callable[[int], SearchRequest], mesh: ParallelConfig, step: int, beyond: int, high: int
+) -> int:
     """The longest row over a mesh that is longer than `beyond`, shorter than `most`, and comes in steps of `step`; 0: none fits.
 
     Tensor ranks divide tokens where these come out even: such rows hold less than shorter ones that do not, so that each kind is
@@ -139,11 +159,15 @@ def _max_layers(request: SearchRequest, keep: int) -> MaxFit | None:
     def of(layers: int) -> SearchRequest:
         return replace(request, shape=replace(request.shape, layers=layers))
 
-    least = next((layers for layers in range(1, 1 + max(1, request.fixed.get("pp", 8))) if fits(of(layers))), 0)
+    least = next(
+        (layers for layers in range(1, 1 + max(1, request.fixed.get("pp", 8))) if fits(of(layers))), 0
+    )
     if not least:
         return None
     layers = _bisect(lambda layers: fits(of(layers)), least)
-    return MaxFit("layers", layers, of(layers), search(of(layers), keep), layers + 1, find_nearest_miss(of(layers + 1)))
+    return MaxFit(
+        "layers", layers, of(layers), search(of(layers), keep), layers + 1, find_nearest_miss(of(layers + 1))
+    )
 
 
 def _max_batch(request: SearchRequest, keep: int) -> MaxFit | None:
@@ -151,9 +175,13 @@ def _max_batch(request: SearchRequest, keep: int) -> MaxFit | None:
         None  # rows of a step, rows of one more row per micro-batch, and the layout
     )
     given = request.fixed.get("micro")
-    for mesh in candidate_meshes(replace(request, batch=request.machine.num_devices)):  # every number of copies divides it
+    for mesh in candidate_meshes(
+        replace(request, batch=request.machine.num_devices)
+    ):  # every number of copies divides it
         micros = mesh.pp
-        for layout, _ in configs_on_mesh(request, replace(mesh, micro_batch=given or 1, num_microbatches=micros)):
+        for layout, _ in configs_on_mesh(
+            request, replace(mesh, micro_batch=given or 1, num_microbatches=micros)
+        ):
             each = mesh.dp * micros
             least = best[0] // each + 1 if best else 1
             if given is None and _fits_memory(request, layout, least):
@@ -170,7 +198,10 @@ def _max_batch(request: SearchRequest, keep: int) -> MaxFit | None:
 
 def _fits_memory(request: SearchRequest, config: ParallelConfig, micro_batch: float = 0) -> bool:
     """Whether it fits, with so many `rows` at once (0: its own)."""
-    return estimate_memory(request.shape, replace(config, micro_batch=micro_batch or config.micro_batch)).total <= request.usable_memory
+    return (
+        estimate_memory(request.shape, replace(config, micro_batch=micro_batch or config.micro_batch)).total
+        <= request.usable_memory
+    )
 
 
 def _bisect(enough: Callable[[int], bool], low: int) -> int:
@@ -198,7 +229,12 @@ def _min_devices(request: SearchRequest, keep: int) -> MaxFit | None:
         if fits(of(count)):
             there = of(count)
             return MaxFit(
-                "devices", count, there, search(there, keep), before, find_nearest_miss(of(before)) if before else None
+                "devices",
+                count,
+                there,
+                search(there, keep),
+                before,
+                find_nearest_miss(of(before)) if before else None,
             )
         before = count
     return None

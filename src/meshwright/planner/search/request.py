@@ -13,7 +13,7 @@ from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile, RecomputeMode
+from meshwright.planner.analytic.parallel_config import ParallelConfig, RecomputeMode, ScheduleProfile
 from meshwright.planner.machine.machine import Machine
 
 MIN_TOKENS_PER_RANK = 4096  # tokens of a rank below which dividing a row further is not tried
@@ -40,7 +40,9 @@ class SearchRequest:
     shape: ModelShape
     machine: Machine
     batch: int
-    schedules: Mapping[str, tuple[ScheduleProfile, int]] = field(default_factory=lambda: {"1f1b": (ScheduleProfile(), 1)})
+    schedules: Mapping[str, tuple[ScheduleProfile, int]] = field(
+        default_factory=lambda: {"1f1b": (ScheduleProfile(), 1)}
+    )
     fixed: Mapping[str, int] = field(default_factory=dict)
     required_axes: tuple[str, ...] = ()
     head_exchange: Literal["", "none", "all", "some"] = ""

@@ -19,18 +19,26 @@ from typing import Protocol
 from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.analytic.step_time import MicrobatchTime, StepTime, microbatch_time, step_time
-from meshwright.planner.search.candidates import with_micro_batches, may_fit, candidate_meshes, configs_on_mesh, zero_options, min_memory_config, valid_schedules
+from meshwright.planner.search.candidates import (
+    candidate_meshes,
+    configs_on_mesh,
+    may_fit,
+    min_memory_config,
+    valid_schedules,
+    with_micro_batches,
+    zero_options,
+)
 from meshwright.planner.search.lower_bounds import (
     SAFETY_FACTOR,
     SampleBound,
-    layer_time,
-    sample_bound,
-    tail_bound_s,
     boundary_transfer_s,
-    slowest_rank_s,
     end_bound_s,
-    stage_time,
+    layer_time,
     pipeline_wait_bound_s,
+    sample_bound,
+    slowest_rank_s,
+    stage_time,
+    tail_bound_s,
 )
 from meshwright.planner.search.request import SearchRequest
 
@@ -75,9 +83,20 @@ class Candidate:
         laid = self.config
         # fewer copies of rows cut finer, with as many more rows at once: a rank has the same tokens and shares
         alike = replace(
-            laid, zero_stage=0, zero_group_size=0, dp=laid.data_parallel_size, cp=1, micro_batch=laid.micro_batch / laid.cp
+            laid,
+            zero_stage=0,
+            zero_group_size=0,
+            dp=laid.data_parallel_size,
+            cp=1,
+            micro_batch=laid.micro_batch / laid.cp,
         )
-        return alike, self.schedule, self.layer_assignment, f"{self.seconds:.3g}", f"{self.memory.total / 2**30:.1f}"
+        return (
+            alike,
+            self.schedule,
+            self.layer_assignment,
+            f"{self.seconds:.3g}",
+            f"{self.memory.total / 2**30:.1f}",
+        )
 
 
 @dataclass(frozen=True)
@@ -128,22 +147,39 @@ class ConfigPricer(Protocol):
         """Show `best` all that lies over a mesh with its micro-batches and may take `below` seconds; how many these were."""
 
 
-def search(request: SearchRequest, num_kept: int = 10, *, prune: bool = True, max_seconds: float = inf) -> SearchResult:
+def search(
+    request: SearchRequest, num_kept: int = 10, *, prune: bool = True, max_seconds: float = inf
+) -> SearchResult:
     """The `keep` best layouts of `wish`, none that takes more than `below` seconds. Without `prune` all are priced: the same."""
     best, laid = TopCandidates(num_kept, max_seconds), list(candidate_meshes(request))
     seen = price_meshes(request, laid, HomogeneousPricer(request), best, prune=prune)
     if best.candidates or max_seconds < inf:
         return SearchResult(tuple(best.candidates), seen, None)
-    nearest = [each for each in (min_memory_config(request, mesh) for mesh in laid) if each[1].total > request.usable_memory]
+    nearest = [
+        each
+        for each in (min_memory_config(request, mesh) for mesh in laid)
+        if each[1].total > request.usable_memory
+    ]
     return SearchResult((), seen, min(nearest, key=lambda each: each[1].total, default=None))
 
 
-def price_meshes(request: SearchRequest, meshes: Iterable[ParallelConfig], pricer: ConfigPricer, top: TopCandidates, *, prune: bool = True) -> int:
+def price_meshes(
+    request: SearchRequest,
+    meshes: Iterable[ParallelConfig],
+    pricer: ConfigPricer,
+    top: TopCandidates,
+    *,
+    prune: bool = True,
+) -> int:
     """Show `best` all over the meshes `laid` that may be among the best, those first that may be fastest; how many these were."""
     seen = 0
     if not prune:
-        return sum(pricer.price(sized, top, inf) for mesh in meshes for sized in with_micro_batches(request, mesh))
-    for floor, mesh in sorted(((pricer.mesh_bound_s(mesh), mesh) for mesh in meshes), key=lambda each: each[0]):
+        return sum(
+            pricer.price(sized, top, inf) for mesh in meshes for sized in with_micro_batches(request, mesh)
+        )
+    for floor, mesh in sorted(
+        ((pricer.mesh_bound_s(mesh), mesh) for mesh in meshes), key=lambda each: each[0]
+    ):
         if floor > top.cutoff_s:
             break
         sizes = list(with_micro_batches(request, mesh))
@@ -163,7 +199,10 @@ class HomogeneousPricer:
     def __init__(self, request: SearchRequest) -> None:
         self._request = request
         self._schedule_profiles = [order for order, _ in request.schedules.values()]
-        self._sample_bounds, self._microbatch_times = dict[tuple[float, ...], SampleBound](), dict[tuple[float, ...], MicrobatchTime]()
+        self._sample_bounds, self._microbatch_times = (
+            dict[tuple[float, ...], SampleBound](),
+            dict[tuple[float, ...], MicrobatchTime](),
+        )
         self._tail_bounds = dict[tuple[int, ...], float]()
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
@@ -173,7 +212,9 @@ class HomogeneousPricer:
             self._sample_bounds[key] = sample_bound(wish.shape, mesh, wish.machine)
         row = self._sample_bounds[key]
         most = end_bound_s(mesh, self._schedule_profiles, row.embedding, row.head)
-        return SAFETY_FACTOR * (mesh.num_microbatches * slowest_rank_s(wish.shape, mesh, row.layer, most) + self._tail_bound(mesh))
+        return SAFETY_FACTOR * (
+            mesh.num_microbatches * slowest_rank_s(wish.shape, mesh, row.layer, most) + self._tail_bound(mesh)
+        )
 
     def may_fit(self, sized_mesh: ParallelConfig) -> bool:
         """Whether the leanest does."""
@@ -182,7 +223,11 @@ class HomogeneousPricer:
     def bound_s(self, sized_mesh: ParallelConfig) -> float:
         """Its layers, and the order in which ranks along pp wait least."""
         return min(
-            (self.schedule_bound_s(sized_mesh, order, chunks) for _, order, chunks in valid_schedules(self._request, sized_mesh)), default=inf
+            (
+                self.schedule_bound_s(sized_mesh, order, chunks)
+                for _, order, chunks in valid_schedules(self._request, sized_mesh)
+            ),
+            default=inf,
         )
 
     def schedule_bound_s(self, sized_mesh: ParallelConfig, profile: ScheduleProfile, chunks: int) -> float:
@@ -190,18 +235,24 @@ class HomogeneousPricer:
         shape, machine, made = self._request.shape, self._request.machine, self._microbatch_time(sized_mesh)
         one = layer_time(sized_mesh, machine, made)
         most = end_bound_s(sized_mesh, (profile,), made.embedding.total, made.head.total)
-        found = sized_mesh.num_microbatches * slowest_rank_s(shape, sized_mesh, one.total, most) + self._tail_bound(sized_mesh)
+        found = sized_mesh.num_microbatches * slowest_rank_s(
+            shape, sized_mesh, one.total, most
+        ) + self._tail_bound(sized_mesh)
         if sized_mesh.pp > 1:
             share = sized_mesh.max_layers_per_rank(shape) * sized_mesh.pp / shape.layers
-            found += pipeline_wait_bound_s(sized_mesh, profile, chunks, stage_time(shape, sized_mesh, one), share) + boundary_transfer_s(
-                shape, sized_mesh, machine, chunks
-            )
+            found += pipeline_wait_bound_s(
+                sized_mesh, profile, chunks, stage_time(shape, sized_mesh, one), share
+            ) + boundary_transfer_s(shape, sized_mesh, machine, chunks)
         return SAFETY_FACTOR * found
 
     def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
         """Step and memory of each."""
         wish, made, seen = self._request, self._microbatch_time(sized_mesh), 0
-        allowed = [turn for turn in valid_schedules(wish, sized_mesh) if self.schedule_bound_s(sized_mesh, *turn[1:]) <= max_seconds]
+        allowed = [
+            turn
+            for turn in valid_schedules(wish, sized_mesh)
+            if self.schedule_bound_s(sized_mesh, *turn[1:]) <= max_seconds
+        ]
         for layout, schedule in configs_on_mesh(wish, sized_mesh, allowed):
             seen += 1
             taken = step_time(wish.shape, layout, wish.machine, made)
@@ -213,9 +264,17 @@ class HomogeneousPricer:
         return seen
 
     def _microbatch_time(self, sized_mesh: ParallelConfig) -> MicrobatchTime:
-        key = sized_mesh.tp, sized_mesh.cp, sized_mesh.ulysses_degree, sized_mesh.tp_stride, sized_mesh.micro_batch
+        key = (
+            sized_mesh.tp,
+            sized_mesh.cp,
+            sized_mesh.ulysses_degree,
+            sized_mesh.tp_stride,
+            sized_mesh.micro_batch,
+        )
         if key not in self._microbatch_times:
-            self._microbatch_times[key] = microbatch_time(self._request.shape, sized_mesh, self._request.machine)
+            self._microbatch_times[key] = microbatch_time(
+                self._request.shape, sized_mesh, self._request.machine
+            )
         return self._microbatch_times[key]
 
     def _tail_bound(self, mesh: ParallelConfig) -> float:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.algorithms import BACKEND, named
+from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, cached_num_sent
 from meshwright.comm.tuning.network_fit import fit_alpha_beta
 from meshwright.plan.hardware.network_model import Cluster
@@ -32,14 +32,18 @@ def lesson_view(cluster: Cluster) -> RenderableType:
     for ranks in cluster.ranks:
         parts += [*_timing_table(cluster, ranks), ""]
     return Group(
-        *parts, Text("What lectures say loosely", style="bold"), *(Text(f"- {line}") for line in COMMON_CLAIMS)
+        *parts,
+        Text("What lectures say loosely", style="bold"),
+        *(Text(f"- {line}") for line in COMMON_CLAIMS),
     )
 
 
 def round_counts(algorithm: AllReduceAlgorithm, num_ranks: int) -> tuple[int, Fraction, Fraction]:
     """Rounds, and bytes as a multiple of the tensor's: those of the rank that sends most, and those of all ranks."""
     numel = lcm(*range(1, MAX_NUM_RANKS + 1))  # every cut is even
-    sent = [Fraction(cached_num_sent(algorithm, num_ranks, index, numel), numel) for index in range(num_ranks)]
+    sent = [
+        Fraction(cached_num_sent(algorithm, num_ranks, index, numel), numel) for index in range(num_ranks)
+    ]
     return algorithm.num_rounds(num_ranks), max(sent), sum(sent, Fraction())
 
 
@@ -49,8 +53,14 @@ def counts_table() -> Table:
     columns = (Column("n ="), *(Column(str(ranks), justify="right") for ranks in range(2, MAX_NUM_RANKS + 1)))
     table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in LESSON_ALGORITHMS:
-        cells = [round_counts(named(name), ranks) for ranks in range(2, MAX_NUM_RANKS + 1)]
-        table.add_row(name, *(f"{rounds}/{_format_fraction(most)}/{_format_fraction(total)}" for rounds, most, total in cells))
+        cells = [round_counts(get_algorithm(name), ranks) for ranks in range(2, MAX_NUM_RANKS + 1)]
+        table.add_row(
+            name,
+            *(
+                f"{rounds}/{_format_fraction(most)}/{_format_fraction(total)}"
+                for rounds, most, total in cells
+            ),
+        )
     return table
 
 
@@ -75,7 +85,7 @@ def _timing_table(cluster: Cluster, ranks: int) -> list[RenderableType]:
         cells = []
         for nbytes in chosen:
             took = f"{1e3 * found[name][nbytes]:.3g}" if nbytes in found[name] else "-"
-            guess = named(name).seconds(ranks, nbytes, fit.latency_s, fit.bytes_per_s)
+            guess = get_algorithm(name).seconds(ranks, nbytes, fit.latency_s, fit.bytes_per_s)
             cells.append(took if name == BACKEND else f"{took} ({1e3 * guess:.3g})")
         table.add_row(name, *cells)
     note = f"one latency and one bandwidth for all sizes leave a median error of {100 * fit.error:.0f} %: message sizes need bands"

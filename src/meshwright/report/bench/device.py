@@ -89,7 +89,10 @@ def _attention(profile: DeviceProfile) -> Table:
         law = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
         times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
         table.add_row(
-            each.dtype, *map(str, sizes), *times, *_spread_and_error(each.spread, law, each.forward_s + each.backward_s)
+            each.dtype,
+            *map(str, sizes),
+            *times,
+            *_spread_and_error(each.spread, law, each.forward_s + each.backward_s),
         )
     return table
 

@@ -121,7 +121,13 @@ def network_figure(cluster: Cluster) -> go.Figure:
             common["line"] = {**common["line"], "dash": "dot", "width": 1.8}
             model = [_model_seconds(cluster, name, series.ranks, nbytes) for nbytes in series.nbytes]
             figure.add_scatter(
-                **common, y=model, mode="lines", name=f"{name}: {MODEL_LABEL}", showlegend=False, row=row, col=1
+                **common,
+                y=model,
+                mode="lines",
+                name=f"{name}: {MODEL_LABEL}",
+                showlegend=False,
+                row=row,
+                col=1,
             )
     figure.update_layout(**FIGURE_LAYOUT, height=120 + 420 * panels)
     figure.update_xaxes(type="log", title_text="bytes")

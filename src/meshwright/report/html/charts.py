@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from meshwright.report.timeline.run_record import RunRecord
-from meshwright.report.timeline.step_timeline import TimelineBar, StepTimeline
+from meshwright.report.timeline.step_timeline import StepTimeline, TimelineBar
 
 RUN_COLOURS = ("#2563eb", "#ea580c")  # the first run and the second
 CATEGORY_COLOURS = {
@@ -57,7 +57,9 @@ def curves_figure(records: Sequence[RunRecord]) -> go.Figure:
     """
     lines = [line for record in records for line in record.steps]
     panels = PANELS | {
-        key: title for key, title in OPTIONAL_PANELS.items() if any(line.get(key) is not None for line in lines)
+        key: title
+        for key, title in OPTIONAL_PANELS.items()
+        if any(line.get(key) is not None for line in lines)
     }
     rows = -(-len(panels) // 2)
     spacing = {"vertical_spacing": 0.28 / rows, "horizontal_spacing": 0.08}
@@ -120,7 +122,9 @@ def timeline_figure(timeline: StepTimeline) -> go.Figure:
         names = sorted({bar.row for bar in bars}, key=_row_key, reverse=True)
         figure.update_yaxes(categoryorder="array", categoryarray=names, row=place, col=1)
     legend = {"orientation": "h", "yref": "container", "y": 0.0, "yanchor": "bottom"}
-    figure.update_layout(**FIGURE_LAYOUT, barmode="overlay", bargap=0.25, height=190 + 30 * sum(rows), legend=legend)
+    figure.update_layout(
+        **FIGURE_LAYOUT, barmode="overlay", bargap=0.25, height=190 + 30 * sum(rows), legend=legend
+    )
     figure.update_layout(margin_l=130, margin_b=90)
     title = (
         "milliseconds since the step began"

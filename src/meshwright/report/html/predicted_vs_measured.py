@@ -19,9 +19,9 @@ from meshwright.report.terminal.prediction import format_seconds
 from meshwright.report.timeline.run_record import RunRecord
 
 TRACE_CATEGORIES = {  # what a trace calls what was predicted
-    "blocks, with messages within": (("computing", "within"), ("forward", "backward", "other")),
-    "messages and waiting": (("meeting", "waiting"), ("exposed communication",)),
-    "norm and optimizer": (("stepping",), ("optimizer",)),
+    "blocks, with messages within": (("compute_s", "inner_comm_s"), ("forward", "backward", "other")),
+    "messages and waiting": (("exposed_comm_s", "idle_s"), ("exposed communication",)),
+    "norm and optimizer": (("optimizer_s",), ("optimizer",)),
 }
 STATE_CATEGORIES = ("parameters", "master", "optimizer_states")
 
@@ -50,7 +50,7 @@ class PredictionComparison:
 
 def compare_run(record: RunRecord) -> list[PredictionComparison]:
     """What can be held against each other in `record`; empty where nothing was predicted, or nothing measured."""
-    said = record.run_info.get("predicted")
+    said = record.run_info.get("prediction")
     return list(_comparisons(record, said)) if isinstance(said, Mapping) else []
 
 
@@ -76,7 +76,9 @@ def _comparisons(record: RunRecord, said: Mapping[str, Any]) -> Iterator[Predict
     yield from _nbytes_comparisons(record, said)
 
 
-def _time_comparisons(record: RunRecord, roles: Mapping[str, Mapping[str, float]]) -> Iterator[PredictionComparison]:
+def _time_comparisons(
+    record: RunRecord, roles: Mapping[str, Mapping[str, float]]
+) -> Iterator[PredictionComparison]:
     """Where a step went, as means over ranks and traced steps."""
     steps = [
         split
@@ -94,7 +96,9 @@ def _nbytes_comparisons(record: RunRecord, said: Mapping[str, Any]) -> Iterator[
     held, sent = said.get("held", {}), said.get("sent", {})
     each = max(1, record.world // max(1, len(held)))
     ranks = {
-        rank: found for rank, found in record.rank_accounts.items() if rank % each == 0 and rank // each < len(held)
+        rank: found
+        for rank, found in record.rank_accounts.items()
+        if rank % each == 0 and rank // each < len(held)
     }
     memory = {role: ranks[at * each].get("memory", {}) for at, role in enumerate(held) if at * each in ranks}
     if memory:
@@ -102,7 +106,9 @@ def _nbytes_comparisons(record: RunRecord, said: Mapping[str, Any]) -> Iterator[
         name = f" ({fullest})" if len(held) > 1 else ""
         for kind in STATE_CATEGORIES:
             if held[fullest].get(kind):
-                yield PredictionComparison(f"{kind}{name}", held[fullest][kind], memory[fullest].get(kind, 0), "B")
+                yield PredictionComparison(
+                    f"{kind}{name}", held[fullest][kind], memory[fullest].get(kind, 0), "B"
+                )
         if record.run_info.get("machine", {}).get("device", "cpu") != "cpu":
             yield PredictionComparison(
                 f"at the fullest{name}", sum(held[fullest].values()), memory[fullest].get("peak", 0), "B"

@@ -57,7 +57,9 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
     """The report on one run, or on two, as the text of an HTML file; `version` is that of meshwright."""
     pair = len(records) == 2
     title = " and ".join(escape(record.name) for record in records)
-    rows = zip(*(_run_sections(record, place, pair=pair) for place, record in enumerate(records)), strict=True)
+    rows = zip(
+        *(_run_sections(record, place, pair=pair) for place, record in enumerate(records)), strict=True
+    )
     columns = "".join(f'<div class="columns {"two" if pair else "one"}">{"".join(row)}</div>' for row in rows)
     body = [
         f"<header><h1>{title}</h1><p>{' &middot; '.join(_run_headline(record, pair=pair) for record in records)}</p></header>",
@@ -87,7 +89,11 @@ def _run_sections(record: RunRecord, place: int, *, pair: bool) -> Iterator[str]
     yield _section("Where the time went", _time_section(record, place))
     yield _section("One step", _timeline_section(record, place))
     drawn = schedule_svg(record)
-    yield _section("Who works when", f'<div class="wide">{drawn}</div>{SCHEDULE_NOTE}') if drawn else "<div></div>"
+    yield (
+        _section("Who works when", f'<div class="wide">{drawn}</div>{SCHEDULE_NOTE}')
+        if drawn
+        else "<div></div>"
+    )
     yield _section("Memory per rank", _memory_section(record, place))
     yield _section("Bytes by action, per rank and step", _nbytes_section(record))
     yield _section("Versions and machine", _machine_section(record))
@@ -120,7 +126,7 @@ def _thinning_note(records: Sequence[RunRecord]) -> str:
 
 
 def _plan_summary(record: RunRecord) -> str:
-    words = record.run_info.get("words")
+    words = record.run_info.get("summary")
     if not isinstance(words, Mapping):
         words = {
             key: value
@@ -146,7 +152,8 @@ def _time_section(record: RunRecord, place: int) -> str:
         count = max(len(steps) for steps in traced.values())
         note = f"Mean of {count} traced step{'s' if count > 1 else ''}. {_mean_times_text(record)}"
         return (
-            _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+            _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}")
+            + f'<p class="note">{note}</p>'
         )
     for rank, said in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
         if said.get("steps"):
@@ -156,7 +163,10 @@ def _time_section(record: RunRecord, place: int) -> str:
     if not rows:
         return f'<p class="note">The run has not recorded where its time went. {NO_TRACE_HINT}</p>'
     note = f"Means over all steps of the last start. {NO_TRACE_HINT}"
-    return _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}") + f'<p class="note">{note}</p>'
+    return (
+        _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}")
+        + f'<p class="note">{note}</p>'
+    )
 
 
 def _prediction_section(record: RunRecord) -> str:
@@ -164,7 +174,9 @@ def _prediction_section(record: RunRecord) -> str:
     if not found:
         return '<p class="note">Nothing was predicted, or nothing measured yet.</p>'
     rows = [[escape(text) for text in each.cells] for each in found]
-    note = "Per rank and step. " + ("" if "step_s" in record.run_info.get("predicted", {}) else NO_PREDICTION_HINT)
+    note = "Per rank and step. " + (
+        "" if "step_s" in record.run_info.get("prediction", {}) else NO_PREDICTION_HINT
+    )
     return _table(["", "predicted", "measured", "off by"], rows, numbers=True) + f'<p class="note">{note}</p>'
 
 
@@ -195,14 +207,16 @@ def _timeline_section(record: RunRecord, place: int) -> str:
             f"The program in its order and under its waits, to the scale of its operations. {NO_TRACE_HINT}"
         )
     if found.num_hidden_ranks:
-        texts.append(f"{found.num_hidden_ranks} more ranks are not drawn; their traces lie in the run's folder.")
+        texts.append(
+            f"{found.num_hidden_ranks} more ranks are not drawn; their traces lie in the run's folder."
+        )
     return _figure(timeline_figure(found), f"timeline-{place}") + "".join(
         f'<p class="note">{text}</p>' for text in texts
     )
 
 
 def _memory_section(record: RunRecord, place: int) -> str:
-    held = record.run_info.get("held")
+    held = record.run_info.get("resident_memory")
     rows: dict[str, Mapping[str, Any]] = {}
     if record.program is not None and isinstance(held, Mapping):
         for role, actions in record.program.roles:
@@ -254,7 +268,10 @@ def _nbytes_section(record: RunRecord) -> str:
         if len(rows) > MAX_SHOWN_ACTIONS
         else ""
     )
-    return _table(["action", "what", "program", "ledger"], rows[:MAX_SHOWN_ACTIONS], numbers=True, first=2) + more
+    return (
+        _table(["action", "what", "program", "ledger"], rows[:MAX_SHOWN_ACTIONS], numbers=True, first=2)
+        + more
+    )
 
 
 def _machine_section(record: RunRecord) -> str:

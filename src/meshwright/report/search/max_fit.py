@@ -6,7 +6,13 @@ from typing import Any
 from rich.text import Text
 
 from meshwright.planner.search.max_fit import MaxFit
-from meshwright.report.search.search_result import MEMORY_CATEGORIES, axis_texts, to_gib, category_nbytes, config_text
+from meshwright.report.search.search_result import (
+    MEMORY_CATEGORIES,
+    axis_texts,
+    category_nbytes,
+    config_text,
+    to_gib,
+)
 
 FIT_TEXTS = {
     "batch": "The largest batch that goes through at once is {value:,} rows (more rows go one behind the other)",
@@ -14,7 +20,12 @@ FIT_TEXTS = {
     "layers": "The largest model of this width has {value:,} layers, at {rows:,} rows of a step",
     "devices": "The fewest devices are {value:,}, at {rows:,} rows of a step",
 }
-NEXT_TEXTS = {"batch": "{:,} rows", "sequence": "{:,} tokens", "layers": "{:,} layers", "devices": "{:,} devices"}
+NEXT_TEXTS = {
+    "batch": "{:,} rows",
+    "sequence": "{:,} tokens",
+    "layers": "{:,} layers",
+    "devices": "{:,} devices",
+}
 
 
 def max_fit_view(max_fit: MaxFit) -> Text:

@@ -16,7 +16,7 @@ from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate
 from meshwright.report.html.charts import FIGURE_LAYOUT, stacked_figure
 from meshwright.report.html.run_page import PAGE_STYLE, html_document
-from meshwright.report.search.search_result import TIME_CATEGORIES, to_gib, config_text, category_seconds
+from meshwright.report.search.search_result import TIME_CATEGORIES, category_seconds, config_text, to_gib
 from meshwright.report.timeline.gantt_svg import gantt_svg
 from meshwright.report.timeline.gantt_text import DrawingUnits
 
@@ -61,25 +61,33 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
     return figure
 
 
-def search_page(request: SearchRequest, candidates: Sequence[Candidate], spans: SpansByRank, reasons: Iterable[str]) -> str:
+def search_page(
+    request: SearchRequest, candidates: Sequence[Candidate], spans: SpansByRank, reasons: Iterable[str]
+) -> str:
     """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words` the reasons."""
     title = escape(
         f"{request.shape.name} on {request.machine.num_devices} {request.machine.device.name}, {request.batch:,} rows of a step"
     )
     spent = {
-        f"{number}. {config_text(each)}": {said: category_seconds(each, part) for part, said in TIME_CATEGORIES.items()}
+        f"{number}. {config_text(each)}": {
+            said: category_seconds(each, part) for part, said in TIME_CATEGORIES.items()
+        }
         for number, each in enumerate(candidates[:MAX_DRAWN], start=1)
     }
     times = stacked_figure({escape(row): parts for row, parts in spent.items()}, "seconds of a step")
     times.update_layout(margin_l=430)
     drawn = (
-        gantt_svg({"the first layout": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes)) if spans else ""
+        gantt_svg({"the first layout": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes))
+        if spans
+        else ""
     )
     body = [
         f"<header><h1>{title}</h1></header><main>",
         _section("Step time and memory", _figure_html(pareto_figure(candidates), "pareto")),
         _section("Where the seconds go", _figure_html(times, "seconds")),
-        _section("Who works when", f'<div class="wide">{drawn}</div>') if drawn else _no_schedule_section(candidates[0]),
+        _section("Who works when", f'<div class="wide">{drawn}</div>')
+        if drawn
+        else _no_schedule_section(candidates[0]),
         _section("Why", "".join(f'<p class="note">{escape(line)}</p>' for line in reasons)),
         "</main>",
     ]

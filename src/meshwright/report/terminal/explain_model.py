@@ -41,7 +41,10 @@ def model_report_view(report: ModelReport, itemsize: int) -> RenderableType:
 def model_report_dict(report: ModelReport, itemsize: int) -> dict[str, Any]:
     """The survey as plain values for JSON; `bytes_per_element` is the width of one parameter element."""
     plain = asdict(replace(report, analyzed=None))
-    return {**{key: value for key, value in plain.items() if key != "analyzed"}, "bytes_per_element": itemsize}
+    return {
+        **{key: value for key, value in plain.items() if key != "analyzed"},
+        "bytes_per_element": itemsize,
+    }
 
 
 def _summary(found: ModelReport, width: int) -> Table:

@@ -21,7 +21,13 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 LINEAR_PAIRS = "pairs of linear layers"
-ROLE_NAMES = {"colwise": LINEAR_PAIRS, "rowwise": LINEAR_PAIRS, "embedding": "tables", "lm_head": "heads", "norm": "norms"}
+ROLE_NAMES = {
+    "colwise": LINEAR_PAIRS,
+    "rowwise": LINEAR_PAIRS,
+    "embedding": "tables",
+    "lm_head": "heads",
+    "norm": "norms",
+}
 VOCAB_ROLES = ("embedding", "lm_head")  # roles whose features are words
 MAX_SHOWN_STAGES = 4  # parts that have a column; of more the first, the fullest and the last
 
@@ -54,7 +60,15 @@ def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
     for home in sharding.param_shardings:
         row = _param_row(home, tuple(each.get(home.param.name, 0) for each in own), sharding, parameters)
         most = max((row.rank0_nbytes, *row.stage_nbytes))  # what a rank has of it that has some
-        key = (LAYER_NUMBER.sub("*", row.pattern), row.shape, row.role, row.config, row.nbytes, most, row.not_sharded_reason)
+        key = (
+            LAYER_NUMBER.sub("*", row.pattern),
+            row.shape,
+            row.role,
+            row.config,
+            row.nbytes,
+            most,
+            row.not_sharded_reason,
+        )
         alike.setdefault(key, []).append(row)
     return [_merge_layers(pattern, rows) for (pattern, *_), rows in alike.items()]
 
@@ -80,7 +94,11 @@ def params_view(sharding: ShardingPlan, parameters: str, *, plan_given: bool) ->
     )
     for row in rows:
         name = row.pattern if row.count == 1 else f"{row.pattern} x{row.count}"
-        why = f"{row.not_sharded_reason} ({format_nbytes(row.possible_saving_nbytes)} less per rank if divided)" if row.possible_saving_nbytes else row.not_sharded_reason
+        why = (
+            f"{row.not_sharded_reason} ({format_nbytes(row.possible_saving_nbytes)} less per rank if divided)"
+            if row.possible_saving_nbytes
+            else row.not_sharded_reason
+        )
         held = [format_nbytes(_nbytes_on_stage(row, part)) for _, part in shown]
         cells = (name, " x ".join(map(str, row.shape)), row.role, row.config, *held, why)
         table.add_row(*map(Text, cells), style="yellow" if row.not_sharded_reason else "")
@@ -110,7 +128,7 @@ def _nbytes_on_stage(row: ParamRow, stage: int) -> int:
 
 def sharded_params_text(plan: Plan) -> dict[str, str]:
     """How much of the weights rank 0 has, and how much of that is whole, where matrices are divided; else nothing."""
-    space = plan.sharding.all_ranks or plan.sharding
+    space = plan.sharding.global_plan
     if not any(home.sliced_dims for home in space.param_shardings):
         return {}
     here, parameters = space.at_coordinate(space.mesh.coordinate(0)), plan.job.precision.parameters
@@ -125,7 +143,9 @@ def sharded_params_text(plan: Plan) -> dict[str, str]:
     return {"divided": f"{said}, {format_nbytes(whole)} of it whole: see `meshwright inspect`"}
 
 
-def _param_row(home: ParamSharding, own: tuple[int, ...], sharding: ShardingPlan, parameters: str) -> ParamRow:
+def _param_row(
+    home: ParamSharding, own: tuple[int, ...], sharding: ShardingPlan, parameters: str
+) -> ParamRow:
     """That of one parameter, of which the first rank of each part has its `own` elements."""
     weight, width = home.param, home.param.itemsize(parameters)
     layout = "; ".join((*_placement_texts(home), *_gathered_output_text(home, sharding, width))) or "whole"
@@ -177,7 +197,9 @@ def _reason(home: ParamSharding) -> str:
 
 def _shardable_axes(sharding: ShardingPlan) -> list[str]:
     """The axes along which weights could be cut: those of several ranks that see the same tokens and run the same layers."""
-    return [axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in ("pp", *sharding.grad_sum_axes)]
+    return [
+        axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in ("pp", *sharding.grad_sum_axes)
+    ]
 
 
 def _merge_layers(pattern: str, rows: list[ParamRow]) -> ParamRow:
@@ -185,9 +207,18 @@ def _merge_layers(pattern: str, rows: list[ParamRow]) -> ParamRow:
     name = first.pattern if len(rows) == 1 else pattern
     nbytes, held, less, *parts = (
         sum(numbers)
-        for numbers in zip(*((row.nbytes, row.rank0_nbytes, row.possible_saving_nbytes, *row.stage_nbytes) for row in rows), strict=True)
+        for numbers in zip(
+            *((row.nbytes, row.rank0_nbytes, row.possible_saving_nbytes, *row.stage_nbytes) for row in rows),
+            strict=True,
+        )
     )
     less = less * max(parts) // nbytes if less and parts else less  # a rank has the layers of its part alone
     return replace(
-        first, pattern=name, count=len(rows), nbytes=nbytes, rank0_nbytes=held, possible_saving_nbytes=less, stage_nbytes=tuple(parts)
+        first,
+        pattern=name,
+        count=len(rows),
+        nbytes=nbytes,
+        rank0_nbytes=held,
+        possible_saving_nbytes=less,
+        stage_nbytes=tuple(parts),
     )

@@ -36,7 +36,8 @@ def sequence_sharding_text(plan: Plan) -> dict[str, str]:
         return {}
     said = f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: {_tokens_per_rank(space.sequence_sharding, tokens.length)} each"
     said += "".join(
-        f", and {length:,}: {_tokens_per_rank(space.sequence_sharding, length)}" for length in tokens.lengths[1:]
+        f", and {length:,}: {_tokens_per_rank(space.sequence_sharding, length)}"
+        for length in tokens.lengths[1:]
     )
     said += "".join(f"; {each}" for each in _balance_texts(space.sequence_sharding, tokens))
     reach = max((each.halo for each in tokens.conv_calls), default=0)
@@ -85,7 +86,9 @@ def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) ->
             yield f"{name}: the busiest rank has {share:.2f} x the mean{_better_balance(sequence_sharding, tokens.length, ends, share)}"
 
 
-def _better_balance(sequence_sharding: SequenceSharding, length: int, ends: Sequence[float], share: float) -> str:
+def _better_balance(
+    sequence_sharding: SequenceSharding, length: int, ends: Sequence[float], share: float
+) -> str:
     """What would be more even than `share`, if anything: `zigzag` before what serves less often."""
     ways = {
         "zigzag": replace(sequence_sharding, zigzag=True, striped=False),
@@ -97,10 +100,16 @@ def _better_balance(sequence_sharding: SequenceSharding, length: int, ends: Sequ
         else {}
     )
     name = min(found, key=lambda each: round(found[each], 2), default="")
-    return f' (balance = "{name}": {found[name]:.2f})' if name and share - found[name] > IMBALANCE_TOLERANCE else ""
+    return (
+        f' (load_balance = "{name}": {found[name]:.2f})'
+        if name and share - found[name] > IMBALANCE_TOLERANCE
+        else ""
+    )
 
 
-def max_over_mean_attention(sequence_sharding: SequenceSharding, length: int, document_ends: Sequence[float] = ()) -> float:
+def max_over_mean_attention(
+    sequence_sharding: SequenceSharding, length: int, document_ends: Sequence[float] = ()
+) -> float:
     """What the busiest rank has of the pairs of tokens that a mask leaves, over the mean of all ranks.
 
     Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the row, and with it.
@@ -110,7 +119,10 @@ def max_over_mean_attention(sequence_sharding: SequenceSharding, length: int, do
     firsts = range(
         0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks
     )  # of those that have the same tokens for attention, and some of the heads each
-    work = [sum(_num_attended_pairs(stops, *span) for span in sequence_sharding.inner_group_ranges(length, first)) for first in firsts]
+    work = [
+        sum(_num_attended_pairs(stops, *span) for span in sequence_sharding.inner_group_ranges(length, first))
+        for first in firsts
+    ]
     return max(work) * len(work) / sum(work)
 
 

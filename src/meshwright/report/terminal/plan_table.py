@@ -12,14 +12,19 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.collectives.announce import ONE_SENDER, ONE_RECEIVER, min_max_sent_nbytes
+from meshwright.comm.collectives.announce import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
 from meshwright.report.terminal.memory_table import busiest_rank, sent_table, states_table, states_text
 from meshwright.report.terminal.params_table import sharded_params_text
-from meshwright.report.terminal.plan_notes import precision_table, precision_text, sequence_sharding_text, staleness_text
+from meshwright.report.terminal.plan_notes import (
+    precision_table,
+    precision_text,
+    sequence_sharding_text,
+    staleness_text,
+)
 from meshwright.report.timeline.stage_table import stages_view
 from meshwright.verifier.trace import TraceVerdict
 from meshwright.verifier.verdict import Verdict
@@ -96,7 +101,12 @@ def format_flops(flops: float) -> str:
 
 def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
     """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in a row of its own."""
-    tables = [precision_table(plan), states_table(plan), sent_table(plan), stages_view(plan, show_all=show_all)]
+    tables = [
+        precision_table(plan),
+        states_table(plan),
+        sent_table(plan),
+        stages_view(plan, show_all=show_all),
+    ]
     shown = (part for table in tables if table is not None for part in ("", table))
     return Group(_summary(plan), *shown, *_action_tables(plan, show_all=show_all))
 

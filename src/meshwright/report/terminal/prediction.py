@@ -1,7 +1,7 @@
 """What a plan will take, as a table and as plain values: seconds by where they go, bytes held at the fullest, bytes sent.
 
 Bytes are the program's own and need no device; seconds are there where hardware was named. The plain values are kept with a run
-(about.json), so that its report can hold them against what was measured (report/beside.py).
+(run_info.json), so that its report can hold them against what was measured (report/beside.py).
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from rich.text import Text
 from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.memory import peak_nbytes_by_category
-from meshwright.planner.program_cost.prediction import StepPrediction, StepBreakdown
+from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
 from meshwright.report.terminal.memory_table import first_ranks
 
 CATEGORY_TEXTS = {
-    "computing": "blocks and the loss",
-    "within": "messages within blocks",
-    "meeting": "messages between acts",
-    "waiting": "for other ranks",
-    "stepping": "norm and optimizer",
+    "compute_s": "blocks and the loss",
+    "inner_comm_s": "messages within blocks",
+    "exposed_comm_s": "messages between acts",
+    "idle_s": "for other ranks",
+    "optimizer_s": "norm and optimizer",
 }
 MAX_ROLES = 6  # roles in a table
 
@@ -30,7 +30,9 @@ MAX_ROLES = 6  # roles in a table
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
     """What `plan` holds at its fullest and sends in a step, by role, and what it takes, where that was predicted."""
     roles = [role for role, _ in plan.program.roles]
-    held = {role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)}
+    held = {
+        role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
+    }
     said = {"held": held, "sent": dict(_sent_nbytes(plan))}
     return said if prediction is None else {**said, **prediction.as_dict()}
 

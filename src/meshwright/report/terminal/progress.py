@@ -89,8 +89,17 @@ def training_view(console: Console, steps: int, first: int) -> Iterator[ShowStep
         step = figures.step
         if step % often == 0 or step in (first + 1, steps):
             left = (perf_counter() - started) / (step - first) * (steps - step)
-            cells = {"step": f"{step}/{steps}", **figures.cells(), "ETA": format_duration(left), **figures.loss_scale_cell()}
-            rows = [format_line(cells)] if headed else [format_line({name: name for name in cells}), format_line(cells)]
+            cells = {
+                "step": f"{step}/{steps}",
+                **figures.cells(),
+                "ETA": format_duration(left),
+                **figures.loss_scale_cell(),
+            }
+            rows = (
+                [format_line(cells)]
+                if headed
+                else [format_line({name: name for name in cells}), format_line(cells)]
+            )
             console.print("\n".join(rows), markup=False, soft_wrap=True)
             headed = True
 

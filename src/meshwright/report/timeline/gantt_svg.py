@@ -17,7 +17,7 @@ from meshwright.plan.step.simulator import SimulationDeadlock, SpansByRank, Time
 from meshwright.report.timeline.gantt_text import KIND_NAMES, DrawingUnits, schedule_summary
 from meshwright.report.timeline.run_record import RunRecord
 from meshwright.report.timeline.stage_table import row_label
-from meshwright.report.timeline.stage_turns import simulated_actions, traced_actions, gantt_rows
+from meshwright.report.timeline.stage_turns import gantt_rows, simulated_actions, traced_actions
 from meshwright.report.timeline.step_timeline import action_durations_ms, traced_steps
 
 KIND_COLOURS = {
@@ -34,7 +34,9 @@ ROW_HEIGHT, MEMORY_HEIGHT, ROW_GAP = 20, 14, 6  # heights of a row, and of what 
 LETTER_WIDTH = 6.5  # the width of a letter in a label
 
 
-def gantt_svg(schedules: Mapping[str, SpansByRank], width: int = 1100, units: DrawingUnits | None = None) -> str:
+def gantt_svg(
+    schedules: Mapping[str, SpansByRank], width: int = 1100, units: DrawingUnits | None = None
+) -> str:
     """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `units` say times and amounts."""
     units = units or DrawingUnits()
     end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0) or 1.0
@@ -126,13 +128,15 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
 
 def schedule_svg(record: RunRecord) -> str:
     """The drawing; "" where each rank runs the whole model, or where the run has not said what its parts are."""
-    program, parts = record.program, record.run_info.get("parts", [])
+    program, parts = record.program, record.run_info.get("stages", [])
     if program is None or len(program.roles) < 2 or len(parts) < 2:
         return ""
     events, step = traced_steps(record)
     known = action_durations_ms(record, events) if step is not None else {}
     try:
-        found: dict[str, SpansByRank] = {"planned": gantt_rows(simulated_actions(program, known), program, parts)}
+        found: dict[str, SpansByRank] = {
+            "planned": gantt_rows(simulated_actions(program, known), program, parts)
+        }
     except SimulationDeadlock:  # a damaged file: such a list has been refused long before
         return ""
     if step is not None:
@@ -140,4 +144,6 @@ def schedule_svg(record: RunRecord) -> str:
             traced_actions(program, events, step, record.world), program, parts
         )
     long = "{:.4g} ms".format if known else (lambda flops: f"{flops:.4g} operations")
-    return gantt_svg(found, units=DrawingUnits(long, format_nbytes, row_label(record.world, len(program.roles))))
+    return gantt_svg(
+        found, units=DrawingUnits(long, format_nbytes, row_label(record.world, len(program.roles)))
+    )

@@ -17,7 +17,12 @@ from rich.text import Text
 
 from meshwright.plan.step.simulator import SpansByRank, TimelineSpan
 
-KIND_STYLES = {"F": "black on #93c5fd", "B": "black on #6ee7b7", "I": "black on #5eead4", "W": "black on #c4b5fd"}
+KIND_STYLES = {
+    "F": "black on #93c5fd",
+    "B": "black on #6ee7b7",
+    "I": "black on #5eead4",
+    "W": "black on #c4b5fd",
+}
 KIND_STYLES |= {"~": "black on #fbbf24", ".": "#dc2626"}
 KIND_NAMES = {
     "F": "forward",
@@ -43,7 +48,11 @@ class DrawingUnits:
 
 
 def gantt_view(
-    schedules: Mapping[str, SpansByRank], width: int = 120, units: DrawingUnits | None = None, *, draw_all: bool = False
+    schedules: Mapping[str, SpansByRank],
+    width: int = 120,
+    units: DrawingUnits | None = None,
+    *,
+    draw_all: bool = False,
 ) -> RenderableType:
     """The `parts`, such as planned and measured, below each other on one scale of at most `width` columns, and a legend.
 
@@ -61,7 +70,9 @@ def gantt_view(
             else (*range(MAX_RANKS_DRAWN // 2), *range(len(rows) - MAX_RANKS_DRAWN // 2, len(rows)))
         )
         lines.append(Text(f"{name}: {schedule_summary(rows, units)}", style="bold"))
-        lines += _wrapped_lines(list(_rank_lines(rows, shown, end, scale, units)), columns, round(end * scale))
+        lines += _wrapped_lines(
+            list(_rank_lines(rows, shown, end, scale, units)), columns, round(end * scale)
+        )
         lines += (
             [Text(f"{len(rows) - len(shown)} {units.row_label}s between them do likewise")]
             if len(shown) < len(rows)
@@ -102,7 +113,9 @@ def _label(word: str, rank: int, units: DrawingUnits) -> str:
     return f"{word:<{len(units.row_label)}} {rank:<4}"
 
 
-def _rank_lines(rows: SpansByRank, shown: Sequence[int], end: float, scale: float, units: DrawingUnits) -> Iterator[LabelledLine]:
+def _rank_lines(
+    rows: SpansByRank, shown: Sequence[int], end: float, scale: float, units: DrawingUnits
+) -> Iterator[LabelledLine]:
     """A line per rank, then a line of what each holds, where anything is said about it."""
     width = round(end * scale)
     for rank, row in ((rank, rows[rank]) for rank in shown):

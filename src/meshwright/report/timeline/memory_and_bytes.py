@@ -45,7 +45,9 @@ class ActionBytes:
     measured: float | None
 
 
-def planned_memory(program: Program, state_nbytes: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+def planned_memory(
+    program: Program, state_nbytes: Mapping[str, int]
+) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by category when the fullest role is at its fullest, and the most that each category takes at any time.
 
     `held` is there all the time.
@@ -79,7 +81,11 @@ def memory_category(name: str) -> str:
 
 
 def _ordered(found: Mapping[str, int]) -> dict[str, int]:
-    return {key: found[key] for key in (*CATEGORY_ORDER, *sorted(set(found) - set(CATEGORY_ORDER))) if found.get(key)}
+    return {
+        key: found[key]
+        for key in (*CATEGORY_ORDER, *sorted(set(found) - set(CATEGORY_ORDER)))
+        if found.get(key)
+    }
 
 
 def sent_by_action(record: RunRecord) -> list[ActionBytes]:
@@ -122,7 +128,7 @@ def sent_by_action(record: RunRecord) -> list[ActionBytes]:
 
 
 def _sent_nbytes(action: Action, record: RunRecord) -> float | None:
-    sizes = record.run_info.get("sizes", {})
+    sizes = record.run_info.get("axis_sizes", {})
     if not all(set(move.axes) <= set(sizes) for move in action.transfers):
         return None
     ranks = (

@@ -2,7 +2,7 @@
 
     metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the last counts
     plan.toml           every key of the plan
-    about.json          the plan in words, its program, versions, machine
+    run_info.json          the plan in words, its program, versions, machine
     ranks/rank-N.json   seconds, memory and bytes sent, per rank
     trace/rank-N.json   traced steps, act by act
 
@@ -50,7 +50,7 @@ def read_run_record(folder: Path) -> RunRecord:
     lines = list(_metric_lines(folder / "metrics.jsonl", notes))
     steps = {line["step"]: line for line in lines if not line.get("kind") and "loss" in line}
     evaluations = {line["step"]: line for line in lines if line.get("kind") == "evaluation"}
-    about = _read_object(folder / "about.json", notes)
+    about = _read_object(folder / "run_info.json", notes)
     program = _program(about, notes)
     world = about.get("world")
     ranks, traces = (_by_rank(folder / name, world, notes) for name in ("ranks", "trace"))
@@ -74,7 +74,9 @@ def plan_differences(first: RunRecord, second: RunRecord) -> list[tuple[str, str
     skipped = ("plan_hash", "version", "run.folder")
     keys = dict.fromkeys([*first.settings, *second.settings])
     found = [(key, first.settings.get(key), second.settings.get(key)) for key in keys if key not in skipped]
-    return [(key, _format_value(mine), _format_value(theirs)) for key, mine, theirs in found if mine != theirs]
+    return [
+        (key, _format_value(mine), _format_value(theirs)) for key, mine, theirs in found if mine != theirs
+    ]
 
 
 def _format_value(value: object) -> str:
@@ -148,7 +150,7 @@ def _program(about: JSONObject, notes: list[str]) -> Program | None:
     try:
         return program_from_dict(about["program"])
     except (KeyError, TypeError, ValueError, AttributeError):
-        notes.append("the program in about.json cannot be read, and was left out")
+        notes.append("the program in run_info.json cannot be read, and was left out")
         return None
 
 

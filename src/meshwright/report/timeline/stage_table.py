@@ -14,7 +14,12 @@ from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageVa
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.simulator import SpansByRank
 from meshwright.report.timeline.gantt_text import DrawingUnits, gantt_view, schedule_summary
-from meshwright.report.timeline.stage_turns import BlockCallsByStage, simulated_actions, gantt_rows, max_in_flight
+from meshwright.report.timeline.stage_turns import (
+    BlockCallsByStage,
+    gantt_rows,
+    max_in_flight,
+    simulated_actions,
+)
 
 AMOUNT_COLUMNS = 14  # columns for an amount at the end of a line
 MAX_ROWS = 12  # rows of a table, unless all are asked for
@@ -91,7 +96,10 @@ def _idle_warning(plan: Plan) -> Iterator[Text]:
 
 def _format_flops(end: float, flops: float) -> str:
     """Operations, in the unit that fits the longest."""
-    power = next((power for power in range(len(FLOP_PREFIXES) - 1) if end < 1000 ** (power + 1)), len(FLOP_PREFIXES) - 1)
+    power = next(
+        (power for power in range(len(FLOP_PREFIXES) - 1) if end < 1000 ** (power + 1)),
+        len(FLOP_PREFIXES) - 1,
+    )
     return f"{flops / 1000**power:.4g} {FLOP_PREFIXES[power]}FLOP"
 
 
@@ -112,7 +120,10 @@ def _stages_table(plan: Plan, *, show_all: bool) -> Table:
         header_style="bold",
     )
     table.padding = (0, 2, 0, 0)
-    parts, flops = stage_block_calls(plan), dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True))
+    parts, flops = (
+        stage_block_calls(plan),
+        dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True)),
+    )
     for number, part in _first_rows(list(enumerate(parts)), show_all=show_all):
         own = set(part)
         stages = [
@@ -159,7 +170,12 @@ def _values_table(plan: Plan, borders: StageBoundaries, *, show_all: bool) -> Ta
         table.add_row(
             *map(
                 Text,
-                (f"{number - 1} | {number}", str(value), _route_text(value, of), *_value_size(value, plan.micro_batch)),
+                (
+                    f"{number - 1} | {number}",
+                    str(value),
+                    _route_text(value, of),
+                    *_value_size(value, plan.micro_batch),
+                ),
             )
         )
     _caption_hidden(table, len(found), show_all=show_all)

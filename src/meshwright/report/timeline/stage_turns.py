@@ -59,10 +59,14 @@ def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[st
     return acts
 
 
-def gantt_rows(acts: Mapping[str, Sequence[TimedAction]], program: Program, parts: BlockCallsByStage) -> SpansByRank:
+def gantt_rows(
+    acts: Mapping[str, Sequence[TimedAction]], program: Program, parts: BlockCallsByStage
+) -> SpansByRank:
     """The turns of each role in the order of the program's roles, as spans; what they hold is in bytes."""
     sent = {qualified_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
-    start = min((span.begin for role, each in acts.items() for span in _stage_turns(each, parts)), default=0.0)
+    start = min(
+        (span.begin for role, each in acts.items() for span in _stage_turns(each, parts)), default=0.0
+    )
     found = []
     for role, actions in program.roles:
         came, holds = _send_times(role, actions, sent), _activation_nbytes(actions)
@@ -102,7 +106,9 @@ class _StageTurn:
 def _stage_turns(acts: Sequence[TimedAction], parts: BlockCallsByStage) -> list[_StageTurn]:
     of = {visit: number for number, part in enumerate(parts) for visit in part}
     found: list[_StageTurn] = []
-    ahead: list[TimedAction] = []  # the loss, and forwards once more, which belong to the backward that follows
+    ahead: list[
+        TimedAction
+    ] = []  # the loss, and forwards once more, which belong to the backward that follows
     for act in sorted(
         (act for act in acts if act.action.kind in KIND_LETTERS), key=lambda act: (act.begin, act.end)
     ):
@@ -135,7 +141,9 @@ def _span_row(
         kept = [holds.get(act.action.name, (0, 0)) for act in turn.actions]
         during, left = float(max(most for most, _ in kept)), float(kept[-1][1])
         chunk = numbers.index(turn.stage)
-        yield TimelineSpan(turn.kind, turn.begin - start, turn.end - start, turn.microbatch, chunk, during, left)
+        yield TimelineSpan(
+            turn.kind, turn.begin - start, turn.end - start, turn.microbatch, chunk, during, left
+        )
         free, now = turn.end, left
 
 
@@ -152,7 +160,9 @@ def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float])
 
     found = {}
     for action in actions:
-        begins = [sent[name] for name in sources(action) if name in sent] if action.kind in KIND_LETTERS else []
+        begins = (
+            [sent[name] for name in sources(action) if name in sent] if action.kind in KIND_LETTERS else []
+        )
         if begins:
             found[action.name] = max(begins)
     return found
@@ -162,7 +172,11 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
     """By action, the bytes of activations that are there during it, and behind it."""
     found, now = {}, dict[str, int]()
     for action in actions:
-        now |= {hold.name: hold.nbytes for hold in action.allocations if memory_category(hold.name) == "activations"}
+        now |= {
+            hold.name: hold.nbytes
+            for hold in action.allocations
+            if memory_category(hold.name) == "activations"
+        }
         during = sum(now.values())
         for name in action.frees:
             now.pop(name, None)
@@ -196,10 +210,14 @@ def traced_actions(
 def _extend_with_glue(acts: Sequence[TimedAction], begin: float, end: float) -> list[TimedAction]:
     """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with it."""
     inside = [
-        act for act in acts if KIND_LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end
+        act
+        for act in acts
+        if KIND_LETTERS.get(act.action.kind) == "F" and begin <= act.begin and act.end <= end
     ]
     first, last = (
         min(inside, key=lambda act: act.begin, default=None),
         max(inside, key=lambda act: act.end, default=None),
     )
-    return [TimedAction(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts]
+    return [
+        TimedAction(a.action, begin if a is first else a.begin, end if a is last else a.end) for a in acts
+    ]

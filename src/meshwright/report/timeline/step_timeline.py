@@ -95,8 +95,13 @@ def step_timeline(record: RunRecord) -> StepTimeline | None:
         else []
     )
     start = min((bar.begin for bar in measured), default=0.0)
-    shifted = [TimelineBar(bar.row, bar.name, bar.category, bar.begin - start, bar.length, bar.details) for bar in measured]
-    planned = [] if record.program is None else _planned_bars(record.program, action_durations_ms(record, events))
+    shifted = [
+        TimelineBar(bar.row, bar.name, bar.category, bar.begin - start, bar.length, bar.details)
+        for bar in measured
+    ]
+    planned = (
+        [] if record.program is None else _planned_bars(record.program, action_durations_ms(record, events))
+    )
     return StepTimeline(planned, shifted, step, step is not None, len(events) - len(drawn))
 
 
@@ -187,7 +192,9 @@ def _measured_bars(rank: int, events: Sequence[Mapping[str, Any]], step: int) ->
         )
         part = CATEGORY_OF_KIND.get(event["cat"], "communication" if lane == "comm" else "other")
         bars.append(
-            TimelineBar(f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said)
+            TimelineBar(
+                f"rank {rank} {lane}{more}", event["name"], part, event["ts"] / 1e3, event["dur"] / 1e3, said
+            )
         )
     return bars
 
@@ -208,7 +215,9 @@ def _planned_bars(program: Program, known: Mapping[str, float]) -> list[Timeline
         TimelineBar(
             f"{tick.role} {tick.action.stream}",
             tick.action.name,
-            CATEGORY_OF_KIND.get(tick.action.kind, "communication" if tick.action.stream == "comm" else "other"),
+            CATEGORY_OF_KIND.get(
+                tick.action.kind, "communication" if tick.action.stream == "comm" else "other"
+            ),
             tick.start,
             tick.end - tick.start,
             _action_details(tick.action),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.comm.algorithms import named
+from meshwright.comm.algorithms import get_algorithm
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.hardware.network_model import Cluster, LinkCost
 from meshwright.plan.job.errors import Diagnostic, PlanError
@@ -61,7 +61,7 @@ def write_cluster(cluster: Cluster, path: Path) -> Cluster:
 def _names(cluster: Cluster) -> Iterator[Diagnostic]:
     for number, series in enumerate(cluster.measurements):
         try:
-            named(series.algorithm, f"measurements.{number}.algorithm")
+            get_algorithm(series.algorithm, f"measurements.{number}.algorithm")
         except PlanError as error:
             yield from error.diagnostics
 

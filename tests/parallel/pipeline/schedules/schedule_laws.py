@@ -1,4 +1,6 @@
-"""What holds for every order: it is whole, plays to its end, is no faster than its busiest rank, and a swap is noticed."""
+"""What holds for every order: it is whole, plays to its end, is no faster than its busiest rank, and a swap
+is noticed.
+"""
 
 from itertools import pairwise
 

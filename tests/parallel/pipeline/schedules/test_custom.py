@@ -1,4 +1,6 @@
-"""Orders of a user's own: tables as torch writes them, functions, and everything that is wrong with one, with its place."""
+"""Orders of a user's own: tables as torch writes them, functions, and everything that is wrong with one, with
+its place.
+"""
 
 from pathlib import Path
 from textwrap import dedent

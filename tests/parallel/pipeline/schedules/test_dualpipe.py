@@ -1,4 +1,6 @@
-"""DualPipe and DualPipeV against their closed forms, torch's lists, and on unlike parts; any number of micro-batches."""
+"""DualPipe and DualPipeV against their closed forms, torch's lists, and on unlike parts; any number of
+micro-batches.
+"""
 
 from types import SimpleNamespace
 
@@ -58,7 +60,9 @@ def test_with_pairs_as_one_act_idle_time_is_that_of_the_paper(p: int, m: int, ti
 
 
 def idle_of_pairs(order: Schedule, costs: StageCosts) -> list[float]:
-    """How long each rank waits between its first act and its last, where a forward and the backward behind it are one act."""
+    """How long each rank waits between its first act and its last, where a forward and the backward behind it
+    are one act.
+    """
     acts = [list(paired(slots)) for slots in order.actions]
     at, free, first, work = ([0.0] * order.num_ranks for _ in range(4))
     done: dict[object, float] = {}

@@ -1,4 +1,6 @@
-"""Orders as lists: what is missing or stands twice, where ranks wait for ever, when slots start and what is held."""
+"""Orders as lists: what is missing or stands twice, where ranks wait for ever, when slots start and what is
+held.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -70,7 +72,10 @@ def test_the_arrow_stands_at_the_rank_that_waits_for_what_it_does_itself():
         "no rank can proceed:",
         "  rank 0: slot 1 of 2, B0 of stage 0, waits for B0 of part 1",
         "  rank 1: slot 1 of 2, B0 of stage 1, waits for B0 of part 2",
-        "  rank 2: slot 0 of 2, B0 of stage 2, waits for F0 of part 2  <-- waits for ever: it does that itself, later, in slot 1",
+        (
+            "  rank 2: slot 0 of 2, B0 of stage 2, waits for F0 of part 2  <-- waits for ever: it "
+            "does that itself, later, in slot 1"
+        ),
     ]
     assert (stuck.value.rank, stuck.value.action_index) == (2, 0)
 
@@ -79,7 +84,11 @@ def test_the_arrow_stands_at_the_first_of_a_circle():
     with pytest.raises(ScheduleDeadlock) as stuck:
         simulate(listed("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"), StageCosts.uniform(3))
     assert [line for line in str(stuck.value).splitlines() if "<--" in line] == [
-        "  rank 0: slot 1 of 4, B0 of stage 0, waits for B0 of part 1  <-- waits for ever: rank 0 for rank 1 for rank 0"
+        (
+            "  rank 0: slot 1 of 4, B0 of stage 0, waits for B0 of part 1  <-- waits for ever: rank "
+            "0 "
+            "for rank 1 for rank 0"
+        )
     ]
 
 

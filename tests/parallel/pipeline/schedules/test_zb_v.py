@@ -1,4 +1,6 @@
-"""ZB-V, V-Half and V-Min against their closed forms, torch's lists, and on unlike parts; any number of micro-batches."""
+"""ZB-V, V-Half and V-Min against their closed forms, torch's lists, and on unlike parts; any number of
+micro-batches.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace

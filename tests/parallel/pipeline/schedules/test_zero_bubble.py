@@ -1,4 +1,6 @@
-"""ZB-H1, H2 and 2p against their closed forms, torch's lists, and on unlike parts; any number of micro-batches."""
+"""ZB-H1, H2 and 2p against their closed forms, torch's lists, and on unlike parts; any number of
+micro-batches.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace
