@@ -11,7 +11,7 @@ first failure:
 
     stage      test files                                                            tier
     mirrored   tests/a/b/test_c*.py of src/meshwright/a/b/c.py                       default
-    importers  those that import the module, the nearest folder first                default
+    importers  those that import the module, or reach it by the fewest imports           default
     rest       all others, by their distance in the graph of imports                 default
     full       files with cases that tests/tiers.toml leaves out, with --full        full
 

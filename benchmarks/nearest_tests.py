@@ -93,8 +93,10 @@ def stages(file: str, graph: ImportGraph, tiers: Mapping[str, object]) -> list[S
     mirror = f"tests/{inner.removesuffix('.py')}"
     folder, _, stem = mirror.rpartition("/")
     mirrored = [file for file in default if file.startswith(f"{folder}/test_{stem}")]
-    importers = [file for file in default if distances.get(file) == 1 and file not in mirrored]
-    rest = [file for file in default if file not in mirrored and file not in importers]
+    others = [file for file in default if file not in mirrored]
+    nearest = min((distances[file] for file in others if file in distances), default=UNREACHED)
+    importers = [file for file in others if distances.get(file) == nearest]
+    rest = [file for file in others if file not in importers]
     full = [file for file in tests if file.startswith(DOCS) or file.removeprefix("tests/") in tiers]
     found = [
         Stage("mirrored", "default", tuple(mirrored)),

@@ -1,5 +1,6 @@
 """The mutants apply to the source as it is, and the runner tells what catches one, on a small tree."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +23,26 @@ SUM = Mutant("sum", "sums.py", "a + b", "a - b", "sums are differences")
 TREE = {
     "src/meshwright/__init__.py": "",
     "src/meshwright/sums.py": "def add(a, b):\n    return a + b\n\n\ndef same(a):\n    return a\n",
-    "tests/test_sums.py": (
-        "import os\n\nfrom meshwright.sums import add\n\n\n"
-        "def test_never():\n    assert os.path.exists('no such file')\n\n\n"
-        "def test_add():\n    assert add(1, 2) == 3\n"
-    ),
+    "tests/test_sums.py": "from meshwright.sums import add\n",
 }
+NEVER, ADD = "tests/test_sums.py::test_never", "tests/test_sums.py::test_add"
+
+
+def scripted_pytest(self: Copy, arguments: Sequence[str], limit_s: float) -> Outcome:
+    """Stands for pytest: one test always fails, and one fails where the sum is mutated; a loop hangs."""
+    text = (self.root / SUM.path).read_text()
+    failing = [NEVER, *([ADD] if "a - b" in text else [])]
+    failing = [test for test in failing if f"--deselect={test}" not in arguments]
+    asked = [test for test in arguments if "::" in test and not test.startswith("-")]
+    failing = [test for test in failing if test in (asked or failing)]
+    if "while" in text and not asked:
+        return Outcome("timeout", code=-1, tail=f"no end after {limit_s} s")
+    return Outcome("test", failing[0], 1) if failing else Outcome("")
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    monkeypatch.setattr(Copy, "pytest", scripted_pytest)
     source = tmp_path / "source"
     for name, text in TREE.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,13 +90,25 @@ def test_two_mutants_of_one_name_are_refused(tmp_path: Path):
 def test_a_fault_is_caught_by_the_first_test_that_passes_without_it(runner: Runner):
     row = runner.run(SUM, "default")
     assert (row["tier"], row["stage"], row["how"]) == ("default", "mirrored", "test")
-    assert row["caught_by"] == "tests/test_sums.py::test_add", "test_never fails without the fault too"
+    assert row["caught_by"] == ADD, "the other test fails without the fault too"
     assert (runner.mutated.root / SUM.path).read_text() == TREE[SUM.path], "the file is restored"
 
 
 def test_a_fault_that_no_test_sees_survives(runner: Runner):
     row = runner.run(replace(SUM, old="return a\n", new="return -a\n"), "default")
     assert (row["tier"], row["caught_by"]) == ("survived default", "")
+
+
+def test_a_hang_counts_as_caught_and_is_recorded_as_one(runner: Runner):
+    row = runner.run(replace(SUM, old="return a\n", new="while a: pass\n"), "default")
+    assert (row["tier"], row["how"], row["caught_by"]) == ("default", "timeout", "no end after 900.0 s")
+
+
+def test_a_survivor_of_the_default_tier_meets_the_full_one_and_keeps_its_seconds(runner: Runner):
+    tiers = Runner(runner.mutated, runner.unchanged, runner.graph, {"test_sums.py": {}})
+    row = tiers.run(SUM, "full", {"seconds": 100.0})
+    assert (row["tier"], row["stage"], row["caught_by"]) == ("full", "full", ADD)
+    assert float(str(row["seconds"])) >= 100.0
 
 
 def test_an_output_tells_how_a_run_ended():

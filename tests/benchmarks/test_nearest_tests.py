@@ -59,6 +59,18 @@ def test_mirrored_files_come_first_then_importers_by_folder_then_the_rest(graph:
     ]
 
 
+def test_a_module_that_no_test_imports_is_tested_by_those_that_import_its_importers_first(tmp_path: Path):
+    for name, text in (
+        TREE | {"tests/parallel/data/test_zero.py": "", "src/meshwright/alone.py": ""}
+    ).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text if name.startswith("src") or "plan" in name else "")
+    graph = ImportGraph(tmp_path)
+    far = stages(ZERO, graph, {})[1]
+    assert far == Stage("importers", "default", ("tests/plan/test_plan.py",))
+    assert stages("src/meshwright/alone.py", graph, {})[0].name == "rest"
+
+
 def test_stages_without_files_are_left_out(graph: ImportGraph):
     names = [stage.name for stage in stages("src/meshwright/parallel/registry.py", graph, {})]
     assert names == ["importers", "rest", "full"]
