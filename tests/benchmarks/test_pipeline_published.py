@@ -22,7 +22,7 @@ from benchmarks.pipeline_published import (
     rows,
     simulated,
 )
-from meshwright.planner.analytic.parallel_config import ZB_V, ZB_H1, ParallelConfig, ScheduleProfile
+from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
 from meshwright.planner.analytic.step_time import PassTime, pipeline_wait_s
 
 ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "bubble_rates.csv"

@@ -88,7 +88,7 @@ def test_equal_plans_match_and_what_else_happens_is_told_apart(monkeypatch: pyte
     assert "REDUCE" in broken["said"] or "gradient" in broken["said"]
     share = benchmarks.random_plans.select_local_batch
     monkeypatch.setattr(
-        benchmarks.random_plans, "move_to_shared_memory", lambda batch, plan, rank: share(batch, plan, 0)
+        benchmarks.random_plans, "select_local_batch", lambda batch, plan, rank: share(batch, plan, 0)
     )
     assert tried(COPIES)["outcome"] == "differs"
 

@@ -4,7 +4,8 @@ A namespace is a name in /run/netns that keeps a network alive, whoever is in it
 when it is deleted, the virtual cables that end in it are gone at both ends. So removing names is all the
 cleaning there is, once the processes inside have ended.
 
-    meshwright-host-4711-98765-3fa9c1-0      process number of the maker, when it was started, a word per use, number of the
+    meshwright-host-4711-98765-3fa9c1-0      process number of the maker, when it was started, a word per use,
+                                             number of the
                                ...-switch    host; and the bridge between them
 
 A maker that was killed leaves its names. Its number may be another process's by now, but not with the same

@@ -1,4 +1,6 @@
-"""Ranks as threads and as processes: results in rank order, the first failure by name, nothing left behind."""
+"""Ranks as threads and as processes: results in rank order, the first failure by name,
+nothing left behind.
+"""
 
 import os
 import subprocess

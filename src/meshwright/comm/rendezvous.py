@@ -1,17 +1,18 @@
-"""How the ranks of several hosts meet: a store over TCP, and a word that only this attempt of the job knows.
+"""Brings the ranks of several hosts together through a TCP store.
 
-torch.distributed exchanges addresses through a store of keys. torchrun keeps one store for all attempts of a job, so ranks
-that were started again can read what those before them wrote, and wait for processes that are gone. Counting attempts does
-not help: a host that restarts because another did counts none. So rank 0 draws a word, and hands it only to ranks that
-have just come:
+Under a key that only this attempt of the job knows. torch.distributed exchanges addresses through a key-value
+store. torchrun keeps one store for all attempts of a job, so restarted ranks can read what earlier ones
+wrote, and wait for processes that are gone. Counting attempts does not help: a host that restarts because
+another did counts none. So rank 0 draws a random word, and gives it only to ranks that have just arrived:
 
-    rank 1    come/1 = 77aa          a number drawn by this very process
+    rank 1    come/1 = 77aa          a number drawn by this process
     rank 0    go/77aa = b31f         the word of the attempt; an older rank 1 had another number
-    rank 1    here/b31f/1            now rank 0 may go on
+    rank 1    here/b31f/1            now rank 0 may continue
     all       everything else under b31f/...
 
-Where nobody keeps a store, rank 0 opens one. torch's listens on every interface of the host, whatever address it is
-given; this one listens on the address of the meeting alone, because whoever reaches a store can write to it.
+If no launcher keeps a store, rank 0 opens one. torch's own listens on every interface of the host, whatever
+address it is given; this one listens on the address of the rendezvous only, because whoever reaches a store
+can write to it.
 """
 
 import errno
@@ -36,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RendezvousEndpoint:
-    """Where ranks meet. `served`: somebody else keeps the store there; `one_host`: nobody comes from elsewhere.
+    """The address where ranks meet.
 
-    `job` keeps jobs apart that share a store.
+    `has_external_store`: a launcher keeps the store; `is_single_host`: all ranks are local. `job_id`
+    separates jobs that share a store.
     """
 
     address: str
@@ -52,14 +54,14 @@ class RendezvousEndpoint:
 
 
 class _RendezvousWait:
-    """How long `rank` has waited at `meeting`."""
+    """How long `rank` has waited at `endpoint`."""
 
     def __init__(self, endpoint: RendezvousEndpoint, rank: int, timeout_s: float) -> None:
         self.endpoint, self.rank, self.timeout_s = endpoint, rank, timeout_s
         self.started_at, self.logged = time.monotonic(), False
 
     def wait(self, awaited: str) -> None:
-        """Sleep a moment; say once for whom. Raises TimeoutError when the time is up."""
+        """Sleeps a moment; logs once for whom it waits. Raises TimeoutError when the time is up."""
         waited = time.monotonic() - self.started_at
         if waited > self.timeout_s:
             raise TimeoutError(awaited)
@@ -70,9 +72,10 @@ class _RendezvousWait:
 
 
 def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeout_s: float) -> dist.Store:
-    """The store of this attempt, when all of `world` ranks have come to it.
+    """Returns the store of this attempt, when all of `world` ranks have arrived.
 
-    Raises PlanError when the port is taken on the host of rank 0, CollectiveError when not all come within `timeout_s`.
+    Raises PlanError when the port is taken on the host of rank 0, CollectiveError when not all arrive within
+    `timeout_s`.
     """
     patience = _RendezvousWait(endpoint, rank, timeout_s)
     store = _connect_store(endpoint, rank, timeout_s)
@@ -93,9 +96,9 @@ def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeou
 
 
 def listen(endpoint: RendezvousEndpoint) -> socket.socket:
-    """A socket that listens at the address of `meeting`; on every interface where that is not this host's own.
+    """Returns a socket that listens at the address of `endpoint`.
 
-    Raises PlanError when the port is taken.
+    On every interface if that is not this host's own. Raises PlanError when the port is taken.
     """
     family, place = _bind_address(endpoint)
     try:
@@ -132,7 +135,7 @@ def _connect_store(endpoint: RendezvousEndpoint, rank: int, timeout_s: float) ->
 
 
 def _admit_ranks(store: dist.Store, world: int, wait: _RendezvousWait) -> str:
-    """Hand the word of this attempt to every rank that comes; return it when all have it."""
+    """Gives the word of this attempt to every rank that arrives; returns it when all have it."""
     word = secrets.token_hex(8)
     answered: dict[int, bytes] = {}
     missing = set(range(1, world))
@@ -163,7 +166,10 @@ def _request_admission(store: dist.Store, rank: int, wait: _RendezvousWait) -> s
 
 
 def _bind_address(endpoint: RendezvousEndpoint) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Where rank 0 listens: at the address itself, unless its name means loopback here and ranks come from elsewhere."""
+    """The address that rank 0 binds.
+
+    The endpoint's, unless it resolves to loopback here and ranks are on other hosts.
+    """
     try:
         found = socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,7 +1,8 @@
-"""How processes become the ranks of a job.
+"""Turns processes into the ranks of a job.
 
-`rendezvous` brings the processes of a job together and yields a `TorchWorld`, whose groups are process groups over the
-axes of the mesh. A group that spans the whole mesh is the default group; a group of one rank needs no process group.
+`init_world` brings the processes of a job together and yields a `TorchWorld`, whose groups are process groups
+over the axes of the mesh. A group that spans the whole mesh is the default group; a group of one rank needs
+no process group.
 """
 
 import logging
@@ -39,12 +40,13 @@ logger = logging.getLogger(__name__)
 class TorchWorld(World):
     """One process of a job whose torch.distributed is initialised with as many ranks as `mesh` has.
 
-    `store` is where ranks ask each other when a collective does not complete (None: torch.distributed's own), `limits` how long
-    one wait may last, `lookout` what watches over them. With `check_collectives` the ranks of a group compare what they are
-    about to issue, before each collective. With `shared`, CPU ranks of one host use memory instead of gloo where they can
-    (comm/shared).
+    `store` is used to ask other ranks for their status when a collective does not complete (None:
+    torch.distributed's own), `limits` bound each wait, `watchdog` watches them. With `check_collectives` the
+    ranks of a group compare what they are about to issue before each collective. With `shared_memory`, CPU
+    ranks of one host use memory instead of gloo where they can (comm/shared_memory).
 
-    Raises PlanError when the numbers of ranks differ, or when torch.distributed counts this process as another rank.
+    Raises PlanError when the numbers of ranks differ, or when torch.distributed has another rank for this
+    process.
     """
 
     def __init__(
@@ -78,10 +80,10 @@ class TorchWorld(World):
         self._process_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
-        """The group along `axes`, or that of some ranks there. Every rank asks for the same in the same order, also who is none
-        of those `among` whom it is: a first request is collective.
+        """Returns the group along `axes`, or that of some ranks there.
 
-        Raises PlanError for an unknown axis.
+        Every rank asks for the same groups in the same order, also ranks that are not members: the first
+        request is collective. Raises PlanError for an unknown axis.
         """
         along = ordered_axes(tuple(axes))
         key = along, tuple(member_indices)
@@ -98,14 +100,20 @@ class TorchWorld(World):
         return self._groups[key]
 
     def abort(self, error: BaseException) -> None:
-        """Tell the others that this rank ends with `error`, and break the connections: what is under way never completes."""
+        """Tells the others that this rank ends with `error`, and breaks the connections.
+
+        Collectives in flight never complete.
+        """
         self.watchdog.announce_exit(error)
         for group in self._groups.values():
             if isinstance(group, TorchGroup | SharedMemoryGroup):
                 group.abort()
 
     def close(self) -> None:
-        """Destroy the process groups made here. The default group is left to whoever initialised it."""
+        """Destroys the process groups created here.
+
+        The default group is left to the code that initialised it.
+        """
         self.watchdog.close()
         for group in self._groups.values():
             if isinstance(group, TorchGroup | SharedMemoryGroup):
@@ -115,7 +123,10 @@ class TorchWorld(World):
         self._groups.clear()
 
     def _fastest_group(self, gloo_group: TorchGroup, process_group: dist.ProcessGroup) -> Group:
-        """The ranks of `outer` over memory, where all are on this host and able to; else `outer`, told whether they are."""
+        """A shared-memory group if all ranks of `gloo_group` are on this host and able to.
+
+        Else `gloo_group` itself.
+        """
         if not gloo_group.on_gloo:
             return gloo_group
         if not self._use_shared_memory:
@@ -175,15 +186,15 @@ def init_world(
     check_collectives: bool = False,
     shared_memory: bool = True,
 ) -> Iterator[TorchWorld]:
-    """Join the job as `rank`, yield its world, and leave no process group behind.
+    """Joins the job as `rank`, yields its world, and leaves no process group behind.
 
-    Give either `store_path`, a file that does not exist yet and that all ranks see (one host; no port is opened by the
-    store), or `meeting`, an address (comm/meeting.py). `timeout_s` bounds the meeting and every wait, unless
-    `limits` give each phase its own. An exception in the body is told the other ranks before the connections close. CPU
-    ranks of one host use `shared` memory where they can (comm/shared).
+    Give either `store_path`, a file that does not exist yet and that all ranks can access (one host; the
+    store opens no port), or `endpoint`, an address (comm/rendezvous.py). `timeout_s` bounds the rendezvous
+    and every wait, unless `limits` give each phase its own. An exception in the body is sent to the other
+    ranks before the connections close. CPU ranks of one host use `shared_memory` where they can.
 
-    Raises ValueError unless exactly one way to meet is given, PlanError when the port of the meeting is taken,
-    CollectiveError when the ranks do not all come.
+    Raises ValueError unless exactly one of the two is given, PlanError when the port is taken,
+    CollectiveError when not all ranks arrive.
     """
     device = torch.device(device)
     limits = limits or WaitLimits.uniform(timeout_s)
@@ -238,7 +249,10 @@ def init_world(
 
 
 def _wait_for_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
-    """Return when all ranks have come to `store`. Raises CollectiveError, with those that have not, after `timeout_s`."""
+    """Returns when all ranks have come to `store`.
+
+    Raises CollectiveError, with those that have not, after `timeout_s`.
+    """
     store.set(f"here/{rank}", "")
     missing, end = [other for other in range(world) if other != rank], time.monotonic() + timeout_s
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:

@@ -1,8 +1,9 @@
 """The other end of a `ProcessPool`: a process that plays one rank of one call after another.
 
-A worker waits for a `Task` on its pipe, meets the other ranks at the store of that call, runs the function and sends
-back an `Answer`. When it crashes, or is aborted because it hangs, it writes where it stood; when its parent disappears
-it exits, whatever it is doing. gloo listens on one interface only: loopback, unless the worker has a `Seat` elsewhere.
+A worker waits for a `Task` on its pipe, meets the other ranks at the store of that call, runs the function
+and sends back an `Answer`. When it crashes, or is aborted because it hangs, it writes where it stood; when
+its parent disappears it exits, whatever it is doing. gloo listens on one interface only: loopback, unless the
+worker has a `Seat` elsewhere.
 """
 
 import copyreg
@@ -44,7 +45,8 @@ class NetworkLocation:
     interface: str
 
     def enter(self) -> None:
-        """Move the calling thread, and the threads that it starts from now on, into the namespace; have gloo listen there.
+        """Move the calling thread, and the threads that it starts from now on, into the namespace; have gloo
+        listen there.
 
         Raises OSError when there is no such namespace, or this process may not enter it.
         """
@@ -53,14 +55,16 @@ class NetworkLocation:
             if libc.setns(opened.fileno(), CLONE_NEWNET):
                 why = os.strerror(ctypes.get_errno())
                 raise OSError(
-                    f"cannot enter the network namespace {self.namespace} ({why}). Only root may; `ip netns` lists them"
+                    f"cannot enter the network namespace {self.namespace} ({why}). Only root may; "
+                    "`ip netns` lists them"
                 )
         os.putenv("GLOO_SOCKET_IFNAME", self.interface)  # gloo takes its interface from nowhere else
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """One rank's part of a call: `fn(world, *args)`. The ranks meet at `meeting`, or at a file in `folder`, which is empty.
+    """One rank's part of a call: `fn(world, *args)`. The ranks meet at `meeting`, or at a file in `folder`,
+    which is empty.
 
     Where they can, they use `shared` memory.
     """
@@ -82,7 +86,9 @@ class RankTask:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What came of a task: the result, or the traceback as text and the moment of the failure on the host's clock."""
+    """What came of a task: the result, or the traceback as text and the moment of the failure on the host's
+    clock.
+    """
 
     result: object = None
     error: str = ""
@@ -90,7 +96,9 @@ class RankResult:
 
 
 class _CopyingPickler(ForkingPickler):
-    """multiprocessing's own transport, with tensors as bytes: shared memory would tie the result to the worker's life."""
+    """multiprocessing's own transport, with tensors as bytes: shared memory would tie the result to the
+    worker's life.
+    """
 
     def __init__(self, file: BytesIO) -> None:
         super().__init__(file)
@@ -105,7 +113,10 @@ def serialize(message: RankTask | RankResult) -> memoryview:
 
 
 def serve_tasks(connection: Connection, location: NetworkLocation | None = None) -> None:
-    """Play tasks from `connection` until it closes, on `seat`, or on loopback. Sends one empty answer first: ready."""
+    """Play tasks from `connection` until it closes, on `seat`, or on loopback.
+
+    Sends one empty answer first: ready.
+    """
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # an interrupt at the terminal reaches the parent, which ends its workers

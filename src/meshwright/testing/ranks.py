@@ -1,15 +1,16 @@
 """Ranks for a test: threads when the maths is in question, processes when the wire is.
 
-`on_threads` runs a function on every rank of a mesh in this process: exact, deterministic, milliseconds to start, and
-an error is raised here with its own traceback. `ProcessPool` runs it on gloo processes, which alone show what threads
-cannot: separate interpreters, real sockets, real buffers. Starting a process and importing torch takes seconds, so the
-pool keeps its workers from call to call; each call meets at a fresh store, so nothing of a failed one survives.
+`on_threads` runs a function on every rank of a mesh in this process: exact, deterministic, milliseconds to
+start, and an error is raised here with its own traceback. `ProcessPool` runs it on gloo processes, which
+alone show what threads cannot: separate interpreters, real sockets, real buffers. Starting a process and
+importing torch takes seconds, so the pool keeps its workers from call to call; each call meets at a fresh
+store, so nothing of a failed one survives.
 
     on_threads(body, Mesh(dp_shard=3))      pool.run(body, Mesh(dp_shard=3))      with def body(world): ...
 
-The workers talk to this process through pipes that multiprocessing opens between a parent and its children. A worker
-that fails, hangs or dies is reported by rank, and replaced unless it is idle again. When this process disappears, so
-do they.
+The workers talk to this process through pipes that multiprocessing opens between a parent and its children. A
+worker that fails, hangs or dies is reported by rank, and replaced unless it is idle again. When this process
+disappears, so do they.
 """
 
 import multiprocessing
@@ -48,11 +49,15 @@ DIED, HUNG = (
 
 
 class RankFailure(RuntimeError):
-    """A rank of a `ProcessPool` failed, hung or died. The message names the first one and shows where it stood."""
+    """A rank of a `ProcessPool` failed, hung or died.
+
+    The message names the first one and shows where it stood.
+    """
 
 
 def run_on_threads(fn: Callable[[World], Result], mesh: Mesh, timeout_s: float = 60.0) -> list[Result]:
-    """The results of `fn(world)` on all ranks of `mesh`, in rank order; each rank is a thread, with one torch thread.
+    """The results of `fn(world)` on all ranks of `mesh`, in rank order; each rank is a thread, with one torch
+    thread.
 
     `timeout_s` bounds every wait for a peer and, once a rank has failed, the wait for the others to end.
     Raises what the first rank that failed raised, with a note that says which rank it was.
@@ -128,10 +133,11 @@ class _Worker:
 
 
 class ProcessPool:
-    """Up to `max_ranks` worker processes, started when first needed and kept until `close` (or the end of `with`).
+    """Up to `max_ranks` worker processes, started when first needed and kept until `close` (or the end of
+    `with`).
 
-    `seats`, one per rank, put them elsewhere than on this host's loopback (testing/hosts.py). Unless `shared`, the ranks talk
-    over gloo alone; else through memory (comm/shared), which is faster.
+    `seats`, one per rank, put them elsewhere than on this host's loopback (testing/hosts.py). Unless
+    `shared`, the ranks talk over gloo alone; else through memory (comm/shared), which is faster.
     """
 
     def __init__(
@@ -151,10 +157,10 @@ class ProcessPool:
     ) -> list[Result]:
         """The results of `fn(world, *args)` on all ranks of `mesh`, in rank order, each rank a gloo process.
 
-        `fn` stands at the top level of a module; it, the arguments and the results are copied between processes. The ranks
-        meet at a file, or at `meeting` where they have seats.
-        Raises RankFailure when a rank fails, dies, or has not ended after `timeout_s`; PlanError when the mesh is larger
-        than the pool; ValueError when `fn` or an argument cannot be copied.
+        `fn` stands at the top level of a module; it, the arguments and the results are copied between
+        processes. The ranks meet at a file, or at `meeting` where they have seats. Raises RankFailure when a
+        rank fails, dies, or has not ended after `timeout_s`; PlanError when the mesh is larger than the pool;
+        ValueError when `fn` or an argument cannot be copied.
         """
         if mesh.world_size > self.max_ranks:
             text = f"{mesh} has {mesh.world_size} ranks, and this pool at most {self.max_ranks} processes"
@@ -220,7 +226,8 @@ class ProcessPool:
                 self.close()
                 text = f"a worker died as it started, or was not ready after {START_TIMEOUT_S:g} s"
                 raise RankFailure(
-                    f"{text}. Read what it printed; a script that uses a pool needs `if __name__ == '__main__':`"
+                    f"{text}. Read what it printed; "
+                    "a script that uses a pool needs `if __name__ == '__main__':`"
                 )
 
     def _collect(self, tasks: list[RankTask]) -> dict[int, RankResult]:

@@ -1,4 +1,6 @@
-"""Algorithms among any number of ranks, and their rounds counted one by one: what the formulas are held to."""
+"""Algorithms among any number of ranks, and their rounds counted one by one:
+what the formulas are held to.
+"""
 
 from fractions import Fraction
 

@@ -1,4 +1,6 @@
-"""The law of every algorithm: rounds and bytes of every rank, against the formulas and against the textbook."""
+"""The law of every algorithm: rounds and bytes of every rank,
+against the formulas and against the textbook.
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction

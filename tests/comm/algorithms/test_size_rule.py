@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.comm.algorithms import ALGORITHMS, ALGORITHM_NAMES, get_algorithm
+from meshwright.comm.algorithms import ALGORITHM_NAMES, ALGORITHMS, get_algorithm
 from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
 from meshwright.comm.algorithms.size_rule import SizeRule, rule_diagnostics
 from meshwright.plan.job.errors import PlanError

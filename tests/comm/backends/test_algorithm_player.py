@@ -40,7 +40,9 @@ def same_bits(tensors: list[torch.Tensor]) -> bool:
 
 
 def close(total: torch.Tensor, summands: list[torch.Tensor]) -> bool:
-    """Whether `total` is the sum but for roundings: one per summand, each relative to the sum of magnitudes."""
+    """Whether `total` is the sum but for roundings: one per summand,
+    each relative to the sum of magnitudes.
+    """
     if total.dtype in WHOLE:
         return torch.equal(total, torch.stack(summands).sum(0, dtype=total.dtype))
     exact = torch.stack(summands).double()

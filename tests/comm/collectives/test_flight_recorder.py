@@ -24,7 +24,7 @@ def test_collectives_are_numbered_in_their_group_and_remember_their_line():
     assert str(second) == "all_gather of int64 [1] (no action named)"
     assert first.channel == third.channel != second.channel
     file, _, line = first.location.rpartition(":")
-    assert file.endswith("test_recent.py")
+    assert file.endswith("test_flight_recorder.py")
     assert int(line) + 1 == int(second.location.rpartition(":")[2])
 
 

@@ -143,7 +143,7 @@ def test_a_rank_that_sends_to_itself_is_told_to_copy() -> None:
         ValueError, match=r"send .* to index 1 .*: that is this rank itself\. Copy the tensor"
     ):
         group.send(tensor, target=1)
-    with pytest.raises(ValueError, match=r"receive .* from index 1 .*: that is this rank itself"):
+    with pytest.raises(ValueError, match=r"recv .* from index 1 .*: that is this rank itself"):
         group.recv(tensor, source=1)
 
 

@@ -95,7 +95,9 @@ def test_a_shift_the_wrong_way_shows_among_three_ranks_and_not_among_two(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shift = ThreadGroup.shift
-    monkeypatch.setattr(ThreadGroup, "shift", lambda *args, by=1, **more: shift(*args, by=-by, **more))
+    monkeypatch.setattr(
+        ThreadGroup, "shift", lambda *args, offset=1, **more: shift(*args, offset=-offset, **more)
+    )
     assert run_on_threads(both_ways, Mesh(cp=2)) == [True] * 2
     assert run_on_threads(both_ways, Mesh(cp=3)) == [False] * 3
 

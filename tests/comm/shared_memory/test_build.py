@@ -1,4 +1,6 @@
-"""The C part: where its compiled form is kept, who may write there, and what is said when it cannot be had."""
+"""The C part: where its compiled form is kept, who may write there,
+and what is said when it cannot be had.
+"""
 
 import os
 import shutil

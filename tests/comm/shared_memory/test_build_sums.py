@@ -14,7 +14,9 @@ EXPORTED = """
 #include "sums.h"
 void widen(const half *in, float *out, int n) { for (int i = 0; i < n; i++) out[i] = from_half(in[i]); }
 void narrow(const float *in, half *out, int n) { for (int i = 0; i < n; i++) out[i] = to_half(in[i]); }
-void narrow_bf16(const float *in, uint16_t *out, int n) { for (int i = 0; i < n; i++) out[i] = to_bf16(in[i]); }
+void narrow_bf16(const float *in, uint16_t *out, int n) {
+    for (int i = 0; i < n; i++) out[i] = to_bf16(in[i]);
+}
 void copy(char *to, const char *from, size_t n) { stream(to, from, n); }
 """
 

@@ -1,4 +1,6 @@
-"""Ranks that share memory, against the same calls on threads: every bit, at every border of slot and chunk."""
+"""Ranks that share memory, against the same calls on threads: every bit,
+at every border of slot and chunk.
+"""
 
 import gc
 import hashlib

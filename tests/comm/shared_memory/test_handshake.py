@@ -62,7 +62,7 @@ def one_of_three(world: World) -> tuple[bool, float, list[str]]:
     log, told = logging.getLogger("meshwright.comm.world"), Told()
     log.addHandler(told)
     if world.rank == 2:
-        with patch(f"{JOINING}.load", side_effect=SharedMemoryUnavailable("there is no C compiler")):
+        with patch(f"{JOINING}.load_library", side_effect=SharedMemoryUnavailable("there is no C compiler")):
             group = world.group(["dp_shard"])
     else:
         group = world.group(["dp_shard"])
@@ -101,7 +101,7 @@ def alone_of_two(world: World, what: str) -> tuple[bool, float, list[str]]:
     log, told = logging.getLogger("meshwright.comm.world"), Told()
     log.addHandler(told)
     log.setLevel(logging.INFO)
-    names = {"host": (f"{JOINING}._host", lambda: 1), "closed": (f"{JOINING}.opened", _refuse)}
+    names = {"host": (f"{JOINING}._host_digest", lambda: 1), "closed": (f"{JOINING}.open_memory", _refuse)}
     if world.rank == 1:
         with patch(*names[what]):
             group = world.group(["dp_shard"])

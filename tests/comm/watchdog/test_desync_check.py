@@ -46,7 +46,7 @@ def test_every_rank_is_told_who_differs(kind):
     lines = reports[0].splitlines()
     assert lines[0] == "the ranks do not agree on number 2 over dp_replicate:"
     assert lines[1].startswith("  rank 1 issued all_reduce of ")
-    assert "test_agree.py:" in lines[2]
+    assert "test_desync_check.py:" in lines[2]
     assert lines[3].startswith("  ranks 0, 2 issued ")
     assert "the odd one out: rank 1" in lines[5]
     assert "repair: every rank must issue the same" in lines[6]

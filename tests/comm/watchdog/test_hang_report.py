@@ -65,7 +65,7 @@ def test_a_call_of_torch_that_the_run_did_not_ask_for_is_said():
 
 
 def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
-    left = replace(MISSING, condition="left", error="ValueError: x", is_root_cause=True)
+    left = replace(MISSING, condition="exited", error="ValueError: x", is_root_cause=True)
     found = judged(*VICTIMS, left)
     assert found.ranks == (1,)
     assert found.text.startswith(
@@ -76,18 +76,18 @@ def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
 
 
 def test_of_two_that_left_the_first_is_named_and_a_consequence_never():
-    late = replace(MISSING, condition="left", error="ValueError: late", is_root_cause=True, time_s=9.0)
+    late = replace(MISSING, condition="exited", error="ValueError: late", is_root_cause=True, time_s=9.0)
     early = replace(
-        MISSING, rank=2, condition="left", error="ValueError: early", is_root_cause=True, time_s=3.0
+        MISSING, rank=2, condition="exited", error="ValueError: early", is_root_cause=True, time_s=3.0
     )
     follows = replace(
-        MISSING, rank=0, condition="left", error="CollectiveError: closed", is_root_cause=False, time_s=1.0
+        MISSING, rank=0, condition="exited", error="CollectiveError: closed", is_root_cause=False, time_s=1.0
     )
     assert judged(late, early, follows).ranks == (2,)
 
 
 def test_a_process_that_is_gone_is_named_with_its_last_collective():
-    found = judged(*VICTIMS, RankStatus(1, "gone", collectives=tuple(SIXTEEN)))
+    found = judged(*VICTIMS, RankStatus(1, "dead", collectives=tuple(SIXTEEN)))
     assert found.ranks == (1,)
     assert "rank 1: its process is gone" in found.text
     assert "its last collective was number 16" in found.text
@@ -108,7 +108,7 @@ def test_the_odd_one_out_is_named_with_both_calls_and_its_line():
 
 
 def test_a_process_that_a_backend_aborted_is_not_blamed_for_the_size_that_another_sent():
-    aborted = RankStatus(0, "gone", collectives=(*SIXTEEN, issued(17)))
+    aborted = RankStatus(0, "dead", collectives=(*SIXTEEN, issued(17)))
     found = judged(aborted, waits(1, *SIXTEEN, issued(17, 4097)), VICTIMS[1])
     assert found.ranks == (1,)
     assert "rank 0: its process is gone; a backend may abort" in found.text
@@ -155,10 +155,8 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     assert found.ranks == (2,)
     told, _, chain, where, *_ = str(found).splitlines()
     assert told.startswith(
-        (
-            "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 "
-            "over rank 2 to"
-        )
+        "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 "
+        "over rank 2 to"
     )
     assert chain.startswith(
         "rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4"

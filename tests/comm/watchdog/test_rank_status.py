@@ -30,7 +30,7 @@ PAIR = IssuedCollective(4, 1, ("tp",), "send of float32 [4] to index 1", "", "a.
 def test_a_statement_survives_being_sent_as_text():
     said = RankStatus(
         2,
-        "left",
+        "exited",
         "step",
         7,
         (ISSUED, PAIR),
@@ -55,7 +55,7 @@ def test_a_statement_knows_what_is_waited_for_and_what_was_last():
 def test_the_user_looks_for_the_innermost_line_of_the_own_code():
     user, engine, library = (
         ("/home/me/train.py", 3, "main"),
-        (f"{OURS}/../engine/acts.py", 1, "play"),
+        (f"{OURS}/../../engine/step/actions.py", 1, "play"),
         ("/x/site-packages/y.py", 1, "z"),
     )
     engine = (os.path.normpath(engine[0]), *engine[1:])

@@ -123,7 +123,7 @@ def line_of(plant: Plant) -> str:
     source = Path(__file__).read_text().splitlines()
     first = plant.__code__.co_firstlineno
     row = next(i for i in range(first, len(source) + 1) if source[i - 1].endswith("# here"))
-    return f"test_stall.py:{row}"
+    return f"test_watchdog.py:{row}"
 
 
 @pytest.mark.parametrize("plant", [waits_for_the_alarm, turns_in_circles])
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collectiv
         rows = [
             int(line_of(plant).rpartition(":")[2]) - up for up in (0, 1)
         ]  # the loop's head is the same place
-        assert any(f"test_stall.py:{row} in {plant.__name__} (in no collective)" in here for row in rows), (
+        assert any(f"test_watchdog.py:{row} in {plant.__name__} (in no collective)" in here for row in rows), (
             here
         )
         assert (

@@ -186,7 +186,7 @@ def test_a_budget_keeps_weights_that_would_be_gathered_again():
         (ZeRO(stage=0), r"stage 0; needed is 1"),
         (ZeRO(axis="tp"), r"axis = 'tp' is no axis of data parallelism"),
         (ZeRO(axis="dp_replicate"), r"shards along dp_replicate would all see the same samples"),
-        (ZeRO(replicate_axis="dp_shard"), r"axis and across are both dp_shard"),
+        (ZeRO(replicate_axis="dp_shard"), r"axis and replicate_axis are both dp_shard"),
         (ZeRO(gather="never"), r"gather = 'never'"),
         (ZeRO(keep_mb=-1.0), r"keep_mb = -1.0"),
         (ZeRO(stage=2, prefetch=2), r"prefetch with stage 2, which keeps weights whole"),

@@ -1,4 +1,6 @@
-"""Rates learnt from measured steps: planted ones are found again, and one disturbed step does not bend them."""
+"""Rates learnt from measured steps: planted ones are found again,
+and one disturbed step does not bend them.
+"""
 
 from dataclasses import replace
 
@@ -78,5 +80,7 @@ def test_the_file_of_rates_says_known_ones_for_known_devices():
     ("kind", "other"), [("GH200", "H100"), ("H100 96GB", "H100"), ("H200", "H100"), ("V100 16GB", "V100")]
 )
 def test_kinds_of_one_die_reach_alike(kind: str, other: str):
-    """One slow code base alone had run on GH200: a planner said that it takes three times as long as an H100."""
+    """One slow code base alone had run on GH200: a planner said that it takes three times as
+    long as an H100.
+    """
     assert 0.75 < load_rates(kind).matmul / load_rates(other).matmul < 1.34

@@ -144,7 +144,7 @@ def test_inputs_that_are_gathered_are_not_divided_by_tensor_ranks():
     assert whole - once == pytest.approx(4 * shape.sequence * shape.hidden * 3 / 4)
 
 
-def test_pieces_that_logits_do_not_fit_into_are_reserved_beside_them_and_more_of_them_where_scores_are_kept_apart():
+def test_chunks_that_logits_do_not_fit_into_are_reserved_too_and_more_of_them_where_scores_are_kept_apart():
     shape, habits = (
         ModelShape("gpt", 2, 1024, 16, vocab=500_000),
         FrameworkMemory(logits_fragmentation=8, score_fragmentation=4, fragmentation=1.0),

@@ -1,4 +1,6 @@
-"""A step from sizes: the closed forms of the papers, and that each technique costs and saves what it should."""
+"""A step from sizes: the closed forms of the papers, and that each technique costs and saves
+what it should.
+"""
 
 from dataclasses import replace
 
@@ -89,7 +91,7 @@ def test_what_ranks_wait_is_what_their_lists_on_paper_wait_however_few_micro_bat
 
 def test_what_is_rerun_is_computed_once_more():
     one = layer_compute(SHAPE, ParallelConfig(), FREE)
-    plain, again, half = made(), made(recompute="layers"), made(recompute="layers", rerun_share=0.5)
+    plain, again, half = made(), made(recompute="layers"), made(recompute="layers", recompute_fraction=0.5)
     assert again.compute - plain.compute == pytest.approx(16 * 48 * one.forward, rel=1e-6)
     assert half.compute - plain.compute == pytest.approx(8 * 48 * one.forward, rel=1e-6)
 

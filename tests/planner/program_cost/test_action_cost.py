@@ -1,4 +1,6 @@
-"""What an action costs: its own operations at the speed of the device, as much of them as falls to the rank."""
+"""What an action costs: its own operations at the speed of the device,
+as much of them as falls to the rank.
+"""
 
 from dataclasses import replace
 from functools import cache

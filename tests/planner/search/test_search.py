@@ -132,7 +132,7 @@ def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(mon
     for each in search(asked).best:
         assert each.step == step_time(asked.shape, each.config, asked.machine)
     known = microbatch_time(asked.shape, search(asked).best[0].config, asked.machine)
-    monkeypatch.setattr("meshwright.planner.search.search.parts", lambda *_: known)
+    monkeypatch.setattr("meshwright.planner.search.search.microbatch_time", lambda *_: known)
     assert [each.seconds for each in search(asked).best] != right
 
 

@@ -81,8 +81,8 @@ def test_a_prediction_is_off_by_a_share_of_what_was_measured(predicted: float, m
 
 def test_without_hardware_bytes_alone_are_compared_and_without_a_prediction_nothing():
     plain = {key: value for key, value in PREDICTED.items() if key in ("held", "sent")}
-    assert set(figures(compare_run(record(predicted=plain)))) == {"parameters", "optimizer_states", "sent"}
-    assert compare_run(record(predicted={})) == []
+    assert set(figures(compare_run(record(prediction=plain)))) == {"parameters", "optimizer_states", "sent"}
+    assert compare_run(record(prediction={})) == []
 
 
 def test_the_table_says_all_of_it():

@@ -80,7 +80,7 @@ def test_a_browser_draws_the_curves_the_step_and_where_time_and_memory_went(tmp_
         "pp0 compute",
         "pp0 comm",
         "rank 0 compute",
-        "rank 2 wire",
+        "rank 2 comm",
         "measured, step",
     ):
         assert row in step

@@ -107,5 +107,5 @@ def test_a_model_without_specialities_says_none():
 def test_the_json_holds_the_same_and_the_width():
     plain = json.loads(json.dumps(model_report_dict(SURVEY, 4)))
     assert plain["bytes_per_element"] == 4
-    assert plain["blocks"][1]["count"] == 4
+    assert plain["blocks"][1]["num_block_calls"] == 4
     assert plain["advice"][0]["fix"].startswith("declare it")

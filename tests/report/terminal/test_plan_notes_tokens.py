@@ -112,6 +112,6 @@ def test_what_is_uneven_is_said_with_the_better_way():
     )
     assert 'has 1.75 x the mean (load_balance = "zigzag": 1.00)' in planned("contiguous", 4096)
     assert planned("zigzag", 4096).endswith("causal attention: the busiest rank has 1.00 x the mean")
-    uneven = planned("zigzag", 4096, has_mask=True, causal=False)
+    uneven = planned("zigzag", 4096, has_mask=True, is_causal=False)
     assert uneven.endswith(f'{mask} 1.29 x the mean (load_balance = "striped": 1.00)')
     assert planned("striped", 4096, has_mask=True).endswith(f"1.00 x the mean; {mask} 1.00 x the mean")

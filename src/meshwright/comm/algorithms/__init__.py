@@ -1,7 +1,19 @@
 """All-reduce algorithms by name: one file each, every one a list of rounds over plain send and receive.
 
-`backend` is whatever the transport does by itself (gloo, NCCL, shared memory, threads). A name may carry a number behind a
-slash: hierarchical/4 for four ranks per host.
+    schedule             rounds as data, and the interface AllReduceAlgorithm
+    backend              the transport's own all-reduce (gloo, NCCL, shared memory, threads)
+    naive_reduce         one reduce per rank
+    reduce_broadcast     gather at one rank, sum, broadcast
+    direct_exchange      everyone sends to everyone
+    ring                 reduce-scatter and all-gather around a ring
+    recursive_halving    recursive halving and doubling
+    recursive_doubling   partners exchange whole sums
+    tree                 binomial tree
+    hierarchical         rings inside hosts and across hosts
+    cost_model           seconds of an algorithm on a measured network
+    size_rule            algorithm by message size
+
+A name may carry a number behind a slash: hierarchical/4 for four ranks per host.
 """
 
 from types import MappingProxyType
@@ -34,7 +46,7 @@ ALGORITHM_NAMES = (*ALGORITHMS, f"{HierarchicalAllReduce.name}/G")
 
 
 def get_algorithm(name: str, location: str = "") -> AllReduceAlgorithm:
-    """The algorithm called `name`. Raises PlanError when there is none."""
+    """Returns the algorithm called `name`. Raises PlanError when there is none."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     stem, slash, number = name.partition("/")

@@ -1,21 +1,23 @@
 """The backend's own all-reduce: one call, and the transport decides how.
 
-Why it is the default: it runs in compiled code, without a turn of Python per round, and may know its links: gloo plays a ring
-in segments, NCCL a ring or a tree by size, memory shared on one host is summed in place, ranks that are threads are summed
-by the last to come.
+Why it is the default: it runs in compiled code, without Python in each round, and may know its links. gloo
+runs a ring in segments, NCCL a ring or a tree by message size; shared memory is summed in place; of ranks
+that are threads the last one to arrive computes the sum.
 
     n = 3     rank 0    rank 1    rank 2
               [ gloo | NCCL | shared memory | threads ]          one call on every rank
 
-    stated as the ring's:
+    modelled as the ring:
     rounds = 2 (n-1)        sent per rank = 2 (n-1)/n S        seconds = 2 (n-1) a + 2 (n-1)/n S/B
 
-Cost: booked and priced as the ring's, the least bytes that there can be. What it really costs has to be measured.
-Limits: who sends what to whom, and in which order summands are added, is the transport's; another version, or another number
-of ranks on a host, may give other bits. That all ranks end with the same bits is the transport's promise too. Whoever wants
-to know picks an algorithm by name. On a CPU its latency is not that of plain messages: measure before taking it for short ones.
+Cost: counted and priced as the ring, the fewest bytes possible. The real cost has to be measured.
+Limits: the transport decides who sends what to whom and the order of summation; another version, or another
+number of ranks per host, may give other bits. The transport also has to guarantee that all ranks end with the
+same bits. To be certain, choose an algorithm by name. On a CPU its latency differs from that of plain
+messages: measure short ones.
 Use: by default; on GPUs always, unless measured otherwise.
-Paper: Gloo, docs/algorithms.md (ring); Hu et al. 2025, "Demystifying NCCL", arXiv 2507.04786 (its ring and its tree).
+Paper: Gloo, docs/algorithms.md (ring); Hu et al. 2025, "Demystifying NCCL", arXiv 2507.04786 (its ring and
+its tree).
 """
 
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, Round
 
 @dataclass(frozen=True)
 class BackendAllReduce(AllReduceAlgorithm):
-    """Counted and priced as the ring; what is played is the transport's own."""
+    """Counted and priced as the ring; the transport runs its own algorithm."""
 
     name: ClassVar[str] = "backend"
 

@@ -1,16 +1,17 @@
-"""The price of an all-reduce, read off its rounds: one reading for every algorithm.
+"""Predicts the time of an all-reduce from its rounds, with one model for every algorithm.
 
-Each round asks something of the network (a `Demand`): how many ranks of a host wait for a message, what goes through the host
-that moves most, what the busiest rank sends and receives, what is added, what leaves the busiest host by its network card.
-Rounds follow each other; in a round the slowest part decides:
+Each round puts a load on the network (`RoundLoad`): how many ranks of a host wait for a message, the bytes
+inside the busiest host, the bytes of its busiest rank, the bytes summed, the bytes through the busiest
+network card. Rounds follow each other; in a round the slower of host and network decides:
 
-    seconds = sum over rounds of  max(inside, between) + added
-    inside  = crowd(ranks that receive) + messages through the host + messages of its busiest rank
+    seconds = sum over rounds of  max(inside, between) + local sum
+    inside  = overhead(number of receivers) + messages through the host + messages of its busiest rank
     between = bytes through the busiest network card, as one message
 
-What the figures are is measured (comm/links.py) and fitted (comm/fitting.py); `Network` holds them. Sizes in a demand are
-shares of the tensor, so that it is found once for an algorithm and a number of ranks. Rounds that ask for the same are counted:
-a ring of a thousand ranks has two thousand rounds, of two kinds.
+The constants are measured (comm/tuning/allreduce_bench.py) and fitted (comm/tuning/network_fit.py);
+`NetworkModel` holds them. Sizes in a load are fractions of the tensor, so a load is computed once for an
+algorithm and a number of ranks. Equal rounds are counted: a ring of a thousand ranks has two thousand rounds,
+of two kinds.
 """
 
 from collections import Counter
@@ -26,11 +27,11 @@ MessageCounts = tuple[tuple[float, int], ...]  # the share of the tensor that on
 
 @dataclass(frozen=True)
 class RoundLoad:
-    """What a round asks for: sizes are shares of the tensor.
+    """The load of one round; sizes are fractions of the tensor.
 
-    `receiving`: the most ranks of one host that receive from within it. `host`: the messages inside the host that moves most.
-    `rank`: those of the rank in it that sends and receives most. `added`: the most that one rank adds. `leaving`: the most
-    that leaves, or comes into, one host.
+    `num_receivers`: the most ranks of one host that receive from the same host. `intra_host`: the messages
+    inside the host that moves most. `busiest_rank`: those of the rank in it that sends and receives most.
+    `local_sum`: the most that one rank adds. `inter_host`: the most that leaves, or enters, one host.
     """
 
     num_receivers: int
@@ -43,7 +44,10 @@ class RoundLoad:
 def all_reduce_seconds(
     algorithm: AllReduceAlgorithm, size: int, nbytes: float, network: NetworkModel, ranks_per_host: int = 0
 ) -> float:
-    """The time of an all-reduce of `nbytes` among `size` ranks, `per_host` of them on each host (0: all on one)."""
+    """Returns the seconds of an all-reduce of `nbytes` among `size` ranks.
+
+    `ranks_per_host` on each host (0: all on one).
+    """
     return sum(
         count * _round_seconds(demand, nbytes, network)
         for demand, count in round_loads(algorithm, size, ranks_per_host)
@@ -84,7 +88,11 @@ def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> flo
 def round_loads(
     algorithm: AllReduceAlgorithm, size: int, ranks_per_host: int = 0
 ) -> tuple[tuple[RoundLoad, int], ...]:
-    """What the rounds of `algorithm` ask for among `size` ranks, `per_host` on each host (0: all on one), and how often."""
+    """Returns the loads of the rounds of `algorithm` among `size` ranks.
+
+    Each with the number of rounds that have it. `ranks_per_host` of the ranks are on each host (0: all on
+    one).
+    """
     ranks_per_host = ranks_per_host or size
     gathered: list[_RoundTotals] = []
     pieces = algorithm.num_pieces(size)
@@ -97,7 +105,7 @@ def round_loads(
 
 
 class _RoundTotals:
-    """One round, rank after rank."""
+    """The load of one round, accumulated rank by rank."""
 
     def __init__(self) -> None:
         self.messages_by_host: dict[int, Counter[int]] = {}
@@ -109,7 +117,6 @@ class _RoundTotals:
         self.num_pieces = 1
 
     def add_rank(self, round_: Round, index: int, ranks_per_host: int, num_pieces: int) -> None:
-        """Count in what the rank at `index` does."""
         self.num_pieces = num_pieces
         host = index // ranks_per_host
         sent = [parcel for parcel in round_.sends if parcel.peer // ranks_per_host == host]
@@ -131,7 +138,6 @@ class _RoundTotals:
             self.max_added = max(self.max_added, sum(len(parcel.pieces) for parcel in round_.receives))
 
     def round_load(self) -> RoundLoad:
-        """What the round asks for."""
         host = max(self.messages_by_host, key=lambda each: _total_pieces(self.messages_by_host[each]))
         leaving = max(*self.sent_from_host.values(), *self.received_by_host.values())
         return RoundLoad(

@@ -1,19 +1,22 @@
-"""Parallel all-reduce: everyone sends its operand to everyone, and each adds up what it holds.
+"""Direct exchange (`parallel`).
 
-Why it works: after one exchange every rank has all n operands. All add them in the order of the ranks, so all get the same
-bits, though each computes its own sum. A rank that began with its own operand would get other bits than its neighbour: a + b
-is b + a, but (a + b) + c is not a + (b + c).
+Every rank sends its operand to every other rank, and each adds up all of them. Why it works: after one
+exchange every rank has all n operands. All add them in rank order, so all get the same bits, though each
+computes its own sum. A rank that began with its own operand would get other bits than its neighbour: a + b
+equals b + a, but (a + b) + c does not equal a + (b + c).
 
     n = 3     rank 0 -> 1, 2      rank 1 -> 0, 2      rank 2 -> 0, 1          one round
               a0 + a1 + a2        a0 + a1 + a2        a0 + a1 + a2            on each
 
     rounds = 1        sent per rank = (n-1) S        seconds = a + (n-1) S/B through one port
 
-Cost: one latency, the fewest there can be; n/2 times the ring's bytes, n times its additions, and (n-1) S of arrivals kept.
-Limits: "one round" is time only if all n-1 links of a rank run at once, as on a full mesh of wires. Behind one network card,
-or one memory bus, the operands leave one behind the other, and the time grows with n.
-Use: short messages among few ranks; any message where every two ranks have a wire of their own.
-Paper: Bruck et al. 1997, "Efficient algorithms for all-to-all communications", IEEE TPDS 8 (rounds against bytes).
+Cost: one latency, the fewest possible; n/2 times the ring's bytes, n times its additions, and (n-1) S of
+receive buffers.
+Limits: "one round" is short only if all n-1 links of a rank run at once, as on a full mesh of links. Behind
+one network card, or one memory bus, the operands leave one after the other, and the time grows with n.
+Use: short messages among few ranks; any message where every pair of ranks has a link of its own.
+Paper: Bruck et al. 1997, "Efficient algorithms for all-to-all communications", IEEE TPDS 8 (rounds against
+bytes).
 """
 
 from dataclasses import dataclass
@@ -24,7 +27,7 @@ from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage
 
 @dataclass(frozen=True)
 class DirectExchangeAllReduce(AllReduceAlgorithm):
-    """1 round: the whole operand to all others."""
+    """One round: the whole operand to all others."""
 
     name: ClassVar[str] = "parallel"
 

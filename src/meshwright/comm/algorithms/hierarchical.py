@@ -1,25 +1,29 @@
-"""Hierarchical all-reduce: sum inside each host, then between hosts, then hand out inside: slow links carry little.
+"""Hierarchical all-reduce: reduce-scatter inside each host, all-reduce between hosts.
 
-Why it works: a host of g ranks has fast links inside and one slow link out. First a ring inside each host leaves every rank
-with the host's sum of one slice, a g-th of the tensor. The ranks at the same place in the k hosts own the same slice, and sum
-it in a ring of their own; all g rings run beside each other. Then a ring inside each host hands the slices round.
+All-gather inside each host. Why it works: a host of g ranks has fast links inside and one slow link out. A
+ring inside each host leaves every rank with the host's sum of one slice, a g-th of the tensor. The ranks at
+the same place in the k hosts own the same slice and sum it in a ring of their own; all g rings run side by
+side. A second ring inside each host gathers the slices.
 
     k = 2 hosts of g = 2        host 0: rank 0   rank 1        host 1: rank 2   rank 3
-    inside, collect             slices  0 0+1    1 0+1                 0 2+3    1 2+3       g-1 rounds
-    across                      rank 0 <-> rank 2: slice 0     rank 1 <-> rank 3: slice 1   2 (k-1) rounds
-    inside, hand out            both 0 and 1 in both hosts                                  g-1 rounds
+    inside, reduce-scatter      slices  0 0+1    1 0+1                 0 2+3    1 2+3       g-1 rounds
+    across, all-reduce          rank 0 <-> rank 2: slice 0     rank 1 <-> rank 3: slice 1   2 (k-1) rounds
+    inside, all-gather          both 0 and 1 in both hosts                                  g-1 rounds
 
     rounds = 2 (g-1) + 2 (k-1)        sent per rank = (g-1)/g S + 2 (k-1)/k S/g + (g-1)/g S = 2 (n-1)/n S
     seconds = 2 (g-1 + k-1) a + 2 (n-1)/n S/B
-    two kinds of links: 2 (g-1) a_in + 2 (g-1)/g S/B_in  +  2 (k-1) a_out + 2 (k-1)/k S/B_out, B_out being a whole host's
+    two kinds of links: 2 (g-1) a_in + 2 (g-1)/g S/B_in  +  2 (k-1) a_out + 2 (k-1)/k S/B_out (per host)
 
-Cost: the ring's bytes per rank, in fewer rounds: 2 (g+k-2) where the flat ring has 2 (gk-1). Each piece has one owner.
-Limits: ranks of a host must be neighbours (0..g-1, g..2g-1, ...), and every host must have as many. The usual claim "sends g
-times less between hosts" is against algorithms whose every rank talks to other hosts. A flat ring whose ranks lie host by
-host crosses each border once, so its hosts send 2 (n-1)/n S: hardly more than 2 (k-1)/k S. What is saved against it is rounds
-of slow latency (k-1 instead of n-1), and at k = 2 up to half of the bytes.
+Cost: the ring's bytes per rank, in fewer rounds: 2 (g+k-2) where the flat ring has 2 (gk-1). Each piece has
+one owner.
+Limits: the ranks of a host must be neighbours (0..g-1, g..2g-1, ...), and every host must have the same
+number. The usual claim "sends g times less between hosts" compares with algorithms in which every rank talks
+to other hosts. A flat ring whose ranks are ordered by host crosses each host boundary once, so its hosts send
+2 (n-1)/n S: hardly more than 2 (k-1)/k S. The gain over it is rounds of slow latency (k-1 instead of n-1),
+and at k = 2 up to half of the bytes.
 Use: several hosts, as hierarchical/G with G ranks on each, when the links between them are slow.
-Paper: Jia et al. 2018, arXiv 1807.11205 (section 3.3.2); Cho et al. 2019, "BlueConnect", MLSys (reduce-scatter inside).
+Paper: Jia et al. 2018, arXiv 1807.11205 (section 3.3.2); Cho et al. 2019, "BlueConnect", MLSys
+(reduce-scatter inside).
 """
 
 from dataclasses import dataclass
@@ -30,7 +34,10 @@ from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage
 
 @dataclass(frozen=True)
 class HierarchicalAllReduce(AllReduceAlgorithm):
-    """A ring inside each host of `per_host` ranks, one across hosts for each slice, one inside again."""
+    """A ring inside each host of `ranks_per_host` ranks, one across hosts for each slice.
+
+    One inside again.
+    """
 
     name: ClassVar[str] = "hierarchical"
     ranks_per_host: int
@@ -98,7 +105,10 @@ class HierarchicalAllReduce(AllReduceAlgorithm):
 def _ring_rounds(
     ring: list[int], at: int, parts: list[tuple[int, ...]], first: int, *, adds: bool
 ) -> list[Round]:
-    """One turn round `ring` (indices of ranks; this rank stands `at`): part `first` goes to the right, then the one before it."""
+    """One pass around `ring` (indices of ranks.
+
+    This rank is at position `at`): part `first` goes to the right, then the one before it.
+    """
     num, right, left = len(ring), ring[(at + 1) % len(ring)], ring[at - 1]
     return [
         Round(

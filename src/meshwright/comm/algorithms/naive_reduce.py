@@ -1,20 +1,24 @@
 """Naive all-reduce: n reduces, one root after another, as lectures draw it.
 
-Why it works: a reduce brings the sum to one rank, its root. Do it once for every rank. In the round of root r all others send
-it what they held at first, and it adds everything up in the order of the ranks. So each rank computes the sum for itself,
-from the same summands in the same order, and all end with the same bits.
+Why it works: a reduce brings the sum to one rank, its root. Repeated for every rank, it is an all-reduce. In
+the round of root r all others send their original operand to r, which adds everything up in rank order. So
+each rank computes the sum for itself, from the same summands in the same order, and all end with the same
+bits.
 
     n = 3     round 0             round 1             round 2
               rank 1 -> 0 <- 2    rank 0 -> 1 <- 2    rank 0 -> 2 <- 1
 
     rounds = n        sent per rank = (n-1) S        seconds = n (a + (n-1) S/B)
 
-Cost: n/2 times the ring's bytes, and they pass one port at a time: each round takes as long as its root's port needs for (n-1) S
-while the other ports take in nothing. n S of memory more: what arrives, and the operand as it came, which is still to be sent.
-Limits: it is here to be drawn and measured. "O(n) reduces" hides a second n: each of them costs (n-1) S/B at its root.
-Rounds in turn are what makes it naive: all at once they are `parallel`.
+Cost: n/2 times the ring's bytes, one port at a time: each round takes as long as its root's port needs for
+(n-1) S while the other ports receive nothing. n S of additional memory: what arrives, and the original
+operand, which is still to be sent.
+Limits: it is here to be drawn and measured. "O(n) reduces" hides a second n: each of them costs (n-1) S/B at
+its root. Running the rounds in sequence is what makes it naive: all at once they are the direct exchange
+(`parallel`).
 Use: to see what the others save.
-Paper: Chan et al. 2007, "Collective communication: theory, practice, and experience", CCPE 19 (reduce and its costs).
+Paper: Chan et al. 2007, "Collective communication: theory, practice, and experience", CCPE 19 (reduce and its
+costs).
 """
 
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ WHOLE_TENSOR = (0,)
 
 @dataclass(frozen=True)
 class NaiveAllReduce(AllReduceAlgorithm):
-    """n rounds: in round r everyone sends its whole operand to rank r."""
+    """n rounds: in round r every other rank sends its whole operand to rank r."""
 
     name: ClassVar[str] = "naive"
 

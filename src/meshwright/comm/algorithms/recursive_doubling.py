@@ -1,22 +1,25 @@
-"""Recursive doubling: partners swap their whole sums, and each swap doubles the number of ranks that a sum covers.
+"""Recursive doubling: partners exchange whole sums.
 
-Why it works: in round k the partners are 2^k apart (their indices differ in bit k alone). Before it, the 2^k ranks of a block
-hold the sum over that block; afterwards the 2^(k+1) ranks of both blocks hold the sum over both. Partners add the same two
-summands, and a + b is b + a, so the ranks of a block hold the same bits, in every round.
+Each exchange doubles the number of ranks that a sum covers. Why it works: in round k the partners are 2^k
+apart (their indices differ in bit k alone). Before it, the 2^k ranks of a group hold the sum over that group;
+afterwards the 2^(k+1) ranks of both groups hold the sum over both. Partners add the same two summands, and a
++ b equals b + a to the bit, so all ranks of a group hold the same bits after every round.
 
-    n = 4     round 0              round 1              n = 5: rank 4 adds into rank 0 before, and gets the sum after
-              0 <-> 1  2 <-> 3     0 <-> 2  1 <-> 3
+    n = 4     round 0              round 1              n = 5: rank 4 adds into rank 0 first,
+              0 <-> 1  2 <-> 3     0 <-> 2  1 <-> 3     and gets the sum afterwards
 
     at powers of two: rounds = log2 n        sent per rank = S log2 n        seconds = log2 n (a + S/B)
 
-Any n: let p be the largest power of two within n. The n - p ranks above it first give their operands to the first n - p
-ranks, the p double among themselves, and the sum is handed back: two more rounds of S, for all to wait. A rank that takes one
-in sends S more, one that is taken in sends S in all.
-Cost: the fewest rounds in which a rank needs no more than one partner; log2 n times the operand.
-Limits: for short messages. The bytes grow with log2 n where the ring's and halving's stay below 2 S, so from some size on they
-win. Just above a power of two it pays most: 5 ranks take 4 rounds, 4 take 2.
+Any n: let p be the largest power of two not above n. The n - p ranks above it first send their operands to
+the first n - p ranks, the p ranks run the algorithm, and the sum is sent back: two more rounds of S, for
+which all wait. A rank that takes in another one sends S more; a rank that is taken in sends S in all.
+Cost: the fewest rounds with one partner per rank and round; log2 n times the operand.
+Limits: for short messages. The bytes grow with log2 n; those of the ring and of recursive halving stay below
+2 S, so these win above some size. Just above a power of two it costs most: 5 ranks take 4 rounds, 4 ranks
+take 2.
 Use: short messages.
-Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", IJHPCA 19 (4.4).
+Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
+IJHPCA 19 (4.4).
 """
 
 from dataclasses import dataclass
@@ -59,7 +62,7 @@ class RecursiveDoublingAllReduce(AllReduceAlgorithm):
 
 
 def _power_of_two_split(size: int) -> tuple[int, int, int]:
-    """The largest power of two within `size`, the ranks above it, and the rounds in which that power doubles up."""
+    """The largest power of two not above `size`, the number of ranks above it, and log2 of that power."""
     swaps = size.bit_length() - 1
     return 1 << swaps, size - (1 << swaps), swaps
 

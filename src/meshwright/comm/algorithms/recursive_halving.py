@@ -1,26 +1,31 @@
-"""Recursive halving and doubling: partial sums of half of what is left travel ever shorter ways, and back again doubled.
+"""Recursive halving and doubling.
 
-Why it works: the tensor is cut into n pieces. s counts the pieces that a rank still sums: at first all n, itself and those
-behind it in a circle. In each round s becomes s' = ceil(s/2): the far half, the pieces s' .. s-1 places on, goes to the rank
-s' places on, for which they are the nearest; it adds them. After ceil(log2 n) rounds every rank holds one finished piece, its
-own. The same rounds backwards, copying instead of adding, hand the pieces out.
+A reduce-scatter that halves what is left in each round, then the same rounds backwards. Why it works: the
+tensor is cut into n pieces. s counts the pieces that a rank still sums: at first all n, its own and the
+following ones around the circle. In each round s becomes s' = ceil(s/2): the pieces s' .. s-1 places ahead go
+to the rank s' places ahead, for which they are the nearest; it adds them. After ceil(log2 n) rounds every
+rank holds one finished piece, its own. The same rounds backwards, copying instead of adding, distribute the
+pieces.
 
-    n = 5     rank 0, collect                        (rank r does the same, r places on)
-    s = 5     pieces 3 4 -> rank 3     0 1 added from rank 2        (all arrows go s' places on)
+    n = 5     rank 0, reduce-scatter                 (rank r does the same, r places ahead)
+    s = 5     pieces 3 4 -> rank 3     0 1 added from rank 2        (every message goes s' places ahead)
     s = 3     piece 2    -> rank 2     0 added from rank 3
     s = 2     piece 1    -> rank 1     0 added from rank 4           rank 0 owns piece 0
-    hand out  the same three rounds, backwards: 0 -> 4, 0 -> 3, 0 1 -> 2
+    gather    the same three rounds, backwards: 0 -> 4, 0 -> 3, 0 1 -> 2
 
-    rounds = 2 ceil(log2 n)        sent per rank = 2 (n-1)/n S        seconds = 2 ceil(log2 n) a + 2 (n-1)/n S/B
+    rounds = 2 ceil(log2 n)      sent per rank = 2 (n-1)/n S      seconds = 2 ceil(log2 n) a + 2 (n-1)/n S/B
 
-Cost: the bytes of a ring in 2 ceil(log2 n) rounds, at any n. The log is in the rounds alone: "O(log n)" does not hold for the
-bytes. The first round sends half of the tensor, the last one piece. Pieces that run over the end of the circle are packed.
-The butterfly of Rabenseifner swaps with the rank at index xor n/2, n/4 ... instead: at powers of two the same rounds and bytes;
-at other n it must fold ranks away as `doubling` does, and send S more. Here no rank is special.
-Limits: half of the tensor goes half way round the circle at once: on links that all ranks share, or between hosts, the ring
-and the hierarchical way load the far links less. Each element is summed in ceil(log2 n) steps, in an order of its own.
-Use: messages of middling and great length, the more so the more ranks.
-Paper: Traff 2024, arXiv 2410.14234 (algorithms 1 and 2); Rabenseifner 2004, "Optimization of collective reduction operations".
+Cost: the bytes of a ring in 2 ceil(log2 n) rounds, at any n. Only the rounds are logarithmic, not the bytes.
+The first round sends half of the tensor, the last one piece. Pieces that wrap around the end of the circle
+are packed. Rabenseifner's butterfly exchanges with the rank at index xor n/2, n/4 ... instead: at powers of
+two the same rounds and bytes; at other n it must fold ranks as recursive doubling does, and send S more. Here
+no rank is special.
+Limits: half of the tensor goes half way around the circle at once. On links that all ranks share, or between
+hosts, the ring and the hierarchical algorithm load the slow links less. Each element is summed in ceil(log2
+n) steps, in an order that depends on its piece.
+Use: medium and long messages, the more so the more ranks.
+Paper: Traff 2024, arXiv 2410.14234 (algorithms 1 and 2); Rabenseifner 2004, "Optimization of collective
+reduction operations".
 """
 
 from collections.abc import Iterator
@@ -40,7 +45,7 @@ from meshwright.comm.algorithms.schedule import (
 
 @dataclass(frozen=True)
 class RecursiveHalvingAllReduce(AllReduceAlgorithm):
-    """ceil(log2 n) rounds of half of what is left to the rank that far on, and as many back."""
+    """ceil(log2 n) rounds that each send half of the remaining pieces, and as many rounds back."""
 
     name: ClassVar[str] = "halving"
 
@@ -71,7 +76,7 @@ class RecursiveHalvingAllReduce(AllReduceAlgorithm):
 
 
 def _halving_counts(size: int) -> Iterator[tuple[int, int]]:
-    """The pieces that are left before each round, and after it: 5 -> 3, 3 -> 2, 2 -> 1."""
+    """The numbers of pieces before and after each round: 5 -> 3, 3 -> 2, 2 -> 1."""
     left = [size]
     while left[-1] > 1:
         left.append((left[-1] + 1) // 2)

@@ -1,18 +1,20 @@
-"""Root all-reduce: one rank gathers all operands, adds them up, and hands out the sum.
+"""Reduce and broadcast at a root (`root`).
 
-Why it works: there is one sum, made in one place, in the order of the ranks. Everybody else gets a copy of it.
+One rank gathers all operands, adds them up, and sends the sum to all. Why it works: there is one sum,
+computed in one place, in rank order. Every other rank gets a copy of it.
 
-    n = 3     gather                hand out
+    n = 3     gather                broadcast
               rank 1 -> 0 <- 2      rank 1 <- 0 -> 2
 
     rounds = 2        sent per rank = S, by the root (n-1) S        seconds = 2 (a + (n-1) S/B)
 
-Cost: two rounds whatever n is, and the root's port carries (n-1) S each way: the hottest rank sends n/2 times what each rank
-of a ring sends. The root keeps (n-1) S of arrivals until they are added.
-Limits: "two rounds" is a count of latencies, not of time: through the root's one port all n-1 operands pass one behind the
-other. `tree` keeps the one owner, and shares the root's load with others.
-Use: messages so short that latency is all, among few ranks; or to see what one master costs.
-Paper: Chan et al. 2007, "Collective communication: theory, practice, and experience", CCPE 19 (gather, broadcast).
+Cost: two rounds for any n, and the root's port carries (n-1) S each way: the busiest rank sends n/2 times
+what each rank of a ring sends. The root keeps (n-1) S of received operands until they are added.
+Limits: "two rounds" counts latencies, not time: all n-1 operands pass the root's one port one after the
+other. `tree` also has one owner, and shares the root's load with others.
+Use: messages so short that only latency counts, among few ranks; or to see what a single master costs.
+Paper: Chan et al. 2007, "Collective communication: theory, practice, and experience", CCPE 19 (gather,
+broadcast).
 """
 
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ ROOT, WHOLE_TENSOR = 0, (0,)
 
 @dataclass(frozen=True)
 class ReduceBroadcastAllReduce(AllReduceAlgorithm):
-    """2 rounds: all to the rank at index 0, and the sum back to all."""
+    """Two rounds: all to the rank at index 0, and the sum back to all."""
 
     name: ClassVar[str] = "root"
 

@@ -1,22 +1,24 @@
-"""Ring all-reduce: pieces travel round a ring, first collecting summands, then handing out sums.
+"""Ring all-reduce: a reduce-scatter around a ring, then an all-gather around it.
 
-Why it works: the tensor is cut into n pieces. In each of the first n-1 rounds every rank hands one partial sum to its right
-neighbour and adds its own summand to the one that came from the left; after that each rank owns one finished piece. In n-1
-more rounds the finished pieces go round once. Every link carries one piece in every round, so none is idle.
+Why it works: the tensor is cut into n pieces. In each of the first n-1 rounds every rank sends one partial
+sum to its right neighbour and adds its own summand to the one that comes from the left; after that each rank
+owns one finished piece. In n-1 more rounds the finished pieces go around once. Every link carries one piece
+in every round; none is idle.
 
     n = 3     rank 0          rank 1          rank 2             (a0 = piece a of rank 0)
-    collect   sends c0 -> 1   sends a1 -> 2   sends b2 -> 0
+    scatter   sends c0 -> 1   sends a1 -> 2   sends b2 -> 0
               sends b2+b0     sends c0+c1     sends a1+a2
-    hand out  owns a          owns b          owns c             then n-1 rounds of copies
+    gather    owns a          owns b          owns c             then n-1 rounds of copies
 
     rounds = 2 (n-1)        sent per rank = 2 (n-1)/n S        seconds = 2 (n-1) a + 2 (n-1)/n S/B
 
-Cost: the least bytes there can be, in the most rounds: 2 (n-1) latencies. A piece is summed in the order in which it passes
-the ranks; its owner's sum is the one that all receive.
-Limits: for short messages the latency decides, and it grows with n. The textbook's "independent of n" holds for the bytes
-only. The slowest link sets the pace of all.
+Cost: the fewest bytes possible, in the most rounds: 2 (n-1) latencies. A piece is summed in the order in
+which it passes the ranks; all ranks receive its owner's sum.
+Limits: for short messages the latency decides, and it grows with n. The textbook's "independent of n" is true
+of the bytes only. The slowest link limits all.
 Use: long messages.
-Paper: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (section 3).
+Paper: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC
+69 (section 3).
 """
 
 from dataclasses import dataclass

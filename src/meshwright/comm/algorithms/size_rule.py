@@ -1,11 +1,12 @@
-"""Which algorithm for which message: a rule by size, written in one line.
+"""Chooses an all-reduce algorithm by message size, with a rule written in one line.
 
     doubling <= 64 KiB, tree <= 1 MiB, else ring         messages of up to 64 KiB by doubling, and so on
     ring                                                 all messages by one algorithm
 
-A strategy's field `algorithm` holds such a text. A plan resolves it: each transfer in its program carries the one name that the
-rule picks for its bytes, so a resumed run sums as the first one did. `auto` is no rule yet: it stands for one that is made from
-the measured cost of the links, before the plan is.
+A strategy's field `algorithm` holds such a text. The plan resolves it: each transfer in its program carries
+the one name that the rule gives for its bytes, so a resumed run sums in the same order as the first one.
+`auto` is not a rule: it is replaced by one that is computed from the measured cost of the links before the
+plan is made.
 """
 
 import re
@@ -30,7 +31,10 @@ ELSE_PATTERN, NAME_PATTERN = (
 
 @dataclass(frozen=True)
 class SizeRule:
-    """Algorithms by message size: `steps` are (largest bytes, name), sizes rising; `last` is for all larger messages."""
+    """Algorithms by message size: `thresholds` are (largest bytes, name), rising.
+
+    `default_algorithm` is for larger messages.
+    """
 
     default_algorithm: str
     thresholds: tuple[tuple[int, str], ...] = ()
@@ -41,7 +45,10 @@ class SizeRule:
 
     @classmethod
     def parse(cls, text: str, location: str = "") -> "SizeRule":
-        """The rule that `text` says; str() of a rule says it again. Raises PlanError with all that is wrong in it."""
+        """Returns the rule written in `text`; str() is the inverse.
+
+        Raises PlanError with everything that is wrong in it.
+        """
         raise_diagnostics(_text_diagnostics(text, location))
         steps, last = _split_rule(text)
         found = [step for part in steps if (step := THRESHOLD_PATTERN.fullmatch(part)) is not None]
@@ -49,16 +56,19 @@ class SizeRule:
 
     @property
     def algorithm_names(self) -> tuple[str, ...]:
-        """The algorithms it may pick, each once."""
+        """The algorithms that the rule may choose, each once."""
         return tuple(dict.fromkeys((*(name for _, name in self.thresholds), self.default_algorithm)))
 
     def algorithm_for(self, nbytes: int) -> str:
-        """The algorithm for a message of `nbytes`."""
+        """Returns the algorithm for a message of `nbytes`."""
         return next((name for most, name in self.thresholds if nbytes <= most), self.default_algorithm)
 
 
 def rule_diagnostics(text: str, size: int, location: str) -> Iterator[Diagnostic]:
-    """What is wrong with the rule `text` among `size` ranks: its words, or an algorithm that cannot run there."""
+    """Yields what is wrong with the rule `text` among `size` ranks.
+
+    Its syntax, or an algorithm that cannot run there.
+    """
     found = tuple(_text_diagnostics(text, location))
     yield from found
     for name in () if found else SizeRule.parse(text).algorithm_names:
@@ -69,7 +79,7 @@ def rule_diagnostics(text: str, size: int, location: str) -> Iterator[Diagnostic
 
 
 def _split_rule(text: str) -> tuple[list[str], str]:
-    """The steps of a rule, and the algorithm at its end; empty where the text does not say which."""
+    """The thresholds of a rule as texts, and its default algorithm; "" where the text names none."""
     *steps, last = [part.strip() for part in text.split(",")]
     found = ELSE_PATTERN.fullmatch(last) or (None if steps else NAME_PATTERN.fullmatch(last))
     if found is not None:

@@ -1,21 +1,23 @@
-"""Tree all-reduce: sums climb a binomial tree to rank 0, and come down the same way.
+"""Tree all-reduce: a reduce up a binomial tree to rank 0, and a broadcast down the same tree.
 
-Why it works: in round k of the climb the ranks whose lowest set bit is k give their sum to the rank 2^k below and are done;
-their number halves each time. The way down is the same, backwards. There is one sum, made at rank 0: all get its bits.
+Why it works: in round k of the reduce the ranks whose lowest set bit is k send their sum to the rank 2^k
+below and are done; the number of active ranks halves each time. The broadcast is the same, backwards. There
+is one sum, computed at rank 0: all ranks get its bits.
 
     n = 5     round 0          round 1     round 2     and back: round 3 is 2, round 4 is 1, round 5 is 0
               1 -> 0  3 -> 2   2 -> 0      4 -> 0
 
-    rounds = 2 ceil(log2 n)        sent per rank = S to its parent, S to each child        seconds = 2 ceil(log2 n) (a + S/B)
+    rounds = 2 ceil(log2 n)   sent per rank = S to its parent and each child   seconds = 2 ceil(log2 n) (a +
+                                                                               S/B)
 
-Cost: 2 ceil(log2 n) rounds at any n, no power of two needed. In all 2 (n-1) S pass the links, as in a ring; but rank 0 sends
-ceil(log2 n) S and half of the ranks only S.
-Limits: "O(log n)" counts rounds of the whole tensor, S/B each: for long messages log2 n times the ring's time. Half of the
-ranks are idle after the first round. `doubling` takes half of the rounds, or two more than that where n is no power of two, by
-keeping all ports busy; a tree sends less in all.
+Cost: 2 ceil(log2 n) rounds at any n, no power of two needed. In all 2 (n-1) S pass the links, as in a ring;
+but rank 0 sends ceil(log2 n) S and half of the ranks only S.
+Limits: "O(log n)" counts rounds of the whole tensor, S/B each: for long messages log2 n times the ring's
+time. Half of the ranks are idle after the first round. `doubling` takes half of the rounds, or two more than
+that where n is no power of two, by keeping all ports busy; a tree sends less in all.
 Use: short messages among ranks that share their links.
-Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH", IJHPCA 19
-(binomial trees, 4.2 and 4.5).
+Paper: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH",
+IJHPCA 19 (binomial trees, 4.2 and 4.5).
 """
 
 from collections.abc import Iterator
@@ -27,7 +29,7 @@ from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, PieceMessage
 
 @dataclass(frozen=True)
 class TreeAllReduce(AllReduceAlgorithm):
-    """ceil(log2 n) rounds of the whole tensor up to the rank at index 0, as many down."""
+    """ceil(log2 n) rounds of the whole tensor up to the rank at index 0, and as many down."""
 
     name: ClassVar[str] = "tree"
 

@@ -1,11 +1,11 @@
-"""The rounds of an algorithm, played on tensors: what goes out, what comes in, and what becomes of it.
+"""Executes the rounds of an all-reduce algorithm on tensors.
 
-`playing` is one rank's part, without any transport: it yields the parcels of a round as flat tensors, and goes on when they
-have been delivered. Processes deliver over send and receive, one round after another; threads play all ranks in turn
-(`play_all`). So what is tested on threads is what runs on a network.
+`run_rounds` is one rank's part, without any transport: it yields the messages of a round as flat tensors, and
+continues when they have been delivered. Processes deliver them by send and receive, round by round; threads
+run all ranks in turn (`run_all_ranks`). So the tests on threads test the code that runs on a network.
 
-A parcel is sent from, and received into, the tensor itself wherever its pieces lie one behind the other and nothing is added
-to them. Else it goes through memory of its own: what is to be added, and pieces that run over the end of the circle of pieces.
+A message is sent from, and received into, the tensor itself if its pieces are adjacent and nothing is added
+to them. Otherwise it goes through a scratch buffer: summands, and pieces that wrap around the end.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -23,20 +23,23 @@ ElementRange = tuple[int, int]  # the first element, and the one behind the last
 
 @dataclass(frozen=True)
 class MessageRanges:
-    """Where the pieces of one parcel lie in a flat tensor: runs of memory, as few as there can be."""
+    """The element ranges of one message in a flat tensor, adjacent ones merged."""
 
     peer: int
     ranges: tuple[ElementRange, ...]
 
     @property
     def numel(self) -> int:
-        """The elements of all runs."""
+        """The number of elements of all ranges."""
         return sum(end - first for first, end in self.ranges)
 
 
 @dataclass(frozen=True)
 class SizedRound:
-    """A round for tensors of one size. `scratch` are the elements that arrive beside the tensor; empty parcels are left out."""
+    """A round for tensors of one size.
+
+    `scratch_numel` elements arrive in the scratch buffer; empty messages are left out.
+    """
 
     round: Round
     sends: tuple[MessageRanges, ...]
@@ -47,9 +50,10 @@ class SizedRound:
 def run_rounds(
     algorithm: AllReduceAlgorithm, size: int, index: int, flat: torch.Tensor
 ) -> Generator[tuple[PeerTensors, PeerTensors]]:
-    """One rank's part of an all-reduce of `flat`, in place: what to send and what to fill, to be done before it goes on.
+    """Yields, round by round, what this rank sends and the buffers to receive into.
 
-    Call it where gradients are off. A round in which this rank has nothing to do yields two empty lists.
+    For an all-reduce of `flat` in place. The caller delivers the messages before it continues the generator,
+    and disables gradients. A round in which this rank has nothing to do yields two empty lists.
     """
     steps = _sized_rounds(algorithm, size, index, flat.numel())
     operand = flat.clone() if any(step.round.uses_original_operand for step in steps) else flat
@@ -67,7 +71,7 @@ def run_rounds(
 
 @torch.no_grad()
 def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor]) -> None:
-    """All-reduce `operands`, the flat tensors of all ranks in order, in place and in turn."""
+    """All-reduces `operands`, the flat tensors of all ranks in order, in place."""
     size = len(operands)
     parts = [run_rounds(algorithm, size, index, flat) for index, flat in enumerate(operands)]
     for rounds in zip(*parts, strict=True):
@@ -103,7 +107,6 @@ def _sized_rounds(algorithm: AllReduceAlgorithm, size: int, index: int, numel: i
 
 
 def _merge_ranges(pieces: Iterable[ElementRange]) -> tuple[ElementRange, ...]:
-    """`pieces` with neighbours joined."""
     runs: list[ElementRange] = []
     for first, end in pieces:
         if runs and runs[-1][1] == first:
@@ -119,7 +122,7 @@ def _pack(mine: torch.Tensor, stretch: MessageRanges) -> torch.Tensor:
 
 
 def _receive_views(flat: torch.Tensor, scratch: torch.Tensor, step: SizedRound) -> PeerTensors:
-    """Where the parcels of a round are to arrive: in their places, or in `scratch` one behind the other."""
+    """The buffers of the messages of a round: in place, or in `scratch` one after the other."""
     landings, used = [], 0
     for stretch in step.receives:
         if step.round.accumulate or len(stretch.ranges) > 1:
@@ -142,7 +145,7 @@ def _copy_received(step: SizedRound, flat: torch.Tensor, landings: PeerTensors) 
 def _add_received(
     step: SizedRound, index: int, mine: torch.Tensor, flat: torch.Tensor, landings: PeerTensors
 ) -> None:
-    """Add what has arrived to the own pieces: summands of one place in the order of the ranks, the own one among them."""
+    """Adds what was received: all summands of a range in rank order, this rank's own among them."""
     places: dict[ElementRange, dict[int, torch.Tensor]] = {}
     for stretch, (peer, arrived) in zip(step.receives, landings, strict=True):
         for run, part in _split_received(stretch, arrived):

@@ -1,12 +1,12 @@
-"""How a process waits for what it asked torch.distributed for: in slices, within the limit of the phase.
+"""The Work objects of torch.distributed collectives.
 
-    gloo, a collective            the wait can be given up and taken up again: a quarter of a second at a time
-    gloo, a send or a receive     one wait as long as the limit: when it is late, gloo closes the connections
-    NCCL                          the wait orders streams and does not block; a watchdog of torch ends the process
+And how a process waits for them within the limit of its phase.
 
-When it fails, or lasts too long, all ranks are asked where they are (comm/stall.py).
+    gloo, a collective            the wait is done in slices of a quarter of a second and can be resumed
+    gloo, a send or a receive     one wait as long as the limit: after a timeout gloo closes the connections
+    NCCL                          the wait orders streams, does not block; torch's watchdog ends the process
 
-What torch.distributed has under way, as the works of a group: a collective, a send or a receive, rounds on a stream.
+When a wait fails or lasts too long, all ranks are asked for their status (comm/watchdog/watchdog.py).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,10 @@ WAIT_SLICE = timedelta(seconds=WAIT_SLICE_S)
 
 
 class CollectiveWait:
-    """What a work of torch.distributed serves: the `call` that `group` announced last. `pairwise`: by sends and receives."""
+    """Waits for the backend's work for `call`, the last call that `group` announced.
+
+    `is_p2p`: a send or a receive.
+    """
 
     __slots__ = ("_call", "_group", "_is_p2p", "_on_gloo", "_sequence_id", "_watchdog")
 
@@ -36,7 +39,10 @@ class CollectiveWait:
         self._sequence_id = group.ledger.flight_recorder.sequence_id
 
     def wait(self, work: BackendWork) -> None:
-        """Return when `work` is over. Raises CollectiveError, with who is to blame, when that cannot be or takes too long."""
+        """Returns when `work` is done.
+
+        Raises CollectiveError, with a diagnosis, when it fails or takes too long.
+        """
         with self._watchdog.watch_wait(self._sequence_id) as waiting:
             try:
                 if not self._on_gloo:
@@ -57,7 +63,7 @@ class CollectiveWait:
                 raise self._diagnosed_error(error, waiting) from error
 
     def error_for(self, error: RuntimeError) -> CollectiveError:
-        """What to raise when the backend said `error` as soon as it was asked."""
+        """Returns the error to raise when the backend raised `error` at the call itself."""
         with self._watchdog.watch_wait(self._sequence_id) as waiting:
             return self._diagnosed_error(error, waiting)
 
@@ -68,7 +74,6 @@ class CollectiveWait:
 
 
 def _completes_within(work: BackendWork, time: timedelta) -> bool:
-    """Whether `work` is over within `time`; on gloo, which can be asked again."""
     try:
         work.wait(time)
     except RuntimeError as error:
@@ -81,9 +86,9 @@ def _completes_within(work: BackendWork, time: timedelta) -> bool:
 
 
 class TorchWork(Work):
-    """A work of the backend under way, what is left to do on this rank when it ends, and what to say when it fails.
+    """A backend work in flight, with what this rank still has to do when it ends (`finish`).
 
-    `keep` are the tensors that the backend reads or fills: they live until the wait.
+    `keep` are the tensors that the backend reads or fills: they stay alive until the wait.
     """
 
     def __init__(
@@ -99,7 +104,10 @@ class TorchWork(Work):
         self._finish = finish
 
     def wait(self) -> None:
-        """Return when the result is in place. Raises CollectiveError when a peer is gone or did not come in time."""
+        """Returns when the result is in place.
+
+        Raises CollectiveError when a peer is gone or did not arrive in time.
+        """
         if self._work is None:
             return
         self._collective_wait.wait(self._work)
@@ -108,7 +116,7 @@ class TorchWork(Work):
         self._work, self._keep, self._finish = None, (), None
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `call` called when the backend has done its part."""
+        """Calls `callback` when the backend has completed its part."""
         if self._work is None:
             callback()
         else:
@@ -116,7 +124,7 @@ class TorchWork(Work):
 
 
 class P2PWork(Work):
-    """A send or a receive under way, of which gloo tells only those who wait."""
+    """A send or a receive in flight; gloo reports its completion only to the thread that waits."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -124,14 +132,14 @@ class P2PWork(Work):
         self._done = False
 
     def wait(self) -> None:
-        """Return when the tensor has been handed over, or has come. Raises CollectiveError when the peer is gone."""
+        """Returns when the tensor has been sent or received. Raises CollectiveError when the peer is gone."""
         self._work.wait()
         self._done = True
         while self._callbacks:
             self._callbacks.pop(0)()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `call` called by whoever waits."""
+        """Calls `callback` in the thread that waits."""
         if self._done:
             callback()
         else:
@@ -139,18 +147,18 @@ class P2PWork(Work):
 
 
 class StreamWork(Work):
-    """Rounds that were given to a stream of their own; `keep` lives until the wait."""
+    """An algorithm that runs on its own CUDA stream; `keep` stays alive until the wait."""
 
     def __init__(self, event: torch.cuda.Event, stream: torch.cuda.Stream, keep: torch.Tensor) -> None:
         self._event, self._stream = event, stream
         self._keep: torch.Tensor | None = keep
 
     def wait(self) -> None:
-        """Have later kernels of this stream see the result."""
+        """Makes later kernels of the current stream wait for the result."""
         torch.cuda.current_stream().wait_event(self._event)
         self._keep = None
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `call` on the stream of the rounds."""
+        """Calls `callback` on the stream of the algorithm."""
         with torch.cuda.stream(self._stream):
             callback()

@@ -1,12 +1,13 @@
-"""A lane: collectives that Python plays itself, one behind the other, beside the computation.
+"""A communication thread: runs collectives that are implemented in Python one after the other.
 
-What an all-reduce does round by round must go on while the main thread computes, so a lane has a thread. But who waits for
-a result need not wait for that thread to wake up: it plays what is still to be played itself. So a call that is waited for at
-once is played by its caller; the thread, if it comes meanwhile, sees that somebody is at it, and goes back to sleep.
+Beside the computation. An all-reduce that runs round by round has to continue while the main thread computes,
+so it needs a thread. But a caller that waits for a result need not wait for that thread to wake up: it runs
+the queued work itself. So a call that is waited for at once runs in its caller; the thread, if it wakes up
+meanwhile, finds the queue busy and sleeps again.
 
-    main     put(A) ... compute ... wait(A)          the thread has played A meanwhile
-    main     put(B), wait(B)                         the main thread plays B
-    main     put(C), put(D), wait(C) ... compute     the main thread plays C and calls the thread for D
+    main     submit(A) ... compute ... wait(A)             the thread has run A meanwhile
+    main     submit(B), wait(B)                            the main thread runs B
+    main     submit(C), submit(D), wait(C) ... compute     the main thread runs C and wakes the thread for D
 """
 
 from collections import deque
@@ -18,7 +19,7 @@ from meshwright.comm.collectives.group import Work
 
 
 class CommThreadWork(Work):
-    """Something that was put into a lane."""
+    """A function in the queue of a communication thread."""
 
     def __init__(self, comm_thread: "CommThread", function: Callable[[], None]) -> None:
         self._comm_thread = comm_thread
@@ -29,18 +30,18 @@ class CommThreadWork(Work):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has been played."""
+        """Whether it has run."""
         return self._function is None
 
     def wait(self) -> None:
-        """Return when it has been played. Raises what it raised, or what a call raised that was to follow."""
+        """Returns when it has run. Raises its error, or that of one of its callbacks."""
         if self._function is not None:
             self._comm_thread.run_until(self)
         if self._error is not None:
             raise self._error
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `call` called by whoever plays it."""
+        """Calls `callback` in the thread that runs it."""
         with self._done_lock:
             if self._function is not None:
                 self._callbacks.append(callback)
@@ -48,7 +49,7 @@ class CommThreadWork(Work):
         callback()
 
     def run(self) -> None:
-        """Do it; the error, if any, is kept for those who wait."""
+        """Runs it; keeps the error, if any, for the threads that wait."""
         try:
             if self._function is not None:
                 self._function()
@@ -63,7 +64,7 @@ class CommThreadWork(Work):
                 self._error = self._error or error
 
     def cancel(self) -> None:
-        """Never do it: whoever waits learns so."""
+        """Drops it; threads that wait get an error."""
         self._error = RuntimeError(
             "the group was closed before this had been played. Wait for a collective before the world closes"
         )
@@ -72,7 +73,7 @@ class CommThreadWork(Work):
 
 
 class CommThread:
-    """Works in the order in which they were put, played by a thread of the lane's own or by whoever waits for one."""
+    """A queue of functions, run in order by its own thread or by a thread that waits for one of them."""
 
     def __init__(self, name: str) -> None:
         self._queue: deque[CommThreadWork] = deque()
@@ -82,14 +83,14 @@ class CommThread:
         self._thread.start()
 
     def submit(self, function: Callable[[], None]) -> Work:
-        """`do`, to be called after all that was put before."""
+        """Returns the work of `function`, which runs after everything submitted before it."""
         work = CommThreadWork(self, function)
         self._queue.append(work)
         self._wakeups.put(True)
         return work
 
     def run_until(self, work: CommThreadWork) -> None:
-        """Return when `work` has been played, with all before it."""
+        """Returns when `work` and everything before it have run."""
         with self._run_lock:
             while not work.is_done and self._queue:
                 self._queue.popleft().run()
@@ -97,7 +98,7 @@ class CommThread:
             self._wakeups.put(True)
 
     def close(self) -> None:
-        """Let the thread end. What has not been played is not played any more."""
+        """Ends the thread. What has not run is cancelled."""
         while self._queue:
             self._queue.popleft().cancel()
         self._wakeups.put(False)

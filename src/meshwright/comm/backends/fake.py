@@ -1,10 +1,10 @@
-"""One rank of a large job, alone: collectives are written into the ledger and answered as if all ranks were equal.
+"""Simulates one rank of a large job.
 
-What a rank issues, and how many bytes it sends, can be seen without the other ranks. `FakeWorld` plays one rank of a
-mesh of any size: peers are arithmetic, nothing is sent, and every result is what it would be if all other ranks held
-the same tensor as this one: an all_reduce multiplies by the size of the group, an all_gather repeats. In a group of
-one rank that is the exact result, so the other worlds use these groups for axes of size 1. Tensors may be real, meta or
-fake ones.
+Collectives are recorded in the ledger and answered as if all ranks held equal tensors. `FakeWorld` is one
+rank of a mesh of any size. Nothing is sent, and every result is what it would be if all other ranks held the
+same tensor: an all_reduce multiplies by the size of the group, an all_gather repeats. In a group of one rank
+that is the exact result, so the other worlds use these groups for axes of size 1. Tensors may be real, meta
+or fake ones.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,15 +26,15 @@ class CompletedWork(Work):
     """A collective that was complete when it was issued."""
 
     def wait(self) -> None:
-        """Return at once."""
+        """Returns at once."""
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Call `call`."""
+        """Calls `callback` at once."""
         callback()
 
 
 class FakeGroup(Group):
-    """The ranks along `axes` of which only this one exists."""
+    """The ranks along `axes`, of which only this one exists."""
 
     transport = "nothing"
 
@@ -45,38 +45,44 @@ class FakeGroup(Group):
         self.ledger = ledger
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
-        """Write it down."""
+        """Records the send."""
         announce(self, "send", tensor, action=action, source=target)
         return CompletedWork()
 
     def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
-        """Leave `tensor` as it is: the equal peer would send the same."""
+        """Leaves `tensor` unchanged: the equal peer would send the same."""
         announce(self, "recv", tensor, action=action, source=source)
         return CompletedWork()
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
-        """Multiply `tensor` by the size of the group, in place."""
+        """Multiplies `tensor` by the size of the group, in place."""
         announce(self, "all_reduce", tensor, action=action, algorithm=algorithm)
         with torch.no_grad():
             tensor.mul_(self.size)
         return CompletedWork()
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` (size x tensor.numel() elements) with copies of `tensor`."""
+        """Fills `output` (size x tensor.numel() elements) with copies of `tensor`."""
         announce(self, "all_gather", tensor, output, action=action)
         with torch.no_grad():
             _repeat(tensor, output, self.size)
         return CompletedWork()
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` with this rank's slice of `tensor` (size x output.numel() elements), times the size."""
+        """Fills `output` with this rank's slice of `tensor` (size x output.numel() elements).
+
+        Times the size.
+        """
         announce(self, "reduce_scatter", tensor, output, action=action)
         with torch.no_grad():
             torch.mul(rank_slices(tensor, self.size)[self.index], self.size, out=output.view(-1))
         return CompletedWork()
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill every slice of `output` with this rank's slice of `tensor`: what each equal peer would send here."""
+        """Fills every slice of `output` with this rank's slice of `tensor`.
+
+        What each equal peer would send here.
+        """
         announce(self, "all_to_all", tensor, output, action=action)
         with torch.no_grad():
             output.view(self.size, tensor.numel() // self.size).copy_(
@@ -85,19 +91,22 @@ class FakeGroup(Group):
         return CompletedWork()
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Fill `output` with this rank's `tensor`: what the equal peer would send here."""
+        """Fills `output` with this rank's `tensor`: what the equal peer would send here."""
         announce(self, "shift", tensor, output, action=action, source=offset % self.size)
         return copy_to_output(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
-        """Leave `tensor` as it is: the source holds the same."""
+        """Leaves `tensor` unchanged: the source holds the same."""
         announce(self, "broadcast", tensor, action=action, source=source)
         return CompletedWork()
 
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of `tensor`; without one, the absent source's, it is left as it is."""
+        """Fills `output` with this rank's slice of `tensor`.
+
+        Unchanged if `tensor` is None, the absent source's.
+        """
         announce(self, "scatter", output, tensor, action=action, source=source)
         if tensor is not None:
             with torch.no_grad():
@@ -107,7 +116,7 @@ class FakeGroup(Group):
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output`, where there is one, with copies of `tensor`."""
+        """Fills `output`, if given, with copies of `tensor`."""
         announce(self, "gather", tensor, output, action=action, source=target)
         if output is not None:
             with torch.no_grad():
@@ -115,7 +124,7 @@ class FakeGroup(Group):
         return CompletedWork()
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Multiply `tensor` by the size of the group, in place, where this rank is the target."""
+        """Multiplies `tensor` by the size of the group, in place, if this rank is the target."""
         announce(self, "reduce", tensor, action=action, source=target)
         if self.index == target:
             with torch.no_grad():
@@ -123,13 +132,13 @@ class FakeGroup(Group):
         return CompletedWork()
 
     def barrier(self, *, action: str = "") -> None:
-        """Return at once."""
+        """Records the barrier."""
         announce(self, "barrier", torch.empty(0), action=action)
 
 
 @torch.no_grad()
 def copy_to_output(output: torch.Tensor, tensor: torch.Tensor) -> Work:
-    """The work that has filled `output` with this rank's own `tensor`, of as many elements."""
+    """Copies `tensor` to `output`, of as many elements, and returns the completed work."""
     output.view(-1).copy_(tensor.view(-1))
     return CompletedWork()
 
@@ -141,7 +150,7 @@ def _repeat(tensor: torch.Tensor, output: torch.Tensor, size: int) -> None:
 
 
 class FakeWorld(World):
-    """Rank `rank` of `mesh`, alone. Memory grows with the groups that are asked for, not with the mesh."""
+    """Rank `rank` of `mesh`, alone. Memory grows with the groups that are created, not with the mesh."""
 
     def __init__(self, mesh: Mesh, rank: int, device: torch.device | str = "cpu") -> None:
         self.mesh = mesh
@@ -151,7 +160,7 @@ class FakeWorld(World):
         self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
-        """The group along `axes`. Raises PlanError for an unknown axis."""
+        """Returns the group along `axes`. Raises PlanError for an unknown axis."""
         key = ordered_axes(tuple(axes)), tuple(member_indices)
         if key not in self._groups:
             ranks = member_ranks(self.mesh.peers(self.rank, key[0]), member_indices, self.rank)
@@ -160,4 +169,4 @@ class FakeWorld(World):
         return self._groups[key]
 
     def close(self) -> None:
-        """Nothing is held; nothing happens."""
+        """Does nothing: the world holds no resources."""

@@ -1,19 +1,23 @@
-"""An all-gather over gloo as one broadcast per rank, each straight into its slice of the whole.
+"""Collectives that gloo lacks or does slowly.
 
-gloo's own goes round a ring into memory of its own, made for each call, and is copied from there: a third more CPU, and the
-pages of that memory on top. Broadcasts land where they shall. Each rank sends as many bytes in all of them together as in a
-ring, but not all ranks at a time: between hosts a ring of more than two keeps every link busy, and broadcasts do not.
+All-gather by broadcasts, and the receive buffers of reduce-scatter. `broadcast_all_gather` runs an all-gather
+as one broadcast per rank, each straight into its slice of the output. gloo's own all-gather goes around a
+ring into memory that it allocates for each call, and copies from there: a third more CPU time, and the pages
+of that memory on top. Each rank sends the same bytes in total, but not all ranks at the same time: between
+hosts a ring of more than two keeps every link busy, and broadcasts do not.
 
-    rank 0   [ a | . | . ]  ->  [ a | b | c ]         broadcast of slice 0 from rank 0, of slice 1 from rank 1 ...
+    rank 0   [ a | . | . ]  ->  [ a | b | c ]     broadcast of slice 0 from rank 0, of slice 1 from rank 1 ...
 
-Measured (2 cores, 4 and 12 MiB pieces, CPU of a rank): 2 ranks 0.50 and 0.57 of gloo's own, 4 ranks 0.71 and 0.69.
+Measured (2 cores, 4 and 12 MiB pieces, CPU of a rank): 2 ranks 0.50 and 0.57 of gloo's own, 4 ranks 0.71 and
+0.69.
 
-Where the summands of a reduce_scatter arrive, on backends that only move them: two pieces of memory, taken in turn.
+`ReceiveBuffers` holds the summands of a reduce_scatter that is run as an all-to-all, in two buffers that are
+used in turn.
 
-    issue 1 -> memory 0      issue 2 -> memory 1      issue 3: wait for 1, sum it -> memory 0 again ...
+    issue 1 -> buffer 0      issue 2 -> buffer 1      issue 3: wait for 1, sum it -> buffer 0 again ...
 
-So the memory of sums under way does not grow with their number, and a steady step makes none. Waiting for the oldest costs
-little: the newer one travels meanwhile, and the wire is never idle.
+So memory does not grow with the number of reductions in flight, and a steady step allocates none. Waiting for
+the oldest one costs little, because the newer one is in flight meanwhile.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,23 +36,23 @@ from meshwright.comm.collectives.group import Work
 
 
 class CallbackFuture(Protocol):
-    """What calls when it is over."""
+    """A future that calls back when it is done."""
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
-        """Have `callback` called then, or at once."""
+        """Calls `callback` when the work is done, or at once if it is."""
 
 
 class BackendWork(Protocol):
-    """What a backend hands back: a `dist.Work`, or several that are one."""
+    """The handle of an issued collective: a `dist.Work`, or several combined."""
 
     def wait(self, timeout: timedelta = ...) -> object:
-        """Return when it is over; raise RuntimeError when that takes longer, or cannot be."""
+        """Returns when it is done. Raises RuntimeError on failure or after `timeout`."""
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Returns whether it is done."""
 
     def get_future(self) -> CallbackFuture:
-        """What calls when it is over."""
+        """Returns the future that calls back when it is done."""
 
 
 class BroadcastWorks:
@@ -58,20 +62,20 @@ class BroadcastWorks:
         self._works = works
 
     def wait(self, timeout: timedelta = timedelta(0)) -> None:
-        """Return when the last slice is in place; each may take `timeout`."""
+        """Returns when the last slice is in place; each broadcast may take `timeout`."""
         for work in self._works:
             work.wait(timeout)
 
     def is_completed(self) -> bool:
-        """Whether all slices are in place."""
+        """Returns whether all slices are in place."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> "BroadcastWorks":
-        """Itself: it calls when the last slice is in place."""
+        """Returns itself: it calls back when the last slice is in place."""
         return self
 
     def add_done_callback(self, callback: Callable[..., None]) -> None:
-        """Have `callback` called by whichever thread brings the last slice."""
+        """Calls `callback` in the thread that completes the last slice."""
         left, turn = [len(self._works)], Lock()
 
         def one_came(future: object) -> None:
@@ -89,7 +93,10 @@ class BroadcastWorks:
 def broadcast_all_gather(
     output: torch.Tensor, tensor: torch.Tensor, *, index: int, group: dist.ProcessGroup, async_op: bool
 ) -> BroadcastWorks:
-    """Start to fill flat `output` with every rank's flat `tensor`, in rank order; this rank's own is there at once."""
+    """Starts to fill flat `output` with every rank's flat `tensor`, in rank order.
+
+    Copies this rank's own slice at once.
+    """
     pieces = rank_slices(output, group.size())
     if pieces[index].data_ptr() != tensor.data_ptr():
         pieces[index].copy_(tensor)
@@ -113,21 +120,22 @@ NUM_RECEIVE_BUFFERS = 2
 
 @dataclass
 class _ReceiveBuffer:
-    """Bytes, as many as the largest message so far, and the work that fills them."""
-
     flat: torch.Tensor | None = None
     work: Work | None = None
 
 
 class ReceiveBuffers:
-    """The memory of one group on one rank; its works are waited for here when their memory is needed."""
+    """The receive buffers of one group on one rank. Reusing a buffer waits for the work that filled it."""
 
     def __init__(self) -> None:
         self._buffers = [_ReceiveBuffer() for _ in range(NUM_RECEIVE_BUFFERS)]
         self._num_issued = 0
 
     def receive(self, like: torch.Tensor, issue: Callable[[torch.Tensor], Work]) -> Work:
-        """The work of `issue(arrived)`, which fills `arrived`: flat memory for the elements of `like`, of its dtype."""
+        """Returns the work of `issue(buffer)`, which fills a flat buffer with as many elements as `like`.
+
+        Of its dtype.
+        """
         memory = self._buffers[self._num_issued % NUM_RECEIVE_BUFFERS]
         self._num_issued += 1
         if memory.work is not None:
@@ -140,5 +148,5 @@ class ReceiveBuffers:
 
 @torch.no_grad()
 def sum_into(output: torch.Tensor, summands: Sequence[torch.Tensor]) -> None:
-    """Fill `output` with the sum of `summands`, added from first to last."""
+    """Fills `output` with the sum of `summands`, added from first to last."""
     ordered_sum(summands, out=output.view(-1))

@@ -1,13 +1,14 @@
-"""Ranks are processes: the collectives of torch.distributed, on gloo (CPU) or NCCL (GPU).
+"""The torch.distributed backend: gloo on CPUs, NCCL on GPUs.
 
-gloo moves as many bytes for a reduce_scatter as for an all_reduce. Here it is an all_to_all and a sum of what arrived,
-in rank order: half the bytes, and 2.6 times as fast (4 processes on one host). Its all_gather goes through memory of its own;
-where it can be broadcasts, it is (comm/handed.py). An all_reduce of two ranks is one exchange, and each adds what has come: the
-same bytes as in the backend's two rounds, and of a summand more than another there is no order. Measured (2 cores, 32 KiB, 0.5
-and 4 MiB): 0.5, 0.7 and 0.75 of the CPU, 0.5 of the time. Larger ones, which nobody waits for at once, the backend's threads sum.
+gloo moves as many bytes for a reduce_scatter as for an all_reduce. Here it is an all_to_all and a local sum
+in rank order: half the bytes, and 2.6 times as fast (4 processes on one host). Its all_gather goes through
+memory of its own; broadcasts replace it where they help (gloo_paths.py). An all_reduce of two ranks is one
+exchange, after which each rank adds both summands: the same bytes as the backend's two rounds, and the order
+of two summands does not matter. Measured (2 cores, 32 KiB, 0.5 and 4 MiB): 0.5, 0.7 and 0.75 of the CPU time,
+0.5 of the time. The backend's own threads sum larger ones, for which nobody waits at once.
 
-An all_reduce by another algorithm than the backend's own is played here over send and receive: on a CPU in a lane
-(comm/lane.py), on a GPU on a stream of the group's own, so that it runs beside the computation in either case.
+An all_reduce by a named algorithm runs here over send and receive: on a CPU in a communication thread
+(comm_thread.py), on a GPU on the group's own stream, so it overlaps with computation in both cases.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,10 @@ USER_TAG, ROUND_TAG, ABORT_TAG = (
 
 
 class TorchGroup(Group):
-    """The ranks along some axes, joined by a process group; `near` once it is known that all of them are on one host."""
+    """The ranks along some axes, in one process group.
+
+    `is_single_host` is set once all of them are known to be on one host.
+    """
 
     def __init__(
         self,
@@ -77,12 +81,15 @@ class TorchGroup(Group):
         self._stream: torch.cuda.Stream | None = None
 
     def close(self) -> None:
-        """Let the thread of the group end, where it has one."""
+        """Ends the communication thread of the group, if it has one."""
         if self._comm_thread is not None:
             self._comm_thread.close()
 
     def abort(self) -> None:
-        """Break the connections, so that what is under way ends with an error, here and on the peers: gloo alone waits for it."""
+        """Breaks the connections, so that collectives in flight fail here and on the peers.
+
+        Only gloo needs it.
+        """
         if self.on_gloo:
             peer = (self.index + 1) % self.size
             with suppress(
@@ -133,7 +140,7 @@ class TorchGroup(Group):
         return self._issue(call, partial(self._backend_all_reduce, _flat(tensor)), keep=(tensor,))
 
     def all_reduce_copy(self, tensor: torch.Tensor, *, action: str = "") -> tuple[torch.Tensor, Work]:
-        """A new sum, as in `Group`; a pair makes it of both summands, without a copy of its own."""
+        """Returns a new sum, as in `Group`; two ranks compute it from both summands without a copy."""
         if not self._uses_pair_exchange(tensor):
             return super().all_reduce_copy(tensor, action=action)
         tensor = tensor.detach().contiguous()
@@ -186,7 +193,10 @@ class TorchGroup(Group):
         )
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
+        """Send `tensor` to the rank `by` places on, round the group.
+
+        `output` comes from the rank as far behind.
+        """
         call = announce(self, "shift", tensor, output, action=action, source=offset % self.size)
         if not call.source:
             return copy_to_output(output, tensor)
@@ -207,7 +217,10 @@ class TorchGroup(Group):
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
+
+        None elsewhere).
+        """
         call = announce(self, "scatter", output, tensor, action=action, source=source)
         pieces = None if tensor is None else list(rank_slices(_flat(tensor), self.size))
         start = partial(dist.scatter, _flat(output), pieces, src=self.ranks[source])
@@ -216,14 +229,20 @@ class TorchGroup(Group):
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+        """Fill the target's `output` (size x tensor.numel() elements.
+
+        None elsewhere) with all ranks' `tensor`, in rank order.
+        """
         call = announce(self, "gather", tensor, output, action=action, source=target)
         pieces = None if output is None else list(rank_slices(_flat(output), self.size))
         start = partial(dist.gather, _flat(tensor), pieces, dst=self.ranks[target])
         return self._issue(call, start, keep=(tensor, *(pieces or ())))
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Sum `tensor` over the group, in place on the rank at index `target`; the others' may hold anything afterwards."""
+        """Sum `tensor` over the group, in place on the rank at index `target`.
+
+        The others' may hold anything afterwards.
+        """
         call = announce(self, "reduce", tensor, action=action, source=target)
         return self._issue(call, partial(dist.reduce, _flat(tensor), dst=self.ranks[target]), keep=(tensor,))
 
@@ -242,7 +261,7 @@ class TorchGroup(Group):
         return self.on_gloo and self.size == 2 and tensor.nbytes <= MAX_PAIR_EXCHANGE_NBYTES
 
     def _pair_exchange(self, call: CollectiveCall, flat: torch.Tensor, total: torch.Tensor) -> Work:
-        """Sum `flat` over a pair, into `total`: a + b is b + a, to the bit."""
+        """Sums `flat` over two ranks into `total`: a + b and b + a are the same bits."""
         split = [0, flat.numel()] if self.index == 0 else [flat.numel(), 0]
 
         def issue(arrived: torch.Tensor) -> Work:
@@ -284,7 +303,7 @@ class TorchGroup(Group):
         return self._comm_thread.submit(play)
 
     def _deliver(self, asked: CollectiveWait, sends: PeerTensors, receives: PeerTensors) -> None:
-        """Send and receive the parcels of one round; on a GPU, have the stream do it."""
+        """Sends and receives the messages of one round; on a GPU, enqueues them on the stream."""
         if not sends and not receives:
             return
         try:

@@ -1,18 +1,16 @@
-"""Ranks are threads of one process: exact, deterministic, and quick to start.
+"""A backend whose ranks are threads of one process: exact, deterministic, and quick to start.
 
-Ranks meet at a `ThreadHub`. The k-th collective that a rank issues on some ranks pairs with the k-th one of each of
-those ranks. A rank that issues one posts its tensors and goes on; the last to come computes the result for all, in
-rank order, so that every run and every rank sees the same bits; `wait` returns when that is done.
+The k-th collective that a rank issues on a group pairs with the k-th one of each other rank of the group. A
+rank that issues one submits its tensors and continues; the last rank to arrive computes the result for all,
+in rank order, so every run and every rank gets the same bits; `wait` returns when that is done.
 
-    rank 0   post ........ wait ......|->
-    rank 1      post, wait ...........|->
-    rank 2                post+compute|->
+    rank 0   submit ...... wait ......|->
+    rank 1      submit, wait .........|->
+    rank 2                submit+compute|->
 
-Between its call and its wait a rank leaves its tensors alone: they are read, and filled, in place. What a real network
-would answer with silence is said here in words: ranks that call different things, a rank that waits for one that never
-comes, a rank that fails (`ThreadHub.abort` releases all others at once).
-
-Where ranks that are threads meet: the k-th collective of each of them is one meeting, and the last to come computes it.
+Between its call and its wait a rank must not touch its tensors: they are read, and filled, in place. Errors
+that would hang on a real network are reported: ranks that call different collectives, a rank that waits for
+one that never arrives, a rank that fails (`ThreadBackend.abort` releases all others at once).
 """
 
 from collections import Counter
@@ -46,7 +44,7 @@ Channel = tuple[
 
 @dataclass(frozen=True)
 class CollectiveInput:
-    """What one rank brings to a meeting."""
+    """What one rank submits to a collective."""
 
     call: CollectiveCall
     tensor: torch.Tensor
@@ -55,7 +53,7 @@ class CollectiveInput:
 
 @dataclass(eq=False)
 class PendingCollective:
-    """One collective of the group `ranks`, the `number`-th of that group: who has come, and whether it is over."""
+    """The `number`-th collective of the group `ranks`: the inputs so far, and whether it is done."""
 
     ranks: tuple[int, ...]
     axes: tuple[str, ...]
@@ -66,14 +64,15 @@ class PendingCollective:
 
     @property
     def missing_ranks(self) -> tuple[int, ...]:
-        """The ranks that have not come."""
+        """The ranks that have not submitted."""
         return tuple(rank for rank in self.ranks if rank not in self.inputs)
 
 
 class ThreadBackend:
-    """Where the ranks of `mesh` meet. A wait lasts at most `timeout_s`; after a failure nobody waits.
+    """Matches and executes the collectives of all ranks of `mesh`.
 
-    Whoever waits for a meeting is woken when that one is over, and not by others: of 24 ranks all but one may be waiting.
+    A wait lasts at most `timeout_s`; a failure ends all waits. A waiting rank is woken only by its own
+    collective: of 24 ranks all but one may be waiting.
     """
 
     def __init__(self, mesh: Mesh, timeout_s: float = 60.0) -> None:
@@ -93,22 +92,26 @@ class ThreadBackend:
         return self._failure
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Release every rank that waits, or will wait, with the news that `rank` failed. Only the first abort counts."""
+        """Releases every rank that waits, now or later, with the message that `rank` failed.
+
+        Only the first abort counts.
+        """
         with self._lock:
             self._failure = self._failure or (rank, error)
             self._wake_all()
 
     def leave(self, rank: int) -> None:
-        """Note that `rank` issues nothing more: whoever waits for it learns so at once."""
+        """Marks that `rank` issues nothing more: ranks that wait for it fail at once."""
         with self._lock:
             self._left_ranks.add(rank)
             self._wake_all()
 
     def submit(self, rank: int, group: Group, collective_input: CollectiveInput) -> PendingCollective:
-        """The meeting that this call of `rank` belongs to; over, when `rank` was the last to come.
+        """Returns the collective that this call of `rank` belongs to.
 
-        A send and its receive meet in their order between these two ranks, whatever the others do.
-        Raises CollectiveError when the call differs from what a peer called, or when some rank has failed.
+        It is done when `rank` was the last to arrive. A send and its receive pair in their order between
+        these two ranks, whatever the others do. Raises CollectiveError when the call differs from a peer's,
+        or when some rank has failed.
         """
         with self._lock:
             line = _channel(group, collective_input.call)
@@ -136,7 +139,7 @@ class ThreadBackend:
         return meeting
 
     def add_done_callback(self, pending: PendingCollective, callback: Callable[[], None]) -> None:
-        """Have `call` called when `meeting` is over, by the rank that ends it; now if it is."""
+        """Calls `callback` when `pending` is done, in the thread that completes it; at once if it is."""
         with self._lock:
             if pending.is_done:
                 callback()
@@ -144,9 +147,10 @@ class ThreadBackend:
                 pending.callbacks.append(callback)
 
     def wait(self, rank: int, call: CollectiveCall, pending: PendingCollective) -> None:
-        """Return when `meeting` is over.
+        """Returns when `pending` is done.
 
-        Raises CollectiveError when it cannot end: a peer has left, some rank has failed, or `timeout_s` have passed.
+        Raises CollectiveError when it cannot be: a peer has left, some rank has failed, or `timeout_s` have
+        passed.
         """
 
         def settled() -> bool:
@@ -221,7 +225,7 @@ def _channel(group: Group, call: CollectiveCall) -> Channel:
 
 
 def _is_compatible(one: CollectiveCall, other: CollectiveCall) -> bool:
-    """Whether two ranks that meet want the same: of a send and its receive, as many elements of one dtype."""
+    """Whether two calls pair: equal, or for a send and its receive the same dtype and number of elements."""
     if one.collective not in POINT_TO_POINT:
         return one == other
     return (one.dtype, prod(one.shape)) == (other.dtype, prod(other.shape))
@@ -236,7 +240,6 @@ def _complete(call: CollectiveCall, inputs: list[CollectiveInput]) -> None:
 
 
 def _results(call: CollectiveCall, operands: list[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """What each rank gets, in rank order."""
     size, one = len(operands), call.source or 0
     match call.collective:
         case "all_reduce" if call.algorithm != BACKEND:
@@ -270,7 +273,7 @@ def _results(call: CollectiveCall, operands: list[torch.Tensor]) -> Iterable[tor
 
 
 class ThreadWork(Work):
-    """A meeting that this rank has posted to."""
+    """A collective that this rank has submitted to."""
 
     def __init__(
         self, backend: ThreadBackend, rank: int, call: CollectiveCall, pending: PendingCollective
@@ -281,11 +284,11 @@ class ThreadWork(Work):
         self._pending = pending
 
     def wait(self) -> None:
-        """Return when the result is in place. Raises CollectiveError when it will never be."""
+        """Returns when the result is in place. Raises CollectiveError when it never will be."""
         self._backend.wait(self._rank, self._call, self._pending)
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `call` called by the last rank to come."""
+        """Calls `callback` in the thread of the last rank to arrive."""
         self._backend.add_done_callback(self._pending, callback)
 
 
@@ -332,7 +335,10 @@ class ThreadGroup(Group):
         return self._submit(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
+        """Send `tensor` to the rank `by` places on, round the group.
+
+        `output` comes from the rank as far behind.
+        """
         return self._submit(
             announce(self, "shift", tensor, output, action=action, source=offset % self.size), tensor, output
         )
@@ -344,14 +350,20 @@ class ThreadGroup(Group):
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
+
+        None elsewhere).
+        """
         call = announce(self, "scatter", output, tensor, action=action, source=source)
         return self._submit(call, output if tensor is None else tensor, output)
 
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+        """Fill the target's `output` (size x tensor.numel() elements.
+
+        None elsewhere) with all ranks' `tensor`, in rank order.
+        """
         return self._submit(
             announce(self, "gather", tensor, output, action=action, source=target), tensor, output
         )
@@ -376,7 +388,7 @@ class ThreadGroup(Group):
 
 
 class ThreadWorld(World):
-    """Rank `rank` of the job that meets at `hub`. It belongs to one thread at a time."""
+    """Rank `rank` of the job that `backend` runs. It belongs to one thread at a time."""
 
     def __init__(self, backend: ThreadBackend, rank: int, device: torch.device | str = "cpu") -> None:
         self.backend = backend
@@ -387,7 +399,7 @@ class ThreadWorld(World):
         self._groups: dict[tuple[tuple[str, ...], tuple[int, ...]], Group] = {}
 
     def group(self, axes: Iterable[str], member_indices: Sequence[int] = ()) -> Group:
-        """The group along `axes`. Raises PlanError for an unknown axis."""
+        """Returns the group along `axes`. Raises PlanError for an unknown axis."""
         along = ordered_axes(tuple(axes))
         key = along, tuple(member_indices)
         if key not in self._groups:
@@ -400,10 +412,10 @@ class ThreadWorld(World):
         return self._groups[key]
 
     def close(self) -> None:
-        """Tell the hub that this rank issues nothing more."""
+        """Tells the backend that this rank issues nothing more."""
         self.backend.leave(self.rank)
 
 
 def single_rank_world(device: torch.device) -> World:
-    """The world of one rank that has no peers, on `device`."""
+    """Returns the world of one rank that has no peers, on `device`."""
     return ThreadWorld(ThreadBackend(Mesh()), 0, device)

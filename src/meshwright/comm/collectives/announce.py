@@ -1,10 +1,9 @@
-"""What a collective needs, what it sends, and how it is said: one place, asked by every body.
+"""Validates each collective before it is issued, and records the bytes that it sends.
 
-A rank that is about to take part in a collective *announces* it: the tensors are checked, the bytes that will leave
-this rank are written into its ledger, and the announcement itself, a `Call`, is what error messages quote and what
-ranks compare with each other. So a mistake reads the same, and a byte counts the same, on threads, on processes and on
-the fake world.
-The table of what goes in, what comes out and how much is sent stands at `Group` (comm/group.py).
+A rank that is about to take part in a collective *announces* it: the tensors are checked, the bytes that will
+leave this rank are written into its ledger, and the announcement itself, a `CollectiveCall`, is quoted in
+error messages and compared between ranks. So errors and byte counts are the same on threads, on processes and
+in the fake world. The docstring of `Group` has the table of inputs, outputs and bytes sent.
 """
 
 from collections.abc import Sequence
@@ -35,7 +34,10 @@ REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """One collective as a rank asks for it. Two calls are equal when they can meet: all but the action agrees."""
+    """One collective as a rank issues it.
+
+    Two calls are equal if they can pair: everything but the action agrees.
+    """
 
     collective: str
     shape: tuple[int, ...]
@@ -67,10 +69,11 @@ def announce(
     source: int | None = None,
     algorithm: str = BACKEND,
 ) -> CollectiveCall:
-    """The call that this rank of `group` is about to issue; its bytes are added to the ledger of the group.
+    """Returns the call that this rank of `group` is about to issue.
 
-    Raises PlanError for an algorithm that is unknown or cannot run in this group, ValueError for tensors that do not fit
-    or lie on another device than the group's, CollectiveError in debug mode when the ranks do not call the same.
+    Adds its bytes to the ledger of the group. Raises PlanError for an algorithm that is unknown or cannot run
+    in this group, ValueError for tensors that do not fit or are on another device than the group's,
+    CollectiveError in debug mode when the ranks do not call the same.
     """
     given = None if output is None else (output.shape, output.dtype)
     call, entry, refusal = _announcement(
@@ -102,7 +105,10 @@ def announce(
 
 
 def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
-    """The bytes that leave one of `size` ranks (the one that sends, where not all do) that puts in `nbytes`."""
+    """Returns the bytes that leave one of `size` ranks (the one that sends.
+
+    If not all do) for an input of `nbytes`.
+    """
     others = size - 1
     match collective:
         case "all_reduce":
@@ -120,9 +126,9 @@ def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
 
 
 def min_max_sent_nbytes(transfer: Transfer, size: int) -> tuple[float, float]:
-    """The bytes that leave one of `size` ranks in `move`: the one that sends least, and the busiest, as its algorithm has it.
+    """Returns the fewest and the most bytes that leave one of `size` ranks in `transfer`, by its algorithm.
 
-    Where one rank sends, or all but one do, it is what each of those sends.
+    If one rank sends, or all but one do, it is what each of those sends.
     """
     if transfer.algorithm == BACKEND:
         nbytes = sent_nbytes(transfer.collective, transfer.nbytes, size)
@@ -134,7 +140,7 @@ def min_max_sent_nbytes(transfer: Transfer, size: int) -> tuple[float, float]:
 
 @lru_cache(maxsize=256)
 def ordered_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """`axes` in the order of the mesh, each once, so that equal sets of axes are one group.
+    """Returns `axes` in the order of the mesh, each once, so that equal sets of axes are one group.
 
     Raises PlanError for an axis that no mesh has.
     """
@@ -147,13 +153,16 @@ def ordered_axes(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def member_ranks(ranks: tuple[int, ...], member_indices: Sequence[int], own_rank: int) -> tuple[int, ...]:
-    """Of `ranks` those at the indices `among`, all if there are none; `own` alone where it is not one of them."""
+    """Returns those of `ranks` at `member_indices` (empty: all); only `own_rank` if it is not one of them."""
     found = tuple(ranks[index] for index in member_indices) or ranks
     return found if own_rank in found else (own_rank,)
 
 
 def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors of one dtype share memory. Tensors without any, meta and fake ones, are told apart too."""
+    """Returns whether two contiguous tensors of one dtype share memory.
+
+    Works for meta and fake tensors too.
+    """
     if one.untyped_storage() is not other.untyped_storage():
         return False
     begin = max(one.storage_offset(), other.storage_offset())
@@ -161,12 +170,15 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def rank_slices(tensor: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    """The `size` equal flat pieces of contiguous `tensor`, as views: piece i belongs to the rank at index i."""
+    """Returns the `size` equal flat slices of contiguous `tensor`, as views.
+
+    Slice i belongs to the rank at index i.
+    """
     return tensor.view(size, tensor.numel() // size).unbind(0)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`ranks` for a message, the first sixteen."""
+    """Returns the first sixteen of `ranks` as text."""
     return ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
 
@@ -188,7 +200,6 @@ def _announcement(
     source: int | None,
     algorithm: str,
 ) -> tuple[CollectiveCall, LedgerEntry, Refusal | None]:
-    """What follows from sizes alone: a training step announces the same calls again and again, so they are made once."""
     call = CollectiveCall(collective, tuple(shape), dtype, source, algorithm, action)
     refusal = _refusal(call, size, index, given)
     name, numel = str(dtype).removeprefix("torch."), prod(shape)
@@ -197,7 +208,9 @@ def _announcement(
         pass
     elif algorithm != BACKEND:
         sent = (
-            float(cached_num_sent(get_algorithm(algorithm), size, index, numel) * dtype.itemsize) if size > 1 else 0.0
+            float(cached_num_sent(get_algorithm(algorithm), size, index, numel) * dtype.itemsize)
+            if size > 1
+            else 0.0
         )
     elif collective not in (*ONE_SENDER, *ONE_RECEIVER) or (source == index) == (collective in ONE_SENDER):
         sent = sent_nbytes(collective, nbytes, size)
@@ -207,7 +220,7 @@ def _announcement(
 def _refusal(
     call: CollectiveCall, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None
 ) -> Refusal | None:
-    """Why the call cannot work among `size` ranks, seen from sizes and dtypes; `given` are the output's."""
+    """Why the call cannot work among `size` ranks, by sizes and dtypes; `given` are the output's."""
     algorithm = None if call.algorithm == BACKEND else get_algorithm(call.algorithm, call.action)
     if algorithm is not None and size > 1 and (impossible := algorithm.refusal(size)) is not None:
         return Diagnostic(*impossible)

@@ -1,4 +1,7 @@
-"""Sums whose bits do not depend on who adds them: from first to last, half types in float32."""
+"""Sums whose bits do not depend on the rank that computes them.
+
+From first to last, half types accumulated in float32.
+"""
 
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -22,7 +25,7 @@ ACCUMULATION_DTYPES = MappingProxyType({torch.bfloat16: torch.float32, torch.flo
 
 @torch.no_grad()
 def ordered_sum(summands: Sequence[torch.Tensor], out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of `summands` (same shape and dtype), added from first to last, so its bits are fixed; in `out` or a new one.
+    """Returns the sum of `summands` (same shape and dtype), added from first to last; into `out` if given.
 
     `out` shares no memory with any of them, or is one of two.
     """

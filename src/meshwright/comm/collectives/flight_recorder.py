@@ -1,18 +1,19 @@
-"""The last collectives of a rank, in a piece of memory that others can read after its death.
+"""Records the last collectives of a rank in a ring buffer that other processes can read after its death.
 
-Every collective that a rank announces is noted in a ring of 64 slots, the newest over the oldest:
+Every collective that a rank announces is written to a ring of 64 slots, the newest over the oldest:
 
-    slot    order | number | text: over which axes, what, for which action, from which line
-    ...     18      17       dp_replicate, all_reduce of float32 [4096], REDUCE(3), train.py:212
+    slot    sequence id | number | text: axes, call, action, source line
+    ...     18            17       dp_replicate, all_reduce of float32 [4096], REDUCE(3), train.py:212
 
-`number` counts the collectives of one group, so the ranks of a group can be compared: the k-th of each must be the same.
-What two ranks send each other is numbered for these two alone. The line is that of the innermost frame outside this package
-and torch, where the collective was asked for.
+`number` counts the collectives of one channel, so the ranks of a group can be compared: the k-th of each must
+be the same. A channel is a group, or one rank sending to another. The source line is that of the innermost
+frame outside this package and torch.
 
-When the rank has peers, the ring lies in memory behind a file descriptor without a name (memfd). A process of the same user
-on the same host can open it under /proc, keep it, and read it when the owner can no longer answer: killed, aborted by a
-backend, or deep in native code. Nothing has to be removed afterwards. Noting costs between one and two microseconds: a
-training step asks for the same things from the same lines, so their texts are made once.
+If the rank has peers, the ring is in memory behind an anonymous file descriptor (memfd). A process of the
+same user on the same host can open it under /proc, and read it when the owner can no longer answer: killed,
+aborted by a backend, or deep in native code. Nothing has to be removed afterwards. Recording costs between
+one and two microseconds: a training step issues the same calls from the same lines, so their texts are
+cached.
 """
 
 import json
@@ -43,10 +44,11 @@ LIBRARY_PATHS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file_
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """One collective that a rank issued: the `number`-th of its line, which is a group, or one rank sending to another.
+    """One collective that a rank issued.
 
-    `order` counts all that the rank issued. `pair` is (sender, receiver) for what one rank sends another, else empty. `among` are
-    the indices along the axes of those who take part; empty: all.
+    The `number`-th of its channel, which is a group or one rank sending to another. `sequence_id` counts all
+    that the rank issued. `pair` is (sender, receiver) for point-to-point calls, else empty. `member_indices`
+    are the indices along the axes of the ranks that take part; empty: all.
     """
 
     sequence_id: int
@@ -60,7 +62,7 @@ class IssuedCollective:
 
     @property
     def channel(self) -> tuple[object, ...]:
-        """What it is numbered among; the same on every rank that takes part."""
+        """The key within which `number` counts; the same on every rank that takes part."""
         return ("pair", *self.pair) if self.pair else (*self.axes, *self.member_indices)
 
     def __str__(self) -> str:
@@ -68,7 +70,7 @@ class IssuedCollective:
 
 
 class FlightRecorder:
-    """The ring of one rank. `order` is that of the collective noted last (0: none yet)."""
+    """The ring of one rank. `sequence_id` is that of the last recorded collective (0: none yet)."""
 
     def __init__(self) -> None:
         self.sequence_id = 0
@@ -77,7 +79,7 @@ class FlightRecorder:
         self._texts: dict[object, bytes] = {}
 
     def record(self, group: "Group", call: "CollectiveCall") -> None:
-        """Write `call` into the ring. The line is looked for above the caller of the caller."""
+        """Writes `call` into the ring. The source line is searched above the caller of the caller."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename.startswith(LIBRARY_PATHS) and frame.f_back is not None:
             frame = frame.f_back
@@ -107,7 +109,10 @@ class FlightRecorder:
         self._memory[at + SLOT_HEADER.size : at + SLOT_HEADER.size + len(text)] = text
 
     def move_to_shared_memory(self) -> int | None:
-        """Move the ring into shared memory; its file descriptor, or None where the system has none without a name."""
+        """Moves the ring into shared memory.
+
+        Returns its file descriptor, or None where the system has no memfd.
+        """
         if sys.platform != "linux" or isinstance(self._memory, mmap):
             return None
         fd = os.memfd_create("meshwright-recent", os.MFD_CLOEXEC)
@@ -118,12 +123,12 @@ class FlightRecorder:
         return fd
 
     def entries(self) -> list[IssuedCollective]:
-        """What is in the ring, oldest first."""
+        """Returns what is in the ring, oldest first."""
         return read_ring(self._memory)
 
 
 def open_ring(pid: int, fd: int) -> mmap | None:
-    """The ring behind `fd` of the process `pid` on this host, to be read at any time; None when it is out of reach."""
+    """Returns the ring behind `fd` of the process `pid` on this host, or None when it is out of reach."""
     try:
         with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
             return mmap(file.fileno(), NUM_SLOTS * SLOT_NBYTES, access=ACCESS_READ)
@@ -132,7 +137,7 @@ def open_ring(pid: int, fd: int) -> mmap | None:
 
 
 def read_ring(memory: bytearray | mmap) -> list[IssuedCollective]:
-    """What is in a ring, oldest first; a slot that its owner was just writing is left out."""
+    """Returns what is in a ring, oldest first; leaves out a slot that its owner was just writing."""
     return sorted(_read_slots(memory), key=lambda issued: issued.sequence_id)
 
 

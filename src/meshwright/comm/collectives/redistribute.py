@@ -1,24 +1,27 @@
-"""Moves: a tensor goes from one place to another along a group, and so, the other way round, does its gradient.
+"""Differentiable redistribution.
 
-`MOVES` (core/layout.py) names the act for every pair of places; here each act is done. `move` is differentiable, and its
-backward is the move between the adjoint places, done by this same code: nobody writes a gradient by hand.
+Moves a tensor between placements along a group, and its gradient between their adjoints. `REDISTRIBUTIONS`
+(plan/sharding/placement.py) names the operation for every pair of placements; this module executes it.
+`redistribute` is differentiable: its backward is the redistribution between the adjoint placements, done by
+the same code, so no gradient is written by hand.
 
-    y = move(x, group, src, dst)        dL/dx = move(dL/dy, group, dst.adjoint, src.adjoint)
+    y = redistribute(x, group, src, dst)        dL/dx = redistribute(dL/dy, group, dst.adjoint, src.adjoint)
 
-[Note: local shapes] `full` is the shape of the value; along a group of n ranks a tensor in R, I or P has that shape on
-every rank, and in S(d) it has full[d] / n along dim d. Shards are equal: full[d] is a multiple of n.
+[Note: local shapes] `full` is the shape of the value; along a group of n ranks a tensor in R, I or P has that
+shape on every rank, and in S(d) it has full[d] / n along dim d. Shards are equal: full[d] is a multiple of n.
 
-    act             local shape in -> out     what rank i gets
-    keep            full -> full              its own tensor (shared memory)
-    all_reduce      full -> full              the sum over ranks
-    all_gather      full / n along d -> full  the slices of all ranks, joined along d
-    reduce_scatter  full -> full / n along d  slice i of the sum over ranks
-    all_to_all      / n along a -> / n along b   slice i along b, of all slices along a
-    slice           full -> full / n along d  slice i of its own tensor
-    embed           full / n along d -> full  its own slice amid zeros
-    once            full -> full              rank 0 its own tensor, the others zeros
+    operation        local shape in -> out        what rank i gets
+    keep             full -> full                 its own tensor (shared memory)
+    all_reduce       full -> full                 the sum over ranks
+    all_gather       full / n along d -> full     the slices of all ranks, concatenated along d
+    reduce_scatter   full -> full / n along d     slice i of the sum over ranks
+    all_to_all       / n along a -> / n along b   slice i along b, of all slices along a
+    slice            full -> full / n along d     slice i of its own tensor
+    zero_pad         full / n along d -> full     its own slice between zeros
+    first_rank_only  full -> full                 rank 0 its own tensor, the others zeros
 
-While a tensor or a gradient is under way something else can be computed: `meanwhile`, and what `later` holds.
+Other computation can overlap with the communication: `overlap_fn` in the forward, `deferred_backward_calls`
+in the backward.
 """
 
 from collections.abc import Callable
@@ -45,12 +48,13 @@ def redistribute(
     action: ActionName = "",
     overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """The local tensor in place `dst` of the value whose local tensor in place `src` is `tensor`. Differentiable.
+    """Returns the local tensor in placement `dst` of the value whose local tensor in `src` is `tensor`.
 
-    Shapes in and out: see the module's note; strides may be any. The ledger books the backward under
-    "`action` backward", or under what `action` tells by then. All ranks of the group call this, and all or none of them
-    need the gradient. `meanwhile()` is called while the tensor is under way. An act that leaves the values alone ("keep", and
-    "first_rank_only" on rank 0) returns a view of `tensor`; all others new memory.
+    Differentiable. For shapes see the module's note; strides may be any. The ledger records the backward
+    under "`action` backward", or under what `action()` returns then. All ranks of the group call this, and
+    all or none of them need the gradient. `overlap_fn()` is called while the communication is in flight. An
+    operation that keeps the values ("keep", and "first_rank_only" on rank 0) returns a view of `tensor`; all
+    others return new memory.
 
     Raises PlanError when a dim to be sharded does not divide by the size of the group, or does not exist.
     """
@@ -63,10 +67,10 @@ def redistribute(
 
 
 def deferred_backward_calls(tensor: torch.Tensor) -> DeferredCalls | None:
-    """What backward does while the gradient of `moved`, which `move` has given, is under way; None of any other tensor.
+    """Returns the calls that run while the gradient of `tensor`, a result of `redistribute`, is in flight.
 
-    Who takes `moved` in may add to it, in a backward of its own: so the gradient of a weight waits until that of the input,
-    for which others wait, has been sent.
+    None for others. The consumer of `tensor` may append to the list in its own backward: so the weight
+    gradient waits until the input gradient, for which other ranks wait, has been sent.
     """
     node = tensor.grad_fn
     return node.later if isinstance(node, _Redistribute._backward_cls) else None
@@ -162,7 +166,7 @@ def _apply(
 def all_reduce(
     tensor: torch.Tensor, group: Group, action: str = "", overlap_fn: Callable[[], None] | None = None
 ) -> torch.Tensor:
-    """The sum of all ranks' `tensor`; same shape, new memory."""
+    """Returns the sum of all ranks' `tensor`; same shape, new memory."""
     total, work = group.all_reduce_copy(tensor, action=action)
     _wait_overlapped(work, overlap_fn)
     return total
@@ -175,7 +179,7 @@ def all_gather(
     action: str = "",
     overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """All ranks' `tensor` joined along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous. One rank sends nothing."""
+    """Returns all ranks' `tensor` concatenated along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous."""
     if group.size == 1:
         if overlap_fn is not None:
             overlap_fn()
@@ -192,9 +196,10 @@ def reduce_scatter(
     action: str = "",
     overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """This rank's slice along `dim` of the sum of all ranks' `tensor`: [.., size * s, ..] -> [.., s, ..], contiguous.
+    """Returns this rank's slice along `dim` of the sum of all ranks' `tensor`.
 
-    Raises PlanError when the dim does not divide.
+    [.., size * s, ..] -> [.., s, ..]. The result is contiguous. Raises PlanError when the dim does not
+    divide.
     """
     stacked = _stack_slices(tensor, group, dim, action).contiguous()
     mine = stacked.new_empty(stacked.shape[1:])
@@ -210,9 +215,10 @@ def all_to_all(
     action: str = "",
     overlap_fn: Callable[[], None] | None = None,
 ) -> torch.Tensor:
-    """The value sharded along dim `dst` instead of `src`: [.., a, .., size * b, ..] -> [.., size * a, .., b, ..].
+    """Returns the value sharded along dim `dst` instead of `src`.
 
-    Contiguous. Raises PlanError when the dim `dst` does not divide.
+    [.., a, .., size * b, ..] -> [.., size * a, .., b, ..]. Contiguous. Raises PlanError when the dim `dst`
+    does not divide.
     """
     stacked = _stack_slices(tensor, group, dst, action).contiguous()
     arrived = torch.empty_like(stacked)
@@ -222,7 +228,10 @@ def all_to_all(
 
 
 def zero_pad(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    """This rank's slice amid zeros: [.., s, ..] -> [.., size * s, ..]; the sum over ranks is the whole value."""
+    """Returns this rank's slice between zeros: [.., s, ..] -> [.., size * s, ..].
+
+    The sum over ranks is the whole value.
+    """
     full = tensor.new_zeros(*tensor.shape[:dim], tensor.shape[dim] * group.size, *tensor.shape[dim + 1 :])
     full.narrow(dim, group.index * tensor.shape[dim], tensor.shape[dim]).copy_(tensor)
     return full

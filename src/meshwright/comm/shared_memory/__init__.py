@@ -1,21 +1,23 @@
 """Collectives through memory that the ranks of one host share: no socket, no copy by the kernel.
 
-gloo sends every byte through a socket, and wakes a thread for it. Ranks of one host can write where the others read:
+gloo sends every byte through a socket, and wakes a thread for it. Ranks of one host can write where the
+others read:
 
-    rank 0   own operand -> slot 0, come ..........| sum of slots 0, 1, 2, in rank order -> own tensor
-    rank 1       own operand -> slot 1, come ......| ...
-    rank 2                own operand -> slot 2, come | the last to come wakes who sleeps
+    rank 0   own operand -> slot 0, arrive .......| sum of slots 0, 1, 2, in rank order -> own tensor
+    rank 1       own operand -> slot 1, arrive ...| ...
+    rank 2             own operand -> slot 2, arrive | the last one to arrive wakes the sleeping ranks
 
-That is a message of up to 64 KiB: one meeting. Issuing it waits for nobody; longer ones go in chunks that fit the cache,
-in the group's lane. Sums have the bits of the threads body (comm/sums.py), which beyond two ranks differ in the last place
-from gloo's ring; the line "ranks of this host sum through shared memory" in the log tells which of the two a run had.
+That is a message of up to 64 KiB. Issuing it blocks nobody; longer ones go in chunks that fit the cache, in
+the group's communication thread. Sums have the bits of the threads backend
+(collectives/deterministic_sum.py), which beyond two ranks differ in the last place from gloo's ring; the log
+line "ranks of this host sum through shared memory" tells which of the two a run had.
 
-The memory has no name: the first rank makes it (memfd), the others open it through /proc, and it is gone with the last of
-them, whatever killed it. Nothing here is needed for a right result: where there is no C compiler, no Linux, or another host,
-all ranks of a group agree on gloo, and say why.
+The memory has no name: the first rank creates it (memfd), the others open it through /proc, and it is freed
+with the last of them, however it ends. No result depends on it: without a C compiler, on another system than
+Linux, or across hosts, all ranks of a group agree on gloo, and log the reason.
 
-    memory.c  chunks.h  sums.h  bell.h     what is done, in C, compiled when first used (library.py)
-    segment.py                             one such memory, seen from one rank
-    joining.py                             how the ranks of a group come to share one, or agree that they cannot
-    group.py                               the collectives
+    group        the collectives
+    segment      one shared memory segment, seen from one rank
+    handshake    how the ranks of a group agree to share a segment, or that they cannot
+    build        compiles the C part (memory.c, chunks.h, sums.h, bell.h) on first use
 """

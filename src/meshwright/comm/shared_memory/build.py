@@ -1,7 +1,8 @@
-"""The C part, compiled when it is first used, and kept for later processes of this user.
+"""Compiles the C part on first use, and caches it for later processes of this user.
 
-It is compiled for the very processor it runs on, so the file is named by a hash of the source, the compiler and what the
-processor can do. It lies in a folder that only this user can write to: whoever can write there can run code as this user.
+It is compiled for the processor it runs on, so the file is named by a hash of the source, the compiler and
+the processor's features. It is stored in a folder that only this user can write to: whoever can write there
+can run code as this user.
 """
 
 import ctypes
@@ -40,14 +41,14 @@ SIGNATURES = {  # memory.c: what goes in, what comes out
 
 
 class SharedMemoryUnavailable(Exception):
-    """Why this process cannot share memory, in words for the log."""
+    """Why this process cannot share memory, as a text for the log."""
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The compiled library; compiles it where no earlier process has.
+    """Returns the compiled library; compiles it if no earlier process has.
 
-    Raises Unavailable when there is no Linux, no compiler, no folder to keep it in, or when it cannot be loaded.
+    Raises SharedMemoryUnavailable without Linux, a compiler or a cache folder, or when it cannot be loaded.
     """
     if sys.platform != "linux":
         raise SharedMemoryUnavailable(f"it needs Linux, and this is {sys.platform}")
@@ -64,12 +65,11 @@ def load_library() -> ctypes.CDLL:
 
 @functools.cache
 def source_bytes() -> bytes:
-    """The C part as it is written."""
+    """Returns the C source."""
     return b"".join((SOURCE_FOLDER / name).read_bytes() for name in SOURCE_FILES)
 
 
 def _compile(folder: Path) -> Path:
-    """The library in `folder`. Raises Unavailable."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise SharedMemoryUnavailable(
@@ -111,7 +111,10 @@ def _cpu_features() -> str:
 
 
 def _cache_folder() -> Path:
-    """A folder of this user's own: in the home folder, or where temporary files go. Raises Unavailable."""
+    """A folder of this user's own: in the home folder, or in the one for temporary files.
+
+    Raises SharedMemoryUnavailable.
+    """
     user = os.getuid()
     places = [Path(tempfile.gettempdir()) / f"meshwright-native-{user}"]
     with suppress(KeyError):  # a container may run a user that nobody has named

@@ -1,12 +1,12 @@
-"""The collectives of ranks that share memory; what is not worth it, or not possible there, goes over gloo.
+"""The collectives of ranks that share memory; sends, receives and named algorithms go over gloo.
 
-    issue                                       wait
-    short    posted at once                     the result is made from what all have posted
-    long     put into the group's lane          the lane has played it, or plays it now
+    issue                                              wait
+    short    posted at once                            computes the result from what all have posted
+    long     submitted to the communication thread     done by the thread, or by the waiting caller
 
-A place in the memory is used again after a while. Where its last user has not finished, on any rank, an operation is *held*:
-the lane posts it later, and all that follow it go the same way, so that the order stays. Thus a rank that issues never waits,
-and may still do what its peers wait for.
+A place in the memory is reused after a while. If its last user has not finished, on any rank, an operation is
+*deferred*: the communication thread posts it later, and all that follow it go the same way, so that the order
+stays. Thus issuing never blocks, and a rank can still do what its peers wait for.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,10 @@ DTYPE_CODES = MappingProxyType({dtype: number for number, dtype in enumerate(SUM
 
 
 class SharedMemoryWork(Work):
-    """An operation, from its issue to its end. It is finished once, by whoever comes first: a caller, or the lane."""
+    """An operation, from its issue to its end.
+
+    It is finished once, by a waiting caller or by the communication thread.
+    """
 
     __slots__ = (
         "_callbacks",
@@ -87,7 +90,7 @@ class SharedMemoryWork(Work):
         self._lock = Lock()
 
     def wait(self) -> None:
-        """Return when the result is in place. Raises CollectiveError when it will not be."""
+        """Returns when the result is in place. Raises CollectiveError when it will not be."""
         with self._lock:
             if self._done:
                 return
@@ -97,7 +100,7 @@ class SharedMemoryWork(Work):
             call()
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `call` called by whoever waits."""
+        """Calls `callback` in the thread that waits."""
         with self._lock:
             if not self._done:
                 self._callbacks.append(callback)
@@ -107,7 +110,10 @@ class SharedMemoryWork(Work):
 
 @final
 class SharedMemoryGroup(Group):
-    """The ranks of `outer`, all on this host, that share `segment`. Waits last as long as those of `outer` may."""
+    """The ranks of `gloo_group`, all on this host, that share `segment`.
+
+    Waits have the limits of `gloo_group`.
+    """
 
     transport = "shared memory"
 
@@ -128,7 +134,7 @@ class SharedMemoryGroup(Group):
         self._failure: CollectiveError | None = None
 
     def close(self) -> None:
-        """Tell the others that this rank comes to nothing more; what is under way here ends with an error."""
+        """Tells the others that this rank issues nothing more; operations in flight here fail."""
         repair = "Wait for a collective before the world closes"
         self._failure = self._failure or CollectiveError(
             f"the group was closed before this was over. {repair}"
@@ -139,7 +145,7 @@ class SharedMemoryGroup(Group):
         self._gloo_group.close()
 
     def abort(self) -> None:
-        """Have what is under way end with an error, here and on the peers."""
+        """Makes operations in flight fail, here and on the peers."""
         self._segment.leave()
         self._gloo_group.abort()
 
@@ -152,9 +158,10 @@ class SharedMemoryGroup(Group):
         return self._gloo_group.recv(tensor, source=source, action=action)
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
-        """Sum `tensor` over the group in rank order, in place; by another algorithm than the backend's over gloo.
+        """Sum `tensor` over the group in rank order, in place.
 
-        Raises PlanError for an algorithm that is unknown, or cannot run in this group.
+        By another algorithm than the backend's over gloo. Raises PlanError for an algorithm that is unknown,
+        or cannot run in this group.
         """
         if algorithm != BACKEND:
             return self._gloo_group.all_reduce(tensor, action=action, algorithm=algorithm)
@@ -173,7 +180,10 @@ class SharedMemoryGroup(Group):
         return self._issue(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Send `tensor` to the rank `by` places on, round the group; `output` comes from the rank as far behind."""
+        """Send `tensor` to the rank `by` places on, round the group.
+
+        `output` comes from the rank as far behind.
+        """
         call = announce(self, "shift", tensor, output, action=action, source=offset % self.size)
         return self._issue(call, tensor, output) if call.source else copy_to_output(output, tensor)
 
@@ -184,19 +194,28 @@ class SharedMemoryGroup(Group):
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements; None elsewhere)."""
+        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
+
+        None elsewhere).
+        """
         call = announce(self, "scatter", output, tensor, action=action, source=source)
         return self._issue(call, output if tensor is None else tensor, output)
 
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements; None elsewhere) with all ranks' `tensor`, in rank order."""
+        """Fill the target's `output` (size x tensor.numel() elements.
+
+        None elsewhere) with all ranks' `tensor`, in rank order.
+        """
         call = announce(self, "gather", tensor, output, action=action, source=target)
         return self._issue(call, tensor, tensor if output is None else output)
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Sum `tensor` over the group in rank order, in place on the rank at index `target`; the others keep theirs."""
+        """Sum `tensor` over the group in rank order, in place on the rank at index `target`.
+
+        The others keep theirs.
+        """
         return self._issue(announce(self, "reduce", tensor, action=action, source=target), tensor, tensor)
 
     def barrier(self, *, action: str = "") -> None:
@@ -205,7 +224,10 @@ class SharedMemoryGroup(Group):
         self._issue(announce(self, "barrier", token, action=action), token, token).wait()
 
     def complete(self, work: SharedMemoryWork) -> None:
-        """Return when the result of `work`, which is posted, is in place. Raises CollectiveError when it cannot be."""
+        """Returns when the result of `work`, which is posted, is in place.
+
+        Raises CollectiveError when it cannot be.
+        """
         self._wait(partial(self._segment.finish, work.number), work, for_place=False)
         self._pending.pop(work.number, None)
         filled = work.call.collective not in ONE_RECEIVER or work.call.source == self.index
@@ -246,7 +268,7 @@ class SharedMemoryGroup(Group):
         )
 
     def _nbytes(self, work: SharedMemoryWork) -> int:
-        """Of the operand; in a scatter, where only one has it, of all its pieces."""
+        """Bytes of the operand; for a scatter, where only one rank has it, of all its pieces."""
         return work.result.nbytes * self.size if work.call.collective == "scatter" else work.operand.nbytes
 
     def _post_deferred(self, work: SharedMemoryWork) -> None:
@@ -260,7 +282,7 @@ class SharedMemoryGroup(Group):
         work.wait()
 
     def _wait(self, attempt: Callable[[int], int], work: SharedMemoryWork, *, for_place: bool) -> None:
-        """Call `attempt`, which waits for so many nanoseconds, until it is done. Every wait of this group is one of these."""
+        """Calls `attempt`, which waits for the given nanoseconds, until it is done."""
         answer = attempt(FIRST_WAIT_NS)
         if answer == DONE:
             return
@@ -290,7 +312,10 @@ class SharedMemoryGroup(Group):
         return answer == DONE
 
     def _raise_if_blocked(self, work: SharedMemoryWork, waiting: WatchedWait, for_place: bool) -> None:
-        """Raise CollectiveError when `work` waits for a rank that will not come, or differs from what a peer has issued."""
+        """Raises CollectiveError when `work` waits for a rank that will not arrive.
+
+        Or differs from what a peer has issued.
+        """
         if self._failure is not None:
             raise self._failure
         if not for_place and not self._segment.is_consistent(work.number):

@@ -1,9 +1,11 @@
-"""How the ranks of a group come to share memory, or agree that they cannot: two small collectives over gloo.
+"""Lets the ranks of a group agree to share memory, or that they cannot, with two small collectives over gloo.
 
-    all_gather    can I?  which host am I on, which process?  (the first rank) where is the memory, and its secret word
-    all_reduce    have I opened it, and is it that one?       one that has not: gloo for all
+    all_gather    can this rank share?  its host and process; the first rank: descriptor and secret of the
+                                        memory
+    all_reduce    has every rank opened that memory?           if one has not: gloo for all
 
-The memory is known by a random word at its start, so that a number that means another file elsewhere is never taken for it.
+The memory starts with a random secret, so a descriptor that means another file elsewhere is never taken for
+it.
 """
 
 import os
@@ -27,7 +29,7 @@ NUM_SECRET_WORDS = 4
 
 
 class CannotShareMemory(Exception):
-    """Why the ranks of a group cannot share memory; `expected` when there is nothing to repair."""
+    """Why the ranks of a group cannot share memory; `is_expected` when there is nothing to repair."""
 
     def __init__(self, reason: str, *, is_expected: bool = False) -> None:
         super().__init__(reason)
@@ -37,10 +39,10 @@ class CannotShareMemory(Exception):
 def share_segment(
     process_group: dist.ProcessGroup, ranks: Sequence[int], rank: int, num_on_host: int
 ) -> SharedSegment:
-    """The memory that `ranks`, which `joined` joins over gloo, share from now on, seen from `rank`. Collective.
+    """Returns the segment that `ranks`, joined by `process_group` over gloo, share from now on. Collective.
 
-    Waits spin only where the host has a core for each of its `num_on_host` ranks.
-    Raises Apart on all of them alike when one cannot, RuntimeError when one is gone.
+    Waits spin only if the host has a core for each of its `num_on_host` ranks. Raises CannotShareMemory on
+    all of them when one cannot, RuntimeError when one is gone.
     """
     index = ranks.index(rank)
     why, fd = "", -1
@@ -63,7 +65,10 @@ def share_segment(
 
 
 def on_one_host(process_group: dist.ProcessGroup, size: int) -> bool:
-    """Whether all ranks of `joined` are on one host. Collective. Raises RuntimeError when one is gone."""
+    """Returns whether all ranks of `process_group` are on one host. Collective.
+
+    Raises RuntimeError when one is gone.
+    """
     everyone = _gather_capabilities(process_group, size, torch.tensor([_host_digest()]))
     return all(torch.equal(each, everyone[0]) for each in everyone)
 
@@ -124,7 +129,7 @@ def _map_segment(
 
 
 def _host_digest() -> int:
-    """Equal on two processes of one host."""
+    """Equal for two processes of one host; random if the host has no id."""
     return _digest(
         host_id().encode() or secrets.token_bytes(16)
     )  # one that cannot be known is a host of its own

@@ -1,6 +1,7 @@
-"""One piece of memory that the ranks of a group share, seen from one of them: memory.c in Python's words.
+"""One memory segment that the ranks of a group share, seen from one of them.
 
-Whether a rank still runs is seen from outside (comm/host.py).
+The Python interface of memory.c. Whether a rank is still running is seen from outside
+(comm/watchdog/host.py).
 """
 
 import ctypes
@@ -17,7 +18,10 @@ SECRET_NBYTES = 64  # at the start of the memory
 
 
 def create_memory(size: int, secret: bytes) -> int:
-    """The descriptor of fresh memory for `size` ranks that begins with `word`; the caller closes it. Raises Unavailable."""
+    """Returns the descriptor of fresh memory for `size` ranks that begins with `secret`.
+
+    The caller closes it. Raises SharedMemoryUnavailable.
+    """
     try:
         fd = os.memfd_create("meshwright", os.MFD_CLOEXEC)
         os.ftruncate(fd, load_library().shared_bytes(size))
@@ -28,7 +32,10 @@ def create_memory(size: int, secret: bytes) -> int:
 
 
 def open_memory(owner: HostProcess, fd: int, secret: bytes) -> int:
-    """A descriptor of the memory that `owner` holds as `fd` and that begins with `word`. Raises Unavailable."""
+    """Returns a descriptor of the memory that `owner` has as `fd` and that begins with `secret`.
+
+    Raises SharedMemoryUnavailable.
+    """
     path = f"/proc/{owner.pid}/fd/{fd}"
     try:
         own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -45,9 +52,10 @@ def open_memory(owner: HostProcess, fd: int, secret: bytes) -> int:
 
 
 class SharedSegment:
-    """The memory behind the descriptor `fd`, mapped until this object is gone. `processes` are the ranks, in order.
+    """The memory behind the descriptor `fd`, mapped until this object is freed.
 
-    `spin_ns` is how long a wait looks before it sleeps. Raises Unavailable when the memory cannot be mapped.
+    `processes` are the ranks, in order. `spin_ns` is how long a wait spins before it sleeps. Raises
+    SharedMemoryUnavailable when the memory cannot be mapped.
     """
 
     def __init__(self, fd: int, processes: Sequence[HostProcess], index: int, spin_ns: int) -> None:
@@ -70,26 +78,32 @@ class SharedSegment:
     def post(
         self, number: int, kind: int, dtype: int, source: int, operand: int, result: int, nbytes: int
     ) -> bool:
-        """Come to operation `number`; False, and nothing is done, when its place is still in use.
+        """Posts operation `number`; returns False, without effect, when its place is still in use.
 
         `operand` and `result` are addresses that stay valid until it is finished; `nbytes` is the operand's.
         """
         return self._post(self._address, number, kind, dtype, source, operand, result, nbytes) == DONE
 
     def finish(self, number: int, wait_ns: int) -> int:
-        """DONE: the result of operation `number` is in place. NOT_YET: call again. DISAGREE: ranks want different things."""
+        """DONE: the result of operation `number` is in place. PENDING: call again.
+
+        MISMATCH: ranks issued different operations.
+        """
         return self._finish(self._address, number, wait_ns)
 
     def wait_for_place(self, number: int, wait_ns: int) -> int:
-        """DONE when the place of operation `number` is free, NOT_YET otherwise."""
+        """Returns DONE when the place of operation `number` is free, PENDING otherwise."""
         return self._wait_for_place(self._address, number, wait_ns)
 
     def is_consistent(self, number: int) -> bool:
-        """Whether all that have come to operation `number` want the same."""
+        """Returns whether all ranks that have posted operation `number` issued the same."""
         return bool(self._library.shared_agree(self._address, number))
 
     def posted_call(self, number: int, index: int) -> tuple[int, int, int, int] | None:
-        """What the rank at `index` wants in operation `number`: kind, dtype, source, nbytes; None when it has not come."""
+        """Returns what the rank at `index` posted as operation `number`: kind, dtype, source, nbytes.
+
+        None if it has not.
+        """
         words = (ctypes.c_uint64 * 4)()
         if not self._library.shared_said(self._address, number, index, words):
             return None
@@ -97,13 +111,13 @@ class SharedSegment:
         return kind, dtype, source, nbytes
 
     def awaited_indices(self, number: int, *, for_place: bool) -> list[int]:
-        """The indices of the ranks for which operation `number` (or its place) waits here."""
+        """Returns the indices of the ranks for which operation `number` (or its place) waits here."""
         return [
             k for k in range(self.size) if self._library.shared_awaits(self._address, number, k, for_place)
         ]
 
     def lost_indices(self) -> dict[int, str]:
-        """The indices of the ranks that come to nothing more, each with why."""
+        """Returns the indices of the ranks that will post nothing more, each with the reason."""
         left = {k: "has left" for k in range(self.size) if self._library.shared_has_left(self._address, k)}
         return left | {
             k: "is gone: its process has ended"
@@ -112,5 +126,5 @@ class SharedSegment:
         }
 
     def leave(self) -> None:
-        """Say that this rank comes to nothing more."""
+        """Marks that this rank posts nothing more."""
         self._library.shared_leave(self._address)

@@ -1,16 +1,16 @@
-"""How long an all-reduce takes here: every algorithm at every size, measured by all ranks of a job together.
+"""Measures how long an all-reduce takes: every algorithm at every size, by all ranks of a job together.
 
-A *cell* is one algorithm at one size. The cells are gone through again and again, in another order each time, so that what
-disturbs the machine for a while disturbs all of them alike; of a cell the median counts. A *sample* of a cell is the mean of
-some all-reduces in a row, as many for every algorithm: ranks that share cores are put aside by the scheduler now and then, for
-longer than a short message takes, and only a mean over many rounds counts that in. What a sample took is what it took the
-slowest rank.
+A *cell* is one algorithm at one size. The cells are measured again and again, in another order each time, so
+that a disturbance of the machine affects all of them alike; a cell's result is its median. A *sample* of a
+cell is the mean of several all-reduces in a row, as many for every algorithm: the scheduler suspends ranks
+that share cores for longer than a short message takes, and only a mean over many rounds includes that. A
+sample's time is that of the slowest rank.
 
     sweep 0   1 KiB: ring halving tree ...    2 KiB: ring halving tree ...
     sweep 1   1 KiB: halving tree ring ...    2 KiB: halving tree ring ...
 
-Every cell gets the same share of the time: a quick one many samples, a slow one at least `least`. Which cells a sweep still
-visits is agreed on by all ranks, or they would wait for each other for ever.
+Every cell gets the same share of the time: a quick one many samples, a slow one at least `min_samples`. All
+ranks agree on the cells of each sweep; otherwise they would wait for each other forever.
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,10 @@ BenchCell = tuple[str, int]  # an algorithm, and bytes
 def time_all_reduces(
     world: World, algorithms: Sequence[str], sizes: Sequence[int], budget_s: float, *, min_samples: int = 3
 ) -> list[AllReduceTiming]:
-    """The time of every algorithm in `algorithms` at every size in `sizes` (bytes), over all ranks of `world`.
+    """Returns the time of every algorithm at every size in `sizes` (bytes), over all ranks of `world`.
 
-    All ranks call it, and all get the same. It lasts about `budget_s`, or as long as `least` samples of every cell take.
+    All ranks call it, and all get the same. It takes about `budget_s`, or `min_samples` samples of every
+    cell.
     """
     group = world.group(AXES)
     operand = torch.full((max(sizes) // FLOAT32_NBYTES,), 0.0, device=world.device)
@@ -64,7 +65,7 @@ def time_all_reduces(
 
 
 def num_repeats(nbytes: int) -> int:
-    """How many all-reduces of `nbytes` bytes make a sample."""
+    """Returns how many all-reduces of `nbytes` bytes make a sample."""
     return max(1, min(MAX_REPEATS, MAX_SAMPLE_NBYTES // nbytes))
 
 
@@ -73,13 +74,13 @@ def _timing(ranks: int, cell: BenchCell, samples: list[float]) -> AllReduceTimin
 
 
 def relative_spread(samples: Sequence[float]) -> float:
-    """The distance of the quartiles as a share of the median."""
+    """Returns the distance of the quartiles divided by the median."""
     low, middle, high = quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else (1.0, 1.0, 1.0)
     return (high - low) / middle
 
 
 def _rotated(cells: Sequence[BenchCell], sweep: int) -> list[BenchCell]:
-    """`cells` size by size, the algorithms of each beginning with another one in every sweep."""
+    """`cells` size by size, the algorithms of each rotated by one in every sweep."""
     turned: list[BenchCell] = []
     for nbytes in dict.fromkeys(nbytes for _, nbytes in cells):
         same = [cell for cell in cells if cell[1] == nbytes]
@@ -89,7 +90,7 @@ def _rotated(cells: Sequence[BenchCell], sweep: int) -> list[BenchCell]:
 
 
 def _sample(group: Group, operand: torch.Tensor, name: str, nbytes: int, times: int) -> float:
-    """The seconds of one all-reduce by this rank's clock, the mean of `times` in a row."""
+    """Seconds of one all-reduce by this rank's clock, the mean of `times` in a row."""
     tensor = operand[: nbytes // FLOAT32_NBYTES]
     group.barrier(action="measure")
     _synchronize(operand)
@@ -106,7 +107,6 @@ def _synchronize(operand: torch.Tensor) -> None:
 
 
 def _max_over_ranks(group: Group, operand: torch.Tensor, mine: Sequence[float]) -> list[float]:
-    """The largest of every figure among all ranks."""
     tensor = torch.tensor(mine, dtype=torch.float64, device=operand.device)
     everyone = tensor.new_empty(group.size * tensor.numel())
     group.all_gather(everyone, tensor, action="measure").wait()

@@ -1,12 +1,12 @@
-"""Which all-reduce algorithm for which size: what is expected of each, and a short rule made from it.
+"""Chooses all-reduce algorithms by message size: predicted times, and a short rule made from them.
 
-What is expected is the model's price (comm/algorithms/pricing.py) times a correction, where this number of ranks was measured:
-the ratio of measured to modelled time, as a mean over the neighbouring sizes (weights that fall off within an octave, which
-also smooths what one cell's noise would say). The backend is no list of rounds. It is modelled as a ring, and its correction,
-taken from the nearest number of ranks that was measured, turns that into what it is.
+A predicted time is that of the cost model (comm/algorithms/cost_model.py) times a correction, if this number
+of ranks was measured: the ratio of measured to modelled time, as a mean over neighbouring sizes (with weights
+that decay within an octave, which also smooths the noise of single cells). The backend has no list of rounds.
+It is modelled as a ring, with a correction from the nearest number of ranks that was measured.
 
-The rule is the cheapest path through the sizes, from small to large, where every change of algorithm costs `SWITCH`: a change
-must gain 5 % in all, so that noise makes no long rules.
+The rule is the cheapest path through the sizes, from small to large, where every change of algorithm costs
+`SWITCH_COST`: a change must gain 5 % in all, so that noise makes no long rules.
 
     size        1 KiB   ...   64 KiB   128 KiB   ...   64 MiB
     doubling     [0.5]  ...   [0.6]     0.9      ...    81
@@ -29,7 +29,10 @@ SWITCH_COST = log(1.05)
 
 @dataclass(frozen=True)
 class AlgorithmChoice:
-    """A rule for `ranks` ranks, and why: for the largest size of each of its steps, what it and the backend are to take."""
+    """A rule for `num_ranks` ranks, and the predicted times (its own.
+
+    The backend's) at the largest size of each step.
+    """
 
     rule: SizeRule
     num_ranks: int
@@ -51,9 +54,10 @@ class AlgorithmChoice:
 def predict_all_reduce_s(
     cluster: Cluster, algorithm: str, num_ranks: int, nbytes: float, ranks_per_host: int | None = None
 ) -> float:
-    """The seconds that an all-reduce of `nbytes` among `ranks` ranks is to take, `per_host` of them on each host.
+    """Returns the predicted seconds of an all-reduce of `nbytes` among `num_ranks` ranks.
 
-    Without `per_host`: as the cluster was measured. The backend is only known where it was measured with some number of ranks.
+    `ranks_per_host` on each host. Default `ranks_per_host`: as the cluster was measured. The backend's time
+    is known only if it was measured with some number of ranks.
     """
     ranks_per_host = cluster.ranks_per_host if ranks_per_host is None else ranks_per_host
     price = _modelled_seconds(cluster, algorithm, num_ranks, nbytes, ranks_per_host)
@@ -76,7 +80,10 @@ def predict_all_reduce_s(
 
 
 def choose_rule(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = None) -> AlgorithmChoice:
-    """The rule by message size that is expected to take least time among `ranks` ranks; the same file gives the same rule."""
+    """Returns the rule by message size with the shortest predicted times.
+
+    The same file gives the same rule.
+    """
     if num_ranks == 1:
         return AlgorithmChoice(SizeRule(BACKEND), num_ranks)
     names, sizes = candidate_algorithms(cluster, num_ranks, ranks_per_host), cluster.sizes
@@ -94,11 +101,13 @@ def choose_rule(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = N
 
 
 def candidate_algorithms(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = None) -> list[str]:
-    """The algorithms that can run among `ranks` ranks, and of which it can be said what they take."""
+    """Returns the algorithms that can run among `num_ranks` ranks and whose time can be predicted."""
     ranks_per_host = cluster.ranks_per_host if ranks_per_host is None else ranks_per_host
     measured = any(series.algorithm == BACKEND for series in cluster.measurements)
     found = [
-        str(each) for each in FLAT_ALGORITHMS if (str(each) != BACKEND or measured) and each.refusal(num_ranks) is None
+        str(each)
+        for each in FLAT_ALGORITHMS
+        if (str(each) != BACKEND or measured) and each.refusal(num_ranks) is None
     ]
     if ranks_per_host and HierarchicalAllReduce(ranks_per_host).refusal(num_ranks) is None and num_ranks > 1:
         found.append(str(HierarchicalAllReduce(ranks_per_host)))
@@ -106,9 +115,9 @@ def candidate_algorithms(cluster: Cluster, num_ranks: int, ranks_per_host: int |
 
 
 def cheapest_path(costs: dict[str, list[float]], switch_cost: float = SWITCH_COST) -> list[str]:
-    """For each place the name to take, so that the sum of the logarithms of their costs, and `switch` per change, is least.
+    """Returns a name for each position that minimises the sum of log costs, plus `switch_cost` per change.
 
-    `costs` are seconds by name and place. Of equals the first name wins.
+    `costs` are seconds by name and position. Ties go to the first name.
     """
     names = list(costs)
     total = {name: log(costs[name][0]) for name in names}

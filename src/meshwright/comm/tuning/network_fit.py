@@ -1,14 +1,15 @@
-"""From measured times to a model of the network: nonnegative least squares over what the rounds asked for.
+"""Fits a network model to measured all-reduce times: nonnegative least squares over the loads of the rounds.
 
-The price of an all-reduce (comm/algorithms/pricing.py) is a sum of figures of the network, each as often as the rounds ask for
-it. So every measured cell is one equation, and the figures are the solution with the least relative error:
+The predicted time of an all-reduce (comm/algorithms/cost_model.py) is a sum of constants of the network, each
+multiplied by how often the rounds need it. So every measured cell is one equation, and the constants are the
+solution with the least relative error:
 
-    time of a cell  =  sum over k  (rounds in which k ranks of a host receive) x crowd(k)
+    time of a cell  =  sum over k  (rounds in which k ranks of a host receive) x overhead(k)
                      + sum over bands  messages x latency + bytes / rate       through the host
-                     + bytes / rate of the busiest rank  +  bytes / rate of what is added  +  ... between hosts
+                     + bytes / rate of the busiest rank  +  bytes / rate of local sums  +  ... between hosts
 
-Bands are those of `BOUNDS`, by the size of one message (not of the tensor); one in which no message falls is left out. No figure
-is below 0. What the backend does by itself is no list of rounds, so it takes no part here.
+Bands are those of `BAND_LIMITS`, by the size of one message (not of the tensor); a band without messages is
+left out. No constant is negative. The backend's own all-reduce is no list of rounds, so it is not used here.
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,9 +49,9 @@ NetworkFeature = tuple[
 
 
 def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> NetworkModel:
-    """The network whose prices come nearest to `timings`, measured with `per_host` ranks on each host (0: all on one).
+    """Returns the network model nearest to `timings`, measured with `per_host` ranks on each host (0.
 
-    Raises ValueError when no algorithm but the backend was measured.
+    All on one). Raises ValueError when no algorithm but the backend was measured.
     """
     cells = [cell for cell in timings if cell.algorithm != BACKEND]
     if not cells:
@@ -74,9 +75,10 @@ def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> 
 
 
 def with_fit(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:
-    """`cluster` with `timings` as what was measured, the network fitted to them, and how well that predicts.
+    """Returns `cluster` with `timings` as its measurements, the network fitted to them.
 
-    The errors are those of a fit to every other size, judged on the sizes between.
+    And the prediction errors. The errors are those of a fit to every other size, evaluated on the sizes
+    between.
     """
     sizes = sorted({cell.nbytes for cell in timings})
     kept = [cell for cell in timings if cell.nbytes in sizes[::2]]
@@ -94,7 +96,7 @@ def with_fit(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:
 
 
 def group_into_series(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeries, ...]:
-    """`timings` as one series per algorithm and number of ranks."""
+    """Returns `timings` as one series per algorithm and number of ranks."""
     cells: dict[tuple[int, str], list[AllReduceTiming]] = {}
     for cell in sorted(timings, key=lambda cell: cell.nbytes):
         cells.setdefault((cell.ranks, cell.algorithm), []).append(cell)
@@ -111,7 +113,7 @@ def group_into_series(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeri
 
 
 def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """The x >= 0 with the least |`matrix` x - `target`|."""
+    """Returns the x >= 0 that minimises |`matrix` x - `target`|."""
     scale = np.maximum(
         matrix.max(0), 1e-300
     )  # columns of one size: bytes and rounds differ by many powers of ten
@@ -119,7 +121,7 @@ def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndar
 
 
 def _cell_features(cell: AllReduceTiming, per_host: int) -> dict[NetworkFeature, float]:
-    """How often the rounds of a cell ask for each figure of the network."""
+    """How often the rounds of a cell use each constant of the network."""
     asked: dict[NetworkFeature, float] = {}
     for demand, count in round_loads(get_algorithm(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
         for feature, amount in _round_features(demand, cell.nbytes):
@@ -167,14 +169,17 @@ def _link_cost(part: str, figures: dict[NetworkFeature, float]) -> LinkCost | No
 
 
 def _prediction_error(cluster: Cluster, cell: AllReduceTiming) -> float:
-    """The relative error of a prediction; as far below as above counts the same."""
+    """The relative error of a prediction; too low and too high count the same."""
     guess = predict_all_reduce_s(cluster, cell.algorithm, cell.ranks, cell.nbytes)
     return exp(abs(log(guess / cell.seconds))) - 1
 
 
 @dataclass(frozen=True)
 class AlphaBetaFit:
-    """The two figures of the textbook's formulas that fit best, and the median relative error that they leave."""
+    """The latency and bandwidth of the textbook's formulas that fit best.
+
+    And the median relative error that remains.
+    """
 
     latency_s: float
     bytes_per_s: float
@@ -182,9 +187,11 @@ class AlphaBetaFit:
 
 
 def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
-    """The latency and the bandwidth with which `Algorithm.seconds` comes nearest to what `ranks` ranks were measured to take.
+    """Returns the latency and the bandwidth that bring the textbook's formulas nearest to the times of `num_ranks` ranks.
 
-    Raises ValueError when nothing but the backend was measured among so many.
+    Eturns the latency and the bandwidth that bring the textbook's formulas nearest to the times of
+    `num_ranks` ranks. Eturns the latency and the bandwidth that bring the textbook's formulas nearest to the
+    times of `num_ranks` ranks. Raises ValueError when nothing but the backend was measured with that many.
     """
     found = [
         series for series in cluster.measurements if series.ranks == num_ranks and series.algorithm != BACKEND
@@ -211,10 +218,10 @@ def fit_alpha_beta(cluster: Cluster, num_ranks: int) -> AlphaBetaFit:
 
 
 def fit_link(nbytes: Sequence[int], seconds: Sequence[float], num_bands: int) -> LinkCost:
-    """The link whose cost comes nearest to one series of times, in `num_bands` bands of about equally many sizes.
+    """Returns the link cost nearest to one series of times, in `num_bands` bands of about equally many sizes.
 
-    `nbytes` rise. A band is fitted to its own sizes and to one on either side, so that neighbouring bands nearly meet. With
-    one band it is the usual model of two parameters.
+    `nbytes` rise. A band is fitted to its own sizes and to one on either side, so that neighbouring bands
+    nearly meet. With one band it is the usual model of two parameters.
     """
     num_bands = max(1, min(num_bands, len(nbytes)))
     cuts = [len(nbytes) * number // num_bands for number in range(num_bands + 1)]

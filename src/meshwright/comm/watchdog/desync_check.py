@@ -1,11 +1,12 @@
-"""In the first step, and always in debug mode: before each collective the ranks of its group compare what they will issue.
+"""Compares collectives across the ranks of a group before they are issued.
 
-A collective moves bytes and knows no names. Ranks that disagree on size may hang or abort, and ranks that disagree on order with
-equal sizes, or on two dtypes of one width, get a wrong sum and no error at all. A step asks for the same as the one before, so
-the first one is compared in every run, and with `run.check_collectives` all are: every collective is then
-preceded by an all_gather of eight bytes per rank, a digest of (collective, shape, dtype, source, algorithm, action). Where the
-digests differ the ranks exchange the texts, and all of them raise the same error, which says who called what from which line.
-A rank that does not come at all is not compared; for that there are limits (comm/stall.py).
+In the first step, and always in debug mode. A collective moves bytes without names. Ranks that disagree on
+size may hang or abort; ranks that disagree on order with equal sizes, or on two dtypes of one width, get a
+wrong sum and no error at all. Every step issues the same calls, so the first one is compared in every run,
+and with `run.check_collectives` all are: before each collective an all_gather of eight bytes per rank
+compares a digest of (collective, shape, dtype, source, algorithm, action). If the digests differ, the ranks
+exchange the texts, and all of them raise the same error, with each rank's call and source line. A rank that
+does not arrive at all is handled by the limits (watchdog.py).
 """
 
 from hashlib import blake2b
@@ -21,10 +22,13 @@ CALL_TEXT_NBYTES = 256  # bytes of a rank's text
 
 
 class DesyncCheck:
-    """What a ledger calls with each call of a group before it is issued."""
+    """Compares a call across the ranks of its group before it is issued; the ledger calls it."""
 
     def __call__(self, group: Group, call: CollectiveCall) -> None:
-        """Return when all ranks of `group` are about to issue the same. Raises CollectiveError on all of them otherwise."""
+        """Returns if all ranks of `group` are about to issue the same.
+
+        Raises CollectiveError on all of them otherwise.
+        """
         if call.collective in POINT_TO_POINT:
             return  # the other ranks of the group take no part in it
         ledger = group.ledger

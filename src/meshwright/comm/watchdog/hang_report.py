@@ -1,16 +1,17 @@
-"""Who is to blame when a collective does not complete: the statements of all ranks, compared, in words.
+"""Diagnoses a collective that does not complete, by comparing the statuses of all ranks.
 
-Collectives pair by order: the k-th of each rank of a group is one collective. So the statements are compared line by line (a line
-is a group, or one rank sending to another), and the first of these that applies is the answer:
+Collectives pair by order: the k-th of each rank of a group is one collective. So the statuses are compared
+channel by channel (a channel is a group, or one rank sending to another), and the first of these that applies
+is the answer:
 
-    left            a rank failed or ended by itself: its error and its line
-    gone            a process has ended without a word: killed, aborted
-    disagreement    the k-th collective of a group is not the same on all ranks: who issued what, from which line
-    missing         a rank has issued fewer than k: where it is instead. Of ranks that wait for each other in a chain, the last
-    circle          every missing rank waits for another of them
-    (nothing)       all came and asked for the same: the backend, or the network, is at fault
+    exited          a rank failed or ended by itself: its error and its source line
+    dead            a process ended without a report: killed, aborted
+    disagreement    the k-th collective of a group differs between ranks: who issued what, from which line
+    missing         a rank has issued fewer than k: where it is instead; in a chain of waits, the last rank
+    cycle           every missing rank waits for another of them
+    (nothing)       all ranks arrived and agree: the backend, or the network, failed
 
-What follows from another rank's failure is never an answer, and a rank that waits for somebody else is not one either.
+The consequence of another rank's failure is never the answer, nor is a rank that waits for somebody else.
 """
 
 from collections import Counter
@@ -28,7 +29,7 @@ MAX_SHOWN_RANKS = 12
 
 @dataclass(frozen=True)
 class HangReport:
-    """The verdict: who, in words and as ranks (none: nobody), and the repair."""
+    """The diagnosis: a text, the ranks that caused the hang (empty: none), and the fix."""
 
     text: str
     ranks: tuple[int, ...]
@@ -40,7 +41,7 @@ class HangReport:
 
 @dataclass(frozen=True)
 class IncompleteCollective:
-    """A collective that some ranks of a line wait for, and those that did not come to it."""
+    """A collective that some ranks of a channel wait for, and the ranks that have not issued it."""
 
     issued: IssuedCollective
     waiting: tuple[int, ...]
@@ -49,9 +50,9 @@ class IncompleteCollective:
 
 
 def diagnose_hang(statuses: Mapping[int, RankStatus], mesh: Mesh) -> HangReport:
-    """Who is to blame, by the `statements` of all ranks, those included that could not make one themselves."""
-    left = [each for each in statuses.values() if each.condition == "left" and each.is_root_cause]
-    gone = [each for each in statuses.values() if each.condition == "gone"]
+    """Returns the diagnosis from the `statuses` of all ranks, including those that others observed."""
+    left = [each for each in statuses.values() if each.condition == "exited" and each.is_root_cause]
+    gone = [each for each in statuses.values() if each.condition == "dead"]
     unmet = list(_incomplete_collectives(statuses, mesh))
     if left:
         return _report_failed(left, unmet)
@@ -78,7 +79,7 @@ def _ranks_of(issued: IssuedCollective, rank: int, mesh: Mesh) -> tuple[int, ...
 
 
 def _incomplete_collectives(statuses: Mapping[int, RankStatus], mesh: Mesh) -> Iterator[IncompleteCollective]:
-    """What is waited for, each once, with who has not issued as many of its line."""
+    """Each collective that is waited for, with the ranks that have not issued as many of its channel."""
     found: dict[
         tuple[tuple[object, ...], int, tuple[int, ...]], list[tuple[RankStatus, IssuedCollective]]
     ] = {}
@@ -110,7 +111,10 @@ def _root_ranks(unmet: Iterable[IncompleteCollective], statuses: Mapping[int, Ra
 
 
 def _first_mismatch(statuses: Mapping[int, RankStatus], mesh: Mesh) -> dict[int, IssuedCollective] | None:
-    """The earliest collective of a group that its ranks do not agree on, by rank; None when they agree on all."""
+    """The earliest collective of a group that its ranks do not agree on, by rank.
+
+    None when they agree on all.
+    """
     calls: dict[tuple[object, ...], dict[int, IssuedCollective]] = {}
     for each in statuses.values():
         for issued in each.collectives:
@@ -119,7 +123,7 @@ def _first_mismatch(statuses: Mapping[int, RankStatus], mesh: Mesh) -> dict[int,
                     each.rank
                 ] = issued
     odd = [issued for issued in calls.values() if len({str(each) for each in issued.values()}) > 1]
-    return min(odd, key=lambda issued: min(each.order for each in issued.values())) if odd else None
+    return min(odd, key=lambda issued: min(each.sequence_id for each in issued.values())) if odd else None
 
 
 def _report_failed(left: list[RankStatus], unmet: list[IncompleteCollective]) -> HangReport:
@@ -152,7 +156,6 @@ def _report_dead(
 
 
 def _report_mismatch(parted: Mapping[int, IssuedCollective], gone: list[RankStatus]) -> HangReport:
-    """The ranks that differ from most; all of them where there is no majority."""
     votes = Counter(str(issued) for issued in parted.values()).most_common()
     usual = votes[0][0] if len(votes) == 1 or votes[0][1] > votes[1][1] else None
     odd = tuple(rank for rank in sorted(parted) if str(parted[rank]) != usual)
@@ -198,7 +201,6 @@ def _report_missing(
 
 
 def _describe_missing(unmet: IncompleteCollective) -> str:
-    """Who did not come to what; of a receive, whose it is."""
     issued, owner = unmet.issued, f"{_ranks_text(unmet.waiting)}'s " if unmet.issued.pair else ""
     late = f"{_ranks_text(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for it since {unmet.waited_s:.1f} s"
     what = f"{owner}{issued}, number {issued.number} over {_group_text(issued)}"
@@ -206,7 +208,6 @@ def _describe_missing(unmet: IncompleteCollective) -> str:
 
 
 def _describe_waiting(unmet: IncompleteCollective) -> str:
-    """Who waits for whom in what."""
     waiting = f"{_ranks_text(unmet.waiting)} wait{'s' if len(unmet.waiting) == 1 else ''} for {_ranks_text(unmet.missing)}"
     return f"{waiting} in {unmet.issued}, number {unmet.issued.number} over {_group_text(unmet.issued)}, from {unmet.issued.location}"
 
@@ -253,13 +254,12 @@ def _describe_step(status: RankStatus) -> str:
 
 def _describe_last_collective(status: RankStatus) -> str:
     if not status.collectives:
-        return "\n  it had issued no collective yet" if status.condition in ("answers", "left") else ""
+        return "\n  it had issued no collective yet" if status.condition in ("responding", "exited") else ""
     last = status.collectives[-1]
     return f"\n  its last collective was number {last.number} over {_group_text(last)}: {last}, from {last.location}"
 
 
 def _describe_waiters(unmet: list[IncompleteCollective], *ranks: int) -> str:
-    """Who waits for `ranks`, and for what."""
     found = [each for each in unmet if set(each.missing) & set(ranks)] or unmet[:1]
     return "".join(
         f"\n  {_ranks_text(each.waiting)} wait{'s' if len(each.waiting) == 1 else ''} in {each.issued}, "

@@ -1,4 +1,7 @@
-"""Who is on this host: a name that its processes share, and processes that are known again after others took their number."""
+"""Identifies hosts and processes.
+
+A host id that its processes share, and processes that survive reuse of their pid.
+"""
 
 import os
 import sys
@@ -12,29 +15,29 @@ import psutil
 
 @dataclass(frozen=True)
 class HostProcess:
-    """A process of this host: its number, and when it started, in ticks since boot (numbers are used again)."""
+    """A process of this host: its pid, and its start time in ticks since boot (pids are reused)."""
 
     pid: int
     start_time: int
 
     @classmethod
     def current(cls) -> Self:
-        """The one that asks."""
+        """Returns this process."""
         number = os.getpid()
         return cls(number, _process_status(number)[0])
 
     @property
     def is_running(self) -> bool:
-        """Whether it is still there, and not a corpse that its parent has not buried."""
+        """Whether it is still running; a zombie is not."""
         return self._state() not in ("", "dead")
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is there and does nothing until it gets SIGCONT."""
+        """Whether it is suspended until SIGCONT."""
         return self._state() == "stopped"
 
     def _state(self) -> str:
-        """runs, stopped or dead; "" when it is not there."""
+        """runs, stopped or dead; "" when there is no such process."""
         try:
             started, state = _process_status(self.pid)
         except (OSError, psutil.Error):
@@ -43,7 +46,10 @@ class HostProcess:
 
 
 def host_id() -> str:
-    """A name that two processes share when one can see the other under /proc; "" where that cannot be known."""
+    """Returns an id that two processes share when one can see the other under /proc.
+
+    "" where that is unknown.
+    """
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = (
@@ -55,7 +61,10 @@ def host_id() -> str:
 
 
 def _process_status(pid: int) -> tuple[int, str]:
-    """When a process started, and whether it runs, is stopped or dead. Raises OSError or psutil.Error when there is none."""
+    """The start time of a process, and whether it runs, is stopped or dead.
+
+    Raises OSError or psutil.Error without one.
+    """
     if sys.platform != "linux":
         process = psutil.Process(pid)
         states = {psutil.STATUS_ZOMBIE: "dead", psutil.STATUS_DEAD: "dead", psutil.STATUS_STOPPED: "stopped"}

@@ -1,11 +1,11 @@
-"""What a rank says of itself when somebody waits in vain: where it is, what it waits for, what it issued last.
+"""The status of one rank in a hang: where it is, what it waits for, what it issued last.
 
-A statement is made by the rank itself, by a thread that does not need the main one: also while the main thread computes, sleeps,
-loops or waits. What is in it is plain text and numbers, sent as JSON.
+A rank's watchdog thread makes the status, so it works while the main thread computes, sleeps, loops or waits.
+It consists of plain text and numbers, sent as JSON.
 
-A rank whose interpreter cannot answer (native code that holds the lock, a stopped process) is looked at from outside: a signal
-has Python's fault handler write the stack of the main thread, which needs no lock, and the ring of its last collectives lies in
-memory that others may read (comm/recent.py). Both need the same host and the same user.
+A rank whose interpreter cannot answer (native code that holds the GIL, a stopped process) is observed from
+outside: on a signal, Python's fault handler writes the stack of the main thread, which needs no lock, and the
+flight recorder is in memory that others may read. Both need the same host and the same user.
 """
 
 import faulthandler
@@ -28,7 +28,7 @@ import torch
 from meshwright.comm.collectives.flight_recorder import LIBRARY_PATHS, IssuedCollective
 from meshwright.comm.watchdog.host import HostProcess, host_id
 
-RankCondition = Literal["answers", "left", "silent", "stopped", "gone"]
+RankCondition = Literal["responding", "exited", "silent", "stopped", "dead"]
 StackFrame = tuple[str, int, str]  # file, line, function
 
 PACKAGE_PATH = str(Path(__file__).parents[2]) + os.sep
@@ -43,7 +43,7 @@ SIGNAL_TIMEOUT_S = 0.5  # for a fault handler to write
 
 @dataclass(frozen=True)
 class PendingWait:
-    """A wait for other ranks: for the collective of that `order` in the ring, for so many seconds."""
+    """A wait for the collective with this `sequence_id`, since `seconds`."""
 
     sequence_id: int
     seconds: float
@@ -53,11 +53,11 @@ class PendingWait:
 class RankStatus:
     """What is known of one rank. `stack` is that of its main thread, the innermost frame last.
 
-    `error` is what it left with, `own` whether that is not merely the consequence of another rank's failure.
+    `error` is what it exited with; `is_root_cause` is False if that only follows from another rank's failure.
     """
 
     rank: int
-    condition: RankCondition = "answers"
+    condition: RankCondition = "responding"
     phase: str = ""
     step: int | None = None
     collectives: tuple[IssuedCollective, ...] = ()
@@ -68,60 +68,59 @@ class RankStatus:
     time_s: float = 0.0
 
     def to_json(self) -> str:
-        """The statement as text."""
+        """Returns the status as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The statement that `as_json` wrote."""
-        said = json.loads(text)
-        recent = tuple(
-            IssuedCollective(order, number, tuple(axes), what, action, place, tuple(pair), tuple(among))
-            for order, number, axes, what, action, place, pair, among in (
-                each.values() for each in said.pop("recent")
-            )
+        """Returns the status that `to_json` wrote."""
+        fields = json.loads(text)
+        collectives = tuple(
+            IssuedCollective(**each | {key: tuple(each[key]) for key in ("axes", "pair", "member_indices")})
+            for each in fields.pop("collectives")
         )
-        waits = tuple(PendingWait(**each) for each in said.pop("waits"))
-        return cls(
-            **said
-            | {"recent": recent, "waits": waits, "stack": tuple((f, n, w) for f, n, w in said["stack"])}
-        )
+        waits = tuple(PendingWait(**each) for each in fields.pop("waits"))
+        stack = tuple((file, line, function) for file, line, function in fields.pop("stack"))
+        return cls(**fields, collectives=collectives, waits=waits, stack=stack)
 
     def awaited_collective(self) -> IssuedCollective | None:
-        """The collective that this rank waits for, the oldest if there are several."""
+        """Returns the collective that this rank waits for, the oldest if there are several."""
         waiting = {wait.sequence_id for wait in self.waits}
         return next((issued for issued in self.collectives if issued.sequence_id in waiting), None)
 
     def waited_s(self, issued: IssuedCollective) -> float:
-        """How long it has waited for `issued`."""
+        """Returns how long it has waited for `issued`."""
         return max(
             (wait.seconds for wait in self.waits if wait.sequence_id == issued.sequence_id), default=0.0
         )
 
     def last_collective(self, channel: tuple[object, ...]) -> IssuedCollective | None:
-        """The newest collective of `line` that it issued."""
+        """Returns the newest collective of `channel` that it issued."""
         return next((issued for issued in reversed(self.collectives) if issued.channel == channel), None)
 
     def find_collective(self, channel: tuple[object, ...], number: int) -> IssuedCollective | None:
-        """The `number`-th collective of `line`, if it is still in the ring."""
+        """Returns the `number`-th collective of `channel`, if it is still in the ring."""
         return next(
             (issued for issued in self.collectives if issued.channel == channel and issued.number == number),
             None,
         )
 
     def location(self) -> str:
-        """Where it stands, as `file:line in function`: the innermost line of the user's own code, else of other code."""
+        """Returns `file:line in function`: the innermost line of the user's own code, else of other code."""
         frame = user_frame(self.stack)
         return "" if frame is None else f"{frame[0]}:{frame[1]} in {frame[2]}"
 
     def foreign_collective(self) -> str:
-        """The function of torch.distributed that it is in, though it waits in no collective of ours; "" for none."""
+        """Returns the function of torch.distributed that it is in without a collective of this library.
+
+        "" for none.
+        """
         names = [function for file, _, function in self.stack if file == C10D_FILE and function != "wrapper"]
         return names[0] if names and not self.waits else ""
 
 
 def user_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
-    """The frame of a stack (innermost last) that a user looks for first."""
+    """Returns the innermost frame of the user's own code in a stack (innermost last)."""
     own = [frame for frame in stack if not is_library(frame[0])]
     if own:
         return own[-1]
@@ -130,7 +129,7 @@ def user_frame(stack: Sequence[StackFrame]) -> StackFrame | None:
 
 
 def frames_from(frame: FrameType | None) -> tuple[StackFrame, ...]:
-    """The stack that ends in `frame`, its innermost frames."""
+    """Returns the stack that ends in `frame`, at most its innermost `MAX_FRAMES` frames."""
     found: list[StackFrame] = []
     while frame is not None and len(found) < MAX_FRAMES:
         found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
@@ -139,7 +138,7 @@ def frames_from(frame: FrameType | None) -> tuple[StackFrame, ...]:
 
 
 def traceback_frames(trace: TracebackType | None) -> tuple[StackFrame, ...]:
-    """The frames of a traceback, the one that raised last."""
+    """Returns the frames of a traceback, the one that raised last."""
     found: list[StackFrame] = []
     while trace is not None:
         found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
@@ -148,15 +147,16 @@ def traceback_frames(trace: TracebackType | None) -> tuple[StackFrame, ...]:
 
 
 def main_thread_stack() -> tuple[StackFrame, ...]:
-    """The stack of the main thread of this process, whichever thread asks."""
+    """Returns the stack of the main thread of this process; any thread may ask."""
     return frames_from(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 @dataclass(frozen=True)
 class ProcessProbe:
-    """How a rank can be looked at from its own host: the process, the descriptors of its ring and of its stack (None: none).
+    """How a rank can be observed from its own host.
 
-    `host` names the host until its next start, and the space of process numbers; `born` is when the process started.
+    Its process, the descriptors of its ring and of its stack. `host_id` identifies the host and its pid
+    namespace; `start_time` is when the process started.
     """
 
     host_id: str
@@ -166,16 +166,19 @@ class ProcessProbe:
     stack_fd: int | None = None
 
     def is_alive(self) -> bool:
-        """Whether that process still runs."""
+        """Returns whether that process is still running."""
         return HostProcess(self.pid, self.start_time).is_running
 
     def condition(self) -> RankCondition:
-        """Of one that does not answer: gone, stopped (by SIGSTOP, Ctrl-Z, a debugger), or there and silent."""
+        """Returns the condition of a rank that does not answer.
+
+        Dead, stopped (SIGSTOP, a debugger), or silent.
+        """
         process = HostProcess(self.pid, self.start_time)
-        return "stopped" if process.is_stopped else "silent" if process.is_running else "gone"
+        return "stopped" if process.is_stopped else "silent" if process.is_running else "dead"
 
     def stack(self) -> tuple[StackFrame, ...]:
-        """The stack of its main thread, written by its fault handler; empty when nothing came."""
+        """Returns the stack of its main thread, written by its fault handler; empty without an answer."""
         if self.stack_fd is None or not self.is_alive():
             return ()
         path = f"/proc/{self.pid}/fd/{self.stack_fd}"
@@ -194,7 +197,7 @@ class ProcessProbe:
 
 
 def parse_faulthandler_stack(text: str) -> tuple[StackFrame, ...]:
-    """The frames in what Python's fault handler wrote (innermost first), innermost last."""
+    """Returns the frames in the output of Python's fault handler (innermost first), innermost last."""
     found: list[StackFrame] = []
     for line in text.splitlines():
         file, mark, rest = line.strip().removeprefix('File "').partition('", line ')
@@ -205,7 +208,10 @@ def parse_faulthandler_stack(text: str) -> tuple[StackFrame, ...]:
 
 
 class ProbeTarget:
-    """Lets others look at this process from outside until `close`: where the system can, and nobody else uses the signal."""
+    """Lets others observe this process from outside until `close`.
+
+    Where the system can and the signal is free.
+    """
 
     def __init__(self, recorder_fd: int | None) -> None:
         self._recorder_fd, self._file = recorder_fd, None
@@ -217,7 +223,7 @@ class ProbeTarget:
         self.probe = ProcessProbe(host_id(), own.pid, own.start_time, recorder_fd, stack_fd)
 
     def close(self) -> None:
-        """Let go of the signal and of the descriptors."""
+        """Releases the signal and the descriptors."""
         if self._file is not None:
             faulthandler.unregister(signal.SIGUSR2)
             self._file.close()
@@ -227,5 +233,8 @@ class ProbeTarget:
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file is this package's, Python's own or an installed one: not the user's."""
+    """Returns whether a source file belongs to this package, to Python or to an installed one.
+
+    Not to the user.
+    """
     return file.startswith((PACKAGE_PATH, *STDLIB_PATHS, "<")) or any(part in file for part in SITE_PACKAGES)

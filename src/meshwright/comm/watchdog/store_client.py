@@ -1,13 +1,13 @@
-"""A store that is asked with patience, not for ever: a question that gets no answer is left to a thread of its own.
+"""A store client whose requests time out: a request without an answer is left to a thread.
 
-torch's TCPStore bounds the wait for a key, not the wait for its server. When the link to the server's host dies, `check`,
-`get`, `add` and even a `wait` with a timeout wait until the kernel gives the connection up, a quarter of an hour later
-(torch 2.13: seen on hosts whose link was cut; `set` alone returns, because nothing answers it). Whoever must say what has
-happened cannot wait so long.
+torch's TCPStore bounds the wait for a key, not the wait for its server. When the link to the server's host
+dies, `check`, `get`, `add` and even a `wait` with a timeout block until the kernel gives the connection up, a
+quarter of an hour later (torch 2.13: seen on hosts whose link was cut; only `set` returns, because nothing
+answers it). The report on a hang cannot wait so long.
 
-    question ---> thread ---> store        an answer within `ANSWER_S`: the answer
-                         (no answer)       else: Silent, for this question and, at once, for those behind it,
-                                           until the store has answered after all
+    request ---> thread ---> store        an answer within `ANSWER_TIMEOUT_S`: the answer
+                         (no answer)      else: StoreSilentError for this request, and at once for later
+                                          ones until the store has answered after all
 """
 
 import threading
@@ -23,11 +23,11 @@ ANSWER_TIMEOUT_S = 4.0  # a machine that is too busy to answer earlier is rare, 
 
 
 class StoreSilentError(RuntimeError):
-    """The store has not answered. Look at the link to the host that keeps it; it may answer later."""
+    """The store has not answered. Check the link to the host that keeps it; it may answer later."""
 
 
 class StoreClient:
-    """What `store` knows, asked by any thread. `close` it in the end."""
+    """Requests to `store`, from any thread. `close` it in the end."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -38,25 +38,25 @@ class StoreClient:
 
     @classmethod
     def for_rank(cls, store: dist.Store, rank: int) -> Self:
-        """The part of `store` that belongs to the k-th of these calls on every rank, whatever those before it left there."""
+        """Returns a client for the part of `store` that belongs to the k-th of these calls on every rank."""
         own = store.clone()  # pyrefly: ignore[missing-attribute]  torch's stubs lack it; a connection of its own, used by a thread
         return cls(dist.PrefixStore(f"lookout/{own.add(f'lookouts/{rank}', 1)}", own))
 
     def set(self, key: str, value: str) -> None:
-        """Put `value` under `key`. Raises Silent, or what the store raises."""
+        """Stores `value` under `key`. Raises StoreSilentError, or what the store raises."""
         self._request(partial(self._store.set, key, value))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether there are values under all `keys`. Raises Silent, or what the store raises."""
+        """Returns whether all `keys` have values. Raises StoreSilentError, or what the store raises."""
         return bool(self._request(partial(self._store.check, keys)))
 
     def get(self, key: str) -> bytes:
-        """The value under `key`, which is there. Raises Silent, or what the store raises."""
+        """Returns the value under `key`, which exists. Raises StoreSilentError, or what the store raises."""
         found = self._request(partial(self._store.get, key))
         return found if isinstance(found, bytes) else b""
 
     def close(self) -> None:
-        """End the thread; one that still waits for an answer ends when it has come, or with the process."""
+        """Ends the thread; one that still waits for an answer ends when it arrives, or with the process."""
         if self._thread is not None:
             self._requests.put(None)
             if self._last_answer is None or self._last_answer.done():

@@ -1,29 +1,30 @@
-"""Nobody waits for ever: a wait has a limit, and whoever reaches it asks all ranks where they are.
+"""Bounds every wait: a rank that reaches the limit asks all ranks for their status.
 
-Collectives that do not complete say nothing of the rank that is missing. So ranks have a second way to talk, which works when
-collectives do not: the store through which they met. Of every rank a thread of its own (a `Lookout`) looks there a few times a
-second.
+A collective that does not complete does not name the missing rank. So ranks have a second channel, which
+works when collectives do not: the store of their rendezvous. A thread of every rank (a `Watchdog`) polls it a
+few times per second.
 
     rank 0   all_reduce ... waits ... limit!  alarm  ---- reads ---->  report, CollectiveError
-    rank 1   all_reduce ... waits ...............  says where it is    report, CollectiveError
-    rank 2   (an endless loop) ..................  its thread says where the loop is
+    rank 1   all_reduce ... waits ...............  posts its status    report, CollectiveError
+    rank 2   (an endless loop) ..................  its thread posts where the loop is
 
 The keys of the store, below a prefix:
 
-    born/2    how rank 2 can be looked at from its own host           at the start
-    alarm     somebody waits in vain, or has failed                   then every rank says where it is
-    say/2     the statement of rank 2 (comm/statement.py)
+    born/2    how rank 2 can be observed from its own host            at the start
+    alarm     a wait has exceeded its limit, or a rank has failed     then every rank posts its status
+    say/2     the status of rank 2 (rank_status.py)
     left/2    what rank 2 ended with: an error, an exit; or nothing
 
-A rank that fails raises the alarm before its connections close, so the others name it and its error. A rank that does not answer
-within `ANSWER_S` is looked at from outside if it is on this host. What follows from the statements is for comm/blame.py to say.
+A rank that fails raises the alarm before its connections close, so the others report its error. A rank that
+does not answer within `ANSWER_TIMEOUT_S` is observed from outside if it is on this host. hang_report.py draws
+the conclusion.
 
-A body waits like this; `check` raises when the limit is reached or the alarm was raised, and `failed` turns an error of a backend
-into one that says who is to blame:
+A backend waits like this; `check` raises when the limit is reached or the alarm was raised, and `error_for`
+turns an error of the backend into a diagnosis:
 
-    with lookout.waiting(group.ledger.recent.order) as waiting:
-        while not over(SLICE_S):
-            waiting.check()
+    with watchdog.watch_wait(group.ledger.flight_recorder.sequence_id) as wait:
+        while not is_done(WAIT_SLICE_S):
+            wait.check()
 """
 
 import atexit
@@ -68,10 +69,10 @@ MAX_READABLE_NEIGHBOURS = 64  # ranks of a host that look into each other's memo
 
 
 class Watchdog:
-    """What watches over the waits of one rank. Without a `store` it knows of no other rank, and only the limits hold.
+    """Watches the waits of one rank. Without a `store` it knows no other rank, and only the limits hold.
 
-    `limits` are those of the phases that `ledger.phase` names. `abandon` is called, by the thread, when the alarm was raised
-    `ABANDON_S` ago and the main thread has not come out of whatever it is in; by itself, it does nothing.
+    `limits` are those of the phases that `ledger.phase` names. The thread calls `on_abandon` if the alarm was
+    raised `ABANDON_AFTER_S` ago and the main thread has not reacted; by default it does nothing.
     """
 
     on_abandon: Callable[[], None]
@@ -98,27 +99,33 @@ class Watchdog:
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether some rank has failed, or waits in vain."""
+        """Whether some rank has failed, or has exceeded a limit."""
         return self._alarmed.is_set()
 
     @property
     def neighbours(self) -> frozenset[int]:
-        """The ranks of this host whose last collectives can be read whatever becomes of them."""
+        """The ranks of this host whose flight recorders can be read even after their death."""
         return frozenset(self._rings)
 
     def watch_wait(self, sequence_id: int) -> "WatchedWait":
-        """The wait of this thread for the collective of that `order` in the ring, to be entered."""
+        """Returns a context manager for the wait of this thread for the collective with this `sequence_id`.
+
+        Eturns a context manager for the wait of this thread for the collective with this `sequence_id`.
+        """
         return WatchedWait(self, sequence_id)
 
     def limit_s(self) -> float:
-        """How long one wait may last in the present phase."""
+        """Returns how long one wait may last in the present phase."""
         return self.limits.for_phase(self._ledger.phase)
 
     def announce_exit(self, error: BaseException | None = None) -> None:
-        """Tell the others that this rank issues nothing more, and why; they stop waiting at once if there is an `error`."""
+        """Tells the others that this rank issues nothing more, and why.
+
+        With an `error` they stop waiting at once.
+        """
         if self._probe_target is None or self._store is None or self._closed.is_set():
             return
-        statement = replace(self._own_status(), condition="left")
+        statement = replace(self._own_status(), condition="exited")
         if error is not None:
             text = f"{type(error).__name__}: {error}".rstrip(": ")
             stack = traceback_frames(error.__traceback__) or statement.stack
@@ -129,7 +136,7 @@ class Watchdog:
                 self._store.set("alarm", str(self._rank))
 
     def close(self) -> None:
-        """End the thread and let go of what was opened; a second call does nothing."""
+        """Ends the thread and closes what was opened; a second call does nothing."""
         if self._probe_target is None or self._store is None or self._closed.is_set():
             return
         self._closed.set()
@@ -141,7 +148,10 @@ class Watchdog:
             ring.close()
 
     def diagnose(self, cause: str) -> CollectiveError:
-        """Ask every rank where it is, and say who is to blame; `cause` is what this rank knows by itself."""
+        """Asks every rank for its status and returns the diagnosis.
+
+        `cause` is what this rank knows by itself.
+        """
         statements = {self._rank: self._publish_status()}
         if self._store is not None and self._probe_target is not None:
             with suppress(RuntimeError):
@@ -172,14 +182,17 @@ class Watchdog:
             self.on_abandon()
 
     def _pause_s(self) -> float:
-        """Until the next look; shorter while the ranks of a small job come together, so that an early death is seen too."""
+        """Seconds until the next poll.
+
+        Shorter while the ranks of a small job start, to notice early deaths.
+        """
         coming = len(self._process_probes) < self._mesh.world_size <= MAX_READABLE_NEIGHBOURS
         return (
             SHORT_POLL_S if coming else POLL_INTERVAL_S * max(1.0, self._mesh.world_size / MAX_RANKS_PER_POLL)
         )
 
     def _find_peers(self) -> None:
-        """Learn how the others can be looked at, as far as they have come; open the rings of those on this host."""
+        """Reads how the other ranks can be observed; opens the flight recorders of those on this host."""
         if (
             self._store is None
             or len(self._process_probes) == self._mesh.world_size
@@ -209,11 +222,11 @@ class Watchdog:
         ledger = self._ledger
         recent, stack = tuple(ledger.flight_recorder.entries()), main_thread_stack()
         return RankStatus(
-            self._rank, "answers", ledger.phase, ledger.step, recent, waits, stack, time_s=time.time()
+            self._rank, "responding", ledger.phase, ledger.step, recent, waits, stack, time_s=time.time()
         )
 
     def _publish_status(self) -> RankStatus:
-        """What this rank says: made, and told the others, once, because what it does after the alarm is of no interest."""
+        """Posts the status of this rank, once: what it does after the alarm does not matter."""
         with self._status_lock:
             if self._published_status is None:
                 self._published_status = self._own_status()
@@ -223,7 +236,7 @@ class Watchdog:
             return self._published_status
 
     def _gather_statuses(self) -> dict[int, RankStatus]:
-        """The statements of all other ranks: what they say, or what can be seen of those that do not answer."""
+        """The statuses of all other ranks: posted by themselves, or observed if they do not answer."""
         found: dict[int, RankStatus] = {}
         start = time.monotonic()
         missing = [rank for rank in range(self._mesh.world_size) if rank != self._rank]
@@ -260,7 +273,6 @@ class Watchdog:
         return birth is not None and birth.host_id == host_id() and not birth.is_alive()
 
     def _observed_status(self, rank: int) -> RankStatus:
-        """What can be seen of a rank that does not answer."""
         birth, ring = self._process_probes.get(rank), self._rings.get(rank)
         recent = () if ring is None else tuple(read_ring(ring))
         if birth is None or birth.host_id != host_id():
@@ -269,7 +281,10 @@ class Watchdog:
         return RankStatus(rank, state, collectives=recent, stack=birth.stack() if state == "silent" else ())
 
     def _on_exit(self) -> None:
-        """Runs when the interpreter ends while this is open: a script that ended by itself, or by an error."""
+        """Runs when the interpreter ends while this is open.
+
+        A script that ended by itself, or with an error.
+        """
         error = vars(sys).get("last_value")
         self.announce_exit(
             error
@@ -280,7 +295,10 @@ class Watchdog:
 
 
 class WatchedWait:
-    """One wait of a thread. While it is entered, the rank's statement says what it waits for, and since when."""
+    """One wait of a thread. While it is entered, the rank's status includes what it waits for.
+
+    And since when.
+    """
 
     __slots__ = ("_sequence_id", "_since", "_thread", "_watchdog")
 
@@ -299,11 +317,14 @@ class WatchedWait:
 
     @property
     def remaining_s(self) -> float:
-        """How much longer it may last."""
+        """Seconds that the wait may still last."""
         return self._since + self._watchdog.limit_s() - time.monotonic()
 
     def check(self) -> None:
-        """Return when it is fine to go on waiting. Raises CollectiveError when the limit is reached, or a rank has failed."""
+        """Returns if the wait may continue.
+
+        Raises CollectiveError when the limit is reached, or a rank has failed.
+        """
         if self.remaining_s <= 0:
             raise self._watchdog.diagnose(
                 f"rank {self._watchdog._rank} gave up after {time.monotonic() - self._since:.1f} s"
@@ -314,12 +335,15 @@ class WatchedWait:
             )
 
     def error_for(self, cause: str) -> CollectiveError:
-        """What to raise when the backend itself gives up; `cause` is its own word."""
+        """Returns the error to raise when the backend itself gives up; `cause` is its message."""
         return self._watchdog.diagnose(cause)
 
 
 def wait_until(wait: WatchedWait, is_done: Callable[[float], bool]) -> None:
-    """Return when `over(seconds)`, which waits so long at most, says so. Raises what `waiting.check` raises."""
+    """Returns when `is_done(seconds)`, which waits at most so long, is true.
+
+    Raises what `wait.check` raises.
+    """
     while not is_done(min(WAIT_SLICE_S, max(0.001, wait.remaining_s))):
         wait.check()
 
@@ -329,7 +353,7 @@ def _leave_running() -> None:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether `error` only follows from the failure of another rank."""
+    """Returns whether `error` only follows from the failure of another rank."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, CollectiveError | dist.DistError) or (

@@ -111,15 +111,20 @@ class ZeRO(Strategy):
         yield from self._check_dtypes(sharding)
         if self.axis == self.replicate_axis:
             yield Diagnostic(
-                f"axis and across are both {self.axis}",
+                f"axis and replicate_axis are both {self.axis}",
                 "shard along one axis, replicate along the other",
                 location,
             )
         elif self.replicate_axis in sharding.token_axes:
-            text = f"replicate_axis = '{self.replicate_axis}', where ranks have other tokens of a sample: shards are cut along {self.axis} and it"
+            text = (
+                f"replicate_axis = '{self.replicate_axis}', where ranks have other tokens of "
+                f"a "
+                f"sample: shards are cut along {self.axis} and "
+                f"it"
+            )
             yield Diagnostic(
                 text,
-                'remove across, or write the other axis of samples there: "dp_replicate"',
+                'remove replicate_axis, or write the other axis of samples there: "dp_replicate"',
                 f"{location}.replicate_axis",
             )
         yield from self._check_single_owner(sharding)
@@ -143,14 +148,21 @@ class ZeRO(Strategy):
         elif cut := sorted(
             {axis for param_sharding in sharding.param_shardings for axis in param_sharding.flat_shard_axes}
         ):
-            text = f"the weights are cut into shards along {' and '.join(cut)} already, and now along {self.axis} too"
+            text = (
+                f"the weights are cut into shards along {' and '.join(cut)} already, and now "
+                f"along {self.axis} too"
+            )
             fix = f'keep one of them, along one axis; zero replicates by itself: replicate_axis = "{cut[0]}"'
             yield Diagnostic(text, fix, "strategies.zero")
 
     def _check_dtypes(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         for weight in (param_sharding.param for param_sharding in sharding.param_shardings):
             if weight.dtype and weight.trainable:
-                text = f"{weight.name} is trained in {weight.dtype}, and shards are stepped in the dtype of the job"
+                text = (
+                    f"{weight.name} is trained in {weight.dtype}, and shards are stepped in "
+                    f"the "
+                    f"dtype of the job"
+                )
                 yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
             elif weight.dtype and weight.dtype not in PARAM_DTYPE_NBYTES and self.stage == 3:
                 text = f"{weight.name} is of {weight.dtype}, which is not cut into shards"

@@ -1,12 +1,14 @@
-"""Rates learnt from steps that were measured: the constants of a machine that explain them best, near what they were.
+"""Fits the constants of a machine to measured steps, regularised towards their prior values.
 
-    minimise   sum over steps of  rho(log(predicted / measured))   +   strength^2 sum over rates of  log(rate / rate before)^2
+    minimise   sum over steps of  rho(log(predicted / measured))   +   strength^2 sum over rates of  log(rate
+                                                                       / prior)^2
 
-rho is quadratic for small errors and linear for large ones, so that a run that was disturbed does not bend the rest. Sources
-weigh alike whatever their number of steps. What is learnt is of the machine: it holds for other models and other plans on it, and
-is judged on those.
+rho is quadratic for small errors and linear for large ones, so that a disturbed run does not dominate. Each
+source has the same weight, whatever its number of steps. The constants belong to the machine: they hold for
+other models and plans on it, and are validated on those.
 
-Method: least squares in the logarithms by a trust region, scipy.optimize.least_squares; Huber-like loss (soft l1).
+Method: least squares in the logarithms by a trust region, scipy.optimize.least_squares; Huber-like loss (soft
+l1).
 """
 
 from collections import Counter
@@ -45,7 +47,7 @@ MAX_EVALUATIONS = 25
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step that was measured: of what, laid out how, on which machine; seconds, and where the figure comes from."""
+    """A measured step: model, configuration, machine, seconds, and the source of the figure."""
 
     shape: ModelShape
     config: ParallelConfig
@@ -54,7 +56,7 @@ class MeasuredStep:
     source: str = ""
 
     def predicted_s(self, rates: MachineRates) -> float:
-        """Its seconds at these rates."""
+        """Returns its predicted seconds at these rates."""
         return step_time(self.shape, self.config, replace(self.machine, rates=rates)).seconds
 
 
@@ -64,7 +66,10 @@ def calibrate(
     strength: float = 0.15,
     limits: Mapping[str, tuple[float, float]] = RATE_LIMITS,
 ) -> MachineRates:
-    """The rates that explain `steps`, near `before`: `strength` is how strongly each is held there, and none leaves `limits`."""
+    """Returns the rates that explain `steps`, near `prior`.
+
+    `strength` weighs the distance from the prior; no rate leaves `limits`.
+    """
     if not steps:
         return prior
     start = [log(vars(prior)[name]) for name in RATE_NAMES]

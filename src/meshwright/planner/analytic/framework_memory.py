@@ -1,35 +1,53 @@
-"""What a code base holds in memory, in bytes per element: the same tensors exist everywhere, but not at the same time.
+"""What a code base keeps in memory, in bytes per element.
 
-A layer of hidden size h and inner size f, on T tokens of a micro-batch, keeps for its backward, on one of t tensor ranks:
+The same tensors exist everywhere, but not at the same time. A layer of hidden size h and FFN size f, on T
+tokens of a micro-batch, saves for its backward, on one of t tensor ranks:
 
-    stream    T h        what flows past the blocks, as two norms take it in: 4; with norms of several kernels, `unfused` more
-    whole     T h        what the matrices take in: 4; divided like the stream where tokens lie on tensor ranks, unless `gathered`
-    inner     T h / t    q, k, v and what attention gives out: 8; fewer k and v in groups; `flash` more with a fused kernel
-    plain     T f / t    inside the MLP: 4; with a gate `gated`, 8, compiled 2 less: what joins the halves is not kept
-    eager     b a s s / t    scores: softmax in float32 and its 16-bit copy, 6
-    softmax   b a s s / t    one kernel for them, and a mask of dropout, 5; no scores with a fused kernel
+    residual                  T h        inputs of two norms: 4; with unfused norms `unfused_norm_extra` more
+    matmul_inputs             T h        inputs of matmuls: 4; sequence-sharded like the residual, unless
+                                         `keeps_gathered_inputs`
+    attention_qkv             T h / t    q, k, v and the attention output: 8; fewer k and v with grouped
+                                         heads;
+                                         `flash_attention_extra` more with a fused kernel
+    mlp                       T f / t    inside the MLP: 4; `gated_mlp`, 8, with a gate, 2 less compiled
+    eager_scores              b a s s / t    scores: softmax in float32 and its 16-bit copy, 6
+    fused_softmax_scores      b a s s / t    one kernel for softmax and a dropout mask, 5; none with a fused
+                                             kernel
 
-and the step beside it:
+and the step around it:
 
-    weights    per weight; so are gradients, and moments, those of a float32 master with it; `shared` comes with shards of moments
-    logit      T V / t, at the loss's worst moment: 16-bit 2, float32 4, log-softmax 4, its gradient 4; `across` more where words
-               are divided, `waiting` more while another micro-batch's wait; whole on each rank unless `divided`
-    inside     of a block's backward: gradients of its parts, 6 T f / t + 4 T h, so many times
-    ahead      layers gathered at once where weights lie in shards, and `behind` those whose gradients are whole at once; `ends`:
-               embedding and head stay gathered for the whole step; `stays`: with ranks along pp so do all layers, with the sums
-               of their gradients
-    fixed      bytes of buffers, whatever the model is
-    gaps       what an allocator has reserved over what lives; `pinned` bytes per logit more: halves of pieces that live; `split`
-               more without a fused kernel: freed pieces of scores, too short for logits, in which something small lives
-    context    of the driver and of communicators: always, more on tensor ranks, more along pp; no counter of torch has them
-    handed     what goes to the next rank along pp, 2 T h, is whole even where tokens lie on tensor ranks
-    cut        how layers are dealt along pp (planner/stages.py)
+    weights                   per weight; so are gradients, and optimizer_states (with a float32 master);
+                              `sharded_optimizer_extra` comes with sharded optimizer states
+    logits                    T V / t, at the peak of the loss: 16-bit 2, float32 4, log-softmax 4, its
+                              gradient 4;
+                              `sharded_logits_extra` more if the vocabulary is sharded, `waiting_logits` more
+                              while
+                              another micro-batch's wait; unsharded unless `shards_logits`
+    block_backward            gradients of a block's intermediates, 6 T f / t + 4 T h, times this factor
+    prefetched_layers         layers unsharded at once with sharded weights; `unreduced_layers`: layers whose
+                              full
+                              gradients exist at once; `keeps_ends_gathered`: embedding and head stay
+                              unsharded for
+                              the whole step; `keeps_layers_gathered`: under a pipeline so do all layers, with
+                              the
+                              sums of their gradients
+    fixed_buffers             bytes, for any model
+    fragmentation             reserved over allocated bytes; `logits_fragmentation` bytes per logit more;
+                              `score_fragmentation` more without a fused kernel: freed blocks of scores that
+                              are too
+                              short for the logits
+    driver_context            bytes of the driver and of communicators: always, with tensor ranks, with a
+                              pipeline;
+                              no counter of torch includes them
+    full_boundary             the tensor sent to the next pp rank, 2 T h, is not sequence-sharded
+    layer_split               how layers are assigned to pp ranks (memory.py)
 
-The values that stand here are those of this library's own engine. Contexts were bracketed on 80 GB A100s by pairs of runs of
-which one fitted (Aleph-Alpha 2023): 0.7, 0.6 and 0.9 GiB; reserved over allocated, 1.015 to 1.02, there and on H100s.
+The defaults are those of this library's own engine. Contexts were bracketed on 80 GB A100s by pairs of runs
+of which one fitted (Aleph-Alpha 2023): 0.7, 0.6 and 0.9 GiB; reserved over allocated, 1.015 to 1.02, there
+and on H100s.
 
-Paper: V. Korthikanti et al. 2022, arXiv 2205.05198, table 2: the default is its layer without dropout
-and with fused attention.
+Paper: V. Korthikanti et al. 2022, arXiv 2205.05198, table 2: the default is its layer without dropout and
+with fused attention.
 """
 
 from dataclasses import dataclass
@@ -42,8 +60,10 @@ LayerSplit = Literal["layers", "ends", "norm", "cost"]
 
 @dataclass(frozen=True)
 class FrameworkMemory:
-    """Bytes per element (see the module). `gradients` None: those that the layout sums. `opwise`: of what is rerun as attention
-    every second product is kept, and all else rerun.
+    """Bytes per element (see the module).
+
+    `gradients` None: the width in which the configuration reduces them. `recomputes_per_operator`: with
+    attention recomputation every second matmul output is saved, and all else recomputed.
     """
 
     weights: float = 2

@@ -1,37 +1,43 @@
-"""Bytes that a rank holds at most, from sizes alone: states, activations, logits, what passes through, and what lies between.
+"""Bytes of the fullest rank, in closed form: model states, activations, logits, unsharded parameters.
 
-    weights, gradients, moments    per weight, each divided by those who share it
-    activations                    what backward needs of a layer and a micro-batch, times the micro-batches under way at once
-    inside | logits                the fuller of two moments: the backward of one block, where what is rerun is there once more;
-                                   the loss, with every copy of one micro-batch's logits. The first is kept small by recomputing,
-                                   the second by tensor ranks
-    gathered                       layers whole where weights lie in shards, the gradients of one, buffers of fixed size
-    gaps                           what an allocator has reserved and nothing lives in
-    context                        of a driver and of communicators: in a device's figure, not in torch's
+    weights, gradients, optimizer_states    per weight, each divided by the ranks that share it
+    activations          saved tensors of a layer and a micro-batch, times the micro-batches in flight
+    block_backward | logits    the larger of two peaks: the backward of one block, with its recomputed
+                               tensors;
+                         the loss, with every copy of one micro-batch's logits. Recomputation keeps the first
+                         small,
+                         tensor ranks the second
+    gathered_params      unsharded layers where weights are sharded, the gradients of one, buffers of fixed
+                         size
+    fragmentation        bytes that the allocator has reserved without tensors
+    driver_context       of the driver and of communicators: in the device's figure, not in torch's
 
-    held = N (w + g / share + o / share) + in flight x layers x kept + max(inside, logits) + gathered
-    peak = held (1 + gaps) + context
+    allocated = N (w + g / shards + o / shards) + in flight x layers x saved + max(block, logits) + gathered
+    total     = allocated (1 + fragmentation) + context
 
-What exists at once is a habit of the code base: planner/habits.py names it, and its defaults are this library's own engine's.
-Which rank along pp is the fullest is asked of the first two and the last (planner/stages.py).
+What exists at once differs between code bases: `FrameworkMemory` names it, and its defaults are this
+library's. The fullest pp rank is among the first two and the last.
 
-Cost: some tens of microseconds a call. Limits: decoders of equal layers; fragmentation is a share, though in truth it comes
-from the order of a step, and decides a run that fits barely; temporaries of single operations are those of the two moments.
+Layers per pp rank (`stage_layers`):
 
-Papers: S. Rajbhandari et al. 2019, arXiv 1910.02054, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198, section 4.
-
-What one rank along pp has: so many layers, the embedding or the head, and so many micro-batches under way.
-
-    layers    L layers over p ranks, the first ones taking the rest; where that does not come out even and L + 2 does, as `ends`
-    ends      embedding, L layers and head, dealt as L + 2 equal items
+    layers    L layers over p ranks, the first ones taking the rest; if that is uneven and L + 2 is not, as
+              `ends`
+    ends      embedding, L layers and head, split as L + 2 equal items
     norm      embedding, L layers, last norm and head: L + 3 items
-    cost      by weights: a rank's part ends with the layer that passes its share; the head counts as V h, the embedding nothing
+    cost      by weights: a stage ends with the layer that passes its share; the head counts V h, the
+              embedding nothing
 
-Under one forward, one backward rank r of p holds min(m, p - r) micro-batches; in chunks, v of them per rank, what the warm-up has
-run: (2 (p - r - 1) + (v - 1) p + 1) / v; an order that fills its gaps with halves of backward holds as many on every rank.
+Under 1F1B pp rank r of p holds min(m, p - r) micro-batches; with v virtual stages per rank, those of the
+warm-up: (2 (p - r - 1) + (v - 1) p + 1) / v; a schedule that fills bubbles with halves of backward holds the
+same on every rank.
 
-Papers: D. Narayanan et al. 2021, arXiv 2104.04473, section 2.2; V. Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.3;
-P. Qi et al. 2023, arXiv 2401.10241, table 1.
+Cost: some tens of microseconds a call. Limits: decoders of equal layers; fragmentation is a fixed share,
+though in truth it depends on the order of a step, and decides a run that barely fits; temporaries of single
+operations are those of the two peaks.
+
+Papers: S. Rajbhandari et al. 2019, arXiv 1910.02054, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198,
+sections 4 and 4.2.3; D. Narayanan et al. 2021, arXiv 2104.04473, section 2.2; P. Qi et al. 2023, arXiv
+2401.10241, table 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -46,7 +52,7 @@ from meshwright.planner.machine.roofline import HALF_NBYTES
 
 
 class StageLayers(NamedTuple):
-    """The layers of a rank along pp, and whether it has the embedding (`first`) and the head (`last`)."""
+    """The layers of a pp rank, and whether it has the embedding and the head."""
 
     layers: int
     has_embedding: bool
@@ -56,7 +62,10 @@ class StageLayers(NamedTuple):
 def stage_layers(
     shape: ModelShape, config: ParallelConfig, pp_rank: int, layer_split: LayerSplit = "layers"
 ) -> StageLayers:
-    """What `rank` along pp has of `shape`. Where parts are folded the first rank has both ends, and no layer more."""
+    """Returns the layers of `pp_rank`.
+
+    Under a V schedule the first rank has both ends, and no extra layer.
+    """
     layers, pp = shape.layers, config.pp
     if pp == 1:
         return StageLayers(layers, True, True)
@@ -80,10 +89,10 @@ def stage_layers(
 
 
 def fullest_pp_ranks(config: ParallelConfig, layer_split: LayerSplit = "layers") -> Iterable[int]:
-    """The ranks along pp of which one holds most.
+    """Returns the pp ranks of which one holds most.
 
-    The first, whose micro-batches stay longest; the second, which may have a layer in the place of the embedding; the last, with
-    the logits. Where parts are cut by cost a layer more may be on any.
+    The first, whose micro-batches stay longest; the second, which may have a layer instead of the embedding;
+    the last, with the logits. With a split by cost any rank may have a layer more.
     """
     if layer_split == "cost":
         return range(config.pp)
@@ -91,7 +100,7 @@ def fullest_pp_ranks(config: ParallelConfig, layer_split: LayerSplit = "layers")
 
 
 def microbatches_in_flight(config: ParallelConfig, pp_rank: int) -> float:
-    """How many micro-batches' activations `rank` along pp holds at once, in units of all its layers."""
+    """Returns how many micro-batches' activations `pp_rank` holds at once, in units of all its layers."""
     pp, parts, held = config.pp, config.virtual_stages, config.schedule_profile.in_flight
     if pp == 1:
         return 1.0
@@ -107,7 +116,6 @@ def microbatches_in_flight(config: ParallelConfig, pp_rank: int) -> float:
 
 
 def _item_range(items: int, parts: int, part: int) -> tuple[int, int]:
-    """The items of one part, the first parts taking the rest."""
     each, rest = divmod(items, parts)
     low = part * each + min(part, rest)
     return low, low + each + (part < rest)
@@ -125,13 +133,14 @@ def _split_by_cost(layers: int, pp: int, layer: float, table: float) -> tuple[St
     return tuple(StageLayers(count, part == 0, part == pp - 1) for part, count in enumerate(counts))
 
 
-# bytes of a score in its backward, beside what is kept: its gradient in 16 bits; by torch in float32 before and behind softmax
+# bytes of a score in its backward, beside what is kept: its gradient in 16 bits; by torch in float32 before
+# and behind softmax
 SCORE_BACKWARD_NBYTES = {"eager": 6, "softmax": 2}
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of a rank, by category (see the module); `context` is of the driver and of communicators."""
+    """Bytes of a rank, by category (see the module)."""
 
     weights: float
     gradients: float
@@ -145,28 +154,28 @@ class MemoryEstimate:
 
     @property
     def model_states(self) -> float:
-        """What does not go with the micro-batch: weights, gradients, the optimizer's."""
+        """Bytes that do not depend on the micro-batch: weights, gradients, optimizer states."""
         return self.weights + self.gradients + self.optimizer_states
 
     @property
     def allocated(self) -> float:
-        """What tensors hold: torch's allocated bytes."""
+        """Bytes of all tensors: torch's allocated bytes."""
         return self.model_states + self.activations + self.block_backward + self.logits + self.gathered_params
 
     @property
     def reserved(self) -> float:
-        """What an allocator has taken for them: torch's reserved bytes."""
+        """Bytes that the allocator has taken for them: torch's reserved bytes."""
         return self.allocated + self.fragmentation
 
     @property
     def total(self) -> float:
-        """All of it: what the device's own figure shows."""
+        """All bytes: the device's own figure."""
         return self.reserved + self.driver_context
 
 
 @dataclass(frozen=True)
 class _LayerMemory:
-    """Bytes of one layer and micro-batch: what it keeps, its backward's own, and what is handed to the next rank along pp."""
+    """Bytes of one layer and micro-batch: saved tensors, temporaries of its backward, the stage boundary."""
 
     saved: float
     block_backward: float
@@ -176,7 +185,7 @@ class _LayerMemory:
 def estimate_memory(
     shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory = MESHWRIGHT_MEMORY
 ) -> MemoryEstimate:
-    """Of the rank that holds most, in code of such `habits`."""
+    """Returns the memory of the rank that holds most."""
     return max((held for _, held in memory_by_pp_rank(shape, config, framework)), key=lambda each: each.total)
 
 
@@ -186,7 +195,7 @@ def memory_by_pp_rank(
     framework: FrameworkMemory = MESHWRIGHT_MEMORY,
     pp_ranks: Iterable[int] = (),
 ) -> Iterator[tuple[int, MemoryEstimate]]:
-    """What `ranks` along pp hold (none given: those of which one holds most), each with its rank."""
+    """Yields the memory of `pp_ranks` (default: those of which one holds most), each with its rank."""
     one = _layer_memory(shape, config, framework)
     for rank in pp_ranks or fullest_pp_ranks(config, framework.layer_split):
         yield rank, _rank_memory(shape, config, framework, rank, one)
@@ -284,7 +293,6 @@ def _num_tables(shape: ModelShape, stage: StageLayers) -> int:
 
 
 def _logits_nbytes(shape: ModelShape, config: ParallelConfig, framework: FrameworkMemory) -> float:
-    """All copies of one micro-batch's logits, and what waits of another's."""
     each = (
         framework.logits
         + (framework.sharded_logits_extra if config.tp > 1 else 0)
@@ -301,7 +309,6 @@ def _gathered_nbytes(
     own: float,
     sums: float,
 ) -> float:
-    """What is whole for a while where gradients, and weights, lie in shards: weights in 16 bits, and gradients."""
     if config.data_parallel_size == 1 or config.zero_stage < 2:
         return 0.0
     layer, table = shape.layer_numel / config.tp, shape.embedding_numel / config.tp

@@ -1,16 +1,16 @@
-"""The sizes of a transformer: enough to plan for a model that nobody has at hand.
+"""The sizes of a transformer: enough to plan for a model without its code or weights.
 
     "175b: layers 96 hidden 12288 heads 96"        a name, and sizes by their names
-    ffn 4 x hidden, vocab 50304, sequence 2048, kv_heads = heads: what stands there where nothing is said
+    defaults: ffn 4 x hidden, vocab 50304, sequence 2048, kv_heads = heads
 
-Weights of a layer, h the hidden size, k / a the share of heads that keys and values have, f the inner size of the MLP:
+Weights of a layer, h the hidden size, k / a the share of heads that keys and values have, f the FFN size:
 
-    attention   h w (2 + 2 k / a)          MLP   2 h f,  or 3 h f where a gate stands beside it (SwiGLU)
+    attention   h w (2 + 2 k / a)          MLP   2 h f,  or 3 h f with a gate (SwiGLU)
 
-where w is what all heads have together: h, unless a `head` is said to be wider or narrower than h / a.
+where w is the width of all heads together: h, unless `head` is wider or narrower than h / a.
 
-Shapes are a coarser source than a model's own trace: no convolutions, no experts, layers all alike. A plan made from them says
-so.
+Shapes are coarser than the analysis of a model: no convolutions, no experts, all layers alike. A plan made
+from them says so.
 """
 
 import re
@@ -20,14 +20,19 @@ from math import inf
 
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 
-SHAPE_FORMAT = '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, head, ffn, vocab, sequence, gated, tied'
+SHAPE_FORMAT = (
+    '"NAME: layers 96 hidden 12288 heads 96", and where you know them kv_heads, '
+    "head, "
+    "ffn, vocab, sequence, gated, tied"
+)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes. `gated`: the MLP has a gate; `tied`: the last matrix is the embedding; `ffn`, `kv_heads` 0: the usual.
+    """The sizes of a decoder.
 
-    `head`: the width of one head of attention; 0: its share of the hidden size.
+    `gated`: the MLP has a gate; `tied`: the last matrix is the embedding; `ffn`, `kv_heads` 0: the default.
+    `head`: the width of one attention head; 0: its share of the hidden size.
     """
 
     name: str
@@ -44,52 +49,55 @@ class ModelShape:
 
     @property
     def head_dim(self) -> float:
-        """Of one head."""
+        """The width of one head."""
         return self.head or self.hidden / self.heads
 
     @property
     def attention_dim(self) -> float:
-        """Of all heads together: what queries have, and what attention gives out."""
+        """The width of all heads together: of the queries, and of the attention output."""
         return self.heads * self.head_dim
 
     @property
     def num_kv_heads(self) -> int:
-        """The heads that keys and values have."""
+        """The number of key/value heads."""
         return self.kv_heads or self.heads
 
     @property
     def ffn_dim(self) -> int:
-        """The inner size of the MLP, of one of its matrices."""
+        """The FFN size of one of its matrices."""
         return self.ffn or 4 * self.hidden
 
     @property
     def num_up_projections(self) -> int:
-        """How many matrices of the MLP go from the hidden size to the inner one."""
+        """The number of MLP matrices from the hidden size to the FFN size."""
         return 2 if self.gated else 1
 
     @property
     def layer_numel(self) -> float:
-        """The weights of a layer that are matrices."""
+        """The matrix elements of a layer."""
         attention = self.hidden * self.attention_dim * (2 + 2 * self.num_kv_heads / self.heads)
         return attention + (self.num_up_projections + 1) * self.hidden * self.ffn_dim
 
     @property
     def embedding_numel(self) -> int:
-        """The weights of the embedding, and of the head."""
+        """The elements of the embedding, and of the head."""
         return self.vocab * self.hidden
 
     @property
     def numel(self) -> float:
-        """All weights; norms and biases, less than one in a thousand, apart."""
+        """All elements, without norms and biases (less than one in a thousand)."""
         return self.layers * self.layer_numel + self.embedding_numel * (1 if self.tied else 2)
 
     def flops(self, num_tokens: float) -> float:
-        """Of a step on so many tokens, forward and backward, as mfu counts them: 6 per weight and token, and attention uncut."""
+        """Returns the FLOPs of a step on `num_tokens`, forward and backward, as MFU counts them.
+
+        6 per weight and token, and attention without a causal discount.
+        """
         weights = self.layers * self.layer_numel + self.embedding_numel
         return num_tokens * (6 * weights + 12 * self.layers * self.attention_dim * self.sequence)
 
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """Sizes that no model has."""
+        """Yields what is wrong with the sizes."""
         for name in ("layers", "hidden", "heads", "vocab", "sequence"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(
@@ -110,7 +118,7 @@ class ModelShape:
 
 
 def parse_shape(text: str) -> ModelShape:
-    """The shape that `text` says (see the module).
+    """Returns the shape written in `text` (see the module).
 
     Raises PlanError with every word that is not understood and every size that is missing or wrong.
     """
@@ -150,7 +158,6 @@ def parse_shape(text: str) -> ModelShape:
 
 
 def _is_integer(word: str) -> bool:
-    """Whether it is a whole number, such as 12 or 12_000."""
     return (
         word.replace("_", "").isdecimal()
         and not word.startswith("_")

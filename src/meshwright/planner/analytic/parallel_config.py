@@ -1,7 +1,7 @@
-"""How the work is laid out, as a planner counts it: so many ranks along each axis, and what runs on each.
+"""A parallel configuration in the planner's terms: ranks per axis, schedule, ZeRO stage, recomputation.
 
-A layout is a plan before it is one: sizes without weights, so that thousands of them are priced in a second. The one that is
-chosen becomes a plan (mesh, strategies, program), which is checked, priced action by action and proved.
+It is a plan without parameters, so thousands of them are priced in a second. The chosen one becomes a plan
+(mesh, strategies, program), which is checked, priced action by action and verified.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,8 @@ from typing import Literal
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.planner.analytic.model_shape import ModelShape
 
-# scores by torch; with one kernel for their softmax; never written out, by kernels as old as the device is new, or newer
+# scores by torch; with one kernel for their softmax; never written out, by kernels as old as the device is
+# new, or newer
 AttentionKernel = Literal["eager", "softmax", "flash1", "flash2", "flash3"]
 RecomputeMode = Literal[
     "none", "attention", "operators", "layers"
@@ -21,12 +22,13 @@ RecomputeMode = Literal[
 
 @dataclass(frozen=True)
 class ScheduleProfile:
-    """How ranks along pp take turns: what they wait, (pp - 1) (f F + b B + w W), where all of B is I + W.
+    """The cost of a pipeline schedule: idle time (pp - 1) (f F + b B + w W), where B = I + W.
 
-    `held` is how many micro-batches the first of them keeps at once, in units of pp; `even`: all of them keep as many;
-    `folded`: chunks go there and back, and the first rank has the head as well as the embedding. `both`: micro-batches enter at
-    both ends, so that every part lies on two ranks, and ranks wait for half of the others. `fills`: those W are put where ranks
-    would wait; few micro-batches have few of them.
+    `in_flight` is how many micro-batches the first rank keeps at once, in units of pp; `uniform_memory`: all
+    ranks keep as many; `is_folded`: stages run down the ranks and back up (V schedule), so the first rank has
+    both the embedding and the head. `is_bidirectional`: micro-batches enter at both ends, so every stage is
+    on two ranks, and ranks wait for half of the others. `fills_bubbles`: W fills idle time, and few
+    micro-batches have few of them.
     """
 
     f: float = 1.0
@@ -53,17 +55,19 @@ DUALPIPE = ScheduleProfile(
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Ranks by axis (`dp`: copies, `tp`, `pp`, `cp`), `chunks` of layers per rank along pp, and the micro-batches.
+    """Ranks per axis (`dp`, `tp`, `pp`, `cp`), `virtual_stages` per pp rank, and the micro-batches.
 
-    `micro_batch` rows go through at once, `micros` times per step. Of what copies hold alike, each keeps a share: with `shards` 1
-    of moments, with 2 of gradients too, with 3 of weights too; `within` says among how many of the copies shares lie, where not
-    among all: those groups hold the same. `sequence`: between matrices tokens lie on tensor ranks. `swaps` ranks along cp, side
-    by side, exchange tokens for heads in attention; keys go round the others (1: round all). Tensor ranks stand side by side, and
-    copies beyond them; with `outside` it is the other way round. `dtype`
-    is what products are made in, `sums` the bytes of a gradient that is summed over copies, `gathers` those of a weight that is
-    gathered. `kernel` of attention, `fused`: norms are one kernel, `compiled`: so is what lies between products. `reruns`: what
-    backward computes once more, in `rerun_share` of the layers. `hidden`: the share of what tensor ranks and copies send that the
-    code runs beside products. `piecewise`: weights in shards are gathered one by one, each when it is needed.
+    `micro_batch` samples per micro-batch, `num_microbatches` per step. `zero_stage` 1 shards optimizer states
+    over the replicas, 2 gradients too, 3 weights too; `zero_group_size` is the number of replicas that share
+    them (0: all). `sequence_parallel`: between matmuls tokens are sharded over tensor ranks. `ulysses_degree`
+    neighbouring cp ranks exchange tokens for heads in attention; keys travel around the ring of the others
+    (1: ring only). Tensor ranks are neighbours, and replicas further apart; with `tp_across_hosts` it is the
+    other way round. `dtype` is that of matmuls, `grad_reduce_itemsize` the bytes of a reduced gradient,
+    `param_gather_itemsize` those of a gathered weight. `attention_kernel`; `fused_norms`: a norm is one
+    kernel; `compiled`: so are the operations between matmuls. `recompute`: what backward computes again, in
+    `recompute_fraction` of the layers. `overlap_fraction`: the share of tensor and data parallel
+    communication that the code overlaps with matmuls. `gathers_per_param`: sharded weights are gathered one
+    by one, each when needed.
     """
 
     dp: int = 1
@@ -97,37 +101,40 @@ class ParallelConfig:
 
     @property
     def data_parallel_size(self) -> int:
-        """The ranks that hold the same weights and sum their gradients."""
+        """The ranks that hold the same weights and reduce their gradients."""
         return self.dp * self.cp
 
     @property
     def zero_shard_size(self) -> int:
-        """The ranks among which shares of the same states lie."""
+        """The ranks over which the same states are sharded."""
         return (self.zero_group_size or self.dp) * self.cp
 
     @property
     def tp_stride(self) -> int:
-        """How far tensor ranks stand from each other."""
+        """The distance of neighbouring tensor ranks."""
         return self.data_parallel_size if self.tp_across_hosts else 1
 
     @property
     def dp_stride(self) -> int:
-        """How far copies stand from each other."""
+        """The distance of neighbouring replicas."""
         return 1 if self.tp_across_hosts else self.tp
 
     def local_tokens(self, shape: ModelShape) -> float:
-        """Of a micro-batch, on one rank along cp."""
+        """Returns the tokens of a micro-batch on one cp rank."""
         return self.micro_batch * shape.sequence / self.cp
 
     def max_layers_per_rank(self, shape: ModelShape) -> float:
-        """Of the rank along pp that has most; the embedding and the head count as a layer each where that comes out even."""
+        """Returns the layers of the pp rank that has most.
+
+        Embedding and head count as layers if that divides evenly.
+        """
         if shape.layers % self.pp == 0:
             return shape.layers / self.pp
         both = shape.layers + 2
         return both / self.pp if both % self.pp == 0 else shape.layers // self.pp + 1
 
     def diagnostics(self, shape: ModelShape) -> Iterator[Diagnostic]:
-        """What keeps it from being a plan for `shape`."""
+        """Yields what keeps it from being a plan for `shape`."""
         if shape.heads % self.tp:
             text = f"tp {self.tp} ranks share {shape.heads} heads"
             yield Diagnostic(text, "each takes as many: choose a divisor of the heads", "tp")
@@ -135,7 +142,10 @@ class ParallelConfig:
             text = f"pp {self.pp} x {self.virtual_stages} chunks for {shape.layers} layers"
             yield Diagnostic(text, "each chunk has a layer: choose fewer", "pp")
         if self.cp % self.ulysses_degree or shape.heads // self.tp % self.ulysses_degree:
-            text = f"{self.ulysses_degree} of cp {self.cp} ranks exchange tokens for {shape.heads // self.tp} heads"
+            text = (
+                f"{self.ulysses_degree} of cp {self.cp} ranks exchange tokens for "
+                f"{shape.heads // self.tp} heads"
+            )
             yield Diagnostic(
                 text, "groups are equal, and each rank takes as many heads: choose a divisor of both", "swaps"
             )

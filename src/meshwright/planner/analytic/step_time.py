@@ -1,19 +1,21 @@
-"""The seconds of a step, from sizes alone: what each rank computes, sends and waits for, summed in closed form.
+"""Seconds of a step in closed form: what each rank computes, sends and waits for.
 
-    a layer, forward     4 or 5 products, attention, what only passes through memory, the meetings of tensor ranks
-    backward             each product twice, attention 2.5 times; what is rerun, once more
-    a micro-batch        its layers; on the last rank along pp the head and the loss
-    in float8, float4    what goes in is cast; attention, norms and the head stay in 16 bits
-    small kernels        a layer is not faster than its host asks for them
-    heads of odd width   scores of heads no multiple of 8 wide are not computed where matrices are: at float32's speed
-    weights one by one   a copy for each rank's piece of each weight, and nothing runs beside the gather: it grows with ranks
-    a step               micros x the slowest rank  +  what ranks along pp wait  +  sums over copies that nothing hides
+    a layer, forward     4 or 5 matmuls, attention, memory operations, the collectives of tensor ranks
+    backward             each matmul twice, attention 2.5 times; recomputed operations once more
+    a micro-batch        its layers; on the last pp rank the head and the loss
+    in float8, float4    matmul inputs are cast; attention, norms and the head stay in 16 bits
+    small kernels        a layer is not faster than its kernel launches
+    odd head widths      scores of heads no multiple of 8 wide run at float32's speed
+    gather per param     a copy for each rank's shard of each weight, without overlap: it grows with ranks
+    a step               micro-batches x the slowest rank  +  pipeline wait  +  exposed gradient reduction
                          + the optimizer
 
-A sketch takes microseconds, a program seconds: a search makes thousands of the one and few of the other. Its closed forms are
-those of the papers; what they leave out (unlike parts, transfers that meet) the clock finds when the program is played.
+A closed form takes microseconds, a program seconds: a search evaluates thousands of the one and few of the
+other. The formulas are those of the papers; what they leave out (unequal stages, overlapping transfers) shows
+in the simulation of the program.
 
-Papers: D. Narayanan et al. 2021, arXiv 2104.04473, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198, section 4.
+Papers: D. Narayanan et al. 2021, arXiv 2104.04473, section 3; V. Korthikanti et al. 2022, arXiv 2205.05198,
+section 4.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ from meshwright.planner.machine.roofline import (
 HALF_DTYPE = "bfloat16"
 KERNELS_PER_LAYER = 80  # kernels of a layer's forward
 PARAMS_PER_LAYER = 12  # of a layer: matrices, biases and norms
-HEAD_DIM_ALIGNMENT = 8  # 16-bit elements that units for matrices load at once: heads of another width are computed by those for float32
+# 16-bit elements that units for matrices load at once: heads of another width are computed by those for
+# float32
+HEAD_DIM_ALIGNMENT = 8
 ADAMW_NBYTES_PER_PARAM = (
     28  # bytes that AdamW reads and writes per weight: gradient, master, two moments, and the weight itself
 )
@@ -41,7 +45,10 @@ ADAMW_NBYTES_PER_PARAM = (
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a forward and of its backward; `weights`: of the latter, its products for gradients of weights, where known."""
+    """Seconds of a forward and of its backward.
+
+    `weight_grad`: the part of the backward for weight gradients, if known.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
@@ -54,18 +61,18 @@ class PassTime:
 
     @property
     def deferrable(self) -> float:
-        """W, what can be put off; half of the backward where nothing else is known."""
+        """Seconds of W, which can be deferred; half of the backward if unknown."""
         return self.weight_grad or self.backward / 2
 
     @property
     def total(self) -> float:
-        """Of both together."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The seconds of a step, and where they go; the parts add up to the whole."""
+    """The seconds of a step by category; they add up to the step."""
 
     compute: float
     tp_comm: float
@@ -76,13 +83,13 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All of them."""
         return self.compute + self.tp_comm + self.pipeline_wait + self.dp_comm + self.optimizer + self.fixed
 
 
 @dataclass(frozen=True)
 class MicrobatchTime:
-    """What a micro-batch takes on one rank: a layer and its `met`ings, the embedding (`first`) and the head (`last`)."""
+    """Seconds of a micro-batch on one rank: a layer and its collectives, the embedding and the head."""
 
     layer: PassTime
     collectives: PassTime
@@ -91,7 +98,7 @@ class MicrobatchTime:
 
 
 def microbatch_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> MicrobatchTime:
-    """Those of `layout`, without what is rerun: alike wherever tp, cp and micro-batch are."""
+    """Returns the times of `config` without recomputation: equal for equal tp, cp and micro-batch."""
     given = shape, config, machine
     return MicrobatchTime(
         layer_compute(*given), layer_collectives(*given), embedding_time(*given), head_time(*given)
@@ -101,7 +108,10 @@ def microbatch_time(shape: ModelShape, config: ParallelConfig, machine: Machine)
 def step_time(
     shape: ModelShape, config: ParallelConfig, machine: Machine, microbatch: MicrobatchTime | None = None
 ) -> StepTime:
-    """What a step of `shape` under `layout` takes on `machine`; `known` spares a search to count its parts once more."""
+    """Returns the seconds of a step of `shape` under `config` on `machine`.
+
+    `microbatch` is a cached `microbatch_time`.
+    """
     found = microbatch or microbatch_time(shape, config, machine)
     computed, met, first, last = found.layer, found.collectives, found.embedding, found.head
     if config.recompute == "layers":
@@ -147,7 +157,10 @@ def step_time(
 
 
 def pipeline_wait_s(config: ParallelConfig, stage: PassTime, others: float) -> float:
-    """Seconds that ranks along pp wait, by the paper of their order; `whole` is a rank's part, and `others` all ranks but one."""
+    """Returns the seconds that pp ranks wait, by the formula of their schedule.
+
+    `stage` is a rank's time, `others` that of all ranks but one.
+    """
     order = config.schedule_profile
     share = (order.f * stage.forward + order.b * stage.backward + order.w * stage.deferrable) / stage.total
     share *= (config.pp / 2 - 1) / (config.pp - 1) if order.is_bidirectional else 1.0
@@ -156,10 +169,10 @@ def pipeline_wait_s(config: ParallelConfig, stage: PassTime, others: float) -> f
 
 
 def unfilled_bubble_s(config: ParallelConfig, stage: PassTime, others: float) -> float:
-    """Seconds that ranks along pp wait at least, where too few micro-batches have a W to fill them with: one less than there are.
+    """Returns the least wait of pp ranks where too few micro-batches have a W to fill bubbles with.
 
-    Of one micro-batch nothing but F and I is waited for; where they enter at both ends, W of half of the ranks too. `whole` is a
-    rank's part, and `others` all ranks but one.
+    For one micro-batch only F and I are waited for; in a bidirectional schedule W of half of the ranks too.
+    `stage` is a rank's time, `others` that of all ranks but one.
     """
     if not config.schedule_profile.fills_bubbles:
         return 0.0
@@ -169,7 +182,7 @@ def unfilled_bubble_s(config: ParallelConfig, stage: PassTime, others: float) ->
 
 
 def launch_bound(layer: PassTime, config: ParallelConfig, machine: Machine) -> PassTime:
-    """A layer is not faster than its host asks for its kernels."""
+    """Returns the time of a layer, which is not faster than its kernel launches."""
     asked = KERNELS_PER_LAYER * machine.rates.kernel_launch_s * (0.5 if config.compiled else 1.0)
     again = config.recompute_fraction if config.recompute == "layers" else 0.0
     return PassTime(
@@ -180,12 +193,12 @@ def launch_bound(layer: PassTime, config: ParallelConfig, machine: Machine) -> P
 
 
 def _overlapped_max(one: float, other: float) -> float:
-    """The longer of two that run beside each other; where both take as long they hold each other up a little."""
+    """The longer of two that run side by side; if they are equal they delay each other a little."""
     return (one**4 + other**4) ** 0.25
 
 
 def layer_compute(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """What a layer computes for one micro-batch on one rank."""
+    """Returns what a layer computes for one micro-batch on one rank."""
     tokens, tp, h, f = config.local_tokens(shape), config.tp, shape.hidden, shape.ffn_dim / config.tp
     heads = shape.attention_dim / tp
     groups = max(shape.num_kv_heads / tp, 1) * shape.head_dim
@@ -226,7 +239,7 @@ def layer_compute(shape: ModelShape, config: ParallelConfig, machine: Machine) -
 
 
 def _cast_seconds(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
-    """What goes into products of few bits is read in 16 and written in 8, as it is and turned round."""
+    """Matmul inputs of few bits are read in 16 and written in 8 bits, as they are and transposed."""
     if config.dtype in (HALF_DTYPE, "float16", "float32"):
         return 0.0
     elements = config.local_tokens(shape) * (
@@ -239,7 +252,10 @@ def _cast_seconds(shape: ModelShape, config: ParallelConfig, machine: Machine) -
 
 
 def _attention_time(shape: ModelShape, config: ParallelConfig, machine: Machine, heads: float) -> PassTime:
-    """Attention: a fused kernel computes half of the pairs, those not masked; another one all, and their scores pass memory."""
+    """A fused kernel computes half of the pairs, those not masked.
+
+    Another one all, and their scores pass through memory.
+    """
     tokens = config.local_tokens(shape)
     flops = 4 * tokens * shape.sequence * heads
     if config.attention_kernel not in ("eager", "softmax"):
@@ -259,7 +275,10 @@ def _attention_time(shape: ModelShape, config: ParallelConfig, machine: Machine,
 
 
 def head_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """The logits of one micro-batch, and their loss: in 16 bits, whatever the layers are computed in."""
+    """Returns the time of the logits of one micro-batch and of their loss.
+
+    In 16 bits whatever the layers use.
+    """
     tokens, words, h = config.local_tokens(shape), shape.vocab / config.tp, shape.hidden
     lost = 6 * tokens * words * machine.rates.loss_passes
     forward = matmul_seconds(machine, tokens, words, h, HALF_DTYPE) + memory_op_seconds(machine, lost, 6)
@@ -270,12 +289,15 @@ def head_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> Pa
 
 
 def embedding_time(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """The embedding of one micro-batch."""
+    """Returns the time of the embedding of one micro-batch."""
     return PassTime(memory_op_seconds(machine, 8 * config.local_tokens(shape) * shape.hidden, 6), 0.0)
 
 
 def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machine) -> PassTime:
-    """What tensor ranks send each other in a layer, and ranks along cp: keys and values, unless attention hides them."""
+    """Returns the time of a layer's tensor-parallel collectives.
+
+    And of keys and values that attention does not hide.
+    """
     tokens, h, tp = config.local_tokens(shape), shape.hidden, config.tp
     seen = 1 - config.overlap_fraction * min(1.0, machine.rates.tp_overlap)
     one = seen * all_gather_seconds(machine, HALF_NBYTES * tokens * h, tp, config.tp_stride, config.num_ranks)
@@ -297,7 +319,7 @@ def layer_collectives(shape: ModelShape, config: ParallelConfig, machine: Machin
 
 
 def boundary_send_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
-    """Seconds in which a micro-batch goes from one rank along pp to the next."""
+    """Returns the seconds in which a micro-batch goes from one pp rank to the next."""
     nbytes = (
         HALF_NBYTES
         * config.local_tokens(shape)
@@ -308,7 +330,10 @@ def boundary_send_s(shape: ModelShape, config: ParallelConfig, machine: Machine)
 
 
 def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, one: PassTime) -> PassTime:
-    """Where weights lie in shards: what a layer waits for them longer than it computes, and what both slow each other."""
+    """Exposed time of weight gathers under ZeRO 3.
+
+    And the slowdown of gathers and computation by each other.
+    """
     if config.zero_stage < 3 or config.data_parallel_size == 1:
         return PassTime()
     nbytes = HALF_NBYTES * shape.layer_numel / config.tp
@@ -348,10 +373,10 @@ def _local_numel(shape: ModelShape, config: ParallelConfig) -> float:
 def grad_reduce_s(
     shape: ModelShape, config: ParallelConfig, machine: Machine, overlapping: PassTime
 ) -> float:
-    """The sums over copies, and the shares of weights brought together again, as far as nothing hides them.
+    """Returns the exposed seconds of gradient reduction and of gathering sharded weights.
 
-    Shares of gradients are summed behind every micro-batch, whole ones once; where groups of copies hold the same shares, these
-    are summed over the groups. Where micro-batches enter at both ends, two ranks have the same part.
+    Sharded gradients are reduced after every micro-batch, others once; with several ZeRO groups the shards
+    are also reduced across them. In a bidirectional schedule two ranks have the same stage.
     """
     own, ranks = _local_numel(shape, config), config.num_ranks
     pair = (
@@ -391,7 +416,7 @@ def grad_reduce_s(
 
 
 def optimizer_s(shape: ModelShape, config: ParallelConfig, machine: Machine) -> float:
-    """Seconds in which the optimizer reads and writes what it steps."""
+    """Returns the seconds in which the optimizer reads and writes its tensors."""
     own = _local_numel(shape, config)
     nbytes = (
         own * ADAMW_NBYTES_PER_PARAM

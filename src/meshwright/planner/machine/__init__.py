@@ -1,1 +1,8 @@
-"""."""
+"""The machine that a plan is for: devices, links and the share of their peaks that they reach.
+
+machine           Machine: the devices, the hosts and their rates
+efficiency        MachineRates: the fitted constants (rates.toml)
+roofline          seconds of a matmul, of attention, of memory operations and of collectives
+from_benchmark    rates from `bench device` and `bench network`
+from_run          rates corrected by a previous run
+"""

@@ -1,26 +1,38 @@
-"""What share of their peaks devices and links reach: constants of a machine, fitted or measured, never of a plan.
+"""The share of their peaks that devices and links reach.
 
-    product     of the peak of matrix products, in the limit of large ones; in float8, or that with a scale for every 32
-                elements (`blocks`); in float4; `casts`: how often what goes into such a product is read and written for it,
-                `casts_rows` times as often with a scale per row;
-                `side`: the size of an inner dim at which half of that is reached
-    tail        how much of a last wave of tiles that does not fill the device is paid for: 1 is all
-    attention   of the peak, in fused attention; `attention_back`: in its backward; `attention_old`: times that by the first
-                kernels, `attention_new` by those written for the device (arXiv 2407.08608: twice what older ones reach there)
-    memory      of the memory's rate, in what lies between products; `start_s` is what any kernel takes to start,
-                `launch_s` what its host takes to ask for it: small kernels wait for that
-    link, nic   of the rates of links inside a host and out of it; `latency_s` per doubling of ranks, with what
-                they wait for each other
-    crowd       hosts at which a fabric's rate has fallen to half, because they share its upper levels; `crowding`: how steeply
-    *_hidden    of what tensor ranks, or copies, send: the share that runs beside products
-    beside      how much a product is slowed by a gather beside it
-    scores_*    how often attention that is not fused reads or writes its scores
-    stream      how often what lies between a layer's products reads or writes the hidden state; `unfused`: times more where
-                norms are several kernels; `inside`: how often what lies within attention and MLP is; `loss`: logits
-    handover    how much of what goes to the next rank along pp is waited for, and `turn_s` beside it, whatever its size;
-                `fixed_s`: once per step
+Constants of a machine, fitted or measured, never of a plan.
 
-Values are in rates.toml: by kind of device, with what they were fitted on.
+    matmul               of the peak of matmuls, in the limit of large ones; matmul_float8,
+                         matmul_float8_blocks
+                         (a scale for every 32 elements), matmul_float4; cast_passes: how often the inputs of
+                         such a
+                         matmul are read and written for it, rowwise_cast_factor times as often with a scale
+                         per row;
+                         half_rate_dim: the inner dim at which half of that is reached
+    wave_tail            the share of a last, partly filled wave of tiles that is paid for: 1 is all
+    attention            of the peak, in fused attention; attention_backward: in its backward;
+                         attention_flash1: times
+                         that by the first kernels, attention_flash3 by those written for the device (arXiv
+                         2407.08608: twice what older ones reach there)
+    memory               of the memory's rate, in operations between matmuls; kernel_start_s: the least time
+                         of a
+                         kernel, kernel_launch_s: what its host takes to launch it
+    link, nic            of the rates of links inside a host and out of it; latency_s per doubling of ranks
+    fabric_half_hosts    hosts at which a fabric's rate has fallen to half, as they share its upper levels;
+                         fabric_exponent: how steeply
+    tp_overlap           the share of tensor-parallel communication that runs beside matmuls;
+                         grad_reduce_overlap: of gradient reduction
+    overlap_slowdown     how much a matmul is slowed by a gather beside it
+    *_score_passes       how often attention that is not fused reads or writes its scores
+    residual_passes      how often the operations between a layer's matmuls read or write the hidden state;
+                         unfused_norm_factor: times more with unfused norms; inner_passes: inside attention
+                         and MLP;
+                         loss_passes: over the logits
+    boundary_exposed     the share of a send to the next pp rank that is waited for; microbatch_overhead_s
+                         beside it,
+                         whatever its size; step_overhead_s: once per step
+
+Values are in rates.toml: by kind of device, with their sources.
 """
 
 import tomllib
@@ -72,6 +84,9 @@ RATE_NAMES = tuple(field.name for field in fields(MachineRates))
 
 @cache
 def load_rates(device: str) -> MachineRates:
-    """Those of a kind of device, by its name in core/devices.csv; of one that nobody has fitted, those of all."""
+    """Returns the rates of a kind of device, by its name in devices.csv.
+
+    Of one without a fit, the common ones.
+    """
     said = tomllib.loads((files("meshwright.planner.machine") / "rates.toml").read_text(encoding="utf-8"))
     return MachineRates(**{**said["all"], **said.get(device, {})})

@@ -1,14 +1,15 @@
-"""A machine's rates from what was measured on one of its devices, and on its links.
+"""A machine's rates from measurements of one of its devices, and of its links.
 
-    device.toml     products, attention, memory, calls of one device (core/profile.py): from one cheap device, for any number
-    cluster.toml    sums among a few ranks (core/cluster.py): the rate and the latency of links, for any number
+    device.toml     matmuls, attention, memory, calls of one device (plan/hardware/device_profile.py)
+    cluster.toml    all-reduces among a few ranks (plan/hardware/network_model.py): rate and latency of links
 
-What no measurement says stays what the kind of device has (planner/rates.py): how often memory is gone through between products,
-what hides what. Shares are of the maker's peaks where these are known, and of the best that was measured where they are not.
+What no measurement covers keeps the values of the kind of device (efficiency.py): memory passes between
+matmuls, overlap. Efficiencies are relative to the maker's peaks, or to the best measurement if these are
+unknown.
 
-A sum is a scatter of sums and a gather, of equal bytes, so that each is half of it:
+An all-reduce is a reduce-scatter and an all-gather of equal bytes, so each is half of it:
 
-    seconds of a sum of S bytes among n ranks / 2  =  latency log2(n)  +  (n - 1) / n S / rate
+    seconds of an all-reduce of S bytes among n ranks / 2  =  latency log2(n)  +  (n - 1) / n S / rate
 """
 
 import re
@@ -37,7 +38,10 @@ MAX_BYTES_PER_S = 1e15  # bytes per second, where a byte costs nothing that coul
 
 
 def measured_device(profile: DeviceProfile) -> DeviceSpec:
-    """The device that was measured: its maker's facts where they are known; else its best, and nothing is known of its links."""
+    """Returns the measured device: the maker's figures if known.
+
+    Else its best measurements, with unknown links.
+    """
     known = find_device(profile.device)
     if known is not None:
         return known
@@ -56,7 +60,10 @@ def measured_device(profile: DeviceProfile) -> DeviceSpec:
 
 
 def streaming_rate(profile: DeviceProfile) -> float:
-    """Bytes per second of what passes through memory between products: on a CPU caches hold some of it, on a GPU none."""
+    """Returns the bytes per second of memory operations between matmuls.
+
+    Partly in caches on a CPU, not on a GPU.
+    """
     if profile.kind == "cuda":
         return profile.memory_ops[-1].bytes_per_s
     return median(
@@ -66,9 +73,9 @@ def streaming_rate(profile: DeviceProfile) -> float:
 
 
 def measured_rates(profile: DeviceProfile, device: DeviceSpec) -> MachineRates:
-    """The shares of the peaks of `device` that `profile` found, of products and attention in 16 bits, memory and calls.
+    """Returns the efficiencies of matmuls and attention in 16 bits, memory and calls that `profile` found.
 
-    Raises PlanError where nothing was measured in 16 bits: plans are chosen for it.
+    Raises PlanError if nothing was measured in 16 bits: plans are chosen for it.
     """
     half = next((dtype for dtype in profile.dtypes if dtype in HALF_DTYPES), None)
     if half is None:
@@ -94,7 +101,7 @@ def measured_rates(profile: DeviceProfile, device: DeviceSpec) -> MachineRates:
 
 
 def _fit_matmul_rates(profile: DeviceProfile, machine: Machine, dtype: str) -> MachineRates:
-    """The rates of products that explain those in `dtype`, those of a single matrix."""
+    """The matmul rates that explain the measured matmuls in `dtype`, those of a single matrix."""
     points = [each for each in profile.matmuls if each.dtype == dtype and each.batch == 1]
 
     def rates(place: Sequence[float]) -> MachineRates:
@@ -114,9 +121,9 @@ def _fit_matmul_rates(profile: DeviceProfile, machine: Machine, dtype: str) -> M
 
 
 def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tuple[str, ...]]:
-    """`given` with the links that were measured, and what was taken from where, in words.
+    """Returns `machine` with the measured links, and notes on their sources.
 
-    Raises PlanError where `cluster` is another machine, or says nothing of links that `given` needs.
+    Raises PlanError if `cluster` is another machine, or lacks links that `machine` needs.
     """
     _check_same_machine(machine, cluster)
     known = machine.devices_per_host  # 0: nobody has said
@@ -134,7 +141,8 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
         latency_s, rate = _fit_link(cluster, inside)
         rates, device = replace(rates, link=1.0, latency_s=latency_s), replace(device, link_rate=rate)
         notes.append(
-            f"links of a host: {rate / 1e9:.3g} GB/s and {1e6 * latency_s:.3g} us, among {_join_counts(inside)} ranks"
+            f"links of a host: {rate / 1e9:.3g} GB/s and {1e6 * latency_s:.3g} us, among "
+            f"{_join_counts(inside)} ranks"
         )
     if apart:
         latency_s, rate = _fit_link(cluster, apart)
@@ -143,17 +151,24 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
         latency_s = max(latency_s / 2, rates.latency_s if inside else 0.0)
         rates, device = replace(rates, nic=1.0, latency_s=latency_s), replace(device, nic_rate=card)
         notes.append(
-            f"between hosts: {card / 1e9:.3g} GB/s per device, among {_join_counts(apart)} ranks on hosts of {host}"
+            f"between hosts: {card / 1e9:.3g} GB/s per device, among {_join_counts(apart)} "
+            f"ranks "
+            f"on hosts of {host}"
         )
     elif machine.num_devices > host:
         if not device.nic_rate:
             text = (
                 f"{machine.num_devices} devices on hosts of {host}, and links between hosts were not measured"
             )
-            fix = "measure them: start `meshwright bench network` on several hosts; or say nic_gb_s in a [device] table"
+            fix = (
+                "measure them: start `meshwright bench network` on several hosts; or say "
+                "nic_gb_s in a [device] table"
+            )
             raise PlanError(text, fix=fix, location="--cluster")
         notes.append(
-            f"between hosts nothing was measured: {device.nic_rate / 1e9:.3g} GB/s per device, as said of {device.name}"
+            f"between hosts nothing was measured: {device.nic_rate / 1e9:.3g} GB/s per device, "
+            f"as "
+            f"said of {device.name}"
         )
     if not inside and not device.link_rate:
         text = f"links inside a host were not measured (among {_join_counts(apart)} ranks on hosts of {host})"
@@ -172,13 +187,19 @@ def with_measured_links(machine: Machine, cluster: Cluster) -> tuple[Machine, tu
 def _check_same_machine(machine: Machine, cluster: Cluster) -> None:
     named = find_device(cluster.machine)
     if machine.device in known_devices() and (named is None or named.name != machine.device.name):
-        text = f"the links are those of {cluster.machine} (over {cluster.transport}), and the devices are {machine.device.name}"
+        text = (
+            f"the links are those of {cluster.machine} (over {cluster.transport}), and the "
+            f"devices are {machine.device.name}"
+        )
         fix = "measure there: meshwright bench network; or describe a machine of yours in a [device] table"
         raise PlanError(text, fix=fix, location="--cluster")
 
 
 def _fit_link(cluster: Cluster, rank_counts: Iterable[int]) -> tuple[float, float]:
-    """Seconds per doubling of ranks, and bytes per second, of half a sum; long messages say the rate, short ones the latency."""
+    """Seconds per doubling of ranks, and bytes per second, of half an all-reduce.
+
+    Long messages determine the rate, short ones the latency.
+    """
     cells = [
         (ranks, nbytes, predict_all_reduce_s(cluster, BACKEND, ranks, nbytes) / 2)
         for ranks in rank_counts

@@ -1,10 +1,12 @@
-"""What a run taught of its machine: how many times as long its computing, and its sending, took as was planned.
+"""Corrects a machine's rates by a previous run.
 
-    computing    products, attention, memory, calls, what a step costs once     its shares of the peak become so many times less
-    sending      links inside a host, cards out of it, latency                  their rates likewise
+How many times longer than planned its computation and communication took.
 
-Two constants, no more: a run has few step times, and whatever is learnt from them shall hold for other models and other plans on
-the same machine. Everything that is computed scales alike, so that one factor explains a run's computing exactly.
+    compute_factor    matmuls, attention, memory, calls, overhead per step      efficiencies are divided by it
+    comm_factor       links inside a host, cards out of it, latency             likewise
+
+Two constants, no more: a run has few step times, and the correction has to hold for other models and plans on
+the same machine. All computation scales alike, so one factor explains a run's computation exactly.
 """
 
 from dataclasses import dataclass, replace
@@ -18,10 +20,11 @@ OVERHEAD_RATES = ("kernel_start_s", "kernel_launch_s", "step_overhead_s", "micro
 
 @dataclass(frozen=True)
 class RunCalibration:
-    """So many times as long as planned took computing and sending (None: nothing was learnt of it), over so many `steps`.
+    """How many times longer than planned computation and communication took (None.
 
-    `apart` is False where the run was not traced: then both are the factor of the whole step. `between`: whether its ranks met
-    over several hosts, of which a host has been taken to have as many ranks as the machine says.
+    Unknown), over `num_steps` steps. `is_traced` False: without a trace both are the factor of the whole
+    step. `crosses_hosts`: whether its ranks were on several hosts, with as many ranks on each as the machine
+    says.
     """
 
     source: str
@@ -34,7 +37,11 @@ class RunCalibration:
     def __str__(self) -> str:
         text = f"{self.source}: {self.num_steps} steps"
         if not self.is_traced:
-            return f"{text} took {self.compute_factor:.3g} times as long as planned (no trace: computing and sending are not told apart)"
+            return (
+                f"{text} took {self.compute_factor:.3g} times as long as planned (no trace: "
+                f"computing and sending are not told "
+                f"apart)"
+            )
         sent = (
             "too little was sent to tell"
             if self.comm_factor is None
@@ -44,7 +51,7 @@ class RunCalibration:
 
 
 def apply_calibration(machine: Machine, calibration: RunCalibration) -> Machine:
-    """`given` at the rates that the run had."""
+    """Returns `machine` at the rates of the run."""
     rates, slower = machine.rates, calibration.compute_factor
     changed = {name: vars(rates)[name] / slower for name in EFFICIENCY_RATES}
     changed |= {name: vars(rates)[name] * slower for name in OVERHEAD_RATES}

@@ -1,16 +1,19 @@
-"""Seconds of what devices do: products, attention, what only passes through memory, and what ranks send each other.
+"""Seconds of matmuls, attention, memory operations and collectives, by the roofline model.
 
-    seconds of a product of [m, k] by [k, n]     the larger of    2 m n k / (peak x share),    bytes / (memory rate x share)
+    seconds of a matmul of [m, k] by [k, n]     the larger of    2 m n k / (peak x share),    bytes / (memory
+                                                                 rate x share)
 
-The share of a product is less for a short inner dim (a tile's pipeline fills and drains once) and for a last wave of tiles that
-leaves units idle:
+The share of a matmul is less for a short inner dim (a tile's pipeline fills and drains once) and for a last
+wave of tiles that leaves units idle:
 
-    share = product / (1 + side / k) / waves         waves = 1 + tail (ceil(tiles / units) units / exact tiles - 1)
+    share = matmul / (1 + half_rate_dim / k) / waves
+    waves = 1 + wave_tail (ceil(tiles / units) units / exact tiles - 1)
 
-Every kernel takes `start_s` at least. A gather of S bytes among n ranks sends (n - 1) / n S through each; where they lie on
-several hosts, it goes round them all: the bytes that leave a host share its cards.
+Every kernel takes at least `kernel_start_s`. A gather of S bytes among n ranks sends (n - 1) / n S through
+each; across hosts it is a ring, and the bytes that leave a host share its cards.
 
-Paper: S. Williams et al. 2009, Roofline, doi:10.1145/1498765.1498785; rings: R. Thakur et al. 2005, doi:10.1177/1094342005051521.
+Paper: S. Williams et al. 2009, Roofline, doi:10.1145/1498765.1498785; rings: R. Thakur et al. 2005,
+doi:10.1177/1094342005051521.
 """
 
 from math import ceil, log2
@@ -24,7 +27,7 @@ HALF_NBYTES = 2  # bytes of a 16-bit float
 def matmul_seconds(
     machine: Machine, rows: float, columns: float, inner: float, dtype: str = "bfloat16"
 ) -> float:
-    """Seconds of [rows, inner] by [inner, columns]."""
+    """Returns the seconds of [rows, inner] by [inner, columns]."""
     if rows * columns * inner <= 0:
         return 0.0
     rates, exact = machine.rates, rows * columns / (MATMUL_TILE[0] * MATMUL_TILE[1])
@@ -56,7 +59,10 @@ def matmul_seconds(
 
 
 def attention_seconds(machine: Machine, flops: float, *, backward: bool, kernel: str = "flash2") -> float:
-    """Seconds of fused attention that takes `flops` forward (2.5 times as many backward), by a `kernel` of planner/layout.py."""
+    """Returns the seconds of fused attention of `flops` forward (2.5 times as many backward).
+
+    By a `kernel`.
+    """
     rates = machine.rates
     made = {"flash1": rates.attention_flash1, "flash3": rates.attention_flash3}.get(kernel, 1.0)
     share = rates.attention * made * (rates.attention_backward if backward else 1.0)
@@ -65,7 +71,7 @@ def attention_seconds(machine: Machine, flops: float, *, backward: bool, kernel:
 
 
 def memory_op_seconds(machine: Machine, nbytes: float, num_kernels: int = 1) -> float:
-    """Seconds of `kernels` that read and write `nbytes` and compute little."""
+    """Returns the seconds of `num_kernels` kernels that read and write `nbytes` and compute little."""
     return (
         nbytes / (machine.device.memory_rate * machine.rates.memory)
         + num_kernels * machine.rates.kernel_start_s
@@ -75,9 +81,9 @@ def memory_op_seconds(machine: Machine, nbytes: float, num_kernels: int = 1) -> 
 def all_gather_seconds(
     machine: Machine, nbytes: float, num_ranks: float, stride: float, num_devices: float
 ) -> float:
-    """Seconds of an all_gather to, or a reduce_scatter of, `nbytes` among `ranks` ranks, which lie `stride` apart.
+    """Returns the seconds of an all_gather to, or a reduce_scatter of, `nbytes` among `num_ranks` ranks.
 
-    `devices` is how many there are in all: those that share the fabric with them.
+    `stride` apart. `num_devices` is how many there are in all: those that share the fabric with them.
     """
     if num_ranks <= 1:
         return 0.0
@@ -92,6 +98,6 @@ def all_gather_seconds(
 
 
 def send_seconds(machine: Machine, nbytes: float, stride: float) -> float:
-    """Seconds of `nbytes` to a rank that lies `stride` ranks further."""
+    """Returns the seconds of sending `nbytes` to a rank `stride` ranks further."""
     rate = machine.link_rate if stride < machine.devices_per_host else machine.nic_rate(1)
     return nbytes / rate + 2 * machine.rates.latency_s

@@ -1,17 +1,22 @@
 """Seconds of each action of a program, from what its block does and how fast the device is.
 
-    F, B, I, W      the operations of the visit (core/work.py), as much of each as falls to the rank: tokens, heads, features;
-                    the collectives within it on top, and the copies that put slices in order for them. W has the products
-                    that sum over rows, I all others of a backward
-    RECOMPUTE           a forward once more                  LOSS     what the loss does, forward and backward
-    PACK, UNPACK, ACCUMULATE, CLIP, LOCAL_NORM, STEP                bytes that they read and write: gradients, weights, moments
-    REDUCE, UNSHARD, SEND ...                            the links (planner/wire.py)
+    F, B, I, W                 the operations of the block call (operations.py), as much of each as falls to
+                               the rank: tokens, heads, features; the collectives within it on top, and the
+                               copies that put slices in order for them. W has the products that sum over
+                               rows, I all others of a backward
+    RECOMPUTE                  a forward once more
+    LOSS                       what the loss does, forward and backward
+    PACK, UNPACK, ACCUMULATE,  bytes that they read and write: gradients, weights, optimizer states
+      CLIP, LOCAL_NORM, STEP
+    REDUCE, UNSHARD, SEND ...  the links (network_time.py)
 
-    one operation of a block       the longer of a call and of       2 m n k at the speed of its shape       bytes at the memory's
-    where the host asks ahead      the longer of all calls together, and of all operations together
+    one operation of a block   the longer of a call, of 2 m n k at the speed of its shape, and of its bytes
+                               at the speed of the memory
+    where the host asks ahead  the longer of all calls together, and of all operations together
 
-A first micro-batch leaves gradients; each later one also adds to them. Where nobody has seen a block's operations, they are
-one square product with as many operations, and what the block holds passes through memory: that is said.
+A first micro-batch leaves gradients; each later one also adds to them. Where nobody has seen a block's
+operations, they are one square product with as many operations, and what the block holds passes through
+memory: that is said.
 """
 
 from collections.abc import Iterable, Mapping
@@ -49,7 +54,9 @@ COPY_KINDS = ("PACK", "UNPACK", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 
 @dataclass(frozen=True)
 class ActionCost:
-    """Seconds of an action: what it computes, what its rank waits within it for messages, and how late these start."""
+    """Seconds of an action: what it computes, what its rank waits within it for messages, and how late these
+    start.
+    """
 
     compute_s: float = 0.0
     comm_s: float = 0.0
@@ -63,7 +70,9 @@ class ActionCost:
 
 @dataclass(frozen=True)
 class _RankFraction:
-    """What of a visit falls to a rank: of its tokens, of its features or heads, and of what passes through memory."""
+    """What of a visit falls to a rank: of its tokens, of its features or heads, and of what passes through
+    memory.
+    """
 
     tokens: float = 1.0
     features: float = 1.0
@@ -157,7 +166,9 @@ class ActionCosts:
         return _RankFraction(tokens, features, share.saved_numel / inside if inside else tokens)
 
     def _full_ops(self, visit: str) -> tuple[int, int]:
-        """The operations of a forward of `visit` per sample, and the elements that it keeps inside, on one device."""
+        """The operations of a forward of `visit` per sample, and the elements that it keeps inside, on one
+        device.
+        """
         anatomy = self._plan.model_spec
         at = anatomy.block_calls.index(visit)
         return anatomy.flops[at], anatomy.saved_numel[at] if anatomy.saved_numel else 0
@@ -235,7 +246,9 @@ class ActionCosts:
         return products + self._ops_seconds(self._model_ops.loss, _RankFraction(memory=tokens), back=False)
 
     def _vocab_loss_seconds(self, logits: float) -> float:
-        """The loss of so many logits of the words that are here, and its gradient, some tokens at a time (engine/logits.py)."""
+        """The loss of so many logits of the words that are here, and its gradient, some tokens at a time
+        (engine/logits.py).
+        """
         pace, width = (
             self.target.device_time,
             max(FLOAT_NBYTES["float32"], FLOAT_NBYTES[self._plan.job.precision.compute]),
@@ -266,13 +279,17 @@ class ActionCosts:
         return self._gradient_pass_seconds(names, 3)
 
     def _gradient_pass_seconds(self, names: Iterable[str], times: int, *, in_shards: bool = False) -> float:
-        """Reading or writing the gradients of these weights, or their shards, so many times, each by an operation of its own."""
+        """Reading or writing the gradients of these weights, or their shards, so many times, each by an
+        operation of its own.
+        """
         width = FLOAT_NBYTES[self._plan.job.precision.effective.gradients]
         own = (self._numel[name][in_shards] for name in names if name in self._numel)
         return sum(self._warm_memory_seconds(times * width * numel) for numel in own)
 
     def _warm_memory_seconds(self, nbytes: float) -> float:
-        """Seconds of an operation on memory that is there already: however large, it brings none that is new."""
+        """Seconds of an operation on memory that is there already: however large,
+        it brings none that is new.
+        """
         moved, pieces = self.target.device_time.memory_op_seconds, max(1.0, nbytes / WARM_MEMORY_NBYTES)
         return pieces * moved(nbytes / pieces)
 
@@ -307,7 +324,9 @@ class ActionCosts:
         return self._plan.job.precision.compute
 
     def _inner_comm_seconds(self, action: Action) -> float:
-        """Seconds of the collectives within an action; what goes round while attention runs is hidden, where it can be."""
+        """Seconds of the collectives within an action; what goes round while attention runs is hidden, where
+        it can be.
+        """
         round_, others = 0.0, 0.0
         for move in action.inner_transfers:
             if move.collective == "shift":

@@ -1,11 +1,15 @@
-"""A program played where several ranks share cores: each act lasts longer while more is done than there are cores for.
+"""A program played where several ranks share cores: each act lasts longer while more is done than there are
+cores for.
 
-    alone         rank 0 [F][F]    [B][B]        two cores, three ranks: while all three compute, each gets two thirds
-                  rank 1    [F][B]               of a core, and what it does takes half as long again; while two wait,
+    alone         rank 0 [F][F]    [B][B]        two cores, three ranks: while all three compute, each gets
+                                                 two thirds
+                  rank 1    [F][B]               of a core, and what it does takes half as long again; while
+                                                 two wait,
                   rank 2       [F][F]    [B]     the third has a core for itself
 
-How much is done at once follows from when acts are done, and that from how long they last: so the program is played again until
-both agree. What moves messages takes a core as well, so that on a machine whose cores all compute nothing is hidden for free.
+How much is done at once follows from when acts are done, and that from how long they last: so the program is
+played again until both agree. What moves messages takes a core as well, so that on a machine whose cores all
+compute nothing is hidden for free.
 """
 
 from bisect import bisect_right
@@ -40,7 +44,8 @@ def simulate_shared(
     shared_cores: SharedCores | None,
     comm_delay: Callable[[Action], float] = lambda action: 0.0,
 ) -> list[SimulatedAction]:
-    """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared` None: they have that.
+    """The timeline of `program`, whose acts take so many `seconds` with a core for each thread; `shared`
+    None: they have that.
 
     What goes on the wire starts so `late`, and as much later as what is computed takes longer.
     """

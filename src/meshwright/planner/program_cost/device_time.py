@@ -1,10 +1,13 @@
-"""How fast a device does what blocks do: the words in which any device answers, a measured one or one from the table.
+"""How fast a device does what blocks do: the words in which any device answers, a measured one or one from
+the table.
 
-    measured      core/profile.py, from `meshwright bench device`: on a CPU a call takes its time, and the next one waits for it
-    by its kind   planner/roofline.py: shares of the maker's peaks; the host asks ahead, so that short operations wait for it
+    measured      core/profile.py, from `meshwright bench device`: on a CPU a call takes its time, and the
+                  next one waits for it
+    by its kind   planner/roofline.py: shares of the maker's peaks; the host asks ahead, so that short
+                  operations wait for it
 
-Both say seconds of one operation. `Ground` is the whole that a program is played on: a device for each rank, or cores that
-several ranks of a host share, and the links between them.
+Both say seconds of one operation. `Ground` is the whole that a program is played on: a device for each rank,
+or cores that several ranks of a host share, and the links between them.
 """
 
 from collections.abc import Mapping
@@ -40,7 +43,9 @@ class DeviceTime(Protocol):
         """Of fused attention, or of its `backward` alone."""
 
     def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
-        """Of an operation that reads and writes so many bytes, and makes so many numbers if it is one of core.work.RICH."""
+        """Of an operation that reads and writes so many bytes, and makes so many numbers if it is one of
+        core.work.RICH.
+        """
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """That the last of `ranks` such devices is behind their mean, after work of so many."""
@@ -77,7 +82,9 @@ class RatedDeviceTime:
         return memory_op_seconds(self.machine, nbytes)
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
-        """None: how evenly it goes was not measured, and the rates that it reaches are those of steps, waiting included."""
+        """None: how evenly it goes was not measured, and the rates that it reaches are those of steps,
+        waiting included.
+        """
         return 0.0
 
 
@@ -85,10 +92,11 @@ class RatedDeviceTime:
 class ExecutionTarget:
     """What a program is played on: the `pace` of a rank's device, and the `wire` between ranks.
 
-    `ahead`: a host asks for operations ahead of the device, so that a call costs nothing where the device has enough to do.
-    `cores`: how many the ranks of a host share, of which each uses `threads`; 0: each rank has a device of its own. `slower`:
-    times as long as the pace says, where a rank has fewer cores than that was measured with. `hosts`: on how many the ranks lie.
-    Of attention under a causal mask a kernel leaves out whole blocks of so many keys. `peaks` are FLOP/s by dtype.
+    `ahead`: a host asks for operations ahead of the device, so that a call costs nothing where the device has
+    enough to do. `cores`: how many the ranks of a host share, of which each uses `threads`; 0: each rank has
+    a device of its own. `slower`: times as long as the pace says, where a rank has fewer cores than that was
+    measured with. `hosts`: on how many the ranks lie. Of attention under a causal mask a kernel leaves out
+    whole blocks of so many keys. `peaks` are FLOP/s by dtype.
     """
 
     name: str

@@ -1,16 +1,19 @@
-"""What a rank holds of the model's state, to the byte, read from a plan: from its layouts, its job, and what its actions hold.
+"""What a rank holds of the model's state, to the byte, read from a plan: from its layouts, its job, and what
+its actions hold.
 
     parameters   what is kept of the weights between their uses: whole, or a shard; padding included
     gradients    where the sums of a step lie until STEP
-    master       the copy that the optimizer steps where weights have a narrower dtype, or where a rank has slices of them
+    master       the copy that the optimizer steps where weights have a narrower dtype, or where a rank has
+                 slices of them
     moments      what the optimizer keeps, counters included
-    buffers      memory of fixed size that the rest passes through: whole weights for their uses, messages, casts
+    buffers      memory of fixed size that the rest passes through: whole weights for their uses, messages,
+                 casts
 
     rank 0 of 4, stored in shards   [ w/4 ][ g/4 ][ m/4 ][ v/4 ]  + [ block ][ block ] + [ block ][ block ]
                                     what grows with the model        buffers: as large as the largest blocks
 
-Activations, and the gradients of one block between its backward and the PACK behind it, come and go within a step;
-`passing_bytes` says how much of that there is at most.
+Activations, and the gradients of one block between its backward and the PACK behind it, come and go within a
+step; `passing_bytes` says how much of that there is at most.
 """
 
 from collections import Counter
@@ -61,7 +64,8 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class _GroupState:
-    """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight, elements.
+    """Of one bundle: bytes kept of the weights, elements kept as master, and what is stepped: weight,
+    elements.
 
     `owned` are the elements of whole weights that the rank steps and has slices of.
     """
@@ -95,7 +99,9 @@ def state_bytes(plan: Plan, rank: int) -> StateBytes:
 
 
 def transient_nbytes(plan: Plan) -> int:
-    """The most that comes and goes in a step at any time, beside `state_bytes`: what blocks take, as far as it is known."""
+    """The most that comes and goes in a step at any time, beside `state_bytes`: what blocks take, as far as
+    it is known.
+    """
     most = 0
     for _, actions in plan.program.roles:
         freed = {name for action in actions if action.kind == "STEP" for name in action.frees}
@@ -112,9 +118,10 @@ def transient_nbytes(plan: Plan) -> int:
 def peak_nbytes(plan: Plan, rank: int) -> int:
     """The most bytes that `rank` of `plan` holds at any moment of a step, as far as it is known.
 
-    That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at the fullest: whole
-    gradients, what blocks hand on and keep inside, what the loss takes for itself, and what rules of optimizers do, unless they
-    are the caller's. Scratch memory of single operations, and that in which messages arrive, is not in it.
+    That is what it keeps between steps, buffers and shards of gradients included, and what comes and goes at
+    the fullest: whole gradients, what blocks hand on and keep inside, what the loss takes for itself, and
+    what rules of optimizers do, unless they are the caller's. Scratch memory of single operations, and that
+    in which messages arrive, is not in it.
     """
     return sum(peak_nbytes_by_category(plan, rank).values())
 
@@ -129,7 +136,8 @@ def optimizer_work(plan: Plan, rank: int) -> tuple[int, int]:
 def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
     """The same as `peak_bytes`, by what it is; only what is there.
 
-    That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it steps.
+    That is parameters, master, moments, buffers, gradients, activations, and what the optimizer has while it
+    steps.
     """
     plan = plan.for_rank(rank)
     kept, said, most = list(_group_states(plan, rank)), state_bytes(plan, rank), Counter[str]()
@@ -160,7 +168,9 @@ def peak_nbytes_by_category(plan: Plan, rank: int) -> dict[str, int]:
 
 
 def moment_bytes(job: Job, param: ParamSpec, numel: int) -> int:
-    """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes in core/rules.py."""
+    """What the optimizer keeps for `numel` elements of `weight`, all of it or a piece; a rule says its bytes
+    in core/rules.py.
+    """
     stepping = param_optimizer(job.optimizer, param)
     shape = param.shape if numel == param.numel else (numel,)
     counter = STEP_COUNTER_NBYTES if stepping.optimizer == "adamw" else 0
@@ -176,7 +186,9 @@ def moment_bytes(job: Job, param: ParamSpec, numel: int) -> int:
 
 
 def update_bytes(job: Job, param: ParamSpec, numel: int) -> int:
-    """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in core/rules.py."""
+    """What a step of `numel` elements of `weight`, all of it or a piece, has for itself; a rule says it in
+    core/rules.py.
+    """
     shape = param.shape if numel == param.numel else (numel,)
     return update_scratch_nbytes(
         param_optimizer(job.optimizer, param).optimizer, shape, FLOAT_NBYTES[job.precision.effective.master]

@@ -1,12 +1,15 @@
-"""Seconds of what ranks send each other: by what was measured of a cluster, or by the rates of a kind of device.
+"""Seconds of what ranks send each other: by what was measured of a cluster, or by the rates of a kind of
+device.
 
-    measured      `meshwright bench network` has measured sums (all_reduce). A sum is a scatter of sums and a gather, of equal bytes:
+    measured      `meshwright bench network` has measured sums (all_reduce). A sum is a scatter of sums and a
+                  gather, of equal bytes, so each of the two is half of it:
 
-                      all_reduce of S = reduce_scatter of S + all_gather of S          so each of the two is half of it
+                      all_reduce of S = reduce_scatter of S + all_gather of S
 
-                  an exchange, and a shift to the next rank, move what one of the two does; a message from one rank to another is
-                  priced by the model of the network that was fitted to the sums (core/link.py)
-    by its kind   bytes over the rate of the slowest link on the way, and a latency per hop (planner/roofline.py)
+                  An exchange, and a shift to the next rank, move what one of the two does. A message from
+                  one rank to another is priced by the model of the network that was fitted to the sums
+    by its kind   bytes over the rate of the slowest link on the way, and a latency per hop
+                  (planner/roofline.py)
 
 `ranks` are those that meet, by their number: neighbours share a host.
 """

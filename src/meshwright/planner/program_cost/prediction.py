@@ -1,8 +1,10 @@
 """What a plan will take: seconds of a step, and where they go, from its own program played on paper.
 
     computing   blocks and the loss                     within     messages within blocks
-    stepping    norm, clipping, the optimizer           meeting    messages between acts, as far as nothing hides them
-                                                        waiting    all else: for other ranks, and what an order leaves empty
+    stepping    norm, clipping, the optimizer           meeting    messages between acts, as far as nothing
+                                                                   hides them
+                                                        waiting    all else: for other ranks, and what an
+                                                                   order leaves empty
 
 The five of a role add up to the step. What ranks of one role do alike is priced once, for the first of them.
 """
@@ -21,7 +23,9 @@ from meshwright.planner.program_cost.stragglers import with_straggler_waits
 
 OPTIMIZER_KINDS = ("CLIP", "LOCAL_NORM", "STEP", "GRAD_SQNORM", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 NO_TRIAL_NOTE = (
-    "the model's operations were not seen on a trial, so blocks are priced by their number alone, at the best of products: "
+    "the model's operations were not seen on a trial, so blocks are priced by their number "
+    "alone, "
+    "at the best of products: "
     "expect the step to take up to twice as long"
 )
 
@@ -44,10 +48,11 @@ class StepBreakdown:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """Seconds of a step on the ground that is called `on`, those of each role, and what is to be known of them.
+    """Seconds of a step on the ground that is called `on`, those of each role, and what is to be known of
+    them.
 
-    `flops` are the model's in a step, a backward counted as two forwards; `mfu` is their share of the peak, None where none is
-    known.
+    `flops` are the model's in a step, a backward counted as two forwards; `mfu` is their share of the peak,
+    None where none is known.
     """
 
     target_name: str
@@ -92,7 +97,9 @@ def predict_step(plan: Plan, target: ExecutionTarget) -> StepPrediction:
 def step_breakdown(
     program: Program, costs: Mapping[int, ActionCost], shared_cores: SharedCores | None = None
 ) -> tuple[float, dict[str, StepBreakdown]]:
-    """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions, by identity."""
+    """The seconds of a step of `program`, and where those of each role go; `costs` are those of its actions,
+    by identity.
+    """
     ticks = simulate_shared(
         program,
         lambda action: costs[id(action)].seconds,

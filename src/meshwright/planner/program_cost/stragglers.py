@@ -1,15 +1,18 @@
 """What ranks wait where they meet, because one of them is always the last (core/steadiness.py).
 
-    rank 0  F(0) ....meets  F(1) ...       a message starts late by what the last of those that meet is behind, after what they
-    rank 1  F(0) meets      F(1)           have done since these met last; within a block they meet as often as it has collectives
+    rank 0  F(0) ....meets  F(1) ...       a message starts late by what the last of those that meet is
+                                           behind, after what they
+    rank 1  F(0) meets      F(1)           have done since these met last; within a block they meet as often
+                                           as it has collectives
 
-What stands on the wire behind something else, or what nobody waits for, is not held up by it. Ranks along each axis are level for
-themselves: copies whose tensor ranks meet in each block are as far apart at the end of a step as if these had not met. Where all
-meet along one axis and then along another, all were level as early as along the one that is longer ago. Ranks are level again
-where an act begins that has waited for their message; what was done since that was sent counts anew.
+What stands on the wire behind something else, or what nobody waits for, is not held up by it. Ranks along
+each axis are level for themselves: copies whose tensor ranks meet in each block are as far apart at the end
+of a step as if these had not met. Where all meet along one axis and then along another, all were level as
+early as along the one that is longer ago. Ranks are level again where an act begins that has waited for their
+message; what was done since that was sent counts anew.
 
-Limits: of two stages the one that waits for the other mostly waits long, so that messages along pp are not held up; that two of
-them who are ready at the same moment wait a little is not seen.
+Limits: of two stages the one that waits for the other mostly waits long, so that messages along pp are not
+held up; that two of them who are ready at the same moment wait a little is not seen.
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,7 +63,9 @@ class _RankClock:
         self._synchronized_at[ranks.key] = max(work_s, self._synchronized_at.get(ranks.key, 0.0))
 
     def _along(self, axes: frozenset[str]) -> float:
-        """When all ranks along `axes` were level: the latest meetings that have, together, all of these axes."""
+        """When all ranks along `axes` were level: the latest meetings that have, together,
+        all of these axes.
+        """
         covered: frozenset[object] = frozenset()
         for key, when in sorted(self._synchronized_at.items(), key=lambda item: -item[1]):
             covered |= key

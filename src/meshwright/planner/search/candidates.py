@@ -1,10 +1,13 @@
 """Every layout there is for a wish: what a machine and a shape allow, before anybody asks what is best.
 
-    for every mesh      tp on a host, pp up to the layers, cp where a row is long, dp the rest; who exchanges tokens for heads
+    for every mesh      tp on a host, pp up to the layers, cp where a row is long, dp the rest; who exchanges
+                        tokens for heads
     micro-batches       every divisor of a copy's rows
-    and what lies over  shares of states 0 .. 3, among all copies or those of some hosts; what is rerun; orders along pp
+    and what lies over  shares of states 0 .. 3, among all copies or those of some hosts; what is rerun;
+                        orders along pp
 
-Of a mesh, what holds least is known without looking at all that lies over it; and more rows at once hold more.
+Of a mesh, what holds least is known without looking at all that lies over it; and more rows at once hold
+more.
 """
 
 from collections.abc import Iterator, Sequence
@@ -84,7 +87,9 @@ def configs_on_mesh(
     sized_mesh: ParallelConfig,
     allowed_schedules: Sequence[NamedSchedule] | None = None,
 ) -> Iterator[tuple[ParallelConfig, str]]:
-    """All that may lie over a mesh with its micro-batches, each with the name of its order; of these the `allowed`, or all."""
+    """All that may lie over a mesh with its micro-batches, each with the name of its order; of these the
+    `allowed`, or all.
+    """
     allowed_schedules = (
         list(valid_schedules(request, sized_mesh)) if allowed_schedules is None else allowed_schedules
     )
@@ -163,7 +168,9 @@ def all_schedules(request: SearchRequest) -> Iterator[NamedSchedule]:
 
 
 def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    """What holds least over a mesh with its micro-batches, the leanest first; no more than any layout over it."""
+    """What holds least over a mesh with its micro-batches, the leanest first; no more than any layout over
+    it.
+    """
     orders = (
         [order for order, _ in request.schedules.values()]
         if sized_mesh.pp > 1

@@ -1,19 +1,24 @@
 """Devices of several kinds: how work is laid on them, so that the fast ones wait little for the slow ones.
 
-    copies     each on devices of one kind, all with the same rows: everybody waits for the slowest, and the least memory counts
-    along pp   each rank along pp on devices of one kind; layers are dealt by speed, as far as memory allows. Kinds with more
+    copies     each on devices of one kind, all with the same rows: everybody waits for the slowest, and the
+               least memory counts
+    along pp   each rank along pp on devices of one kind; layers are dealt by speed, as far as memory allows.
+               Kinds with more
                memory come first, where most micro-batches are under way
     alone      one kind does all, and the others stand still: what the two above are worth
 
-No group of tensor ranks, and none of ranks that have tokens of the same rows, mixes kinds. Between hosts the slower card counts.
+No group of tensor ranks, and none of ranks that have tokens of the same rows, mixes kinds. Between hosts the
+slower card counts.
 
-    layers of a rank = argmin max_k l_k t_k,   sum_k n_k l_k = L,   l_k at most what the memory of kind k takes
+    layers of a rank = argmin max_k l_k t_k,   sum_k n_k l_k = L,   l_k at most what the memory of kind k
+                                                                    takes
 
-t_k is what kind k takes for a layer of one micro-batch, n_k how many ranks along pp it has. Dealt one by one to whoever is ready
-first with one more, which is optimal for equal layers. What ranks along pp wait is by the formulas of equal ranks, of their mean.
+t_k is what kind k takes for a layer of one micro-batch, n_k how many ranks along pp it has. Dealt one by one
+to whoever is ready first with one more, which is optimal for equal layers. What ranks along pp wait is by the
+formulas of equal ranks, of their mean.
 
-Limits: unlike copies get as many rows each (a step is the sum over samples of all, and rows are not divided by speed); orders
-whose parts go there and back, or lie twice, are not laid on unlike devices.
+Limits: unlike copies get as many rows each (a step is the sum over samples of all, and rows are not divided
+by speed); orders whose parts go there and back, or lie twice, are not laid on unlike devices.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +52,8 @@ from meshwright.planner.search.search import Candidate, SearchResult, TopCandida
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """The devices of one kind: the `first` of the ranks along pp that it has, how many these are, and the layers of each.
+    """The devices of one kind: the `first` of the ranks along pp that it has, how many these are, and the
+    layers of each.
 
     `made`: what a micro-batch takes them, where that is counted already.
     """
@@ -65,7 +71,9 @@ class DeviceKind:
 
 
 def weakest_machine(machines: Sequence[Machine]) -> Machine:
-    """All devices as if each were, in every respect, the worst of them: what copies that wait for each other come to."""
+    """All devices as if each were, in every respect, the worst of them: what copies that wait for each other
+    come to.
+    """
     slow = min(machines, key=lambda each: each.peak_flops("bfloat16") * each.rates.matmul)
     devices = [each.device for each in machines]
     shared = set.intersection(*(set(device.flops) for device in devices))
@@ -90,7 +98,10 @@ def weakest_machine(machines: Sequence[Machine]) -> Machine:
 def search_heterogeneous(
     request: SearchRequest, machines: Sequence[Machine], num_kept: int = 10, *, prune: bool = True
 ) -> SearchResult:
-    """The best layouts on all of `machines`; `wish` says all but the devices. Without `prune` all are priced: the same."""
+    """The best layouts on all of `machines`; `wish` says all but the devices.
+
+    Without `prune` all are priced: the same.
+    """
     together = replace(
         request,
         machine=weakest_machine(machines),

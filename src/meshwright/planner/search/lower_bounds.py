@@ -1,13 +1,18 @@
-"""What a step takes at least: less than any layout over a mesh takes, so that most of them need not be priced.
+"""What a step takes at least: less than any layout over a mesh takes, so that most of them need not be
+priced.
 
     of a mesh           its rows at what a row takes where endlessly many go through at once
-    with micro-batches  its layers at their size, the least that ranks along pp wait by any order, the least that copies cost
+    with micro-batches  its layers at their size, the least that ranks along pp wait by any order, the least
+                        that copies cost
 
 Both are true of every layout, because each only leaves something out:
 
-    a row      tiles that are not full, kernels' starts, latencies: all of them count less, the more rows there are. What
-               attention hides of the keys that go round grows with its start, by no more than the start itself is
-    ranks      what is rerun, gathered or asked for late makes forward and backward longer, never W, and with them what is waited:
+    a row      tiles that are not full, kernels' starts, latencies: all of them count less, the more rows
+               there are. What
+               attention hides of the keys that go round grows with its start, by no more than the start
+                   itself is
+    ranks      what is rerun, gathered or asked for late makes forward and backward longer, never W, and with
+               them what is waited:
                (p - 1) (f F + b B + w W) / chunks  rises with F and B, and is never less than 0
     copies     of all shares the one that costs least, its sums behind one micro-batch
 
@@ -38,7 +43,9 @@ SAFETY_FACTOR = (
 
 @dataclass(frozen=True)
 class SampleBound:
-    """Seconds of a row of a mesh on one rank, all its layers, forward and backward: of a layer and of both ends."""
+    """Seconds of a row of a mesh on one rank, all its layers, forward and backward: of a layer and of both
+    ends.
+    """
 
     layer: float
     embedding: float
@@ -80,7 +87,8 @@ def pipeline_wait_bound_s(
 ) -> float:
     """Seconds that ranks along pp wait for each other at least.
 
-    `whole` is a rank's part without what is rerun or gathered; the slowest rank has `share` times as many layers as the mean.
+    `whole` is a rank's part without what is rerun or gathered; the slowest rank has `share` times as many
+    layers as the mean.
     """
     others = config.pp - load_ratio
     one = profile.f * stage.forward + profile.b * stage.backward + profile.w * stage.deferrable
@@ -127,7 +135,9 @@ def stage_time(shape: ModelShape, config: ParallelConfig, layer: PassTime) -> Pa
 def tail_bound_s(
     shape: ModelShape, mesh: ParallelConfig, machine: Machine, zero_options: Iterable[tuple[int, int]]
 ) -> float:
-    """Seconds behind the last micro-batch: sums over copies and the optimizer, by the cheapest of all `shares`."""
+    """Seconds behind the last micro-batch: sums over copies and the optimizer, by the cheapest of all
+    `shares`.
+    """
     given = [
         replace(mesh, zero_stage=shards, zero_group_size=within, num_microbatches=1)
         for shards, within in zero_options

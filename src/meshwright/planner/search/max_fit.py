@@ -1,14 +1,17 @@
-"""How far a machine goes: the largest batch, sequence or model that fits, and the fewest devices on which a model does.
+"""How far a machine goes: the largest batch, sequence or model that fits, and the fewest devices on which a
+model does.
 
-    batch       rows that go through at once: one micro-batch per copy, and along pp as many as ranks. More rows go through one
+    batch       rows that go through at once: one micro-batch per copy, and along pp as many as ranks. More
+                rows go through one
                 behind the other, and no memory limits them
-    sequence    tokens of a row, at the given batch, in steps of 1,024 (below that, of 64); no more than positions were learnt
+    sequence    tokens of a row, at the given batch, in steps of 1,024 (below that, of 64); no more than
+                positions were learnt
     layers      of the same hidden size
     devices     whole hosts, or parts of one, at the given batch
 
-Each is found by bisection (of rows, on each mesh by itself: tensor ranks divide tokens only where these come out even), or by
-going through all where more of something may fit less well (devices that come out odd), over the layouts of the search; so at the
-limit there is a layout that fits, and one step further none.
+Each is found by bisection (of rows, on each mesh by itself: tensor ranks divide tokens only where these come
+out even), or by going through all where more of something may fit less well (devices that come out odd), over
+the layouts of the search; so at the limit there is a layout that fits, and one step further none.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,7 +37,9 @@ MAX_DEVICES = 1 << 17
 
 @dataclass(frozen=True)
 class NearestMiss:
-    """The layout that comes nearest one step beyond a limit: on which rank along pp too much lies, and what it holds there."""
+    """The layout that comes nearest one step beyond a limit: on which rank along pp too much lies, and what
+    it holds there.
+    """
 
     config: ParallelConfig
     pp_rank: int
@@ -44,15 +49,19 @@ class NearestMiss:
     def largest_category(self) -> str:
         """The category that holds most of what a layout could spare: not what driver and allocator take."""
         held: dict[str, float] = vars(self.memory)
-        return max((name for name in held if name not in ("fragmentation", "driver_context")), key=held.__getitem__)
+        return max(
+            (name for name in held if name not in ("fragmentation", "driver_context")), key=held.__getitem__
+        )
 
 
 @dataclass(frozen=True)
 class MaxFit:
-    """How far it goes: `value` of `what` fits, and `beyond` does not (`stopped`; None: no layout comes out even there).
+    """How far it goes: `value` of `what` fits, and `beyond` does not (`stopped`; None: no layout comes out
+    even there).
 
-    `wish` is what was searched at the limit, and `found` the best layouts there; `apart` is the best one whose rows need not go
-    through at once, where that is the limit. `learnt`: not memory stops it, but the positions that the model has learnt.
+    `wish` is what was searched at the limit, and `found` the best layouts there; `apart` is the best one
+    whose rows need not go through at once, where that is the limit. `learnt`: not memory stops it, but the
+    positions that the model has learnt.
     """
 
     quantity: str
@@ -136,10 +145,12 @@ def _max_sequence(request: SearchRequest, keep: int) -> MaxFit | None:
 def _longest_sequence(
     make_request: Callable[[int], SearchRequest], mesh: ParallelConfig, step: int, beyond: int, high: int
 ) -> int:
-    """The longest row over a mesh that is longer than `beyond`, shorter than `most`, and comes in steps of `step`; 0: none fits.
+    """The longest row over a mesh that is longer than `beyond`, shorter than `most`, and comes in steps of
+    `step`; 0: none fits.
 
-    Tensor ranks divide tokens where these come out even: such rows hold less than shorter ones that do not, so that each kind is
-    bisected by itself. A row of the other kind that happens to come out even fits all the more.
+    Tensor ranks divide tokens where these come out even: such rows hold less than shorter ones that do not,
+    so that each kind is bisected by itself. A row of the other kind that happens to come out even fits all
+    the more.
     """
     divided = replace(mesh, sequence_parallel=mesh.tp > 1 and step % (mesh.tp * mesh.cp) == 0)
 
@@ -241,7 +252,9 @@ def _min_devices(request: SearchRequest, keep: int) -> MaxFit | None:
 
 
 def _device_counts(host: int) -> Iterator[int]:
-    """Numbers of devices that people have: parts of a host, then hosts; of many hosts, ever larger multiples."""
+    """Numbers of devices that people have: parts of a host, then hosts; of many hosts,
+    ever larger multiples.
+    """
     yield from (count for count in range(1, host) if host % count == 0)
     hosts = 1
     while hosts * host <= MAX_DEVICES:

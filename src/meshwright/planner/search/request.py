@@ -1,4 +1,5 @@
-"""What a search looks for: rows of a model per step on a machine, what is given of its layout, and what contradicts itself in it.
+"""What a search looks for: rows of a model per step on a machine, what is given of its layout, and what
+contradicts itself in it.
 
     dp tp pp cp    ranks along an axis          shards    0 .. 3, of states; `within` so many copies
     micro          rows that go through at once  chunks    of layers per rank along pp
@@ -28,13 +29,13 @@ RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "layers")
 class SearchRequest:
     """What is looked for: `batch` rows of `shape` per step on `machine`.
 
-    `orders` are those that ranks along pp may take turns in, by name, with the chunks each needs (0: any). `fixed` says what is
-    given (see the module), `divided` along which of pp and cp there must be several ranks, `exchange` how many of those along cp
-    swap tokens for heads ("": any number), `reruns` what may be computed again. With `at_once` no more micro-batches go through
-    than ranks along pp take at once. A row is divided while `least` tokens are left on a rank; it has `longest` at most (0: any
-    number), where a model has learnt its positions. Of devices of several
-    `kinds`, said by their numbers, each copy takes one. `base` is what every layout has (its dtype, its kernels, where ranks
-    stand).
+    `orders` are those that ranks along pp may take turns in, by name, with the chunks each needs (0: any).
+    `fixed` says what is given (see the module), `divided` along which of pp and cp there must be several
+    ranks, `exchange` how many of those along cp swap tokens for heads ("": any number), `reruns` what may be
+    computed again. With `at_once` no more micro-batches go through than ranks along pp take at once. A row is
+    divided while `least` tokens are left on a rank; it has `longest` at most (0: any number), where a model
+    has learnt its positions. Of devices of several `kinds`, said by their numbers, each copy takes one.
+    `base` is what every layout has (its dtype, its kernels, where ranks stand).
     """
 
     shape: ModelShape

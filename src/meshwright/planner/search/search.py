@@ -1,13 +1,15 @@
-"""Which layout is best: of all there are (planner/choices.py), those that fit, in order of the seconds that a step takes.
+"""Which layout is best: of all there are (planner/choices.py), those that fit, in order of the seconds that a
+step takes.
 
-Two bounds keep this short, and neither can lose the best. A mesh of which nothing fits with one row at a time fits with no more.
-And no step takes less than what is told of its mesh before anything over it is priced (planner/least.py): meshes are looked at in
-that order, best first, so that where one takes more than the worst that is kept, it is the last one.
+Two bounds keep this short, and neither can lose the best. A mesh of which nothing fits with one row at a time
+fits with no more. And no step takes less than what is told of its mesh before anything over it is priced
+(planner/least.py): meshes are looked at in that order, best first, so that where one takes more than the
+worst that is kept, it is the last one.
 
-Layouts that differ in nothing that anybody would feel (shares of other states, or half the copies of rows cut twice as often with
-twice as many at once, in as many seconds and as much memory) are kept once, the plainest of equals. What a layer takes is counted
-once for all that lies over a mesh. Layouts are sketched (planner/sketch.py); the one that is chosen is made a plan, whose program
-is priced action by action.
+Layouts that differ in nothing that anybody would feel (shares of other states, or half the copies of rows cut
+twice as often with twice as many at once, in as many seconds and as much memory) are kept once, the plainest
+of equals. What a layer takes is counted once for all that lies over a mesh. Layouts are sketched
+(planner/sketch.py); the one that is chosen is made a plan, whose program is priced action by action.
 """
 
 from bisect import bisect_left, insort
@@ -63,7 +65,9 @@ class Candidate:
 
     @property
     def sort_key(self) -> tuple[float, ...]:
-        """What candidates are ordered by: of two as fast and as small the one that divides less, whichever was found first."""
+        """What candidates are ordered by: of two as fast and as small the one that divides less, whichever
+        was found first.
+        """
         laid = self.config
         plainest = (
             laid.tp,
@@ -81,7 +85,8 @@ class Candidate:
     def display_key(self) -> tuple[object, ...]:
         """What anybody sees of it: two that are alike in this are shown once."""
         laid = self.config
-        # fewer copies of rows cut finer, with as many more rows at once: a rank has the same tokens and shares
+        # fewer copies of rows cut finer, with as many more rows at once: a rank has the same tokens and
+        # shares
         alike = replace(
             laid,
             zero_stage=0,
@@ -101,7 +106,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, the best one first; how many layouts were `seen`, and of those that do not fit the `nearest`."""
+    """The best candidates, the best one first; how many layouts were `seen`, and of those that do not fit the
+    `nearest`.
+    """
 
     best: tuple[Candidate, ...]
     num_priced: int
@@ -109,7 +116,9 @@ class SearchResult:
 
 
 class TopCandidates:
-    """The `keep` best candidates so far that take no more than `below` seconds, of those that are alike the first."""
+    """The `keep` best candidates so far that take no more than `below` seconds, of those that are alike the
+    first.
+    """
 
     def __init__(self, capacity: int, max_seconds: float = inf) -> None:
         self.capacity, self.max_seconds = capacity, max_seconds
@@ -138,19 +147,26 @@ class ConfigPricer(Protocol):
         """Seconds that a step of any layout over `mesh` takes at least."""
 
     def may_fit(self, sized_mesh: ParallelConfig) -> bool:
-        """Whether anything that lies over a mesh with its micro-batches may fit; if not, nothing with more rows at once does."""
+        """Whether anything that lies over a mesh with its micro-batches may fit; if not, nothing with more
+        rows at once does.
+        """
 
     def bound_s(self, sized_mesh: ParallelConfig) -> float:
         """Seconds that a step of any layout over a mesh with its micro-batches takes at least."""
 
     def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
-        """Show `best` all that lies over a mesh with its micro-batches and may take `below` seconds; how many these were."""
+        """Show `best` all that lies over a mesh with its micro-batches and may take `below` seconds; how many
+        these were.
+        """
 
 
 def search(
     request: SearchRequest, num_kept: int = 10, *, prune: bool = True, max_seconds: float = inf
 ) -> SearchResult:
-    """The `keep` best layouts of `wish`, none that takes more than `below` seconds. Without `prune` all are priced: the same."""
+    """The `keep` best layouts of `wish`, none that takes more than `below` seconds.
+
+    Without `prune` all are priced: the same.
+    """
     best, laid = TopCandidates(num_kept, max_seconds), list(candidate_meshes(request))
     seen = price_meshes(request, laid, HomogeneousPricer(request), best, prune=prune)
     if best.candidates or max_seconds < inf:
@@ -171,7 +187,9 @@ def price_meshes(
     *,
     prune: bool = True,
 ) -> int:
-    """Show `best` all over the meshes `laid` that may be among the best, those first that may be fastest; how many these were."""
+    """Show `best` all over the meshes `laid` that may be among the best, those first that may be fastest; how
+    many these were.
+    """
     seen = 0
     if not prune:
         return sum(

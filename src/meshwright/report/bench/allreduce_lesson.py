@@ -18,16 +18,35 @@ MAX_NUM_RANKS = 9
 COMMON_CLAIMS = (
     '"Naive is O(n)": it has n rounds, and each of them costs (n-1) S/B at its root: n (n-1) S/B.',
     '"Root takes two rounds": of latency. All n-1 operands pass the port of one rank, twice.',
-    '"Ring does not depend on n": its bytes do not (2 (n-1)/n S, never more than 2 S). Its latency does: 2 (n-1) rounds.',
-    '"Parallel takes one round": if every rank has n-1 links. Behind one port, or one memory, (n-1) S leave one after the other.',
-    '"Halving is O(log n)": in rounds. Its bytes are those of the ring, and those of doubling and tree are S times log n.',
-    "Of two algorithms with equal bytes the one with fewer rounds wins for short messages; of long messages only bytes count.",
-    "On one host the ranks share cores and memory: there, what counts is the bytes of all ranks together, not of each.",
+    (
+        '"Ring does not depend on n": its bytes do not (2 (n-1)/n S, never more than 2 S). Its '
+        "latency does: 2 (n-1) rounds."
+    ),
+    (
+        '"Parallel takes one round": if every rank has n-1 links. Behind one port, or one memory, '
+        "(n-1) S leave one after the other."
+    ),
+    (
+        '"Halving is O(log n)": in rounds. Its bytes are those of the ring, and those of doubling '
+        "and "
+        "tree are S times log n."
+    ),
+    (
+        "Of two algorithms with equal bytes the one with fewer rounds wins for short messages; of "
+        "long messages only bytes count."
+    ),
+    (
+        "On one host the ranks share cores and memory: there, what counts is the bytes of all ranks "
+        "together, not of each."
+    ),
 )
 
 
 def lesson_view(cluster: Cluster) -> RenderableType:
-    """The counts at n = 2 .. 9, then for each measured n the times beside the formula's, then what lectures say loosely."""
+    """The counts at n = 2 ..
+
+    9, then for each measured n the times beside the formula's, then what lectures say loosely.
+    """
     parts: list[RenderableType] = [counts_table(), ""]
     for ranks in cluster.ranks:
         parts += [*_timing_table(cluster, ranks), ""]
@@ -39,7 +58,9 @@ def lesson_view(cluster: Cluster) -> RenderableType:
 
 
 def round_counts(algorithm: AllReduceAlgorithm, num_ranks: int) -> tuple[int, Fraction, Fraction]:
-    """Rounds, and bytes as a multiple of the tensor's: those of the rank that sends most, and those of all ranks."""
+    """Rounds, and bytes as a multiple of the tensor's: those of the rank that sends most, and those of all
+    ranks.
+    """
     numel = lcm(*range(1, MAX_NUM_RANKS + 1))  # every cut is even
     sent = [
         Fraction(cached_num_sent(algorithm, num_ranks, index, numel), numel) for index in range(num_ranks)
@@ -88,7 +109,11 @@ def _timing_table(cluster: Cluster, ranks: int) -> list[RenderableType]:
             guess = get_algorithm(name).seconds(ranks, nbytes, fit.latency_s, fit.bytes_per_s)
             cells.append(took if name == BACKEND else f"{took} ({1e3 * guess:.3g})")
         table.add_row(name, *cells)
-    note = f"one latency and one bandwidth for all sizes leave a median error of {100 * fit.error:.0f} %: message sizes need bands"
+    note = (
+        f"one latency and one bandwidth for all sizes leave a median error of "
+        f"{100 * fit.error:.0f} %: message sizes need "
+        f"bands"
+    )
     return [title, table, Text(note, style="dim")]
 
 

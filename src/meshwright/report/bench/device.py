@@ -1,4 +1,6 @@
-"""What was measured of a device, beside what the law says that is drawn through it: tables for the terminal."""
+"""What was measured of a device, beside what the law says that is drawn through it:
+tables for the terminal.
+"""
 
 from collections.abc import Iterator
 from statistics import median
@@ -55,13 +57,21 @@ def _summary(profile: DeviceProfile) -> Table:
             Text("meeting", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}")
         )
     products, attention = profile.holdout_errors()
-    text = f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention (median, at sizes that were not fitted)"
+    text = (
+        f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention "
+        f"(median, "
+        f"at sizes that were not fitted)"
+    )
     table.add_row(Text("error", style="bold"), text)
     spreads = [each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops)]
     scatter = median(spreads)
     table.add_row(Text("spread", style="bold"), f"{100 * scatter:.0f} % (median distance of quartiles)")
     if scatter > MAX_SPREAD:
-        text = "something else ran here meanwhile: these are figures of a machine that is shared; measure again when it is quiet"
+        text = (
+            "something else ran here meanwhile: these are figures of a machine that is "
+            "shared; "
+            "measure again when it is quiet"
+        )
         table.add_row(Text("doubt", style="bold yellow"), Text(text, style="yellow"))
     return table
 

@@ -1,4 +1,6 @@
-"""What was measured of the links, beside what the model says: a table for the terminal, and a page with a plot."""
+"""What was measured of the links, beside what the model says: a table for the terminal, and a page with a
+plot.
+"""
 
 from html import escape
 from itertools import cycle
@@ -22,7 +24,9 @@ MODEL_LABEL = "model alone"
 
 
 def network_view(cluster: Cluster) -> RenderableType:
-    """For each number of ranks a table, a row per size: what every algorithm took, and how far the model alone is from it."""
+    """For each number of ranks a table, a row per size: what every algorithm took, and how far the model
+    alone is from it.
+    """
     parts: list[RenderableType] = [_summary(cluster)]
     for ranks in cluster.ranks:
         title = Text(f"{ranks} ranks: milliseconds, and how far the model alone is off", style="bold")
@@ -37,7 +41,10 @@ def _summary(cluster: Cluster) -> Table:
     )
     table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
     table.add_row(Text("measured on", style="bold"), f"{cluster.machine}, {hosts}, over {cluster.transport}")
-    error = f"{100 * fit.model:.0f} % of the model alone, {100 * fit.corrected:.0f} % with the measured sizes beside it"
+    error = (
+        f"{100 * fit.model:.0f} % of the model alone, {100 * fit.corrected:.0f} % with the "
+        f"measured sizes beside it"
+    )
     table.add_row(Text("error", style="bold"), f"{error} (median, at sizes that were not fitted)")
     return table
 
@@ -76,10 +83,17 @@ def _model_seconds(cluster: Cluster, name: str, ranks: int, nbytes: float) -> fl
 
 
 def network_page(cluster: Cluster, version: str) -> str:
-    """A page that needs no network: per number of ranks measured points, and lines for the model with and without correction."""
+    """A page that needs no network: per number of ranks measured points, and lines for the model with and
+    without correction.
+    """
     notes = [
-        f"{escape(cluster.machine)}, over {escape(cluster.transport)}, torch {escape(cluster.torch)}, {escape(cluster.date)}.",
-        "Points: measured (bars: distance of the quartiles). Dotted lines: the model alone, read off the rounds. Thin lines: the "
+        (
+            f"{escape(cluster.machine)}, over {escape(cluster.transport)}, torch "
+            f"{escape(cluster.torch)}, "
+            f"{escape(cluster.date)}."
+        ),
+        "Points: measured (bars: distance of the quartiles). Dotted lines: the model alone, read "
+        "off the rounds. Thin lines: the "
         "model corrected by what was measured at neighbouring sizes; auto chooses by these.",
         *(escape(str(choose_rule(cluster, ranks))) for ranks in cluster.ranks),
     ]

@@ -1,4 +1,5 @@
-"""The drawings of a report: curves, the timeline of a step, where time and memory went. Plotly figures, no HTML.
+"""The drawings of a report: curves, the timeline of a step, where time and memory went. Plotly figures, no
+HTML.
 
 Texts that come from a run (names of blocks, of runs) are escaped here: plotly reads tags in them.
 """
@@ -51,7 +52,8 @@ FIGURE_LAYOUT: Mapping[str, Any] = {
 
 
 def curves_figure(records: Sequence[RunRecord]) -> go.Figure:
-    """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in its colour.
+    """Loss (evaluations as dots), gradient norm, learning rate and speed over the global step, every run in
+    its colour.
 
     Where a run has measured it, the noise of the gradient too.
     """

@@ -1,9 +1,10 @@
-"""What was predicted of a run beside what was measured: seconds of a step and where they went, bytes held and sent.
+"""What was predicted of a run beside what was measured: seconds of a step and where they went, bytes held and
+sent.
 
-Of the steps the median counts, without the first, which warms up. What messages within blocks take, no trace tells apart from
-what blocks compute, nor a wait for a message from one for a rank that is late: such parts are held against each other as sums.
-Memory of a process is not only tensors, so on a CPU weights and moments alone are compared; on a GPU the peak of what was
-allocated too.
+Of the steps the median counts, without the first, which warms up. What messages within blocks take, no trace
+tells apart from what blocks compute, nor a wait for a message from one for a rank that is late: such parts
+are held against each other as sums. Memory of a process is not only tensors, so on a CPU weights and moments
+alone are compared; on a GPU the peak of what was allocated too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,7 +50,9 @@ class PredictionComparison:
 
 
 def compare_run(record: RunRecord) -> list[PredictionComparison]:
-    """What can be held against each other in `record`; empty where nothing was predicted, or nothing measured."""
+    """What can be held against each other in `record`; empty where nothing was predicted, or nothing
+    measured.
+    """
     said = record.run_info.get("prediction")
     return list(_comparisons(record, said)) if isinstance(said, Mapping) else []
 

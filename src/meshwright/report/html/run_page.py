@@ -1,11 +1,14 @@
 """A run, or two beside each other, as one HTML file that needs no network: everything it shows is inside it.
 
     what differs            two runs only: the keys of their plans that differ, first of all
-    curves                  loss, gradient norm, learning rate, speed, the gradient's noise if measured, over the global step
-    per run, in a column    the plan in words, predicted beside measured, where the time went, a step on its lanes, memory,
+    curves                  loss, gradient norm, learning rate, speed, the gradient's noise if measured, over
+                            the global step
+    per run, in a column    the plan in words, predicted beside measured, where the time went, a step on its
+                            lanes, memory,
                             bytes, versions and machine
 
-Every text that comes from a run is escaped. What a run has not recorded is said in its place, and how to get it.
+Every text that comes from a run is escaped. What a run has not recorded is said in its place, and how to get
+it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +30,14 @@ from meshwright.report.timeline.step_timeline import step_timeline
 
 MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24
 NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to have some steps timed act by act."
-NO_PREDICTION_HINT = "Seconds are predicted where run.hardware names what <code>meshwright bench device</code> has measured, or a kind."
+NO_PREDICTION_HINT = (
+    "Seconds are predicted where run.hardware names what <code>meshwright "
+    "bench "
+    "device</code> has measured, or a kind."
+)
 SCHEDULE_NOTE = (
-    '<p class="note">Forwards and backwards of each part of the model, by micro-batch. Red ground: the rank waits. Amber: it '
+    '<p class="note">Forwards and backwards of each part of the model, by micro-batch. Red '
+    "ground: the rank waits. Amber: it "
     "waits for what has been sent. Below: the activations that it holds, as the program has them.</p>"
 )
 PAGE_STYLE = """
@@ -38,15 +46,18 @@ body { margin: 0; background: #f4f4f5; color: #27272a; font: 15px/1.5 system-ui,
 header { background: #18181b; color: #fafafa; padding: 22px 32px; }
 header h1 { margin: 0; font-size: 24px; } header p { margin: 4px 0 0; color: #a1a1aa; }
 main { max-width: 1240px; margin: 0 auto; padding: 8px 24px 48px; } main.pair { max-width: 1800px; }
-section { background: white; border: 1px solid #e4e4e7; border-radius: 10px; padding: 16px 20px; margin: 8px 0; min-width: 0; }
+section { background: white; border: 1px solid #e4e4e7; border-radius: 10px; padding: 16px 20px; }
+section { margin: 8px 0; min-width: 0; }
 h2 { font-size: 17px; margin: 0 0 8px; } h3 { font-size: 20px; margin: 22px 0 0; }
 .columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(0, 1fr)); gap: 0 24px; }
 .columns.two { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); }
 @media (max-width: 1100px) { .columns.two { grid-template-columns: minmax(0, 1fr); } }
 table { border-collapse: collapse; width: 100%; font-size: 14px; } .wide { overflow-x: auto; }
-th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid #f0f0f1; overflow-wrap: anywhere; }
+th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid #f0f0f1; }
+th, td { overflow-wrap: anywhere; }
 td { vertical-align: top; } td:first-child { overflow-wrap: normal; }
-th { color: #71717a; font-weight: 500; white-space: nowrap; } td.number, th.number { text-align: right; white-space: nowrap; }
+th { color: #71717a; font-weight: 500; white-space: nowrap; }
+td.number, th.number { text-align: right; white-space: nowrap; }
 .note { color: #52525b; font-size: 13.5px; margin: 6px 0; } .warning { color: #b45309; }
 code { background: #f4f4f5; padding: 1px 5px; border-radius: 4px; font-size: 13px; }
 .run-0 { color: #2563eb; } .run-1 { color: #ea580c; }
@@ -61,8 +72,9 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
         *(_run_sections(record, place, pair=pair) for place, record in enumerate(records)), strict=True
     )
     columns = "".join(f'<div class="columns {"two" if pair else "one"}">{"".join(row)}</div>' for row in rows)
+    headline = " &middot; ".join(_run_headline(record, pair=pair) for record in records)
     body = [
-        f"<header><h1>{title}</h1><p>{' &middot; '.join(_run_headline(record, pair=pair) for record in records)}</p></header>",
+        f"<header><h1>{title}</h1><p>{headline}</p></header>",
         f'<main class="{"pair" if pair else "one"}">',
         _plan_differences(*records) if pair else "",
         _section("Curves", _figure(curves_figure(records), "curves") + _thinning_note(records)),
@@ -74,7 +86,10 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
 
 def html_document(title: str, style: str, body: str) -> str:
     """A whole page round `body`, with plotly inside; `title` is HTML."""
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title><style>{style}</style>'
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" '
+        f'content="width=device-width"><title>{title}</title><style>{style}</style>'
+    )
     script = f"<script>{get_plotlyjs()}</script>"
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{body}</body></html>\n'
 
@@ -198,8 +213,12 @@ def _timeline_section(record: RunRecord, place: int) -> str:
     texts = []
     if found.planned and found.has_times:
         texts.append(
-            "Planned: the program on paper, in its order and under its waits, each act as long as it took on average (on the "
-            "wire: where it was quickest). Measured: as each rank played it; a message lasts from its issue until its result has "
+            "Planned: the program on paper, in its order and under its waits, each act as long "
+            "as "
+            "it took on average (on the "
+            "wire: where it was quickest). Measured: as each rank played it; a message lasts "
+            "from "
+            "its issue until its result has "
             "come, and what the compute lane stands still for it is drawn as waiting."
         )
     elif found.planned:
@@ -243,7 +262,10 @@ def _memory_section(record: RunRecord, place: int) -> str:
         lines.append(
             [escape(name), *(format_nbytes(each[part]) if part in each else "" for each in rows.values())]
         )
-    note = "Planned activations are what blocks hand on; what a block keeps inside for its backward is not in the plan."
+    note = (
+        "Planned activations are what blocks hand on; what a block keeps inside for its "
+        "backward is not in the plan."
+    )
     return (
         _figure(stacked_figure(drawn, "MiB"), f"memory-{place}")
         + _table(heads, lines, numbers=True)
@@ -292,7 +314,9 @@ def _section(title: str, body: str) -> str:
 def _table(
     heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False, first: int = 1
 ) -> str:
-    """A table of texts that are HTML already; with `numbers`, columns from `first` on are set to the right."""
+    """A table of texts that are HTML already; with `numbers`,
+    columns from `first` on are set to the right.
+    """
     marks = [
         ' class="number"' if numbers and place >= first else ""
         for place in range(max(map(len, [heads, *rows])))

@@ -15,7 +15,9 @@ from meshwright.report.search.search_result import (
 )
 
 FIT_TEXTS = {
-    "batch": "The largest batch that goes through at once is {value:,} rows (more rows go one behind the other)",
+    "batch": (
+        "The largest batch that goes through at once is {value:,} rows (more rows go one behind the other)"
+    ),
     "sequence": "The longest rows are of {value:,} tokens, at {rows:,} rows of a step",
     "layers": "The largest model of this width has {value:,} layers, at {rows:,} rows of a step",
     "devices": "The fewest devices are {value:,}, at {rows:,} rows of a step",
@@ -30,17 +32,27 @@ NEXT_TEXTS = {
 
 def max_fit_view(max_fit: MaxFit) -> Text:
     """The limit, and what stops one step more."""
-    text = f"{FIT_TEXTS[max_fit.quantity].format(value=max_fit.value, rows=max_fit.request.batch)}. {limiting_reason(max_fit)}"
+    text = (
+        f"{FIT_TEXTS[max_fit.quantity].format(value=max_fit.value, rows=max_fit.request.batch)}. "
+        f"{limiting_reason(max_fit)}"
+    )
     if max_fit.best_sequential is not None and max_fit.result.best:
         once, freely = max_fit.result.best[0].seconds, max_fit.best_sequential.seconds
-        text += f" The same rows take {once:.3g} s at once, and {freely:.3g} s with {config_text(max_fit.best_sequential)}."
+        text += (
+            f" The same rows take {once:.3g} s at once, and {freely:.3g} s with "
+            f"{config_text(max_fit.best_sequential)}."
+        )
     return Text(text, style="bold")
 
 
 def limiting_reason(max_fit: MaxFit) -> str:
     """What stops one step beyond the limit: how much of what on which rank."""
     if max_fit.limited_by_positions:
-        return f"The model has learnt {max_fit.value:,} positions, and none for token {max_fit.next_value:,}: not memory stops it."
+        return (
+            f"The model has learnt {max_fit.value:,} positions, and none for token "
+            f"{max_fit.next_value:,}: not memory stops "
+            f"it."
+        )
     beyond = NEXT_TEXTS[max_fit.quantity].format(max_fit.next_value)
     beyond = beyond.removesuffix("s") if max_fit.next_value == 1 else beyond
     if not max_fit.next_value:
@@ -53,7 +65,11 @@ def limiting_reason(max_fit: MaxFit) -> str:
     where = f"on rank {max_fit.nearest_miss.pp_rank} of pp {layout.pp}" if layout.pp > 1 else "on each device"
     named = ", ".join(axis_texts(layout)) or "one device"
     need = "needs" if max_fit.next_value == 1 else "need"
-    text = f"{beyond} {need} {to_gib(held.total):.1f} GiB of {to_gib(max_fit.request.usable_memory):.1f} {where}, at the least ({named})"
+    text = (
+        f"{beyond} {need} {to_gib(held.total):.1f} GiB of "
+        f"{to_gib(max_fit.request.usable_memory):.1f} "
+        f"{where}, at the least ({named})"
+    )
     return f"{text}: {largest}."
 
 

@@ -1,4 +1,5 @@
-"""What a search found as one HTML file that needs no network: step time against memory, where the seconds go, who works when.
+"""What a search found as one HTML file that needs no network: step time against memory, where the seconds go,
+who works when.
 
 each dot     a layout that fits; to hover: its axes, shares, order and rows
 the line     layouts of which none is both faster and smaller
@@ -64,9 +65,12 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
 def search_page(
     request: SearchRequest, candidates: Sequence[Candidate], spans: SpansByRank, reasons: Iterable[str]
 ) -> str:
-    """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words` the reasons."""
+    """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words`
+    the reasons.
+    """
     title = escape(
-        f"{request.shape.name} on {request.machine.num_devices} {request.machine.device.name}, {request.batch:,} rows of a step"
+        f"{request.shape.name} on {request.machine.num_devices} {request.machine.device.name}, "
+        f"{request.batch:,} rows of a step"
     )
     spent = {
         f"{number}. {config_text(each)}": {

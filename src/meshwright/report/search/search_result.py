@@ -1,4 +1,6 @@
-"""What a search for a layout found, in words and tables: the scenario, the ranking, why the first one wins."""
+"""What a search for a layout found, in words and tables: the scenario, the ranking,
+why the first one wins.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -48,8 +50,10 @@ class TrainingBudget:
 
 @dataclass(frozen=True)
 class SearchAlternatives:
-    """What a winner is compared with: the devices of each kind; the fastest layout if memory were no limit (`roomy`), where that
-    is another one; seconds of the winner `turned`, copies inside hosts and tensor ranks across; each kind `alone`.
+    """What a winner is compared with: the devices of each kind; the fastest layout if memory were no limit
+    (`roomy`), where that
+    is another one; seconds of the winner `turned`, copies inside hosts and tensor ranks across; each kind
+    `alone`.
     """
 
     machines: tuple[Machine, ...] = ()
@@ -76,7 +80,10 @@ def search_view(
     best = result.best[0]
     return Group(
         Text(
-            f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B weights on {_devices(request, alternatives)}",
+            (
+                f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B weights on "
+                f"{_devices(request, alternatives)}"
+            ),
             style="bold",
         ),
         Text(memory_scenario(request, alternatives.machines)),
@@ -101,7 +108,9 @@ def search_dict(
     budget: TrainingBudget,
     alternatives: SearchAlternatives = NO_ALTERNATIVES,
 ) -> dict[str, Any]:
-    """The same as plain values: the scenario, and a row per layout with seconds and bytes by where they go."""
+    """The same as plain values: the scenario, and a row per layout with seconds and bytes by
+    where they go.
+    """
     return {
         "shape": asdict(request.shape),
         "device": request.machine.device.name,
@@ -124,7 +133,9 @@ def _devices(request: SearchRequest, alternatives: SearchAlternatives) -> str:
 
 
 def memory_scenario(request: SearchRequest, machines: Sequence[Machine] = ()) -> str:
-    """Which of the three it is (on each device, on one at least, not even a layer on the largest), and what follows."""
+    """Which of the three it is (on each device, on one at least, not even a layer on the largest), and what
+    follows.
+    """
     one = ParallelConfig(micro_batch=1, num_microbatches=request.batch)
     rooms = sorted(
         to_gib(USABLE_MEMORY_FRACTION * each.device.memory) for each in machines or [request.machine]
@@ -132,27 +143,47 @@ def memory_scenario(request: SearchRequest, machines: Sequence[Machine] = ()) ->
     least, most = rooms[0], rooms[-1]
     whole = to_gib(estimate_memory(request.shape, one).total)
     if whole <= least:
-        return f"Everything fits on each device ({whole:.1f} of {least:.1f} GiB): copies of it, that sum their gradients."
+        return (
+            f"Everything fits on each device ({whole:.1f} of {least:.1f} GiB): copies of it, "
+            f"that sum their gradients."
+        )
     if whole <= most:
-        text = f"Everything fits on at least one device ({whole:.1f} of {most:.1f} GiB), and not on each ({least:.1f})"
+        text = (
+            f"Everything fits on at least one device ({whole:.1f} of {most:.1f} GiB), and "
+            f"not "
+            f"on each ({least:.1f})"
+        )
         return f"{text}: layers dealt by memory, shares of states, or copies on the large ones alone."
     shape = replace(request.shape, layers=1)
     held = estimate_memory(shape, one)
     single = to_gib(held.total)
     if single <= most:
-        text = f"The model does not fit on a device ({whole:.0f} GiB of {most:.1f}), a layer of it does ({single:.1f})"
+        text = (
+            f"The model does not fit on a device ({whole:.0f} GiB of {most:.1f}), a layer of "
+            f"it "
+            f"does ({single:.1f})"
+        )
         return f"{text}: layers on several devices, or shares of states."
     largest = "the largest device" if most > least else "a device"
-    text = f"Not even a layer with its output and its optimizer's states fits on {largest} ({single:.0f} GiB of {most:.1f})"
+    text = (
+        f"Not even a layer with its output and its optimizer's states fits on {largest} "
+        f"({single:.0f} GiB of {most:.1f})"
+    )
     return f"{text}. {_oversized_parts(shape, held, most)}"
 
 
 def _oversized_parts(shape: ModelShape, held: MemoryEstimate, most: float) -> str:
-    """What of a layer, `held` with its tables and a row, is more than `most` GiB and has to be divided, and how."""
+    """What of a layer, `held` with its tables and a row, is more than `most` GiB and has to be divided, and
+    how.
+    """
     layer = to_gib(held.model_states) * shape.layer_numel / shape.numel
     tables, row = to_gib(held.model_states) - layer, to_gib(held.total - held.model_states)
     rest = _largest_category(replace(held, weights=0.0, gradients=0.0, optimizer_states=0.0))
-    text = f"Its states are {layer:.1f} GiB, those of embedding and head {tables:.1f}; with a row of {shape.sequence:,} tokens"
+    text = (
+        f"Its states are {layer:.1f} GiB, those of embedding and head {tables:.1f}; with a "
+        f"row "
+        f"of {shape.sequence:,} tokens"
+    )
     text += f" come {row:.1f}, the most of them for {rest}"
     states = "matrices among tensor ranks, or shares of their states among copies"
     ways = {
@@ -167,7 +198,9 @@ def _oversized_parts(shape: ModelShape, held: MemoryEstimate, most: float) -> st
 def ranking_reasons(
     request: SearchRequest, result: SearchResult, alternatives: SearchAlternatives = NO_ALTERNATIVES
 ) -> Iterator[str]:
-    """Why the first layout wins, and what costs the others more: computing, the bubble, communication, or memory."""
+    """Why the first layout wins, and what costs the others more: computing, the bubble, communication, or
+    memory.
+    """
     best = result.best[0]
     yield f"{result.num_priced} layouts were priced. {config_text(best)} wins: {_time_shares(best)}."
     for number, other in enumerate(result.best[1:4], start=2):
@@ -179,7 +212,11 @@ def ranking_reasons(
             alternatives.without_memory_limit.memory,
             100 * (1 - alternatives.without_memory_limit.seconds / best.seconds),
         )
-        text = f"Memory stops {config_text(alternatives.without_memory_limit)}: {saved:.1f} % faster, and {to_gib(held.total):.0f} GiB"
+        text = (
+            f"Memory stops {config_text(alternatives.without_memory_limit)}: {saved:.1f} % "
+            f"faster, and {to_gib(held.total):.0f} "
+            f"GiB"
+        )
         yield f"{text} of {to_gib(request.usable_memory):.1f}, most of them {_largest_category(held)}."
     if alternatives.swapped_placement_s is not None:
         more, other = (
@@ -193,7 +230,11 @@ def ranking_reasons(
         if other is None:
             yield f"{text}: nothing fits."
         else:
-            yield f"{text} take {other.seconds:.3g} s, {100 * (other.seconds / best.seconds - 1):.0f} % longer: {config_text(other)}."
+            yield (
+                f"{text} take {other.seconds:.3g} s, "
+                f"{100 * (other.seconds / best.seconds - 1):.0f} "
+                f"% longer: {config_text(other)}."
+            )
 
 
 def category_seconds(candidate: Candidate, category: str) -> float:
@@ -214,7 +255,9 @@ def _time_shares(best: Candidate) -> str:
 
 
 def _differences(best: Candidate, other: Candidate) -> str:
-    """What makes another one slower, in hundredths of the best one's step, largest first; what it saves; what it holds."""
+    """What makes another one slower, in hundredths of the best one's step, largest first; what it saves; what
+    it holds.
+    """
     changes = [
         ((category_seconds(other, part) - category_seconds(best, part)) / best.seconds, words)
         for part, words in TIME_CATEGORIES.items()
@@ -284,7 +327,9 @@ def _layer_assignment_text(each: Candidate) -> str:
 def result_row(
     request: SearchRequest, candidate: Candidate, budget: TrainingBudget, machines: Sequence[Machine] = ()
 ) -> dict[str, Any]:
-    """What is known of a layout, as plain values: seconds, bytes, shares of the step; days and cost where they are asked for."""
+    """What is known of a layout, as plain values: seconds, bytes, shares of the step; days and cost where
+    they are asked for.
+    """
     tokens = request.batch * request.shape.sequence
     peak = sum(
         kind.num_devices * kind.peak_flops(candidate.config.dtype) for kind in machines or [request.machine]
@@ -357,7 +402,11 @@ def _memory_table(result: SearchResult) -> Table:
 
 def _cost_text(request: SearchRequest, best: Candidate, budget: TrainingBudget) -> str:
     said = result_row(request, best, budget)
-    text = f"{budget.num_tokens:.3g} tokens take {said['days']:,.1f} days, {said['hours_waiting']:,.0f} hours of them waiting"
+    text = (
+        f"{budget.num_tokens:.3g} tokens take {said['days']:,.1f} days, "
+        f"{said['hours_waiting']:,.0f} hours of them "
+        f"waiting"
+    )
     cost = (
         f" and cost {said['cost']:,.0f}, of which waiting {said['cost_of_waiting']:,.0f}"
         if budget.price_per_device_hour

@@ -1,4 +1,6 @@
-"""What a model is made of, as tables: blocks, sockets, ties, what leaves blocks sideways, and what was not understood."""
+"""What a model is made of, as tables: blocks, sockets, ties, what leaves blocks sideways, and what was not
+understood.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -51,7 +53,11 @@ def _summary(found: ModelReport, width: int) -> Table:
     table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
     count = sum(row.num_block_calls for row in found.blocks)
     rows = {
-        "model": f"{found.name}: {found.class_name}, {found.numel:,} parameters ({format_nbytes(found.numel * width)}), {count} blocks",
+        "model": (
+            f"{found.name}: {found.class_name}, {found.numel:,} parameters "
+            f"({format_nbytes(found.numel * width)}), {count} "
+            f"blocks"
+        ),
         "attention": _attention(found),
         "ties": "; ".join(" = ".join(names) for names in found.tied_params) or "none",
         "glue": _names(
@@ -91,7 +97,10 @@ def _side_channels(found: ModelReport) -> str:
 def _dropout(blocks: Sequence[BlockRow]) -> str:
     sites = sum(row.num_block_calls * row.num_dropout_sites for row in blocks)
     return (
-        f"drawn at {sites} {'place' if sites == 1 else 'places'} of blocks; masks belong to samples, not to ranks"
+        (
+            f"drawn at {sites} {'place' if sites == 1 else 'places'} of blocks; masks belong to "
+            f"samples, not to ranks"
+        )
         if sites
         else "none drawn in blocks"
     )

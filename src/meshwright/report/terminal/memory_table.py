@@ -1,8 +1,9 @@
-"""What a rank of a plan holds and sends, as two tables: state bytes by category, and bytes per step by kind of action.
+"""What a rank of a plan holds and sends, as two tables: state bytes by category, and bytes per step by kind
+of action.
 
-Ranks differ where shards do not divide, and where one leads others: then the first and the last stand side by side. Where they
-have different lists, the first of each; of many, the first, the last, and that which holds most. Bytes sent are those of the
-busiest rank.
+Ranks differ where shards do not divide, and where one leads others: then the first and the last stand side by
+side. Where they have different lists, the first of each; of many, the first, the last, and that which holds
+most. Bytes sent are those of the busiest rank.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,9 @@ MAX_SHOWN_RANKS = 6  # ranks in a table
 
 
 def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
-    """The bytes that the first rank of each role holds all the time, by category; the program tells gradients and buffers."""
+    """The bytes that the first rank of each role holds all the time, by category; the program tells gradients
+    and buffers.
+    """
     found = {}
     for rank, (role, _) in zip(first_ranks(plan), plan.program.roles, strict=True):
         said = state_bytes(plan, rank)
@@ -91,7 +94,9 @@ def _first_rank_actions(plan: Plan) -> list[tuple[int, Sequence[Action]]]:
 
 
 def sent_table(plan: Plan) -> Table | None:
-    """Messages and bytes sent per step by the busiest rank, by kind of action and what it moves; None when nothing is sent."""
+    """Messages and bytes sent per step by the busiest rank, by kind of action and what it moves; None when
+    nothing is sent.
+    """
     found: dict[tuple[str, str], tuple[int, float]] = {}
     rank, actions = busiest_rank(plan)
     for action in actions:

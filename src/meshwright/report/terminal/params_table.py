@@ -1,7 +1,9 @@
-"""Every parameter as a row of a table: its role, where it lies, why it stays whole, and the bytes of it that a rank holds.
+"""Every parameter as a row of a table: its role, where it lies, why it stays whole, and the bytes of it that
+a rank holds.
 
-The same parameter of equal layers is one row. Where ranks run parts of the model, the first rank of each part has a column: it
-holds what its own part uses. Where a plan divides nothing, what it could divide is shown, for two ranks.
+The same parameter of equal layers is one row. Where ranks run parts of the model, the first rank of each part
+has a column: it holds what its own part uses. Where a plan divides nothing, what it could divide is shown,
+for two ranks.
 """
 
 from collections.abc import Iterator
@@ -34,9 +36,11 @@ MAX_SHOWN_STAGES = 4  # parts that have a column; of more the first, the fullest
 
 @dataclass(frozen=True)
 class ParamRow:
-    """The same parameter of all layers: its pattern, how many, shape, role, layout, the bytes of all of them, and what of that
-    rank 0 holds. `why` says why it is whole, `less` how many bytes fewer a rank would hold if it were divided. `parts` are the
-    bytes that the first rank of each part holds; empty where every rank runs the whole model.
+    """The same parameter of all layers: its pattern, how many, shape, role, layout, the bytes of all of them,
+    and what of that
+    rank 0 holds. `why` says why it is whole, `less` how many bytes fewer a rank would hold if it were
+    divided. `parts` are the bytes that the first rank of each part holds; empty where every rank runs the
+    whole model.
     """
 
     pattern: str
@@ -52,7 +56,9 @@ class ParamRow:
 
 
 def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
-    """A row per parameter, equal layers in one; `space` is that of all ranks, `parameters` the dtype of a job."""
+    """A row per parameter, equal layers in one; `space` is that of all ranks, `parameters` the dtype of a
+    job.
+    """
     places = [{"pp": part} for part in range(len(sharding.block_calls_by_pp_rank))] or [{}]
     seen = [sharding.at_coordinate({**sharding.mesh.coordinate(0), **place}) for place in places]
     own = [{home.param.name: home.param.numel for home in each.param_shardings} for each in seen]
@@ -127,7 +133,9 @@ def _nbytes_on_stage(row: ParamRow, stage: int) -> int:
 
 
 def sharded_params_text(plan: Plan) -> dict[str, str]:
-    """How much of the weights rank 0 has, and how much of that is whole, where matrices are divided; else nothing."""
+    """How much of the weights rank 0 has, and how much of that is whole, where matrices are divided; else
+    nothing.
+    """
     space = plan.sharding.global_plan
     if not any(home.sliced_dims for home in space.param_shardings):
         return {}
@@ -138,7 +146,11 @@ def sharded_params_text(plan: Plan) -> dict[str, str]:
         for home in here.logical_param_shardings
         if not home.sliced_dims
     )
-    said = f"{format_nbytes(held)} of {format_nbytes(plan.model_spec.nbytes(parameters))} of the weights while they are used"
+    said = (
+        f"{format_nbytes(held)} of {format_nbytes(plan.model_spec.nbytes(parameters))} of "
+        f"the "
+        f"weights while they are used"
+    )
     said += " on rank 0, by its part" if space.block_calls_by_pp_rank else ""
     return {"divided": f"{said}, {format_nbytes(whole)} of it whole: see `meshwright inspect`"}
 
@@ -159,7 +171,8 @@ def _param_row(
 
 def _placement_texts(home: ParamSharding) -> Iterator[str]:
     for axis, dim in home.sliced_dims.items():
-        yield f"{axis}: {_split_text(home.param.dim_split(dim), 'words' if home.param.role in VOCAB_ROLES else 'features')}"
+        unit = "words" if home.param.role in VOCAB_ROLES else "features"
+        yield f"{axis}: {_split_text(home.param.dim_split(dim), unit)}"
     if home.flat_shard_axes:
         yield f"{' '.join(home.flat_shard_axes)}: shards"
 
@@ -196,7 +209,9 @@ def _reason(home: ParamSharding) -> str:
 
 
 def _shardable_axes(sharding: ShardingPlan) -> list[str]:
-    """The axes along which weights could be cut: those of several ranks that see the same tokens and run the same layers."""
+    """The axes along which weights could be cut: those of several ranks that see the same tokens and run the
+    same layers.
+    """
     return [
         axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in ("pp", *sharding.grad_sum_axes)
     ]

@@ -2,7 +2,8 @@
 
 The dtype of each role as a table (`engine/precision.py` says what they are for), and in one line.
 
-What a plan says that does not compute what one device computes: how old the weights are, and what is kept of them.
+What a plan says that does not compute what one device computes: how old the weights are, and what is kept of
+them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +35,11 @@ def sequence_sharding_text(plan: Plan) -> dict[str, str]:
     space, tokens = plan.sharding, plan.model_spec.sequence_info
     if space.sequence_sharding is None or tokens is None:
         return {}
-    said = f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: {_tokens_per_rank(space.sequence_sharding, tokens.length)} each"
+    said = (
+        f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: "
+        f"{_tokens_per_rank(space.sequence_sharding, tokens.length)} "
+        f"each"
+    )
     said += "".join(
         f", and {length:,}: {_tokens_per_rank(space.sequence_sharding, length)}"
         for length in tokens.lengths[1:]
@@ -72,7 +77,9 @@ def _tokens_per_rank(sequence_sharding: SequenceSharding, length: int) -> str:
 
 
 def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
-    """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed documents."""
+    """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed
+    documents.
+    """
     kinds = {
         "causal attention": (any(attend.is_causal for attend in tokens.attention_calls), ()),
         f"attention under a mask, such as {PACKED_EXAMPLE}": (
@@ -83,7 +90,10 @@ def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) ->
     for name, (met, ends) in kinds.items():
         if met:
             share = max_over_mean_attention(sequence_sharding, tokens.length, ends)
-            yield f"{name}: the busiest rank has {share:.2f} x the mean{_better_balance(sequence_sharding, tokens.length, ends, share)}"
+            yield (
+                f"{name}: the busiest rank has {share:.2f} x the "
+                f"mean{_better_balance(sequence_sharding, tokens.length, ends, share)}"
+            )
 
 
 def _better_balance(
@@ -112,7 +122,8 @@ def max_over_mean_attention(
 ) -> float:
     """What the busiest rank has of the pairs of tokens that a mask leaves, over the mean of all ranks.
 
-    Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the row, and with it.
+    Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the
+    row, and with it.
     """
     length = min(length, MAX_CHECKED_TOKENS)
     stops = [0, *(int(length * end) for end in document_ends), length]
@@ -193,7 +204,9 @@ def _steps_params_directly(plan: Plan) -> bool:
 
 
 def staleness_text(plan: Plan) -> dict[str, str]:
-    """Rows of a summary of a plan that is not exact: which weights gradients meet, where every micro-batch is an update."""
+    """Rows of a summary of a plan that is not exact: which weights gradients meet, where every micro-batch is
+    an update.
+    """
     if plan.exact:
         return {}
     names = ", ".join(strategy.name for strategy in plan.strategies if not strategy.exact)
@@ -206,7 +219,11 @@ def staleness_text(plan: Plan) -> dict[str, str]:
     said = ", ".join(
         f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in kept
     )
-    updates = f"{plan.num_microbatches}, one per micro-batch, with gradients at weights that are up to {old} updates old, by stage"
+    updates = (
+        f"{plan.num_microbatches}, one per micro-batch, with gradients at weights that "
+        f"are "
+        f"up to {old} updates old, by stage"
+    )
     return found | {"updates per step": updates, "old weights kept": f"{said}, by stage"}
 
 

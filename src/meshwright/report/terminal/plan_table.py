@@ -1,7 +1,7 @@
 """A plan as a table of what will happen, and a verdict as one of what was found.
 
-Runs of equal actions on consecutive blocks are drawn as one row; what waits for another lane, moves bytes or takes
-memory is said in its row.
+Runs of equal actions on consecutive blocks are drawn as one row; what waits for another lane, moves bytes or
+takes memory is said in its row.
 """
 
 import sys
@@ -100,7 +100,9 @@ def format_flops(flops: float) -> str:
 
 
 def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
-    """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in a row of its own."""
+    """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in
+    a row of its own.
+    """
     tables = [
         precision_table(plan),
         states_table(plan),
@@ -166,7 +168,11 @@ def _sent_text(plan: Plan) -> str:
             f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else ""
         )
     if apart:
-        return f"{format_nbytes(serving)} by the busiest rank, {format_nbytes(served)} by the one that sends least"
+        return (
+            f"{format_nbytes(serving)} by the busiest rank, {format_nbytes(served)} by the "
+            f"one "
+            f"that sends least"
+        )
     return f"{format_nbytes(serving)} by rank 0, {format_nbytes(served)} by each other one"
 
 
@@ -177,7 +183,11 @@ def _pretrained_text(plan: Plan) -> dict[str, str]:
     nbytes = plan.model_spec.nbytes(plan.job.precision.parameters) + origin.read_buffer_nbytes
     return {
         "weights": f"{origin.source}: {format_nbytes(origin.nbytes)}, digest {origin.digest[:16]}",
-        "host memory to load": f"{format_nbytes(nbytes)} per rank (parameters, and {format_nbytes(origin.read_buffer_nbytes)} while one is read)",
+        "host memory to load": (
+            f"{format_nbytes(nbytes)} per rank (parameters, and "
+            f"{format_nbytes(origin.read_buffer_nbytes)} while one is "
+            f"read)"
+        ),
     }
 
 
@@ -219,7 +229,11 @@ def _row_details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
             sum(each.nbytes for action in run for each in action.transfers),
             "" if first.transfer else " within",
         )
-        yield f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over {', '.join(move.axes)} ({move.algorithm}){within}"
+        yield (
+            f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over "
+            f"{', '.join(move.axes)} "
+            f"({move.algorithm}){within}"
+        )
     flops = sum(action.flops for action in run)
     taken = sum(
         {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
@@ -234,7 +248,9 @@ def _row_details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
 
 
 def _action_rows(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[list[Action]]:
-    """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive blocks."""
+    """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive
+    blocks.
+    """
     for _, stretch in groupby(
         zip(_row_groups(actions, show_all=show_all), actions, strict=True), key=lambda pair: pair[0]
     ):
@@ -266,7 +282,11 @@ def verdict_view(verdict: Verdict) -> RenderableType:
     table.add_row("largest relative errors", f"(allowed: {verdict.tolerance:g})")
     for quantity, error in verdict.max_errors.items():
         table.add_row(f"  {quantity}", f"{error:.2g}")
-    head = f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of {verdict.model}, on {verdict.rank_backend}"
+    head = (
+        f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of "
+        f"{verdict.model}, on "
+        f"{verdict.rank_backend}"
+    )
     return Group(Text(head, style="green"), table)
 
 

@@ -1,7 +1,9 @@
-"""What a plan will take, as a table and as plain values: seconds by where they go, bytes held at the fullest, bytes sent.
+"""What a plan will take, as a table and as plain values: seconds by where they go, bytes held at the fullest,
+bytes sent.
 
-Bytes are the program's own and need no device; seconds are there where hardware was named. The plain values are kept with a run
-(run_info.json), so that its report can hold them against what was measured (report/beside.py).
+Bytes are the program's own and need no device; seconds are there where hardware was named. The plain values
+are kept with a run (run_info.json), so that its report can hold them against what was measured
+(report/beside.py).
 """
 
 from collections.abc import Iterator
@@ -28,7 +30,9 @@ MAX_ROLES = 6  # roles in a table
 
 
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
-    """What `plan` holds at its fullest and sends in a step, by role, and what it takes, where that was predicted."""
+    """What `plan` holds at its fullest and sends in a step, by role, and what it takes, where that was
+    predicted.
+    """
     roles = [role for role, _ in plan.program.roles]
     held = {
         role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
@@ -41,9 +45,17 @@ def prediction_view(plan: Plan, prediction: StepPrediction) -> RenderableType:
     """The seconds of a step, in all and by where they go on each role."""
     tokens = plan.job.train.batch * (1 if plan.job.data.source == "example" else plan.job.data.sequence)
     unit = "samples" if plan.job.data.source == "example" else "tokens"
-    speed = f"{tokens / prediction.step_s:,.4g} {unit} per second, {prediction.flops / prediction.step_s / 1e9:,.4g} GFLOP/s"
+    speed = (
+        f"{tokens / prediction.step_s:,.4g} {unit} per second, "
+        f"{prediction.flops / prediction.step_s / 1e9:,.4g} "
+        f"GFLOP/s"
+    )
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
-    head = f"a step takes {format_seconds(prediction.step_s)} on {plan.mesh.world_size} x {prediction.target_name}: {speed}{share}"
+    head = (
+        f"a step takes {format_seconds(prediction.step_s)} on {plan.mesh.world_size} x "
+        f"{prediction.target_name}: "
+        f"{speed}{share}"
+    )
     return Group(
         Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes)
     )

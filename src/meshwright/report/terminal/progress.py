@@ -1,11 +1,12 @@
-"""A run as it goes on: on a terminal a small table and a bar that move, elsewhere plain lines, aligned, with their units.
+"""A run as it goes on: on a terminal a small table and a bar that move, elsewhere plain lines, aligned, with
+their units.
 
        step     loss  grad_norm        lr    memory  tokens/s      mfu      ETA
      20/400   4.1234      1.234  3.00e-04   412 MiB    12,345   38.2 %  0:02:05
 
-`mfu` is the share of the devices' peak that the model's own operations make up (core/hardware.py). Where the peak is not
-known, the operations themselves stand there, in GFLOP/s. Where something is float16, `scale` follows, by which the loss of the
-next step is multiplied.
+`mfu` is the share of the devices' peak that the model's own operations make up (core/hardware.py). Where the
+peak is not known, the operations themselves stand there, in GFLOP/s. Where something is float16, `scale`
+follows, by which the loss of the next step is multiplied.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +41,10 @@ MAX_LINES = 20  # of a run that is not watched on a terminal
 
 @dataclass(frozen=True)
 class ProgressMetrics:
-    """What is shown of a step; `memory` in bytes. Speeds are of all ranks; None: not known, or no loss scale."""
+    """What is shown of a step; `memory` in bytes.
+
+    Speeds are of all ranks; None: not known, or no loss scale.
+    """
 
     step: int
     loss: float
@@ -77,7 +81,9 @@ ShowStep = Callable[[ProgressMetrics], None]
 
 @contextmanager
 def training_view(console: Console, steps: int, first: int) -> Iterator[ShowStep]:
-    """What to call after each step: moves a table and a bar on a terminal, prints about 20 lines elsewhere."""
+    """What to call after each step: moves a table and a bar on a terminal,
+    prints about 20 lines elsewhere.
+    """
     if console.is_terminal:
         with _live_view(console, steps, first) as show:
             yield show

@@ -1,12 +1,16 @@
-"""A schedule as an SVG that needs nothing else: a row of boxes per rank, what it holds as a hill below, parts on one scale.
+"""A schedule as an SVG that needs nothing else: a row of boxes per rank, what it holds as a hill below, parts
+on one scale.
 
-    planned       [F0][F1]      [B0   ][B1   ]      box: its kind's colour, darker for later parts of a rank, a title to hover
-    rank 0        .oooo..........oooooooooooooo.    red ground: the rank waits; amber: for a message on its way
+    planned       [F0][F1]      [B0   ][B1   ]      box: its kind's colour, darker for later parts of a rank,
+                                                    a title to hover
+    rank 0        .oooo..........oooooooooooooo.    red ground: the rank waits; amber: for a message on its
+                                                    way
     measured      ...
 
 Whoever opens it needs no network and no script.
 
-The turns of a run through the parts of its model, as an SVG for its report: planned above measured, where that was traced.
+The turns of a run through the parts of its model, as an SVG for its report: planned above measured, where
+that was traced.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +41,10 @@ LETTER_WIDTH = 6.5  # the width of a letter in a label
 def gantt_svg(
     schedules: Mapping[str, SpansByRank], width: int = 1100, units: DrawingUnits | None = None
 ) -> str:
-    """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide. `units` say times and amounts."""
+    """The `parts`, such as planned and measured, as the text of an SVG `width` pixels wide.
+
+    `units` say times and amounts.
+    """
     units = units or DrawingUnits()
     end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0) or 1.0
     scale = (width - LEFT - RIGHT) / end
@@ -73,7 +80,10 @@ def _row(
     rank: int, row: Sequence[TimelineSpan], y: float, scale: float, end: float, units: DrawingUnits
 ) -> Iterator[str]:
     yield _text(8, y + 14, f"{units.row_label} {rank}")
-    yield f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{ROW_HEIGHT}" fill="{KIND_COLOURS["."][0]}"/>'
+    yield (
+        f'<rect x="{LEFT}" y="{y:g}" width="{end * scale:.2f}" height="{ROW_HEIGHT}" '
+        f'fill="{KIND_COLOURS["."][0]}"/>'
+    )
     for span in row:
         x, length = LEFT + span.begin * scale, (span.end - span.begin) * scale
         shades = KIND_COLOURS[span.kind]
@@ -127,7 +137,9 @@ def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str =
 
 
 def schedule_svg(record: RunRecord) -> str:
-    """The drawing; "" where each rank runs the whole model, or where the run has not said what its parts are."""
+    """The drawing; "" where each rank runs the whole model, or where the run has not said what
+    its parts are.
+    """
     program, parts = record.program, record.run_info.get("stages", [])
     if program is None or len(program.roles) < 2 or len(parts) < 2:
         return ""

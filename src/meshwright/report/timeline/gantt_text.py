@@ -1,6 +1,8 @@
-"""A schedule drawn as text: a row per rank, a cell per unit of time, what is held below; planned above measured, on one scale.
+"""A schedule drawn as text: a row per rank, a cell per unit of time, what is held below; planned above
+measured, on one scale.
 
-    rank 0   F0 F1 F2 .  .  B0--- F3 B1--- ...      F forward, B backward, I and W its halves; lower case: a rank's second part
+    rank 0   F0 F1 F2 .  .  B0--- F3 B1--- ...      F forward, B backward, I and W its halves; lower case: a
+                                                    rank's second part
     rank 1   .  F0 F1 B0---          ...            . the rank waits     ~ it waits for what is on its way
     held     1  2  3  3  3  3     3  ...            as bars; the peak stands at the end
 
@@ -40,7 +42,10 @@ BAR_LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 @dataclass(frozen=True)
 class DrawingUnits:
-    """How times and amounts are said: `long` and `much` put a number into words. `rank` is what a row is called."""
+    """How times and amounts are said: `long` and `much` put a number into words.
+
+    `rank` is what a row is called.
+    """
 
     format_time: Callable[[float], str] = "{:.4g}".format
     format_amount: Callable[[float], str] = "{:.4g}".format
@@ -54,9 +59,11 @@ def gantt_view(
     *,
     draw_all: bool = False,
 ) -> RenderableType:
-    """The `parts`, such as planned and measured, below each other on one scale of at most `width` columns, and a legend.
+    """The `parts`, such as planned and measured, below each other on one scale of at most `width` columns,
+    and a legend.
 
-    Of many ranks the first and the last are drawn; `whole` draws all, every act with its label, in as many pieces as it needs.
+    Of many ranks the first and the last are drawn; `whole` draws all, every act with its label, in as many
+    pieces as it needs.
     """
     units = units or DrawingUnits()
     end = max((span.end for rows in schedules.values() for row in rows for span in row), default=0.0)
@@ -99,7 +106,9 @@ def schedule_summary(rows: SpansByRank, units: DrawingUnits | None = None) -> st
 
 
 def _scale(parts: Sequence[SpansByRank], end: float, columns: int) -> float:
-    """Characters per unit of time: as many as the label of the shortest act needs, or as all `columns` allow."""
+    """Characters per unit of time: as many as the label of the shortest act needs,
+    or as all `columns` allow.
+    """
     spans = [span for rows in parts for row in rows for span in row]
     shortest = min(
         (span.end - span.begin for span in spans if span.end > span.begin and span.kind != "~"), default=1.0
@@ -138,7 +147,9 @@ def _rank_lines(
 
 
 def _wrapped_lines(lines: Sequence[LabelledLine], columns: int, width: int) -> Iterator[Text]:
-    """The lines with their labels, in pieces of `columns` below each other; what is said behind a line stands behind its last."""
+    """The lines with their labels, in pieces of `columns` below each other; what is said behind a line stands
+    behind its last.
+    """
     for begin in range(0, max(width, 1), columns):
         for label, line, behind in lines:
             last = begin + columns >= width

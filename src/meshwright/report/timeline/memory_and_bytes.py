@@ -1,9 +1,9 @@
 """Memory and bytes of a run: what the program says, beside what each rank measured.
 
-Memory of the program is what its actions take and have not freed, at the moment when all of it together is largest, beside
-what a rank holds all the time. Its activations are what the blocks hand on, and what they keep inside for their backward, as
-the trial run has found it. Bytes are those that leave the busiest rank in a step, by the formula of the collective or the
-rounds of its algorithm.
+Memory of the program is what its actions take and have not freed, at the moment when all of it together is
+largest, beside what a rank holds all the time. Its activations are what the blocks hand on, and what they
+keep inside for their backward, as the trial run has found it. Bytes are those that leave the busiest rank in
+a step, by the formula of the collective or the rounds of its algorithm.
 """
 
 from collections import Counter
@@ -37,7 +37,9 @@ CATEGORY_ORDER = ("parameters", "master", "gradients", "optimizer_states", "buck
 
 @dataclass(frozen=True)
 class ActionBytes:
-    """The bytes of one action per step, of the rank that sends most: by the program, and by the ledgers (None: there is none)."""
+    """The bytes of one action per step, of the rank that sends most: by the program, and by the ledgers
+    (None: there is none).
+    """
 
     action: str
     description: str
@@ -48,7 +50,8 @@ class ActionBytes:
 def planned_memory(
     program: Program, state_nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes by category when the fullest role is at its fullest, and the most that each category takes at any time.
+    """Bytes by category when the fullest role is at its fullest, and the most that each category takes at any
+    time.
 
     `held` is there all the time.
     """
@@ -89,9 +92,11 @@ def _ordered(found: Mapping[str, int]) -> dict[str, int]:
 
 
 def sent_by_action(record: RunRecord) -> list[ActionBytes]:
-    """What each action sends in a step, in the order of the program; then what was sent beside the steps, as a total.
+    """What each action sends in a step, in the order of the program; then what was sent beside the steps, as
+    a total.
 
-    What one rank sends another is one line for all micro-batches; an action of several roles is told once, of the busiest.
+    What one rank sends another is one line for all micro-batches; an action of several roles is told once, of
+    the busiest.
     """
     listed: dict[str, dict[str, list[Action]]] = {}
     for role, actions in record.program.roles if record.program else ():

@@ -1,13 +1,14 @@
 """What the folder of a run holds, read for its report: forgiving where a run was killed, or is still going.
 
-    metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the last counts
+    metrics.jsonl       a line per step, and lines of a `kind` (evaluation, ...); of several of one step the
+                        last counts
     plan.toml           every key of the plan
     run_info.json          the plan in words, its program, versions, machine
     ranks/rank-N.json   seconds, memory and bytes sent, per rank
     trace/rank-N.json   traced steps, act by act
 
-Only metrics or a plan must be there. Nothing is written, nothing is run, neither the model nor the data is needed. What is
-missing or damaged is a note, in words.
+Only metrics or a plan must be there. Nothing is written, nothing is run, neither the model nor the data is
+needed. What is missing or damaged is a note, in words.
 """
 
 import json
@@ -70,7 +71,9 @@ def read_run_record(folder: Path) -> RunRecord:
 
 
 def plan_differences(first: RunRecord, second: RunRecord) -> list[tuple[str, str, str]]:
-    """The keys in which two plans differ, each with both values; what only names a place or a file is left out."""
+    """The keys in which two plans differ, each with both values; what only names a place or a file is left
+    out.
+    """
     skipped = ("plan_hash", "version", "run.folder")
     keys = dict.fromkeys([*first.settings, *second.settings])
     found = [(key, first.settings.get(key), second.settings.get(key)) for key in keys if key not in skipped]
@@ -134,7 +137,9 @@ def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _by_rank(folder: Path, world: object, notes: list[str]) -> dict[int, JSONObject]:
-    """The object of each rank that the run has; files of ranks beyond `world` are left from an earlier start."""
+    """The object of each rank that the run has; files of ranks beyond `world` are left from an
+    earlier start.
+    """
     found = {}
     for path in folder.glob("rank-*.json"):
         number = path.stem.removeprefix("rank-")

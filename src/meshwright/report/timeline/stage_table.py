@@ -1,4 +1,6 @@
-"""A model in parts, as tables and as a drawing: which blocks lie where, what crosses each border, and who works when."""
+"""A model in parts, as tables and as a drawing: which blocks lie where, what crosses each border, and who
+works when.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,8 @@ def stage_block_calls(plan: Plan) -> BlockCallsByStage:
 
 
 def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
-    """The parts of `plan`, the values between them and the order of the turns; None where each rank runs the whole model.
+    """The parts of `plan`, the values between them and the order of the turns; None where each rank runs the
+    whole model.
 
     `every` shows all rows, and the drawing with every label.
     """
@@ -89,8 +92,14 @@ def _idle_warning(plan: Plan) -> Iterator[Text]:
     if plan.num_microbatches < ranks:
         found = simulated_spans(plan)
         said = schedule_summary(found).split(", ")[1]
-        text = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''} for {ranks} ranks in a line: {said}. "
-        text += f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, more of them work at a time"
+        text = (
+            f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''} "
+            f"for {ranks} ranks in a line: {said}. "
+        )
+        text += (
+            f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, "
+            f"more of them work at a time"
+        )
         yield Text(f"{text}\n", style="yellow")
 
 

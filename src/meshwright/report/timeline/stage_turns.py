@@ -1,8 +1,10 @@
-"""Who ran which part of a model for which micro-batch, and when: turns, of a program on paper or of a step that was traced.
+"""Who ran which part of a model for which micro-batch, and when: turns, of a program on paper or of a step
+that was traced.
 
-A turn is a run of actions of one kind on one part for one micro-batch: its forwards, its backwards, or a half of those. It lasts
-from the begin of the first to the end of the last, what lies between them included. Where a rank is free and what its next turn
-takes is on its way, it waits for a message; until that was sent, nobody could have helped it.
+A turn is a run of actions of one kind on one part for one micro-batch: its forwards, its backwards, or a half
+of those. It lasts from the begin of the first to the end of the last, what lies between them included. Where
+a rank is free and what its next turn takes is on its way, it waits for a message; until that was sent, nobody
+could have helped it.
 
     actions   F F F F  .....  RECV  B B B B         spans   F0  . ~  B0        (core/spans.py)
     held      what these actions take and have not freed of activations, messages that have come included
@@ -40,7 +42,8 @@ class TimedAction:
 
 
 def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[str, list[TimedAction]]:
-    """When each role does what, with what each action takes by its name; without any, to the scale of their operations.
+    """When each role does what, with what each action takes by its name; without any, to the scale of their
+    operations.
 
     Raises Stuck where somebody waits for ever.
     """
@@ -148,7 +151,9 @@ def _span_row(
 
 
 def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:
-    """By action, when the last of what it waits for began to be sent; only of those that wait for another role."""
+    """By action, when the last of what it waits for began to be sent; only of those that wait for another
+    role.
+    """
     known = {action.name: action for action in actions}
 
     def sources(action: Action) -> Iterator[str]:
@@ -187,7 +192,8 @@ def _activation_nbytes(actions: Sequence[Action]) -> dict[str, tuple[int, int]]:
 def traced_actions(
     program: Program, traces: Mapping[int, Sequence[Mapping[str, Any]]], step: int, world: int
 ) -> dict[str, list[TimedAction]]:
-    """When the first rank of each role did what in a traced step, in milliseconds; `traces` are events of each rank.
+    """When the first rank of each role did what in a traced step, in milliseconds; `traces` are events of
+    each rank.
 
     The glue of a forward belongs to it: from where the model's own forward was called, until it returned.
     """
@@ -208,7 +214,9 @@ def traced_actions(
 
 
 def _extend_with_glue(acts: Sequence[TimedAction], begin: float, end: float) -> list[TimedAction]:
-    """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with it."""
+    """`acts`, of which the first forward that lies within the glue begins with it, and the last one ends with
+    it.
+    """
     inside = [
         act
         for act in acts

@@ -1,13 +1,15 @@
 """One step as bars on lanes: as the program has it, and as every rank was seen to play it.
 
-*Measured* is what a trace says: from the begin of an act to its end, on the clock of its rank. *Planned* is the program
-played on paper (core/clock.py): the same acts in the order of the list and under its waits, each as long as
+*Measured* is what a trace says: from the begin of an act to its end, on the clock of its rank. *Planned* is
+the program played on paper (core/clock.py): the same acts in the order of the list and under its waits, each
+as long as
 
     on the compute lane   it took on average, over all ranks and traced steps
     on the wire           it took where it was quickest, over the same: there it waited least for slower ranks
 
-so that what is longer below than above is waiting, and what is missing above is time between acts that no act accounts
-for. Without a trace nothing is known of seconds; then the plan is drawn to the scale of its operations, as an order.
+so that what is longer below than above is waiting, and what is missing above is time between acts that no act
+accounts for. Without a trace nothing is known of seconds; then the plan is drawn to the scale of its
+operations, as an order.
 """
 
 from collections import defaultdict
@@ -62,7 +64,9 @@ EventsByRank = Mapping[int, Sequence[Mapping[str, Any]]]  # of each rank
 
 @dataclass(frozen=True)
 class TimelineBar:
-    """One act: the row it stands in, when it begins and how long it takes (milliseconds), and what it says of itself."""
+    """One act: the row it stands in, when it begins and how long it takes (milliseconds), and what it says of
+    itself.
+    """
 
     row: str
     name: str
@@ -118,8 +122,8 @@ def traced_steps(record: RunRecord) -> tuple[EventsByRank, int | None]:
 def action_durations_ms(record: RunRecord, events: EventsByRank) -> dict[str, float]:
     """Milliseconds of each action by its name, as a program on paper takes them.
 
-    A message from one rank to another takes what passed, where that was shortest, from when both were at it until it had come:
-    nobody is told when it left.
+    A message from one rank to another takes what passed, where that was shortest, from when both were at it
+    until it had come: nobody is told when it left.
     """
     known = event_durations_ms(events.values())
     if record.program is None:
