@@ -53,7 +53,7 @@ import psutil
 
 from benchmarks.kept import Kept
 from benchmarks.nearest_tests import ImportGraph, Stage, Tier, stages
-from benchmarks.result import ROOT, Result
+from benchmarks.result import RESULTS, ROOT, Result
 
 TABLE = Path(__file__).with_suffix(".toml")
 PACKAGE = "src/meshwright"
@@ -326,8 +326,8 @@ def shares(rows: Iterable[Row]) -> dict[Tier, float]:
     return {"default": default / len(found), "full": (default + full) / len(found)}
 
 
-def write_result(mutants: Sequence[Mutant], rows: Mapping[str, Row]) -> None:
-    """Write benchmarks/results/suite_power.json from the rows of all mutants."""
+def write_result(mutants: Sequence[Mutant], rows: Mapping[str, Row], folder: Path = RESULTS) -> Path:
+    """Writes suite_power.json from the rows of all mutants; returns its path."""
     share = shares(rows.values())
     breaks = {mutant.name: mutant.breaks for mutant in mutants}
     packages: dict[str, dict[str, int]] = {}
@@ -356,7 +356,7 @@ def write_result(mutants: Sequence[Mutant], rows: Mapping[str, Row]) -> None:
         repeats=len(rows),
         detail=detail,
     )
-    print(f"wrote {result.write(NAME).relative_to(ROOT)}")
+    return result.write(NAME, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     caught = ", ".join(f"the {tier} tier catches {part:.1%}" for tier, part in share.items())
     print(f"{len(rows)} mutants: {caught}")
     if len(chosen) == len(mutants) and all(_is_answered(row, "full") for row in rows.values()):
-        write_result(mutants, rows)
+        print(f"wrote {write_result(mutants, rows)}")
     return 0
 
 

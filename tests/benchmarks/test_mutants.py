@@ -16,8 +16,10 @@ from benchmarks.mutants import (
     load_mutants,
     outcome_of,
     shares,
+    write_result,
 )
 from benchmarks.nearest_tests import ImportGraph
+from benchmarks.result import stored
 
 SUM = Mutant("sum", "sums.py", "a + b", "a - b", "sums are differences")
 TREE = {
@@ -131,3 +133,18 @@ def test_rows_of_a_mutant_that_has_changed_are_not_taken():
 def test_the_full_tier_catches_what_the_default_tier_has_caught_too():
     tiers = ["default"] * 8 + ["full", "survived full"]
     assert shares([{"tier": tier} for tier in tiers]) == {"default": 0.8, "full": 0.9}
+
+
+def test_the_result_names_each_survivor_with_what_it_breaks(tmp_path: Path):
+    tiers = {"sum": "default", "late": "full", "never": "survived full"}
+    mutants = [replace(SUM, name=name, breaks=f"{name} breaks") for name in tiers]
+    rows = {
+        name: {"case": name, "package": "sums.py", "tier": tier, "how": ""} for name, tier in tiers.items()
+    }
+    write_result(mutants, rows, tmp_path)
+    result = stored("suite_power", tmp_path)
+    assert (result["median"], result["bar"], result["holds"]) == (1 / 3, 0.9, False)
+    assert result["detail"]["survivors"] == {"never": "never breaks"}
+    assert result["detail"]["missed_by_default"] == {"late": "late breaks", "never": "never breaks"}
+    assert result["detail"]["packages"] == {"sums.py": {"mutants": 3, "default": 1, "full": 2}}
+    assert result["detail"]["full"] == {"share": 2 / 3, "bar": 0.95, "holds": False}
