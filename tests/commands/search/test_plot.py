@@ -47,13 +47,13 @@ def test_the_page_needs_no_network_and_says_why(tmp_path: Path):
     path = tmp_path / "plot.html"
     write_plot(run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("pp=2",))), path)
     text = path.read_text()
-    assert "GiB of the fullest rank" in text
+    assert "GiB on the rank that uses most" in text
     assert "seconds of a step" in text
-    assert "layouts were priced" in text
+    assert "layouts were estimated" in text
     assert "<svg" in text
     assert "<script src" not in text
     write_plot(run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("pp=1",))), path)
-    assert "No ranks along pp take turns" in path.read_text()
+    assert "The first layout has no pipeline." in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):

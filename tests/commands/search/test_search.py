@@ -35,26 +35,26 @@ def shown(asked: SearchOptions) -> str:
 
 def test_a_model_in_words_is_planned_and_explained():
     text = shown(SearchOptions(SMALL, 8, "a100", 64, budget=TrainingBudget(1e9, 2.0)))
-    assert "1.74 B weights on 8 A100" in text
-    assert "Everything fits on each device" in text
-    assert "wins: " in text
+    assert "1.74 B parameters on 8 A100" in text
+    assert "The model fits on each device" in text
+    assert "is the fastest: " in text
     assert "takes" in text
     assert "1e+09 tokens take" in text
-    assert "of which waiting" in text
-    assert "GiB of the fullest rank" in text
+    assert "of the cost) is the pipeline bubble" in text
+    assert "memory in GiB, on the rank that uses most" in text
     assert all(
         word in text
-        for word in ("weights", "gradients", "optimizer_states", "activations", "gathered", "loss", "margin")
+        for word in ("weights", "gradients", "states", "activations", "gathered", "loss", "margin")
     )
 
 
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("13b: layers 40 hidden 5120 heads 40", "The model does not fit on a device"),
+        ("13b: layers 40 hidden 5120 heads 40", "The model does not fit on one device"),
         (
             "odd: layers 4 hidden 81920 heads 640",
-            "Not even a layer with its output and its optimizer's states fits",
+            "Not even one layer with its output and its optimizer states fits",
         ),
     ],
 )
@@ -174,7 +174,7 @@ def test_every_kind_that_is_not_known_is_told():
 
 
 def test_a_batch_that_no_copies_can_share_is_told():
-    with pytest.raises(PlanError, match="a batch of 7 rows on dp 8 copies"):
+    with pytest.raises(PlanError, match="a batch of 7 samples on dp 8 replicas"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("dp=8",)))
     with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 samples"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))

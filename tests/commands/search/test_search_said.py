@@ -23,7 +23,7 @@ def test_a_limit_is_looked_for_and_written(tmp_path: Path, capsys: pytest.Captur
     code, out, _ = said(capsys, "search", SMALL, *words, "--out", tmp_path / "plan.toml")
     assert code == 0
     found = json.loads((tmp_path / "said.json").read_text())["limit"]
-    assert (found["what"], found["beyond"]) == ("devices", 0) or found["value"] > found["beyond"]
+    assert (found["quantity"], found["next_value"]) == ("devices", 0) or found["value"] > found["next_value"]
     assert f"The fewest devices are {found['value']}" in " ".join(out.split())
     assert tomllib.loads((tmp_path / "plan.toml").read_text())["train"]["batch"] == 64
 
@@ -31,7 +31,7 @@ def test_a_limit_is_looked_for_and_written(tmp_path: Path, capsys: pytest.Captur
 def test_the_largest_batch_needs_no_batch(capsys: pytest.CaptureFixture[str]):
     code, out, _ = said(capsys, "search", SMALL, "--hardware", "a100", "--devices", 8, "--fit", "batch")
     assert code == 0
-    assert "The largest batch that goes through at once is" in " ".join(out.split())
+    assert "The largest batch without gradient accumulation is" in " ".join(out.split())
 
 
 def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[str]):
@@ -51,8 +51,8 @@ def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: py
     assert (tmp_path / "plot.html").read_text().startswith("<!DOCTYPE html>")
     text = " ".join(out.split())
     assert "ZeRO 2" in text
-    assert "x 4 rows" in text
-    assert "of it waiting" in text
+    assert "x 4 samples" in text
+    assert "cost waiting" in text
 
 
 def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):

@@ -13,7 +13,7 @@ from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.loading.loader import Model, load_factory, load_model
 from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import both_ways, analyze_model
+from tests.model.block_backward import analyze_model, both_ways
 
 X = {"x": torch.linspace(-1, 1, 12).view(2, 6)}
 
@@ -107,7 +107,7 @@ def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
 
     with pytest.raises(
         PlanError,
-        match=r"fails in a trial run on rows like x \[2, 6\] float32: KeyError: 'nothing for these values'",
+        match=r"fails in a trial run on samples like x \[2, 6\] float32: KeyError: 'nothing for these values'",
     ):
         analyze_model(lambda: Chained(rule), X)
 
@@ -117,12 +117,12 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
         analyze(
             load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",)
         )
-    assert "the forward fails in a trial run on rows like x [2, 5] float32: RuntimeError: " in str(
+    assert "the forward fails in a trial run on samples like x [2, 5] float32: RuntimeError: " in str(
         caught.value
     )
     with pytest.raises(
         PlanError,
-        match=r"on rows like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
+        match=r"on samples like y \[2, 6\] float32: TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
     ):
         analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
 
@@ -138,7 +138,7 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
 )
 def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tensor], given: str):
     with pytest.raises(
-        PlanError, match=rf"^example: the example batch holds .*{given}.*; needed are the same rows"
+        PlanError, match=rf"^example: the example batch holds .*{given}.*; needed is the same number of samples"
     ):
         analyze(load_factory(Plain, 0, "plain"), example, ())
 

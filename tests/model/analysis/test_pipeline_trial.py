@@ -61,17 +61,17 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
         (
             row_by_row,
             (
-                r"behind layers\.0, unbind at test_courses\.py:\d+ gives 3 values on 3 rows, and "
+                r"after layers\.0, unbind at test_pipeline_trial\.py:\d+ returns 3 values on 3 samples, and "
                 r"unbind at .* 5 values on 5"
             ),
         ),
-        (one_layer_more, r"it comes to head on 3 rows, and to layers\.1 on 5"),
+        (one_layer_more, r"it reaches head on 3 samples, and layers\.1 on 5"),
     ],
 )
 def test_where_the_ways_of_a_forward_part_is_told(
     forward: Callable[[Chain, torch.Tensor], object], said: str
 ):
-    with pytest.raises(PlanError, match=f"takes another way on 5 rows than on 3: {said}"):
+    with pytest.raises(PlanError, match=f"takes another path on 5 samples than on 3: {said}"):
         add_stage_boundaries(analyze_model(lambda: Chain(forward), X))
 
 
@@ -110,7 +110,7 @@ def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_border
     one = chained(compares)
     assert one.borders.open_boundaries() == ()
     assert (
-        "has the shape [9] of 3 rows and [25] of 5: it compares rows with each other"
+        "has the shape [9] of 3 samples and [25] of 5: it compares samples with each other"
         in one.borders.closed_boundaries[0].reason
     )
 
@@ -122,6 +122,6 @@ def test_a_forward_that_writes_into_its_input_is_refused():
 
     with pytest.raises(
         PlanError,
-        match="the forward writes into its input 'x', and every part that a rank runs would do so again",
+        match="the forward writes into its input 'x', and every stage that a rank runs would do so again",
     ):
         add_stage_boundaries(analyze_model(lambda: Chain(writes), X))

@@ -99,7 +99,9 @@ def ranks(
 def steps(
     one: Ranks, parts: Sequence[StageSpec], made: Sequence[Any], *, lean: bool
 ) -> tuple[list[Gradients], torch.Tensor]:
-    """The gradients of every part's copy, and the loss: all forwards in order, then all backwards in reverse."""
+    """The gradients of every part's copy, and the loss: all forwards in order,
+    then all backwards in reverse.
+    """
     store: dict[str, torch.Tensor] = {}
     ran, drives, loss = [], [], torch.zeros(())
     spoilt = [spoil(one, part, each[2]) for part, each in zip(parts, made, strict=True)]
@@ -107,7 +109,7 @@ def steps(
         before = {key: value.clone() for key, value in module.state_dict().items()}
         drives.append(ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place))
         ran.append(played(one, part, module, drives[-1], store, lean=lean))
-        store |= {name: tensor.detach().clone() for name, tensor in ran[-1].given.items()}
+        store |= {name: tensor.detach().clone() for name, tensor in ran[-1].sent_values.items()}
         untouched = {
             name
             for name in before
@@ -120,7 +122,7 @@ def steps(
         if parts[place].is_last:
             loss = one.total(ran[place].outputs)
             loss.backward()
-        for name, leaf in ran[place].given.items():
+        for name, leaf in ran[place].sent_values.items():
             if name in owed:
                 leaf.grad = owed[name] if leaf.grad is None else leaf.grad + owed[name]
         went_back(ran[place], drives[place])
@@ -208,7 +210,9 @@ def chained(glue: Forward, block: Forward | None = None) -> Ranks:
 
 
 def exact(glue: Forward, block: Forward | None = None) -> StageBoundaries:
-    """The borders of a chain of which all are open, after all divisions gave the gradients of one backward."""
+    """The borders of a chain of which all are open, after all divisions gave the gradients of
+    one backward.
+    """
     one = chained(glue, block)
     assert one.borders.closed_boundaries == ()
     for borders in divisions(one.borders.open_boundaries()):

@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache, trace_forward_graph
 from meshwright.plan.job.errors import PlanError
-from tests.model.block_backward import Block, Chain, gathering, analyze_model, writing_in_place
+from tests.model.block_backward import Block, Chain, analyze_model, gathering, writing_in_place
 from tests.model.pipeline.staged_model import X, chained, exact, live, ranks, refused
 
 
@@ -141,12 +141,12 @@ def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     one = refused(reading_a_number)
     assert one.borders.open_boundaries() == ("layers.1",)
     text = (
-        r"no stage can begin with 'layers\.2', behind 'layers\.1': the glue behind "
+        r"no stage can begin with 'layers\.2', after 'layers\.1': the glue after "
         r"'layers\.1' "
         r"reads the value of layers\.1\+0 "
     )
     with pytest.raises(
-        PlanError, match=rf"{text}\(item at test_crossing\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
+        PlanError, match=rf"{text}\(item at test_liveness\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
     ):
         one.borders.stages(["layers.2"])
 
@@ -179,7 +179,7 @@ def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
     one = ranks(Leaving, X)
     assert one.borders.open_boundaries() == ("head",)
     assert (
-        "'layers.2' uses a tensor that 'layers.0' made and did not give out"
+        "'layers.2' uses a tensor that 'layers.0' made and did not return"
         in one.borders.closed_boundaries[0].reason
     )
 
@@ -195,7 +195,7 @@ def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
         return model.head(x + past[0])
 
     assert (
-        "'layers.0' writes into a list or dict that it is given"
+        "'layers.0' writes into a list or dict among its inputs"
         in refused(glue, block).borders.closed_boundaries[0].reason
     )
 
@@ -212,7 +212,7 @@ def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
 
     one = chained(glue, lambda block, x: Opaque(block.linear(x).tanh()))
     assert one.borders.open_boundaries() == ()
-    assert "'layers.0' gives out a Opaque, into which nobody looks" in one.borders.closed_boundaries[0].reason
+    assert "'layers.0' returns a Opaque, whose contents cannot be followed" in one.borders.closed_boundaries[0].reason
 
 
 def test_a_view_that_is_written_closes_the_borders_between_both():
@@ -225,7 +225,7 @@ def test_a_view_that_is_written_closes_the_borders_between_both():
 
     one = refused(glue, lambda block, x: block.linear(x))
     assert one.borders.open_boundaries() == ("layers.2", "head")
-    assert "and would cross apart" in one.borders.closed_boundaries[0].reason
+    assert "and would be sent separately" in one.borders.closed_boundaries[0].reason
 
 
 def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_borders():
@@ -237,7 +237,7 @@ def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_border
     reading = analyze_model(lambda: Chain(glue), X)
     borders = trace_forward_graph(reading, X).boundaries
     assert borders.open_boundaries() == ("layers.1",)
-    assert "draws numbers for all parts (at test_crossing.py:" in borders.closed_boundaries[0].reason
+    assert "draws numbers for all stages (at test_liveness.py:" in borders.closed_boundaries[0].reason
     assert ForwardGraphCache(reading).get(X).boundaries == borders
 
 
@@ -255,9 +255,9 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     assert borders.open_boundaries() == ()
     closed = borders.closed_boundaries[0]
     assert closed.reason.startswith(
-        "the glue behind 'layers.0' draws numbers for all parts (at test_crossing.py:"
+        "the glue after 'layers.0' draws numbers for all stages (at test_liveness.py:"
     )
-    assert "after others that the block draws, which parts behind it do not" in closed.reason
+    assert "after others that the block draws, which later stages do not" in closed.reason
     assert "set the layer drop to 0" in closed.fix
     assert (
         len(trace_forward_graph(analyze_model(lambda: Chain(glue), X), X).boundaries.open_boundaries()) == 3

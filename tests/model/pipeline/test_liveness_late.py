@@ -25,7 +25,7 @@ def test_a_gradient_that_is_given_behind_a_value_closes_the_border_directly_behi
 
     one = refused(glue)
     assert one.borders.open_boundaries() == ("layers.2", "head")
-    assert "'layers.0+1' (mul at test_late.py:" in one.borders.closed_boundaries[0].reason
+    assert "'layers.0+1' (mul at test_liveness_late.py:" in one.borders.closed_boundaries[0].reason
     assert one.course.values["layers.0+1"].needs_grad
 
 
@@ -72,5 +72,5 @@ def test_a_hook_on_a_gradient_closes_the_borders_up_to_its_line():
     one = refused(glue)
     assert one.borders.open_boundaries() == ("head",)
     assert one.borders.closed_boundaries[0].reason.startswith(
-        "a hook is hung on the gradient of 'layers.0' (at test_late.py:"
+        "a hook is registered on the gradient of 'layers.0' (at test_liveness_late.py:"
     )

@@ -1,4 +1,6 @@
-"""What a part has called is played for other numbers: bit for bit what its forward would do, or not at all."""
+"""What a part has called is played for other numbers: bit for bit what its forward would do,
+or not at all.
+"""
 
 from collections.abc import Sequence
 from functools import partial
@@ -58,8 +60,8 @@ def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
         def played(
             inputs: Any, store: dict[str, torch.Tensor], scripts: ScriptCache | None, part: Any = part
         ) -> StageResult:
-            received = {value.name: store[value.name].clone() for value in part.takes}
-            given, reach = {"scripts": scripts, "inputs": inputs}, lambda visit: None
+            received = {value.name: store[value.name].clone() for value in part.inputs}
+            given, reach = {"script_cache": scripts, "inputs": inputs}, lambda visit: None
             rows = len(next(iter(inputs.values())))
             return run_stage(
                 partial(module, **inputs),
@@ -160,8 +162,8 @@ def casts(model: Chain, x: torch.Tensor) -> object:
     [
         (reads, "glue reads a number"),
         (picks, "glue reads a number"),
-        (keeps, "nobody knows where a tensor comes from"),
-        (counts, "writes into a tensor that other micro-batches have too"),
+        (keeps, "a tensor has an unknown origin"),
+        (counts, "writes into a tensor that other microbatches use too"),
         (function, "is called without gradients on what needs one"),
         (fills, "glue reads a number"),
         (casts, "is called in a context of its own"),
@@ -176,18 +178,20 @@ def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
         extra = layer.__dict__.get("extra")
         return torch.tanh(layer.linear(x)) if extra is None else torch.tanh(layer.linear(x)) * extra
 
-    assert any("takes what it computes with from elsewhere" in why for why in spoilt(chained(aside, block)))
+    assert any("computes with tensors that are not among its arguments" in why for why in spoilt(chained(aside, block)))
 
 
 def whole(one: Ranks, hook: Any = None) -> tuple[ScriptCache, Any]:
-    """The scripts of one part that is the whole model, and what runs it on inputs: with scripts, or as ever."""
+    """The scripts of one part that is the whole model, and what runs it on inputs: with scripts,
+    or as ever.
+    """
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     if hook is not None:
         next(iter(blocks.values())).register_forward_hook(hook)
     drive, scripts, (part,) = ForwardDriver(blocks), ScriptCache(module, blocks), one.borders.stages(())
 
     def play(inputs: Any, *, truly: bool = False) -> Any:
-        given = {"scripts": None if truly else scripts, "inputs": inputs}
+        given = {"script_cache": None if truly else scripts, "inputs": inputs}
         return run_stage(
             partial(module, **inputs),
             drive,
@@ -260,7 +264,7 @@ def test_a_tensor_that_comes_as_two_inputs_is_not_taken_for_both_afterwards():
     play({"x": x, "y": x})
     inputs = {"x": x * 2, "y": x + 1}
     assert same(play(inputs, truly=True), play(inputs))
-    assert list(scripts.failure_reasons.values()) == ["one tensor came as two"]
+    assert list(scripts.failure_reasons.values()) == ["two inputs are one tensor"]
 
 
 def test_inputs_of_the_same_shapes_and_other_names_have_another_script():

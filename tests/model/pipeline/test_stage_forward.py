@@ -32,7 +32,7 @@ def test_a_value_that_is_not_handed_over_is_named():
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError,
-        match=r"the part of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_parts\.py:\d+\)', which",
+        match=r"the stage of 'layers\.2' takes the value 'layers\.0\+0 \(mul at test_stage_forward\.py:\d+\)', which",
     ):
         run_stage(
             lambda: module(**one.inputs),
@@ -71,7 +71,7 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
     one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
     with pytest.raises(
         PlanError,
-        match=r"computes sum \(at test_parts\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive",
+        match=r"computes sum \(at test_stage_forward\.py:\d+\) with the value 'layers\.1\+0~'.* did not receive",
     ):
         one.error(["layers.2"])
 
@@ -97,7 +97,7 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
     with pytest.raises(
         PlanError,
         match=(
-            r"computes exp \(at test_parts\.py:\d+\) with 'layers\.0', which it did not use "
+            r"computes exp \(at test_stage_forward\.py:\d+\) with 'layers\.0', which it did not use "
             r"in "
             r"the trial run"
         ),
@@ -105,7 +105,7 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
         play(lambda model, x: model.head(model.layers[0](x).exp()))
     module, blocks, _ = one.reading.make_module("cpu", torch.float64)
     with pytest.raises(
-        PlanError, match=r"calls 'layers\.2' behind 'layers\.0', which it did not use in the trial run"
+        PlanError, match=r"calls 'layers\.2' after 'layers\.0', which it did not in the trial run"
     ):
         play(lambda model, x: model.layers[2](model.layers[0](x)))
 
@@ -217,7 +217,7 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
     assert ran.outputs["first"].shape == (4, 6)
     with pytest.raises(
         PlanError,
-        match=r"behind the forward, mul \(at test_parts\.py:\d+\) takes the value 'layers\.0', made behind",
+        match=r"after the forward, mul \(at test_stage_forward\.py:\d+\) takes the value 'layers\.0', made after",
     ):
         ran.outputs["first"] * 2
 

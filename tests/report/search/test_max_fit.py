@@ -1,4 +1,4 @@
-"""Limits in words: what fits, and how much of what on which rank stops one more."""
+"""The largest size that fits, and the memory on the rank that prevents one more."""
 
 from dataclasses import replace
 
@@ -20,38 +20,39 @@ WISH = SearchRequest(
 
 
 @pytest.mark.parametrize("what", FIT_QUANTITIES)
-def test_a_limit_is_told_with_what_stops_one_more(what: str):
+def test_a_limit_has_the_reason_why_one_more_does_not_fit(what: str):
     found = find_max_fit(WISH, what)
     assert found is not None
-    text, said = max_fit_view(found).plain, max_fit_dict(found)
+    text, plain = max_fit_view(found).plain, max_fit_dict(found)
     assert f"{found.value:,}" in text
     assert f"{found.next_value:,}" in text
     assert "GiB of 76.8" in text
-    assert said["value"] == found.value
-    assert said["stopped"]["most"] in said["words"].replace("loss", "logits")
-    assert sum(said["stopped"]["bytes"].values()) == pytest.approx(said["stopped"]["peak_bytes"])
+    assert plain["value"] == found.value
+    largest = plain["next_size"]["largest_category"].replace("_", " ")
+    assert largest in plain["reason"].replace("loss", "logits")
+    assert sum(plain["next_size"]["bytes"].values()) == pytest.approx(plain["next_size"]["peak_bytes"])
 
 
-def test_rows_at_once_are_held_against_rows_in_micro_batches():
+def test_one_microbatch_is_compared_with_the_best_layout_of_the_same_batch():
     found = find_max_fit(WISH, "batch")
     assert found is not None
-    assert " s at once, and " in max_fit_view(found).plain
+    assert " s in one microbatch, and " in max_fit_view(found).plain
 
 
-def test_a_limit_beyond_which_nothing_comes_out_even_says_so():
+def test_a_limit_that_divisibility_sets_says_so():
     found = find_max_fit(WISH, "layers")
     assert found is not None
     assert (
         limiting_reason(replace(found, nearest_miss=None))
-        == f"No layout of {found.next_value} layers comes out even."
+        == f"No layout divides {found.next_value} layers evenly."
     )
-    assert limiting_reason(replace(found, next_value=0)) == "There is nothing less."
+    assert limiting_reason(replace(found, next_value=0)) == "There is no smaller value."
 
 
-def test_positions_that_were_learnt_are_told_as_what_stops():
+def test_a_limit_of_positions_is_named_as_the_reason():
     found = find_max_fit(replace(WISH, max_positions=1024), "sequence")
     assert found is not None
     text = max_fit_view(found).plain
-    assert "The longest rows are of 1,024 tokens" in text
-    assert "The model has learnt 1,024 positions, and none for token 1,025" in text
-    assert max_fit_dict(found)["words"] in text
+    assert "The longest sequences have 1,024 tokens" in text
+    assert "the 1,024 positions that the model has, not memory: there is none for token 1,025" in text
+    assert max_fit_dict(found)["reason"] in text

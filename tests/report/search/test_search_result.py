@@ -1,4 +1,4 @@
-"""What a search found, in words: the scenario, the ranking, and why the others lose."""
+"""The text on a search result: the scenario, the ranking, and why the others are slower."""
 
 import re
 from dataclasses import replace
@@ -31,30 +31,30 @@ WISH = SearchRequest(
 FOUND = search(WISH, 4)
 
 
-def test_every_loser_is_told_what_costs_it_more_in_parts_that_add_up():
+def test_the_differences_of_a_slower_layout_add_up_to_its_time():
     first, *others = ranking_reasons(WISH, FOUND)
     best = FOUND.best[0]
-    assert first.startswith(f"{FOUND.num_priced} layouts were priced.")
+    assert first.startswith(f"{FOUND.num_priced} layouts were estimated.")
     assert len(others) == 3
     for number, (line, each) in enumerate(zip(others, FOUND.best[1:], strict=True), start=2):
         more = {part: category_seconds(each, part) - category_seconds(best, part) for part in TIME_CATEGORIES}
         assert line.startswith(f"{number}. ")
-        told = [float(word) for word in re.findall(r" ([+-]\d+\.\d)", line)]
-        assert told[0] == pytest.approx(100 * max(more.values()) / best.seconds, abs=0.051)
-        assert sum(told) == pytest.approx(100 * (each.seconds / best.seconds - 1), abs=0.31)
-        assert line.endswith(("GiB more.", "GiB less."))
+        changes = [float(word) for word in re.findall(r" ([+-]\d+\.\d)", line)]
+        assert changes[0] == pytest.approx(100 * max(more.values()) / best.seconds, abs=0.051)
+        assert sum(changes) == pytest.approx(100 * (each.seconds / best.seconds - 1), abs=0.31)
+        assert line.endswith(("GiB more memory.", "GiB less memory."))
 
 
-def test_what_memory_stops_is_told_with_what_it_would_hold():
+def test_a_faster_layout_that_does_not_fit_is_named_with_its_memory():
     endless = replace(WISH, machine=replace(WISH.machine, device=replace(WISH.machine.device, memory=1e18)))
     roomy = search(endless, 1).best[0]
-    told = [
+    lines = [
         line
         for line in ranking_reasons(WISH, FOUND, SearchAlternatives(without_memory_limit=roomy))
-        if line.startswith("Memory stops")
+        if line.startswith("Too large for the memory")
     ]
-    assert len(told) == 1
-    assert told[0].endswith("most of them activations.")
+    assert len(lines) == 1
+    assert lines[0].endswith("mostly activations.")
 
 
 def test_days_and_cost_are_said_only_where_they_are_asked_for():
@@ -82,37 +82,37 @@ def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     large, small = make_machine("H200", 8), make_machine("A100 40GB", 8)
     shape = parse_shape("3b: layers 26 hidden 2560 heads 20 vocab 32000")
     assert memory_scenario(replace(WISH, shape=shape), [large, small]).startswith(
-        "Everything fits on at least one device"
+        "The model fits on at least one device"
     )
-    assert memory_scenario(replace(WISH, shape=shape), [large]).startswith("Everything fits on each device")
-    assert memory_scenario(WISH, [small]).startswith("The model does not fit on a device")
+    assert memory_scenario(replace(WISH, shape=shape), [large]).startswith("The model fits on each device")
+    assert memory_scenario(WISH, [small]).startswith("The model does not fit on one device")
     huge = replace(WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"))
     assert "fits on the largest device" in memory_scenario(huge, [large, small])
 
 
 @pytest.mark.parametrize(
-    ("words", "divided"),
+    ("model", "sharded"),
     [
-        ("odd: layers 4 hidden 81920 heads 640 vocab 1000", "the layer (matrices among tensor ranks"),
+        ("odd: layers 4 hidden 81920 heads 640 vocab 1000", "the layer (tensor parallelism or ZeRO"),
         (
             "long: layers 32 hidden 4096 heads 32 gated vocab 32000 sequence 131072",
-            "the row (its tokens along cp",
+            "the sample (context parallelism",
         ),
         (
             "words: layers 4 hidden 8192 heads 64 vocab 1000000",
-            "embedding and head (matrices among tensor ranks",
+            "embedding and LM head (tensor parallelism or ZeRO",
         ),
     ],
 )
-def test_what_is_too_much_of_a_layer_is_what_has_to_be_divided(words: str, divided: str):
-    told = memory_scenario(replace(WISH, shape=parse_shape(words)))
-    assert told.startswith("Not even a layer with its output and its optimizer's states fits on a device")
-    assert f"To be divided: {divided}" in told
-    assert told.count("To be divided: the row") == (divided in told and "the row" in divided)
+def test_the_part_of_a_layer_that_is_too_large_is_what_has_to_be_sharded(model: str, sharded: str):
+    text = memory_scenario(replace(WISH, shape=parse_shape(model)))
+    assert text.startswith("Not even one layer with its output and its optimizer states fits on one device")
+    assert f"To be sharded: {sharded}" in text
+    assert text.count("To be sharded: the sample") == (sharded in text and "the sample" in sharded)
 
 
-def test_a_layer_of_which_nothing_is_too_much_alone_says_so():
-    told = memory_scenario(
+def test_a_layer_without_a_part_that_is_too_large_alone_says_so():
+    text = memory_scenario(
         replace(WISH, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096"))
     )
-    assert told.endswith("To be divided: any of these, as none is too much alone.")
+    assert text.endswith("To be sharded: any of these, because none is too large alone.")

@@ -1,9 +1,10 @@
-"""A user's model as the rest of the house sees it: blueprint, blocks, and the anatomy that one trial forward shows.
+"""Analyzes a user's model: deferred init, blocks, and the `ModelSpec` that one trial forward finds.
 
-Reading takes no parameter memory: the constructor runs on blank parameters, the trial on fake ones. Only a model whose
-forward looks at values is made once, whole, on the CPU.
+The analysis allocates no parameter memory: the constructor runs on meta parameters and the trial on fake
+tensors. Only a model whose forward reads values of tensors is made once in full, on the CPU.
 
-A model is run in training mode. One that comes in training mode keeps what it set itself: a part in eval mode stays so.
+The model is run in training mode. A model that arrives in training mode keeps its own settings: a submodule
+in eval mode stays in eval mode.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -60,22 +61,30 @@ if TYPE_CHECKING:
 
 Example = Mapping[str, torch.Tensor]
 SECOND_BATCH_SIZE = 5
-TrialResult = tuple[
-    TrialFindings, DrawSites, tuple[BatchTensor, ...]
-]  # what a trial shows; the columns are what is handed to the loss
-NUMPY_RANDOM_NOTE = "the forward draws numbers with numpy.random: where they reach its outputs, another plan trains another model; draw with"
-NUMPY_RANDOM_NOTE += " torch.rand, or turn off what draws (in transformers' models of speech apply_spec_augment, or a layer drop)"
+# findings, draw sites, and the outputs that the loss reads
+TrialResult = tuple[TrialFindings, DrawSites, tuple[BatchTensor, ...]]
+NUMPY_RANDOM_NOTE = (
+    "the forward draws numbers with numpy.random: if they reach its outputs, "
+    "results depend on the plan; draw with"
+)
+NUMPY_RANDOM_NOTE += (
+    " torch.rand, or turn off what draws (in transformers' models of speech "
+    "apply_spec_augment, or a layer drop)"
+)
 FindLossInputs = Callable[[Any, Any], tuple[BatchTensor, ...]]
 
 
 @dataclass(frozen=True)
 class AnalyzedModel:
-    """A model that can be made: `blueprint` for its values, `block_names`, its `anatomy`, and its dropout `sites`.
+    """The analysis of a model: everything a plan needs to know, and everything needed to make the model
+    again.
 
-    It was read from `loaded`. `example` is one row of every key of a batch, for ranks that have none; `few` are some. `stateful`
-    are the buffers that a training forward writes, `attends` the visits that call torch's attention, `captured` how many tensors
-    leave blocks by each side channel, `unused` the trained parameters that the trial did not use, `tables` those that look at all
-    rows of a batch, and `unseen` the lines of code in which glue writes with nobody told.
+    `deferred_init` gives initial values, `loaded_model` is what was analyzed. `example` holds one sample of
+    every key of a batch, for ranks that receive no data; `example_samples` holds a few. `written_buffers` are
+    the buffers that a training forward writes, `attention_calls` the block calls that call torch's attention,
+    `num_captured` the number of tensors that leave blocks through each side channel, `unused_params` the
+    trainable parameters that the trial did not use, `table_uses` the operations that couple all samples of a
+    batch, and `untracked_write_lines` the source lines where glue may write to memory that no hook sees.
     """
 
     deferred_init: DeferredInit
@@ -94,14 +103,18 @@ class AnalyzedModel:
     untracked_write_lines: tuple[str, ...] = ()
 
     def for_example(self, example: Example) -> "AnalyzedModel":
-        """The reading of the same model on rows like those of `example`, a batch that has them of another length."""
+        """Returns the analysis of the same model for batches like `example`, whose sequences have another
+        length.
+        """
         return analyze(
             self.loaded_model, example, tuple(each.name for each in self.model_spec.targets), self.loss_spec
         )
 
     @cached_property
     def sequence_info(self) -> SequenceInfo | None:
-        """What the model does with tokens, learnt by a trial of its own when it is first asked; None where it takes in none."""
+        """How the model treats the sequence dim, found by its own trial on first use; None if it takes no
+        tokens.
+        """
         inputs, targets = (
             {each.name: self.example_samples[each.name] for each in of}
             for of in (self.model_spec.inputs, self.model_spec.targets)
@@ -112,17 +125,20 @@ class AnalyzedModel:
 
     @cached_property
     def shard_check(self) -> SequenceShardCheck:
-        """Whether its blocks compute alike on as many tokens as a run has, and on as few as a rank has (model/alike.py)."""
+        """Checks that blocks run the same operations on a sequence shard as on full sequences."""
         inputs = {each.name: self.example_samples[each.name] for each in self.model_spec.inputs}
         return SequenceShardCheck(inputs, make_trial_factory(self.deferred_init, self.block_names))
 
     @cached_property
     def forward_graphs(self) -> dict[torch.dtype, "ForwardGraphCache"]:
-        """The courses of its forward by the dtype of parameters, as far as somebody has asked for them (model/courses.py)."""
+        """The forward graphs that were requested so far, by dtype of the parameters."""
         return {}
 
     def measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
-        """What the model holds in memory in these dtypes, weighed when it is first asked; None where nobody can tell."""
+        """Returns the memory that the model needs in these dtypes; None if it cannot be determined.
+
+        The first call for each pair of dtypes runs a trial; later calls return its result.
+        """
         if (param_dtype, compute_dtype) not in self._memory_by_dtypes:
             self._memory_by_dtypes[param_dtype, compute_dtype] = self._measure_memory(
                 param_dtype, compute_dtype
@@ -152,10 +168,12 @@ class AnalyzedModel:
         fake_mode: FakeTensorMode | None = None,
         blank_params: Container[str] = (),
     ) -> tuple[nn.Module, dict[str, nn.Module], dict[str, nn.Parameter]]:
-        """A module with initial values on `device`, in training mode; its blocks; its logical parameters by first name.
+        """Returns a module on `device` in training mode, its blocks by name, and its logical parameters by
+        first name.
 
-        With `fake` it has parameters and buffers of that mode instead: shapes on the CPU, without values or memory. Parameters
-        in `blank` have neither, too; `blueprint.value` gives theirs.
+        With `fake_mode`, parameters and buffers are fake tensors of that mode: shapes on the CPU, without
+        values or memory. Parameters in `blank_params` have no values either; `deferred_init.initial_value`
+        gives them.
         """
         module = self.deferred_init.instantiate()
         if fake_mode is not None:
@@ -180,12 +198,13 @@ def analyze(
     target_names: tuple[str, ...],
     loss_spec: LossSpec | None = None,
 ) -> AnalyzedModel:
-    """The reading of the model that `loaded` builds, learnt from a forward on rows like those of `example`.
+    """Returns the analysis of the model that `loaded_model` builds, from a trial forward on samples like
+    `example`.
 
-    `targets` are the keys of the batch that are not passed to the model; `judge` is the loss, by which the reading knows what
-    it takes. Raises PlanError when the forward fails on the
-    example, when a tensor goes round the border of a block, when gradients are taken between blocks, and when the model
-    draws random numbers that cannot be replayed.
+    `target_names` are the keys of the batch that are not passed to the model; `loss_spec` is the loss, and
+    tells which outputs are used. Raises PlanError if the forward fails on the example, if a tensor bypasses
+    the boundary of a block, if gradients are taken between blocks, or if the model draws random numbers that
+    cannot be reproduced.
     """
     plan = loaded_model.deferred_init
     _check_example(example)
@@ -193,102 +212,108 @@ def analyze(
     module = plan.instantiate()
     names = tuple(find_blocks(module, loaded_model.blocks or ()))
     loss_spec = loss_spec or LossSpec(_missing_loss, target_names)
-    few = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
-    look = partial(loss_inputs, loss_spec, few)
+    example_samples = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
+    find_loss_inputs = partial(loss_inputs, loss_spec, example_samples)
     other = loss_spec.whole_batch
-    sockets = find_layer_roles(module, loaded_model.layer_roles)
-    roles = traced_roles(module, sockets, loaded_model.layer_roles)
-    found, sites, outputs = _run_trial(plan, names, inputs, look, roles, other=other)
-    _check_declared(loaded_model.blocks or (), found.block_calls)
-    if not found.block_calls:  # the blocks' own forwards are never called: somebody calls into their parts
+    layer_roles = find_layer_roles(module, loaded_model.layer_roles)
+    roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
+    findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
+    _check_declared(loaded_model.blocks or (), findings.block_calls)
+    if (
+        not findings.block_calls
+    ):  # the forwards of the blocks are never called: the model calls their submodules
         names = (WHOLE_MODEL,)
-        found, sites, outputs = _run_trial(plan, names, inputs, look, roles, other=other)
-    held = param_owners(module, get_blocks(module, names))
-    holders = {name: held.get(id(parameter), []) for name, parameter in module.named_parameters()}
+        findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
+    owners_by_id = param_owners(module, get_blocks(module, names))
+    holders = {name: owners_by_id.get(id(parameter), []) for name, parameter in module.named_parameters()}
     hidden = hidden_matrices(module)
-    shown = find_divisible_layers(
-        module, found, sockets, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs)
+    divisible = find_divisible_layers(
+        module, findings, layer_roles, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs)
     )
-    sites.layer_pairs = sites_between_layers(found.layer_uses.uses, found.num_draws, shown.calls)
+    sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
     weights = tuple(
         ParamSpec(
             name,
             entry.shape,
-            param_block_calls(holders[name], found.param_users[name], found.block_calls),
+            param_block_calls(holders[name], findings.param_users[name], findings.block_calls),
             entry.requires_grad,
             entry.aliases,
             str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
             name in hidden,
-            shown.weight_parts.get(name, UNKNOWN_SPLIT).role,
-            shown.weight_parts.get(name, UNKNOWN_SPLIT).dim_splits,
-            shown.unsharded_reasons.get(name, ""),
-            shown.user_roles.get(name, ""),
+            divisible.weight_parts.get(name, UNKNOWN_SPLIT).role,
+            divisible.weight_parts.get(name, UNKNOWN_SPLIT).dim_splits,
+            divisible.unsharded_reasons.get(name, ""),
+            divisible.user_roles.get(name, ""),
         )
         for name, entry in plan.logical_params.items()
     )
-    numel, flops = tuple(found.output_numel), tuple(found.flops)
+    numel, flops = tuple(findings.output_numel), tuple(findings.flops)
     notes = (
-        tuple(_model_notes(names == (WHOLE_MODEL,) and not loaded_model.blocks, weights, found)) + shown.notes
+        tuple(_model_notes(names == (WHOLE_MODEL,) and not loaded_model.blocks, weights, findings))
+        + divisible.notes
     )
-    anatomy = ModelSpec(
+    model_spec = ModelSpec(
         loaded_model.name,
-        tuple(found.block_calls),
+        tuple(findings.block_calls),
         weights,
         numel,
         flops,
         bool(sites.layouts),
-        found.writes_in_place,
+        findings.writes_in_place,
         notes,
     )
     targeted = {key: value for key, value in example.items() if key in target_names}
     batch = batch_columns(inputs), batch_columns(targeted)
-    anatomy = replace(
-        anatomy,
+    model_spec = replace(
+        model_spec,
         inputs=batch[0],
         targets=batch[1],
         outputs=outputs,
         needs_global_batch=other,
         pretrained_source=plan.pretrained_source,
     )
-    anatomy = replace(
-        anatomy, saved_numel=tuple(found.saved_numel), layer_calls=shown.calls, logits=shown.logits
+    model_spec = replace(
+        model_spec,
+        saved_numel=tuple(findings.saved_numel),
+        layer_calls=divisible.calls,
+        logits=divisible.logits,
     )
-    anatomy = replace(
-        anatomy,
-        size_attributes=shown.size_attributes,
-        per_head_inputs=shown.per_head_inputs,
-        user_checkpointed_calls=tuple(dict.fromkeys(found.user_checkpointed_calls)),
+    model_spec = replace(
+        model_spec,
+        size_attributes=divisible.size_attributes,
+        per_head_inputs=divisible.per_head_inputs,
+        user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
     )
-    anatomy = replace(
-        add_residual_stream(anatomy, plan, names, inputs),
-        loss_saved_numel=loss_saved_numel(loss_spec, few, found.outputs) // PROBE_BATCH,
+    model_spec = replace(
+        add_residual_stream(model_spec, plan, names, inputs),
+        loss_saved_numel=loss_saved_numel(loss_spec, example_samples, findings.outputs) // PROBE_BATCH,
     )
-    row = {key: value.detach()[:1].clone() for key, value in example.items()}
+    one_sample = {key: value.detach()[:1].clone() for key, value in example.items()}
     unused = tuple(
         name
         for name, entry in plan.logical_params.items()
-        if entry.requires_grad and not found.param_users[name]
+        if entry.requires_grad and not findings.param_users[name]
     )
-    few = {key: value.detach() for key, value in few.items()}
+    example_samples = {key: value.detach() for key, value in example_samples.items()}
     clear_fake_caches(module)
-    told = (
-        tuple(found.written_buffers),
-        tuple(dict.fromkeys(found.attention_calls)),
-        found.num_captured,
+    remaining = (
+        tuple(findings.written_buffers),
+        tuple(dict.fromkeys(findings.attention_calls)),
+        findings.num_captured,
         unused,
     )
     return AnalyzedModel(
         plan,
         names,
-        anatomy,
+        model_spec,
         sites,
-        row,
+        one_sample,
         loaded_model,
-        *told,
-        few,
+        *remaining,
+        example_samples,
         loss_spec,
-        tuple(found.table_uses),
-        tuple(found.untracked_write_lines),
+        tuple(findings.table_uses),
+        tuple(findings.untracked_write_lines),
     )
 
 
@@ -296,12 +321,12 @@ def _run_trial(
     plan: DeferredInit,
     names: tuple[str, ...],
     inputs: Example,
-    look: FindLossInputs,
+    find_loss_inputs: FindLossInputs,
     layers: Mapping[str, str],
     *,
     other: bool,
 ) -> TrialResult:
-    rows = {
+    batches = {
         batch: {key: repeat_samples(value, batch) for key, value in inputs.items()}
         for batch in (PROBE_BATCH, SECOND_BATCH_SIZE)
     }
@@ -310,11 +335,11 @@ def _run_trial(
     make_fake(module, mode)
     try:
         with mode:
-            fakes = {
-                batch: {key: mode.from_tensor(value) for key, value in some.items()}
-                for batch, some in rows.items()
+            fake_batches = {
+                batch: {key: mode.from_tensor(value) for key, value in samples.items()}
+                for batch, samples in batches.items()
             }
-            return _forwards(module, names, fakes, look, layers, other=other)
+            return _forwards(module, names, fake_batches, find_loss_inputs, layers, other=other)
     except PlanError:
         raise
     except Exception as error:
@@ -326,7 +351,7 @@ def _run_trial(
     )  # on real tensors, weights by token would take the memory of as many experts as tokens
     plan.materialize(module)
     try:
-        return _forwards(module, names, rows, look, layers, other=other)
+        return _forwards(module, names, batches, find_loss_inputs, layers, other=other)
     except PlanError:
         raise
     except Exception as error:
@@ -336,43 +361,44 @@ def _run_trial(
 def _forwards(
     module: nn.Module,
     names: tuple[str, ...],
-    rows: Mapping[int, Example],
-    look: FindLossInputs,
+    batches: Mapping[int, Example],
+    find_loss_inputs: FindLossInputs,
     layers: Mapping[str, str],
     *,
     other: bool,
 ) -> TrialResult:
-    dice, blocks = StatelessRNG(seed=0), get_blocks(module, names)
+    rng, blocks = StatelessRNG(seed=0), get_blocks(module, names)
 
     def forward(batch: int) -> TrialFindings:
         before = repr(np.random.get_state(legacy=False))
-        with record_draw_sites(dice, batch):
-            found = run_trial(
+        with record_draw_sites(rng, batch):
+            findings = run_trial(
                 module,
                 blocks,
-                dice.enter_block,
-                lambda: module(**rows[batch]),
+                rng.enter_block,
+                lambda: module(**batches[batch]),
                 layers,
-                lambda: dice.num_draws,
+                lambda: rng.num_draws,
             )
-        found.draws_from_numpy = repr(np.random.get_state(legacy=False)) != before
-        return found
+        findings.draws_from_numpy = repr(np.random.get_state(legacy=False)) != before
+        return findings
 
-    found = forward(PROBE_BATCH)
-    wider = None
-    if (
-        dice.sites.layouts or other
-    ):  # a second size tells the batch dim of what is drawn from other dims of the first size
-        wider = forward(SECOND_BATCH_SIZE).outputs
-    return found, dice.sites, look(found.outputs, wider)
+    findings = forward(PROBE_BATCH)
+    second_outputs = None
+    if rng.sites.layouts or other:  # a second size separates the batch dim from other dims of the same size
+        second_outputs = forward(SECOND_BATCH_SIZE).outputs
+    return findings, rng.sites, find_loss_inputs(findings.outputs, second_outputs)
 
 
 def _check_example(example: Example) -> None:
     shapes = {key: tuple(value.shape) for key, value in example.items()}
-    rows = {shape[0] if shape else 0 for shape in shapes.values()}
-    if len(rows) != 1 or 0 in rows:
+    batches = {shape[0] if shape else 0 for shape in shapes.values()}
+    if len(batches) != 1 or 0 in batches:
         given = ", ".join(f"{key} of shape {list(shape)}" for key, shape in shapes.items()) or "no tensors"
-        text = f"the example batch holds {given}; needed are the same rows along dim 0 of every tensor, at least one"
+        text = (
+            f"the example batch holds {given}; needed is the same number of samples along dim 0 "
+            f"of every tensor, at least one"
+        )
         raise PlanError(
             text,
             fix="give one batch as the loader makes it, by the names of the forward's arguments",
@@ -380,12 +406,18 @@ def _check_example(example: Example) -> None:
         )
 
 
-def _check_declared(declared: Iterable[str], visits: Iterable[str]) -> None:
-    called = {block_of(visit) for visit in visits}
+def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None:
+    called = {block_of(visit) for visit in block_calls}
     idle = [name for name in declared if name not in called]
     if idle:
-        text = f"the declared blocks {', '.join(idle)} are not called in the trial run, or only without gradients"
-        fix = "declare modules whose forward the model calls on every batch; one that is used by its parts alone is no block"
+        text = (
+            f"the declared blocks {', '.join(idle)} are not called in the trial run, or only "
+            f"without gradients"
+        )
+        fix = (
+            "declare modules whose forward the model calls on every batch, not modules of which "
+            "it calls only submodules"
+        )
         raise PlanError(text, fix=fix, location="model.blocks")
 
 
@@ -394,25 +426,40 @@ def _forward_error(error: Exception, inputs: Example) -> PlanError:
         f"{key} {list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
         for key, value in inputs.items()
     )
-    text = f"the forward fails in a trial run on rows like {given or 'no arguments'}: {type(error).__name__}: {error}"
-    fix = "repair the forward (the traceback above is its own), or the example: its keys, less the targets, are the arguments"
-    fix = f"{fix}; a model that takes something else than text returns one: meshwright.Model(module, example={{...}})"
+    text = (
+        f"the forward fails in a trial run on samples like {given or 'no arguments'}: "
+        f"{type(error).__name__}: {error}"
+    )
+    fix = (
+        "repair the forward (the traceback above is its own), or the example: its keys, less "
+        "the targets, are the arguments"
+    )
+    fix = f"{fix}; a model with other inputs than text returns one: meshwright.Model(module, example={{...}})"
     return PlanError(text, fix=fix, location="model")
 
 
-def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], found: TrialFindings) -> Iterator[str]:
+def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: TrialFindings) -> Iterator[str]:
     if unbroken:
-        yield "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
+        yield (
+            "no chain of blocks was found: the model runs as one block, so nothing overlaps with its backward"
+        )
     in_glue = [weight.name for weight in weights if ROOT in weight.block_calls]
     if in_glue:
-        yield f"{len(in_glue)} parameters are used outside blocks ({in_glue[0]}...): complete after the last backward"
-    if found.written_buffers:
-        yield f"{len(found.written_buffers)} buffers are written by the forward ({found.written_buffers[0]}...): every rank writes its own"
-    if found.draws_from_numpy:
+        yield (
+            f"{len(in_glue)} parameters are used outside blocks ({in_glue[0]}...): complete "
+            f"after the last backward"
+        )
+    if findings.written_buffers:
+        yield (
+            f"{len(findings.written_buffers)} buffers are written by the forward "
+            f"({findings.written_buffers[0]}...): every rank writes its "
+            f"own"
+        )
+    if findings.draws_from_numpy:
         yield NUMPY_RANDOM_NOTE
 
 
 def _missing_loss(outputs: Any, batch: Example) -> torch.Tensor:
     raise NotImplementedError(
-        "no loss was given to the reading: it takes all outputs to be used; pass judge=Judge(...)"
+        "no loss was given to the reading: all outputs count as used; pass loss_spec=LossSpec(...)"
     )

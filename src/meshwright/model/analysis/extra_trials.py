@@ -1,6 +1,7 @@
-"""Trials of a model behind the first one: what they look for is known only when the layers are.
+"""Runs the trials that need the layers of the model, which the first trial finds.
 
-Each makes the model anew on fake tensors. Of a forward that looks at values, they find nothing.
+Each trial makes the model again on fake tensors. A model whose forward reads values of tensors gets no
+result.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,48 +40,51 @@ Example = Mapping[str, torch.Tensor]
 def try_splits_on_slices(
     deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example, propose: ProposeSplits
 ) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
-    """What runs on slices of what is proposed."""
-    mode, dice = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0)
+    """Returns the proposed splits that run on slices of fake weights, with the size attributes and notes they
+    need.
+    """
+    mode, rng = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0)
 
-    def made() -> nn.Module:
+    def make_module() -> nn.Module:
         module = make_trial_module(deferred_init)
         make_fake(module, mode)
         return module
 
     @contextmanager
-    def ready(module: nn.Module) -> Iterator[Callable[[], object]]:
-        rows = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, record_draw_sites(dice, PROBE_BATCH):
-            yield lambda: module(**rows)
+    def make_trial(module: nn.Module) -> Iterator[Callable[[], object]]:
+        samples = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, record_draw_sites(rng, PROBE_BATCH):
+            yield lambda: module(**samples)
 
-    return try_on_slices(propose, made, ready, () if block_names == (WHOLE_MODEL,) else block_names)
+    return try_on_slices(
+        propose, make_module, make_trial, () if block_names == (WHOLE_MODEL,) else block_names
+    )
 
 
 def add_residual_stream(
     model_spec: ModelSpec, deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example
 ) -> ModelSpec:
-    """`anatomy` with the way of the stream and the sums that layers end in, where there are pairs of layers on it.
+    """Returns `model_spec` with the path of the residual stream and the sums in which rowwise layers end.
 
-    That is what a second trial shows that knows them.
-
-    Of a model whose forward looks at values, nothing is found.
+    A second trial follows the stream, since it must know the layers. A model without colwise layers, or whose
+    forward reads values of tensors, is returned unchanged.
     """
     if not any(call.role == "colwise" for call in model_spec.layer_calls):
         return model_spec
-    mode, dice, summands = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0), JointSums()
+    mode, rng, joint_sums = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0), JointSums()
     module = make_trial_module(deferred_init)
     make_fake(module, mode)
     try:
-        rows = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
-        with mode, record_draw_sites(dice, PROBE_BATCH):
-            blocks, forward = get_blocks(module, block_names), lambda: module(**rows)
-            summing = [call.name for call in model_spec.layer_calls if call.role == "rowwise"]
-            with summands.follow_layers(module, blocks, summing):
+        samples = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, record_draw_sites(rng, PROBE_BATCH):
+            blocks, forward = get_blocks(module, block_names), lambda: module(**samples)
+            rowwise_layers = [call.name for call in model_spec.layer_calls if call.role == "rowwise"]
+            with joint_sums.follow_layers(module, blocks, rowwise_layers):
                 calls, passages = trace_residual_stream(
                     module,
                     blocks,
                     model_spec.layer_calls,
-                    dice.enter_block,
+                    rng.enter_block,
                     forward,
                     writes_in_place=model_spec.writes_in_place,
                 )
@@ -88,7 +92,7 @@ def add_residual_stream(
         if not depends_on_values(error):
             raise
         return model_spec
-    return replace(model_spec, layer_calls=summands.mark_calls(calls), residual_flows=passages)
+    return replace(model_spec, layer_calls=joint_sums.mark_calls(calls), residual_flows=passages)
 
 
 def find_sequence_info(
@@ -99,9 +103,10 @@ def find_sequence_info(
     targets: Example,
     loss_spec: LossSpec | None,
 ) -> SequenceInfo | None:
-    """What the model does with tokens (core/tokens.py), where its inputs have any.
+    """Returns how the model treats the sequence dim; None if its inputs have no sequences.
 
-    What glue computes of rows alone, positions and masks, has values: whether there is a mask at all may depend on them.
+    Glue that depends on the inputs alone (positions, masks) runs on real values: whether there is a mask at
+    all may depend on them.
     """
     return analyze_sequence(
         inputs,
@@ -114,46 +119,46 @@ def find_sequence_info(
 
 
 def make_trial_factory(deferred_init: DeferredInit, block_names: tuple[str, ...]) -> TrialFactory:
-    """What makes trials of the model; the rows in them are real."""
-    dice = StatelessRNG(seed=0)
+    """Returns a factory of sequence trials of the model; the samples in them are real tensors."""
+    rng = StatelessRNG(seed=0)
 
     @contextmanager
-    def ready(batch: Example, rows: int) -> Iterator[SequenceTrial]:
-        mode, module, wide = (
+    def make_trial(batch: Example, num_samples: int) -> Iterator[SequenceTrial]:
+        mode, module, is_float64 = (
             FakeTensorMode(allow_non_fake_inputs=True),
             make_trial_module(deferred_init),
-            rows == LARGER_BATCH_SIZE,
+            num_samples == LARGER_BATCH_SIZE,
         )
         make_fake(
-            module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if wide else None
+            module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if is_float64 else None
         )
-        with record_draw_sites(dice, rows):
-            some = {key: repeat_samples(value, rows) for key, value in batch.items()}
-            some = {
-                key: value.double() if wide and value.is_floating_point() else value
-                for key, value in some.items()
+        with record_draw_sites(rng, num_samples):
+            batch = {key: repeat_samples(value, num_samples) for key, value in batch.items()}
+            batch = {
+                key: value.double() if is_float64 and value.is_floating_point() else value
+                for key, value in batch.items()
             }
-            yield SequenceTrial(module, get_blocks(module, block_names), dice.enter_block, some, mode)
+            yield SequenceTrial(module, get_blocks(module, block_names), rng.enter_block, batch, mode)
 
-    return ready
+    return make_trial
 
 
 def make_trial_module(deferred_init: DeferredInit) -> nn.Module:
-    """A module on blank parameters, in training mode, that fake tensors can pass."""
+    """Returns a module on meta parameters in training mode that runs on fake tensors."""
     module = set_training_mode(deferred_init.instantiate())
-    use_batched_experts(module)  # the grouped product takes no fake float32, and says so on the terminal
+    use_batched_experts(module)  # the grouped matmul does not accept fake float32 and warns about it
     return module
 
 
 def repeat_samples(value: torch.Tensor, num_samples: int) -> torch.Tensor:
-    """`batch` rows like those of `value`."""
+    """Returns `num_samples` samples, repeated from `value`."""
     repeats = -(-num_samples // len(value))
-    rows = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:num_samples]
-    return rows.requires_grad_(value.requires_grad)
+    samples = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:num_samples]
+    return samples.requires_grad_(value.requires_grad)
 
 
 def get_blocks(module: nn.Module, block_names: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The blocks of `module` by name."""
+    """Returns the blocks of `module` by name."""
     return (
         {WHOLE_MODEL: module}
         if block_names == (WHOLE_MODEL,)
@@ -162,5 +167,7 @@ def get_blocks(module: nn.Module, block_names: tuple[str, ...]) -> dict[str, nn.
 
 
 def set_training_mode(module: nn.Module) -> nn.Module:
-    """`module`, in training mode unless it came so: then what it set itself stays."""
+    """Switches `module` to training mode if it is in eval mode; a module in training mode keeps its own
+    settings.
+    """
     return module if module.training else module.train()

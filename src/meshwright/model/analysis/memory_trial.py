@@ -1,17 +1,17 @@
-"""What a model's visits hold, weighed: a forward and a backward on fake tensors, in the dtypes of a job, that count bytes.
+"""Measures the memory that each block call of a model needs: a forward and a backward on fake tensors count
+bytes.
 
-    F(v)    before --- run ---> after       inside = after - before - handed on
-    LOSS    before --- loss and its backward ---> gradient of the logits        the most of it, less that
-    B(v)    before --- run ---> after       the most of it, beside what was there; the gradients of weights apart, or with them
+    F(v)    before --- run ---> after       saved = after - before - outputs
+    LOSS    before --- loss and its backward ---> gradient of the logits        peak minus that gradient
+    B(v)    before --- run ---> after       peak above `before`, without and with the gradients of weights
 
-The number of rows is one that divides nothing else, so what it does not divide is there once, whatever the rows are. Backwards,
-visits that are alike are weighed once. Attention is what torch's kernel keeps on a CPU: its output and a number per query and
-head, and masks as it is given them; where a model attends by itself, its scores.
+The dtypes are those of a job. The batch size is a prime that divides no other size, so storages whose size it
+divides scale with the number of samples and all others are constant. Equal block calls are measured once in
+backward. Attention counts as torch's CPU kernel keeps it: the output, one number per query and head, and the
+given mask; a model that computes attention itself keeps its scores.
 
-The bytes of all storages that live while a model runs on a trial, and the most of them: autograd's own, too.
-
-Blocks run on fake tensors. Between blocks, what is small is computed for real, as positions and padding are: whether there is a
-mask of all pairs of tokens at all may depend on values. What is large has no values there either.
+Blocks run on fake tensors. Between blocks small tensors are computed for real (positions, padding), because
+the existence of a mask may depend on values; large tensors have no values there either.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -39,16 +39,19 @@ from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.op_costs import BlockMemory, BlockOps, LinearInSamples, ModelMemory, ModelOps
 
 MAX_REAL_NUMEL = 1 << 21  # elements
-ByteKind = Literal["fixed", "per_sample", "weight_sized"]  # of bytes, as `Line` has them
+ByteKind = Literal["fixed", "per_sample", "weight_sized"]  # the fields of `LinearInSamples`
 
 
 class LiveMemoryTracker(TorchDispatchMode):
-    """While active, `now` are the bytes that live of what was made since, or noted, in a forward on so many `rows`.
+    """Tracks the bytes of all live storages while a model runs on `num_samples` samples, including those
+    saved by autograd.
 
-    That is a number which divides nothing else: what it divides is there for each row. `weights` are the numbers of elements of
-    the model's weights: what else has as many is made of one, or becomes its gradient. `within()` tells whether a block runs, on
-    tensors of `mode`. `log` has the bytes behind every operation since the last `begin`, and what that made; `ran` has the
-    operations. Of what was made before that nobody sees that it is gone, unless it is `watch`ed, until the next one.
+    `num_samples` divides no other size: storages whose number of elements it divides exist per sample.
+    `weight_numels` are the numbers of elements of the weights: other storages of such a size are copies of
+    weights or their gradients. `is_in_block()` tells whether a block runs, on tensors of `fake_mode`.
+    `memory_log` holds the bytes after every operation since the last `reset_log`, with the storages that it
+    made; `ops` holds the operations. The end of a storage that was made before `reset_log` is noticed at the
+    next `reset_log`, unless it is among `watched_storages`.
     """
 
     def __init__(
@@ -75,26 +78,26 @@ class LiveMemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = self._run_op(func, args, kwargs or {})
-        born = tuple(key for key in map(self._add_storage, tree_leaves(out)) if key)
-        self._new_storages.update(born)
+        new_keys = tuple(key for key in map(self._add_storage, tree_leaves(out)) if key)
+        self._new_storages.update(new_keys)
         self._drop_expired(self._new_storages)
-        self.memory_log.append((self.live_bytes, born))
+        self.memory_log.append((self.live_bytes, new_keys))
         self.ops.append(func._overloadpacket)
         return out
 
     def count_existing(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count what was made before, too."""
+        """Counts storages that were made before the tracker was active."""
         for tensor in tensors:
             self._add_storage(tensor)
         self.reset_log()
 
     @property
     def live_bytes(self) -> LinearInSamples:
-        """The bytes that live."""
+        """The bytes of all live storages."""
         return self._to_linear(self._sums)
 
     def reset_log(self, watched_storages: Iterable[int] = ()) -> LinearInSamples:
-        """Forget the log, not what lives: the bytes of that. Storages by these keys are looked at as young ones."""
+        """Clears the log and returns the live bytes; `watched_storages` are tracked like new ones."""
         self._drop_expired(list(self._live))
         self._new_storages, self.memory_log, self.ops = (
             {key for key in watched_storages if key in self._live},
@@ -104,17 +107,17 @@ class LiveMemoryTracker(TorchDispatchMode):
         return self.live_bytes
 
     def refresh(self) -> LinearInSamples:
-        """The bytes that live now: what went with the names of a function has gone."""
+        """Returns the live bytes after locals of a finished function have been released."""
         self._drop_expired(self._new_storages)
         return self.live_bytes
 
     @property
     def new_storages(self) -> frozenset[int]:
-        """What was made since the last `begin` and lives."""
+        """The storages made since the last `reset_log` that are still live."""
         return frozenset(self._new_storages)
 
     def storage_bytes(self, tensors: Iterable[torch.Tensor]) -> LinearInSamples:
-        """The bytes of the storages of `tensors`, each once."""
+        """Returns the bytes of the storages of `tensors`, each counted once."""
         found = {tensor.untyped_storage()._cdata: self._storage_size(tensor) for tensor in tensors}
         return self._to_linear(
             {kind: sum(nbytes for nbytes, each in found.values() if each == kind) for kind in self._sums}
@@ -140,7 +143,6 @@ class LiveMemoryTracker(TorchDispatchMode):
         return made if large else func(*args, **kwargs)
 
     def _add_storage(self, tensor: Any) -> int:
-        """The key of a storage that is new; 0 where there is none."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
             return 0
         storage = tensor.untyped_storage()
@@ -155,7 +157,6 @@ class LiveMemoryTracker(TorchDispatchMode):
         return storage._cdata
 
     def _storage_size(self, tensor: torch.Tensor) -> tuple[int, ByteKind]:
-        """The bytes of a tensor's storage, and of which kind they are."""
         nbytes = tensor.untyped_storage().nbytes()
         numel = nbytes // tensor.itemsize
         return (
@@ -174,16 +175,17 @@ class LiveMemoryTracker(TorchDispatchMode):
             self._new_storages.discard(key)
 
 
-SAMPLE_COUNT_PRIMES = (31, 37, 41, 43, 47)  # rows: as many as divide nothing else
+SAMPLE_COUNT_PRIMES = (31, 37, 41, 43, 47)  # batch sizes that divide no other size
 Example = Mapping[str, torch.Tensor]
 ModuleFactory = Callable[[FakeTensorMode], tuple[nn.Module, dict[str, nn.Module]]]
 
 
 @dataclass(frozen=True)
 class MemoryTrial:
-    """What is weighed: `make(mode)` gives a module of the mode's tensors and its blocks; `few` rows, and the loss `judge`.
+    """The setup of a memory trial.
 
-    Products are taken in `compute` where that is not None.
+    `make_module(fake_mode)` returns a module of fake tensors and its blocks; `example_samples` are a few
+    samples. Matmuls run in `compute_dtype` if that is not None.
     """
 
     make_module: ModuleFactory
@@ -194,18 +196,16 @@ class MemoryTrial:
 
 
 def measure_memory(trial: MemoryTrial) -> ModelMemory | None:
-    """What the visits of a forward hold; None where fake tensors cannot run it, or where the loss cannot be played."""
+    """Returns the memory of each block call; None if fake tensors cannot run the forward or the loss."""
     try:
         return _MemoryMeasurement(trial).run()
     except (
         Exception
-    ):  # whatever it is, nothing is known then: what autograd saves in the first trial stands for it
+    ):  # for any failure the memory is unknown: the plan then uses what autograd saved in the first trial
         return None
 
 
 class _MemoryMeasurement:
-    """One forward and backward."""
-
     def __init__(self, trial: MemoryTrial) -> None:
         self._trial = trial
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -220,94 +220,98 @@ class _MemoryMeasurement:
             mode, lambda: self._in_backward or not self._driver.in_glue, self._num_samples, weights
         )
         self._op_counter = OpCounter(self._num_samples)
-        self._measured_like: dict[str, str] = {}  # of each visit the one whose backward was run for it
+        self._measured_like: dict[str, str] = {}  # the equal block call whose backward was measured
         self._bytes_before: dict[str, LinearInSamples] = {}
         self._state_after: dict[str, tuple[LinearInSamples, frozenset[int]]] = {}
         self._forward_peak: dict[str, LinearInSamples] = {}
 
     def run(self) -> ModelMemory:
-        """What each visit holds, what glue does, and what the loss has on top."""
+        """Returns the memory of each block call, of glue and of the loss."""
         batch = {
             key: repeat_samples(value, self._num_samples)
             for key, value in self._trial.example_samples.items()
         }
         inputs = {key: value for key, value in batch.items() if key not in self._trial.loss_spec.targets}
-        dice, scales = StatelessRNG(seed=0), self._tracker
-        scales.count_existing([*self._module.parameters(), *self._module.buffers(), *batch.values()])
-        start = scales.live_bytes
+        rng, tracker = StatelessRNG(seed=0), self._tracker
+        tracker.count_existing([*self._module.parameters(), *self._module.buffers(), *batch.values()])
+        start = tracker.live_bytes
 
-        def reach(visit: str) -> None:
-            dice.enter_block(visit)
-            self._bytes_before[visit] = scales.reset_log()
-            self._op_counter.open_section("forward", visit)
+        def before_block(block_call: str) -> None:
+            rng.enter_block(block_call)
+            self._bytes_before[block_call] = tracker.reset_log()
+            self._op_counter.open_section("forward", block_call)
 
-        def leave() -> None:
-            visit = list(self._bytes_before)[-1]
+        def after_block() -> None:
+            block_call = list(self._bytes_before)[-1]
             self._op_counter.open_section("glue")
-            self._state_after[visit] = scales.refresh(), scales.new_storages
-            self._forward_peak[visit] = (
-                max((now for now, _ in scales.memory_log), key=self._total, default=LinearInSamples())
-                - scales.live_bytes
+            self._state_after[block_call] = tracker.refresh(), tracker.new_storages
+            self._forward_peak[block_call] = (
+                max((now for now, _ in tracker.memory_log), key=self._total, default=LinearInSamples())
+                - tracker.live_bytes
             )
 
         try:
-            with scales, self._op_counter:
+            with tracker, self._op_counter:
                 with (
-                    record_draw_sites(dice, self._num_samples),
+                    record_draw_sites(rng, self._num_samples),
                     self._autocast(),
                     self._op_counter.section("glue"),
                 ):
                     outputs, closing, passed = self._driver.forward(
-                        reach, lambda: self._module(**inputs), leave
+                        before_block, lambda: self._module(**inputs), after_block
                     )
-                glue = scales.reset_log() - start
-                streams = {name: self._output_bytes(visit) for name, visit in passed.block_calls.items()}
+                glue = tracker.reset_log() - start
+                outputs_bytes = {
+                    name: self._output_bytes(block_call) for name, block_call in passed.block_calls.items()
+                }
                 self._in_backward = True
                 with self._op_counter.section("loss"):
-                    lost = self._loss_bytes(outputs, batch, closing)
+                    loss_bytes = self._loss_bytes(outputs, batch, closing)
                 del outputs
-                learnt = dict(self._backward_bytes(passed))
+                backward_bytes = dict(self._backward_bytes(passed))
         finally:
             self._driver.detach()
-        loads, own, handed = [], LinearInSamples(), []
-        for name, stream in streams.items():
-            handed.append(self._bytes_before[name] - start - own)
+        block_memory, own_bytes, glue_outputs = [], LinearInSamples(), []
+        for name, stream in outputs_bytes.items():
+            glue_outputs.append(self._bytes_before[name] - start - own_bytes)
             inside = self._state_after[name][0] - self._bytes_before[name] - stream
-            own = own + stream + inside
-            loads.append(BlockMemory(name, stream, inside, *learnt[name]))
+            own_bytes = own_bytes + stream + inside
+            block_memory.append(BlockMemory(name, stream, inside, *backward_bytes[name]))
         return ModelMemory(
-            tuple(loads), glue - own, lost, max(handed, key=self._total), self._count_ops(streams)
+            tuple(block_memory),
+            glue - own_bytes,
+            loss_bytes,
+            max(glue_outputs, key=self._total),
+            self._count_ops(outputs_bytes),
         )
 
-    def _count_ops(self, visits: Iterable[str]) -> ModelOps:
-        """What was done meanwhile."""
+    def _count_ops(self, block_calls: Iterable[str]) -> ModelOps:
         of = self._op_counter.section_work
-        done = (
-            BlockOps(visit, of("forward", visit), of("backward", self._measured_like[visit]))
-            for visit in visits
+        block_ops = (
+            BlockOps(block_call, of("forward", block_call), of("backward", self._measured_like[block_call]))
+            for block_call in block_calls
         )
-        return ModelOps(tuple(done), of("glue"), of("loss"))
+        return ModelOps(tuple(block_ops), of("glue"), of("loss"))
 
     def _autocast(self) -> AbstractContextManager:
         dtype = self._trial.compute_dtype
         return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype, cache_enabled=False)
 
-    def _output_bytes(self, visit: BlockCall) -> LinearInSamples:
-        """What a visit hands on, less what lies in the memory of what it was given."""
-        _, young = self._state_after[visit.name]
+    def _output_bytes(self, block_call: BlockCall) -> LinearInSamples:
+        """Bytes of the outputs of a block call, without those that share storage with its inputs."""
+        _, young = self._state_after[block_call.name]
         return self._tracker.storage_bytes(
-            tensor for tensor, _ in visit.outputs if storage_id(tensor) in young
+            tensor for tensor, _ in block_call.outputs if storage_id(tensor) in young
         )
 
     def _loss_bytes(self, outputs: Any, batch: Example, closing: BlockCall) -> LinearInSamples:
-        """What the loss and its backward have on top of the gradient that is left of them."""
         before = self._tracker.reset_log()
         total = self._trial.loss_spec.total(outputs, batch)
         backward_from(total, 1.0)
         del total, outputs
         backward(closing)
-        most = max((now for now, _ in self._tracker.memory_log), key=self._total)
-        return most - max(before, self._tracker.reset_log(), key=self._total)
+        peak = max((now for now, _ in self._tracker.memory_log), key=self._total)
+        return peak - max(before, self._tracker.reset_log(), key=self._total)
 
     def _total(self, line: LinearInSamples) -> int:
         return line.total(self._num_samples)
@@ -315,66 +319,73 @@ class _MemoryMeasurement:
     def _backward_bytes(
         self, passed: ForwardPass
     ) -> Iterator[tuple[str, tuple[LinearInSamples, LinearInSamples, LinearInSamples | None]]]:
-        """Per visit, what its backward has on top: without the gradients of its weights, with them, and while it attends."""
+        """Yields per block call the peaks of its backward: without weight gradients, with them, in
+        attention.
+        """
         known: dict[Any, tuple[LinearInSamples, LinearInSamples, LinearInSamples | None]] = {}
         first: dict[Any, str] = {}
         last = list(passed.block_calls)[-1]
-        for name, visit in reversed(list(passed.block_calls.items())):
-            key = self._block_kind(name, visit)
+        for name, block_call in reversed(list(passed.block_calls.items())):
+            key = self._block_kind(name, block_call)
             if key not in known:
-                known[key] = self._measure_backward(name, visit, own=name != last)
-            visit.outputs, visit.glue = [], []
+                known[key] = self._measure_backward(name, block_call, own_bytes=name != last)
+            block_call.outputs, block_call.glue = [], []
             self._measured_like[name] = first.setdefault(key, name)
             yield name, known[key]
 
-    def _block_kind(self, name: str, visit: BlockCall) -> Any:
-        """What visits have in common that are alike."""
+    def _block_kind(self, name: str, block_call: BlockCall) -> Any:
         block = self._blocks[block_of(name)]
         weights = tuple((tuple(each.shape), each.dtype, each.requires_grad) for each in block.parameters())
-        given = tuple((tuple(leaf.shape), leaf.dtype) for _, leaf in visit.outputs)
+        given = tuple((tuple(leaf.shape), leaf.dtype) for _, leaf in block_call.outputs)
         return (
             type(block),
             weights,
             given,
             self._state_after[name][0] - self._bytes_before[name],
-            len(visit.glue),
+            len(block_call.glue),
         )
 
     def _measure_backward(
-        self, name: str, visit: BlockCall, *, own: bool
+        self, name: str, block_call: BlockCall, *, own_bytes: bool
     ) -> tuple[LinearInSamples, LinearInSamples, LinearInSamples | None]:
-        """Of one visit; the gradient of what it gives out is its `own`, unless that of the loss."""
-        given = _get_or_make_grads([leaf for _, leaf in visit.outputs])
-        asked = self._tracker.storage_bytes(given) if own else LinearInSamples()
-        start = self._tracker.reset_log(self._state_after[name][1]) - asked
+        """Measures one block call; its output gradients count as its own, except those of the loss."""
+        given = _get_or_make_grads([leaf for _, leaf in block_call.outputs])
+        grad_bytes = self._tracker.storage_bytes(given) if own_bytes else LinearInSamples()
+        start = self._tracker.reset_log(self._state_after[name][1]) - grad_bytes
         del given
         with self._op_counter.section("backward", name):
-            backward(visit)
-        learnt = [each.grad for each in self._module.parameters() if each.grad is not None]
-        weights = {storage_id(grad): self._tracker.storage_bytes([grad]) for grad in learnt}
-        log, ran = self._tracker.memory_log, self._tracker.ops
-        last = {key: at for at, (_, born) in enumerate(log) for key in born}  # memory before had the same key
-        made, beside, learning = (
+            backward(block_call)
+        backward_bytes = [each.grad for each in self._module.parameters() if each.grad is not None]
+        weights = {storage_id(grad): self._tracker.storage_bytes([grad]) for grad in backward_bytes}
+        log, ops = self._tracker.memory_log, self._tracker.ops
+        last = {
+            key: at for at, (_, new_keys) in enumerate(log) for key in new_keys
+        }  # memory before had the same key
+        made, without_grads, with_grads = (
             LinearInSamples(),
-            [self._forward_peak[name] + asked],
+            [self._forward_peak[name] + grad_bytes],
             [LinearInSamples()],
-        )  # what is run again has that before its backward
-        attending: list[LinearInSamples] = []
-        for at, (now, born) in enumerate(log):
-            made = sum((weights[key] for key in born if key in weights and last[key] == at), start=made)
-            beside.append(now - start - made)
-            learning.append(now - start)
-            attending += [beside[-1]] if ran[at] in CAUSAL_ARGUMENTS else []
-        late = max(
-            attending,
+        )  # a recomputed forward reaches its own peak before the backward
+        during_attention: list[LinearInSamples] = []
+        for at, (now, new_keys) in enumerate(log):
+            made = sum((weights[key] for key in new_keys if key in weights and last[key] == at), start=made)
+            without_grads.append(now - start - made)
+            with_grads.append(now - start)
+            during_attention += [without_grads[-1]] if ops[at] in CAUSAL_ARGUMENTS else []
+        attention_peak = max(
+            during_attention,
             key=lambda line: line.signed_local_total(self._num_samples, Fraction(1), Fraction(1)),
             default=None,
         )
-        return max(beside, key=self._total), max(learning, key=lambda line: line.total(1)), late
+        return (
+            max(without_grads, key=self._total),
+            max(with_grads, key=lambda line: line.total(1)),
+            attention_peak,
+        )
 
 
 def _choose_num_samples(tensors: Iterable[torch.Tensor]) -> int:
-    """A number of rows that divides no size of weights and of rows."""
+    """Returns a prime that divides no size of the given tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     return next(
         (prime for prime in SAMPLE_COUNT_PRIMES if all(size % prime for size in sizes if size)),
@@ -383,7 +394,6 @@ def _choose_num_samples(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _get_or_make_grads(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of `leaves`, made where there are none: what comes later may not have been weighed."""
     for leaf in leaves:
         if leaf.grad is None:
             leaf.grad = torch.empty_like(leaf)

@@ -1,8 +1,8 @@
-"""Everything that was found out about a model, in one value: what `inspect` shows.
+"""Collects everything that is known about a model in one value, shown by `meshwright inspect`.
 
-Blocks come in the order of their visits and sockets in module order; consecutive blocks, or the same socket of every
-layer, are one row when they are alike. `advice` says what was not understood, and the two lines that would declare it.
-When the trial forward fails, the survey holds what the module tree shows, and the faults.
+Blocks are listed in the order of their calls and layers in module order; consecutive equal blocks, or the
+same layer of every block, share a row. `advice` names what was not recognized, with the lines that declare
+it. If the trial forward fails, the report holds what the module tree shows, and the diagnostics.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ MAX_LISTED_NAMES = 6  # names in a list before "and 12 more"
 
 @dataclass(frozen=True)
 class BlockRow:
-    """Visits of equal blocks: first and last name, how many, their class; elements, hand-over and work of each."""
+    """One row of equal block calls: first and last name, count, class; elements, output and flops of each."""
 
     first_block_call: str
     last_block_call: str
@@ -43,7 +43,9 @@ class BlockRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """The same socket of all layers: its pattern, how many, kind, weight shape of each, elements of all, role, source."""
+    """One row of equal layers: name pattern, count, kind, weight shape of each, elements of all, role, and
+    its source.
+    """
 
     pattern: str
     num_layers: int
@@ -56,8 +58,9 @@ class LayerRow:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What `survey` returns; `faults` are those of the trial, empty when the model can be trained as it is; then it has a
-    `reading`.
+    """The report of a model.
+
+    `diagnostics` are those of the trial, empty if the model can be trained as it is; `analyzed` is then set.
     """
 
     name: str
@@ -84,82 +87,82 @@ def make_model_report(
     target_names: tuple[str, ...],
     loss_spec: LossSpec | None = None,
 ) -> ModelReport:
-    """What can be found out about the model that `loaded` builds; a trial that fails is among the faults.
+    """Returns the report of the model that `loaded_model` builds; a failed trial is among the diagnostics.
 
-    `example`, `targets` and `judge` are those of `reading.read`.
+    `example`, `target_names` and `loss_spec` are those of `analyze`.
     """
     module = loaded_model.deferred_init.instantiate()
-    sockets = find_layer_roles(module, loaded_model.layer_roles)
-    reading, faults = None, ()
+    layer_roles = find_layer_roles(module, loaded_model.layer_roles)
+    analyzed, faults = None, ()
     try:
-        reading = analyze(loaded_model, example, target_names, loss_spec)
+        analyzed = analyze(loaded_model, example, target_names, loss_spec)
     except PlanError as error:
         faults = error.diagnostics
     logical = loaded_model.deferred_init.logical_params
-    weights = () if reading is None else reading.model_spec.params
+    weights = () if analyzed is None else analyzed.model_spec.params
     return ModelReport(
         name=loaded_model.name,
         class_name=type(module).__name__,
         numel=sum(prod(entry.shape) for entry in logical.values()),
         blocks=tuple(
-            _tree_rows(module, loaded_model) if reading is None else _block_call_rows(module, reading)
+            _tree_rows(module, loaded_model) if analyzed is None else _block_call_rows(module, analyzed)
         ),
-        layers=tuple(_layer_rows(_with_found_roles(reading, sockets))),
+        layers=tuple(_layer_rows(_with_found_roles(analyzed, layer_roles))),
         tied_params=tuple((name, *entry.aliases) for name, entry in logical.items() if entry.aliases),
         attention=attention_implementation(module),
         glue_params=()
-        if reading is None
+        if analyzed is None
         else tuple(
             w.name
             for w in weights
-            if w.trainable and ROOT in w.block_calls and w.name not in reading.unused_params
+            if w.trainable and ROOT in w.block_calls and w.name not in analyzed.unused_params
         ),
         frozen_params=tuple(name for name, entry in logical.items() if not entry.requires_grad),
-        unused_params=() if reading is None else reading.unused_params,
-        num_captured=() if reading is None else tuple(reading.num_captured.items()),
-        written_buffers=() if reading is None else reading.written_buffers,
-        notes=() if reading is None else reading.model_spec.notes,
-        advice=tuple(_advice(module, loaded_model, reading, sockets)),
+        unused_params=() if analyzed is None else analyzed.unused_params,
+        num_captured=() if analyzed is None else tuple(analyzed.num_captured.items()),
+        written_buffers=() if analyzed is None else analyzed.written_buffers,
+        notes=() if analyzed is None else analyzed.model_spec.notes,
+        advice=tuple(_advice(module, loaded_model, analyzed, layer_roles)),
         diagnostics=faults,
-        analyzed=reading,
+        analyzed=analyzed,
     )
 
 
-def _tree_rows(module: nn.Module, loaded: LoadedModel) -> Iterator[BlockRow]:
-    """The blocks as the module tree has them: the order in which they run is not known."""
-    blocks = find_blocks(module, loaded.blocks or ())
+def _tree_rows(module: nn.Module, loaded_model: LoadedModel) -> Iterator[BlockRow]:
+    blocks = find_blocks(module, loaded_model.blocks or ())
     rows = [BlockRow(name, name, 1, type(block).__name__, _numel(block)) for name, block in blocks.items()]
     yield from _merge_equal_rows(rows)
 
 
-def _block_call_rows(module: nn.Module, reading: AnalyzedModel) -> Iterator[BlockRow]:
-    anatomy, rows = reading.model_spec, []
-    sites = [site.rpartition("/")[0] for site in reading.draw_sites.layouts]
-    for visit, stream, flops in zip(anatomy.block_calls, anatomy.output_numel, anatomy.flops, strict=True):
-        name = block_of(visit)
+def _block_call_rows(module: nn.Module, analyzed: AnalyzedModel) -> Iterator[BlockRow]:
+    model_spec, rows = analyzed.model_spec, []
+    sites = [site.rpartition("/")[0] for site in analyzed.draw_sites.layouts]
+    for block_call, output_numel, flops in zip(
+        model_spec.block_calls, model_spec.output_numel, model_spec.flops, strict=True
+    ):
+        name = block_of(block_call)
         block = module if name == WHOLE_MODEL else module.get_submodule(name)
-        numel = sum(weight.numel for weight in anatomy.params_of(visit))
+        numel = sum(weight.numel for weight in model_spec.params_of(block_call))
         kind = type(block).__name__
         rows.append(
             BlockRow(
-                visit,
-                visit,
+                block_call,
+                block_call,
                 1,
                 kind,
                 numel,
-                stream,
+                output_numel,
                 flops,
-                visit in reading.attention_calls,
-                sites.count(visit),
+                block_call in analyzed.attention_calls,
+                sites.count(block_call),
             )
         )
     yield from _merge_equal_rows(rows)
 
 
 def _merge_equal_rows(rows: Sequence[BlockRow]) -> Iterator[BlockRow]:
-    """Runs of rows that differ only by the number in their name, as one."""
 
-    def alike(row: BlockRow) -> tuple[object, ...]:
+    def row_key(row: BlockRow) -> tuple[object, ...]:
         return (
             LAYER_NUMBER.sub("*", row.first_block_call),
             row.class_name,
@@ -170,22 +173,32 @@ def _merge_equal_rows(rows: Sequence[BlockRow]) -> Iterator[BlockRow]:
             row.num_dropout_sites,
         )
 
-    for _, found in groupby(rows, key=alike):
-        run = list(found)
-        one = run[0]
-        yield replace(one, last_block_call=run[-1].first_block_call, num_block_calls=len(run))
+    for _, equal_rows in groupby(rows, key=row_key):
+        rows_of_run = list(equal_rows)
+        first_row = rows_of_run[0]
+        yield replace(
+            first_row, last_block_call=rows_of_run[-1].first_block_call, num_block_calls=len(rows_of_run)
+        )
 
 
-def _layer_rows(sockets: Sequence[LayerRole]) -> Iterator[LayerRow]:
-    alike: dict[tuple[object, ...], list[LayerRole]] = {}
-    for socket in sockets:
-        key = (socket.pattern, socket.kind, socket.shape, socket.role, socket.source)
-        alike.setdefault(key, []).append(socket)
-    for same in alike.values():
-        one = same[0]
-        name = one.name if len(same) == 1 else one.pattern
-        numel = sum(socket.numel for socket in same)
-        yield LayerRow(name or WHOLE_MODEL, len(same), one.kind, one.shape, numel, one.role, one.source)
+def _layer_rows(layer_roles: Sequence[LayerRole]) -> Iterator[LayerRow]:
+    row_key: dict[tuple[object, ...], list[LayerRole]] = {}
+    for layer_role in layer_roles:
+        key = (layer_role.pattern, layer_role.kind, layer_role.shape, layer_role.role, layer_role.source)
+        row_key.setdefault(key, []).append(layer_role)
+    for equal_layers in row_key.values():
+        first_row = equal_layers[0]
+        name = first_row.name if len(equal_layers) == 1 else first_row.pattern
+        numel = sum(layer_role.numel for layer_role in equal_layers)
+        yield LayerRow(
+            name or WHOLE_MODEL,
+            len(equal_layers),
+            first_row.kind,
+            first_row.shape,
+            numel,
+            first_row.role,
+            first_row.source,
+        )
 
 
 def _numel(module: nn.Module) -> int:
@@ -193,11 +206,16 @@ def _numel(module: nn.Module) -> int:
 
 
 def _advice(
-    module: nn.Module, loaded: LoadedModel, reading: AnalyzedModel | None, sockets: Sequence[LayerRole]
+    module: nn.Module,
+    loaded_model: LoadedModel,
+    analyzed: AnalyzedModel | None,
+    layer_roles: Sequence[LayerRole],
 ) -> Iterator[Diagnostic]:
-    names = tuple(find_blocks(module, loaded.blocks or ())) if reading is None else reading.block_names
-    if names == (WHOLE_MODEL,) and not loaded.blocks:
-        unused = () if reading is None else reading.unused_params
+    names = (
+        tuple(find_blocks(module, loaded_model.blocks or ())) if analyzed is None else analyzed.block_names
+    )
+    if names == (WHOLE_MODEL,) and not loaded_model.blocks:
+        unused = () if analyzed is None else analyzed.unused_params
         inner = [name for name, child in module.named_children() if _may_be_used(name, child, unused)] or [
             "layers.0"
         ]
@@ -207,7 +225,7 @@ def _advice(
         yield Diagnostic(text, suggest_declaration(f"blocks={inner[:MAX_LISTED_NAMES]!r}"))
     unknown = {
         row.pattern: row.kind
-        for row in _layer_rows(_layers_without_role(reading, sockets))
+        for row in _layer_rows(_layers_without_role(analyzed, layer_roles))
         if row.pattern != WHOLE_MODEL
     }
     if unknown:
@@ -215,37 +233,37 @@ def _advice(
             f" and {len(unknown) - MAX_LISTED_NAMES} more" if len(unknown) > MAX_LISTED_NAMES else ""
         )
         text = f"no role is declared for {named}: such weights stay whole on every rank"
-        linears, tables = (
+        linears, embeddings = (
             [name for name, kind in unknown.items() if kind == wanted] for wanted in ("linear", "embedding")
         )
-        fix = suggest_roles(linears or list(unknown), tables)
+        fix = suggest_roles(linears or list(unknown), embeddings)
         yield Diagnostic(text, f'{fix}  # or "rowwise", "packed_colwise"...: see docs/reference/models.md')
-    if reading is not None and reading.unused_params:
-        names = ", ".join(reading.unused_params[:MAX_LISTED_NAMES]) + (
-            "..." if len(reading.unused_params) > MAX_LISTED_NAMES else ""
+    if analyzed is not None and analyzed.unused_params:
+        names = ", ".join(analyzed.unused_params[:MAX_LISTED_NAMES]) + (
+            "..." if len(analyzed.unused_params) > MAX_LISTED_NAMES else ""
         )
-        text = f"{len(reading.unused_params)} parameters are not used by the forward ({names}): they hold memory, and only decay"
+        text = (
+            f"{len(analyzed.unused_params)} parameters are not used by the forward ({names}): "
+            f"they hold memory, and only decay"
+        )
         yield Diagnostic(text, "remove them from the model, or freeze them: parameter.requires_grad_(False)")
 
 
-def _with_found_roles(reading: AnalyzedModel | None, sockets: Sequence[LayerRole]) -> list[LayerRole]:
-    """`sockets`, with the roles that were found for those of which nobody says one."""
-    weights = () if reading is None else reading.model_spec.params
-    found = {layer: weight.role for weight in weights for layer in weight.layers}
-    roles = {name: role for name, role in found.items() if role and role != "norm"}
+def _with_found_roles(analyzed: AnalyzedModel | None, layer_roles: Sequence[LayerRole]) -> list[LayerRole]:
+    weights = () if analyzed is None else analyzed.model_spec.params
+    equal_rows = {layer: weight.role for weight in weights for layer in weight.layers}
+    roles = {name: role for name, role in equal_rows.items() if role and role != "norm"}
     return [
-        replace(socket, role=roles[socket.name], source=FOUND_BY_TRIAL)
-        if not socket.role and socket.name in roles
-        else socket
-        for socket in sockets
+        replace(layer_role, role=roles[layer_role.name], source=FOUND_BY_TRIAL)
+        if not layer_role.role and layer_role.name in roles
+        else layer_role
+        for layer_role in layer_roles
     ]
 
 
-def _layers_without_role(reading: AnalyzedModel | None, sockets: Sequence[LayerRole]) -> list[LayerRole]:
-    """Those of `sockets` for which nobody declares a role, and none was found."""
-    return [socket for socket in _with_found_roles(reading, sockets) if not socket.role]
+def _layers_without_role(analyzed: AnalyzedModel | None, layer_roles: Sequence[LayerRole]) -> list[LayerRole]:
+    return [layer_role for layer_role in _with_found_roles(analyzed, layer_roles) if not layer_role.role]
 
 
 def _may_be_used(name: str, child: nn.Module, unused: Sequence[str]) -> bool:
-    """Whether the forward may use a parameter of this child."""
     return any(f"{name}.{leaf}" not in unused for leaf, _ in child.named_parameters())

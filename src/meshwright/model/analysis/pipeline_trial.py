@@ -1,10 +1,13 @@
-"""The courses of a model: learnt from its forward on fake tensors, one for each shape of its inputs, rows apart.
+"""Records the forward graphs of a model on fake tensors: one for each shape of its inputs, independent of the
+batch size.
 
-A reading knows how to make the model without memory, so a course is learnt wherever it is asked for, by two forwards on a few
-rows each: two, because that tells which dims are rows. A model whose forward looks at values is made once, whole, on the CPU.
+An analyzed model can be made without memory, so a graph is recorded where it is needed, by two forwards on a
+few samples each: two batch sizes tell which dims grow with the batch. A model whose forward reads values of
+tensors is made once in full, on the CPU.
 
-Where products compute in another dtype than parameters have (autocast), so do they in these forwards: what a value is in when it
-crosses follows from that, as autocast on a CPU has it. Where a device casts otherwise, that is told when the value is sent.
+If matmuls run in another dtype than the parameters (autocast), these forwards run under autocast too, since
+it decides the dtype of the tensors that cross stage boundaries. They use the autocast rules of the CPU; a
+device with other rules raises an error when it sends such a tensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +31,8 @@ from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values
 from meshwright.plan.job.errors import PlanError
 
-MAX_FORWARD_GRAPHS = 256  # courses that are kept: that of 32 layers takes some 0.2 MB, and to learn it again as long as some steps
+# one of 32 layers takes about 0.2 MB; recording it again takes as long as several steps
+MAX_FORWARD_GRAPHS = 256
 Inputs = Mapping[str, torch.Tensor]
 InputSignature = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
 
@@ -42,33 +46,37 @@ def trace_forward_graph(
     compute_dtype: torch.dtype | None = None,
     sequence_sharded: bool = False,
 ) -> ForwardGraph:
-    """The course of the forward of the model of `reading` on rows like those of `inputs`, in training or in an evaluation.
+    """Returns the graph of a forward on samples like `inputs`, in training or in evaluation mode.
 
-    Parameters are in `dtype`, products compute in `compute` (None: as the parameters are). What counts as used of the outputs is
-    what the loss takes: the others may be Foreign where a part runs. Where tokens are `dealt` to ranks, a third run tells of
-    which values a rank has its own. Raises PlanError for a forward that takes another way on another number of rows; what the
-    forward itself raises passes.
+    Parameters are in `dtype`, matmuls run in `compute_dtype` (None: `dtype`). Only the outputs that the loss
+    reads count as used; the others may be placeholder tensors on a rank that runs one stage. If
+    `sequence_sharded`, a third forward finds which values are sharded along the sequence. Raises PlanError if
+    the operations depend on the batch size; errors of the forward itself are passed on.
     """
-    rows = PROBE_BATCH, SECOND_BATCH_SIZE
+    num_samples = PROBE_BATCH, SECOND_BATCH_SIZE
     mode: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        few, more = (
-            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows
+        first, second = (
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype)
+            for each in num_samples
         )
     except Exception as error:
         if not depends_on_values(error):
             raise
         mode = None
-        few, more = (
-            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype) for each in rows
+        first, second = (
+            _record_forward(analyzed, inputs, each, dtype, mode, training, compute_dtype)
+            for each in num_samples
         )
-    own = SingleRankForward.for_inputs(analyzed.sequence_info, inputs) if sequence_sharded else None
-    third = (
+    single_rank = SingleRankForward.for_inputs(analyzed.sequence_info, inputs) if sequence_sharded else None
+    sharded_record = (
         None
-        if own is None
-        else _record_forward(analyzed, inputs, rows[0], dtype, mode, training, compute_dtype, own)
+        if single_rank is None
+        else _record_forward(
+            analyzed, inputs, num_samples[0], dtype, mode, training, compute_dtype, single_rank
+        )
     )
-    return build_forward_graph(few, more, rows, third)
+    return build_forward_graph(first, second, num_samples, sharded_record)
 
 
 def add_stage_boundaries(
@@ -78,9 +86,10 @@ def add_stage_boundaries(
     *,
     sequence_sharded: bool = False,
 ) -> AnalyzedModel:
-    """`reading` with the borders in its anatomy: the values between its blocks, in training on rows like those of its example.
+    """Returns `analyzed` with the stage boundaries in its model spec: the values between blocks in training
+    on its example.
 
-    With `dealt`, of which of them a rank has its own tokens.
+    With `sequence_sharded`, the boundaries also tell which values are sharded along the sequence.
     """
     inputs = {column.name: analyzed.example[column.name] for column in analyzed.model_spec.inputs}
     borders = (
@@ -92,15 +101,18 @@ def add_stage_boundaries(
 
 
 def get_forward_graphs(analyzed: AnalyzedModel, dtype: torch.dtype) -> "ForwardGraphCache":
-    """The courses of the model of `reading` with parameters in `dtype`: the same for all who ask, so each is learnt once."""
+    """Returns the graph cache of a model with parameters in `dtype`; all callers share it, so each graph is
+    recorded once.
+    """
     return analyzed.forward_graphs.setdefault(dtype, ForwardGraphCache(analyzed, dtype))
 
 
 @dataclass
 class ForwardGraphCache:
-    """The courses of a model by the shape of its inputs, each learnt when it is first asked for; threads may share them.
+    """A cache of forward graphs by the shape of the inputs, recorded on first use; threads may share it.
 
-    Of more than `most` the one goes that nobody has asked for longest, so a run whose rows have any length does not grow.
+    It keeps `max_graphs` graphs and drops the least recently used one, so sequences of any length do not fill
+    the memory.
     """
 
     analyzed: AnalyzedModel
@@ -119,14 +131,16 @@ class ForwardGraphCache:
         training: bool = True,
         sequence_sharded: bool = False,
     ) -> ForwardGraph:
-        """The course of a forward on `inputs`, of any number of rows, whose products compute in `compute`, as in `learn`."""
-        kind = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in inputs.items())
+        """Returns the graph of a forward on `inputs`, of any batch size; arguments as in
+        `trace_forward_graph`.
+        """
+        signature = tuple((key, tuple(value.shape[1:]), value.dtype) for key, value in inputs.items())
         compute_dtype = None if compute_dtype == self.dtype else compute_dtype
-        key = kind, training, compute_dtype, sequence_sharded
+        key = signature, training, compute_dtype, sequence_sharded
         with self._lock:
-            known = self._graphs.pop(key, None)
-            if known is None:
-                known = trace_forward_graph(
+            graph = self._graphs.pop(key, None)
+            if graph is None:
+                graph = trace_forward_graph(
                     self.analyzed,
                     inputs,
                     self.dtype,
@@ -136,51 +150,61 @@ class ForwardGraphCache:
                 )
                 while len(self._graphs) >= self.max_graphs:
                     del self._graphs[next(iter(self._graphs))]
-            self._graphs[key] = known  # behind all others: it was asked for last
-            return known
+            self._graphs[key] = graph  # at the end: the most recently used
+            return graph
 
 
 def _record_forward(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     inputs: Inputs,
-    rows: int,
+    num_samples: int,
     dtype: torch.dtype,
     mode: FakeTensorMode | None,
     training: bool,
     compute: torch.dtype | None,
-    dealt: SingleRankForward | None = None,
+    sharded_forward: SingleRankForward | None = None,
 ) -> ForwardRecord:
-    """What one forward on so many rows shows; on real tensors without a `mode`.
+    """Records one forward on `num_samples` samples, on real tensors if `mode` is None.
 
-    With `dealt` it runs as on ranks with some of the tokens: glue on real ones, as it was looked through (model/passing.py).
+    With `sharded_forward` the forward runs as on a rank with a sequence shard: glue on real tensors, as in the sequence
+    analysis.
     """
-    module, blocks, _ = reading.make_module("cpu", dtype, mode)
-    some = {key: _make_samples(value, rows, dtype) for key, value in inputs.items()}
-    fakes: AbstractContextManager = nullcontext()
-    if mode is not None and dealt is None:
-        some, fakes = {key: mode.from_tensor(value) for key, value in some.items()}, mode
+    module, blocks, _ = analyzed.make_module("cpu", dtype, mode)
+    batch = {key: _make_samples(value, num_samples, dtype) for key, value in inputs.items()}
+    glue_mode: AbstractContextManager = nullcontext()
+    if mode is not None and sharded_forward is None:
+        batch, glue_mode = {key: mode.from_tensor(value) for key, value in batch.items()}, mode
     elif mode is not None:
         for block in blocks.values():
             block.forward = partial(_run_in_mode, mode, block.forward)
-    if dealt is not None:
+    if sharded_forward is not None:
         patch_attention(module, lambda queries, keys: None)
-    casting = torch.autocast("cpu", dtype=compute, enabled=compute not in (None, dtype), cache_enabled=False)
-    dice = StatelessRNG(seed=0)
-    used = {place for place, column in enumerate(reading.model_spec.outputs) if column.used_by_loss}
+    autocast = torch.autocast("cpu", dtype=compute, enabled=compute not in (None, dtype), cache_enabled=False)
+    rng = StatelessRNG(seed=0)
+    used_outputs = {place for place, column in enumerate(analyzed.model_spec.outputs) if column.used_by_loss}
     try:
-        with fakes, record_draw_sites(dice, rows), torch.set_grad_enabled(training), casting:
-            call, drawn = partial(module, **some), lambda: dice.num_draws
-            before = {key: value._version for key, value in some.items()}
-            found = record_forward(
-                module if training else module.eval(), blocks, call, dice.enter_block, drawn, used, dealt
+        with glue_mode, record_draw_sites(rng, num_samples), torch.set_grad_enabled(training), autocast:
+            run_forward, count_draws = partial(module, **batch), lambda: rng.num_draws
+            versions = {key: value._version for key, value in batch.items()}
+            record = record_forward(
+                module if training else module.eval(),
+                blocks,
+                run_forward,
+                rng.enter_block,
+                count_draws,
+                used_outputs,
+                sharded_forward,
             )
     finally:
         clear_fake_caches(module)
-    for key, value in some.items():
-        if value._version != before[key]:
-            text = f"the forward writes into its input '{key}', and every part that a rank runs would do so again"
+    for key, value in batch.items():
+        if value._version != versions[key]:
+            text = (
+                f"the forward writes into its input '{key}', and every stage that a rank runs "
+                f"would do so again"
+            )
             raise PlanError(text, fix=f"begin the forward with {key} = {key}.clone()", location="model")
-    return found
+    return record
 
 
 def _run_in_mode(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -188,9 +212,8 @@ def _run_in_mode(mode: FakeTensorMode, forward: Callable[..., Any], /, *args: An
         return forward(*args, **kwargs)
 
 
-def _make_samples(value: torch.Tensor, rows: int, dtype: torch.dtype) -> torch.Tensor:
-    """`rows` rows like those of `value`, on the CPU; floating ones in `dtype`."""
-    few = value.detach()[: min(rows, len(value))].to(
+def _make_samples(value: torch.Tensor, num_samples: int, dtype: torch.dtype) -> torch.Tensor:
+    first = value.detach()[: min(num_samples, len(value))].to(
         "cpu", dtype if value.is_floating_point() else value.dtype
     )
-    return few.repeat(-(-rows // len(few)), *[1] * (few.ndim - 1))[:rows]
+    return first.repeat(-(-num_samples // len(first)), *[1] * (first.ndim - 1))[:num_samples]

@@ -1,10 +1,9 @@
-"""What a job says about a model that a Python program made by itself.
+"""Checks a plan against the model itself: job settings that only a loaded model can honor, and code that
+ranks cannot run like one device.
 
-A job names a model and its data, so that the command line can open them. Where a program hands both over, there is nothing to
-open: the names may be left out, and are filled in here. What else the job says about the model (frozen parameters, weights) is
-done when a model is loaded by name; the reader of a ready model has to do it himself, and a wish that he has not is refused.
-
-What speaks against a plan of this very model, beside its shapes: all that its own code does and ranks cannot do likewise.
+A job names a model and its data so that the command line can open them. A Python program hands both over, so
+the names may be left out and are filled in here. Settings that are applied when a model is loaded by name
+(frozen parameters, weights) are refused if the given model does not already satisfy them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,9 +28,10 @@ EXAMPLE_SOURCE = "example"  # data that comes with the model, not from a file
 
 
 def complete_job(job: Job, model_spec: ModelSpec) -> Job:
-    """`job` with a name for the model and for the data where it has none.
+    """Returns `job` with names for model and data where it has none.
 
-    Raises PlanError when `job` freezes or loads what the model of `anatomy` trains or draws from the seed.
+    Raises PlanError if `job` freezes parameters that the model trains, or loads weights that the model does
+    not load.
     """
     raise_diagnostics(_ignored_settings(job, model_spec))
     model = job.model if job.model.source else replace(job.model, source=model_spec.name)
@@ -42,10 +42,12 @@ def complete_job(job: Job, model_spec: ModelSpec) -> Job:
 def model_spec_for(
     analyzed: AnalyzedModel, job: Job, mesh: Mesh, strategies: Iterable[Strategy]
 ) -> ModelSpec:
-    """Returns the model spec with the parts that this plan needs: they take further trials, so they are not in `analyzed`.
+    """Returns the model spec with the parts that this plan needs: they take further trials, so they are not
+    in `analyzed`.
 
-    Pipeline stages need the activations at stage boundaries, context parallelism the roles of tokens, and the memory model
-    the activations in the job's dtypes. In float64, which is for comparisons only, an estimate stands for the last.
+    Pipeline stages need the activations at stage boundaries, context parallelism the roles of tokens, and the
+    memory model the activations in the job's dtypes. In float64, which is for comparisons only, an estimate
+    stands for the last.
     """
     dtype, compute_dtype = (
         getattr(torch, name) for name in (job.precision.parameters, job.precision.compute)
@@ -62,30 +64,32 @@ def model_spec_for(
     return replace(model_spec, memory=analyzed.measure_memory(dtype, compute_dtype))
 
 
-def _ignored_settings(job: Job, anatomy: ModelSpec) -> Iterator[Diagnostic]:
-    trained = {name for weight in anatomy.params if weight.trainable for name in weight.names}
+def _ignored_settings(job: Job, model_spec: ModelSpec) -> Iterator[Diagnostic]:
+    trained = {name for weight in model_spec.params if weight.trainable for name in weight.names}
     for pattern in job.model.frozen:
-        found = sorted(name for name in trained if fnmatchcase(name, pattern))
-        if found:
-            text = f"'{pattern}' is to be frozen, and the model that was read trains {found[0]}"
+        matching = sorted(name for name in trained if fnmatchcase(name, pattern))
+        if matching:
+            text = f"'{pattern}' is to be frozen, and the model that was read trains {matching[0]}"
             fix = "call requires_grad_(False) on it before read(), or in the factory that read() calls"
             yield Diagnostic(text, fix, "model.frozen")
-    if job.model.weights and anatomy.pretrained_source is None:
+    if job.model.weights and model_spec.pretrained_source is None:
         text = f"weights = '{job.model.weights}', and the model that was read has its values from elsewhere"
         yield Diagnostic(text, "pass them to read(..., weights=...)", "model.weights")
 
 
 def check_plan_for_model(plan: Plan, analyzed: AnalyzedModel) -> None:
-    """Raise PlanError with everything that the model of `reading` does and ranks of `plan` cannot do as one device does it."""
+    """Raises PlanError with everything that the code of the model does and that ranks of `plan` cannot do as
+    one device does.
+    """
     module = analyzed.deferred_init.instantiate()
-    faults = [
+    diagnostics = [
         *norm_diagnostics(plan, module),
         *table_diagnostics(plan, module, analyzed.table_uses),
         *user_checkpoint_diagnostics(plan),
     ]
     raise_diagnostics(
         [
-            *faults,
+            *diagnostics,
             *buffer_diagnostics(plan, module, analyzed.written_buffers),
             *untracked_write_diagnostics(plan, analyzed.untracked_write_lines),
         ]

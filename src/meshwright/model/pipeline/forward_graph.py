@@ -1,10 +1,12 @@
-"""The course of a forward: what each visit gives out, and what glue makes of it, with names that are the same in every run.
+"""The recorded forward of a model: what each block call returns, and what glue computes from it.
 
-Learnt from two runs on few rows (model/crossing.py), it holds no tensor: where one stood in what a visit or an operation gave, a
-`Place` stands. So it can be said of every run what a visit would have given that is not made in it (model/parts.py).
+Names of values are the same in every forward. The graph is built from two forwards on small batches
+(liveness.py) and holds no tensors: a `ValueRef` stands wherever a tensor stood in an output of a block call
+or a glue operation. A rank that runs one stage replaces the block calls of other stages with these outputs
+(stage_forward.py).
 
-    layers.0   gives (Place("layers.0"), None)                  glue behind it:  add  gives Place("layers.0+1")
-    layers.1   gives (Place("layers.1"), Place(given=3))        the second is what it was given at that place
+    layers.0   returns (ValueRef("layers.0"), None)     glue after it:  add  returns ValueRef("layers.0+1")
+    layers.1   returns (ValueRef("layers.1"), ValueRef(input_index=3))        the second is its input number 3
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,9 +22,10 @@ from meshwright.plan.model_spec.stage_boundaries import ClosedBoundary, StageBou
 
 
 class ValueRef:
-    """Where a tensor or an object stood: the value `name`, or the leaf number `given` of what was given.
+    """Reference to a tensor or object: the value `name`, or the leaf number `input_index` of the inputs of
+    the call.
 
-    No dataclass, because templates look into those.
+    It is no dataclass, because the pytree functions look into dataclasses.
     """
 
     __slots__ = ("input_index", "name")
@@ -42,7 +45,11 @@ class ValueRef:
 
 @dataclass(frozen=True)
 class BlockCallStub:
-    """What a visit gives out, with places for tensors; `captured` likewise, by channel; `places` of all tensors, in order."""
+    """What a block call returns, with value references for tensors.
+
+    `captured` holds the tensors of its side channels, by channel; `value_refs` those of all tensors, in
+    order.
+    """
 
     outputs: Any
     captured: tuple[tuple[str, list[Any]], ...]
@@ -51,10 +58,11 @@ class BlockCallStub:
 
 @dataclass(frozen=True)
 class GlueOp:
-    """One operation of glue on values: the function's name, what it gives, with places, and the places of its tensors in order.
+    """One glue operation on values: function name, result and value references of its tensors, in order.
 
-    `renamed` are the values that it writes into, each with the name that the tensor has afterwards; `became` are tensors that
-    were none before it wrote into them, each by the number of a leaf of what it was given, and its name.
+    `renamed_values` are the values that it writes in place, each with the name of the tensor afterwards;
+    `written_inputs` are inputs that become values because it writes into them: index of the input leaf, and
+    name.
     """
 
     func_name: str
@@ -66,9 +74,11 @@ class GlueOp:
 
 @dataclass(frozen=True)
 class RecordedValue:
-    """A value as one run showed it: the visit that made it, or behind which glue did; `base` is what it is a mere view of.
+    """A value as one forward recorded it.
 
-    `along` is the dim of which a rank has its own tokens, where the run was one of those.
+    `producer` is the block call that made it, or after which glue made it; `base_value` is the value of
+    which it is a plain view. `sequence_dim` is the dim sharded along the sequence, if the forward ran on a
+    sequence shard.
     """
 
     producer: str
@@ -83,10 +93,12 @@ class RecordedValue:
 
 @dataclass
 class ForwardRecord:
-    """What one run showed: visits in order, what they give, the glue behind each, the values, and the visits that use them.
+    """The record of one forward: block calls in order, their stubs, the glue after each, the values and
+    their consumers.
 
-    `spoils` are borders that must stay closed: those behind the first visit, up to that before the second (None: to the end),
-    why, and the repair. `roots` are the parameters that glue uses, each with the visits that need it.
+    `boundary_blockers` are ranges of closed stage boundaries: after the first block call, up to the boundary
+    before the second (None: to the end), the reason and the repair. `root_params` are parameters that glue
+    uses, each with the block calls that need it.
     """
 
     block_calls: list[str] = field(default_factory=list)
@@ -98,21 +110,21 @@ class ForwardRecord:
     root_params: dict[str, list[str]] = field(default_factory=dict)
 
     def closed_boundaries(self) -> Iterator[ClosedBoundary]:
-        """The borders that stay closed, each once, with the first reason."""
-        place = {visit: number for number, visit in enumerate(self.block_calls)}
+        """Yields each closed boundary once, with its first reason."""
+        index = {block_call: number for number, block_call in enumerate(self.block_calls)}
         found: dict[str, ClosedBoundary] = {}
         for first, last, why, fix in self.boundary_blockers:
-            end = len(self.block_calls) if last is None else place[last] + 1
-            for visit in self.block_calls[place[first] + 1 : end]:
-                found.setdefault(visit, ClosedBoundary(visit, why, fix))
-        yield from (found[visit] for visit in self.block_calls if visit in found)
+            end = len(self.block_calls) if last is None else index[last] + 1
+            for block_call in self.block_calls[index[first] + 1 : end]:
+                found.setdefault(block_call, ClosedBoundary(block_call, why, fix))
+        yield from (found[block_call] for block_call in self.block_calls if block_call in found)
 
 
 @dataclass(frozen=True)
 class ForwardGraph:
-    """A forward on any number of rows: its `borders`, and what stands for each visit, operation and value of it.
+    """The forward for any batch size: stage boundaries, and the stubs, operations and values by name.
 
-    `rewritten` are the values into which somebody writes.
+    `written_values` are the values that the forward writes in place.
     """
 
     boundaries: StageBoundaries
@@ -123,11 +135,13 @@ class ForwardGraph:
     written_values: frozenset[str]
 
     def shape(self, name: str, num_samples: int) -> tuple[int, ...]:
-        """The shape of the value `name` in a forward on so many rows."""
-        return tuple(fixed + each * num_samples for fixed, each in self.dim_sizes[name])
+        """Returns the shape of the value `name` in a forward on `num_samples` samples."""
+        return tuple(fixed + per_sample * num_samples for fixed, per_sample in self.dim_sizes[name])
 
     def base_of(self, name: str) -> str:
-        """The value of which `name` is a view that everybody makes for himself; "" where it is no such view."""
+        """Returns the value of which `name` is a plain view, which every stage makes itself; "" if it is no
+        such view.
+        """
         return self.values[name].base_value
 
 
@@ -137,62 +151,69 @@ def build_forward_graph(
     batch_sizes: tuple[int, int],
     sharded_record: ForwardRecord | None = None,
 ) -> ForwardGraph:
-    """The course that two runs show, on `rows` rows each, and one more where tokens are `dealt` to ranks.
+    """Returns the graph that two forwards with the given batch sizes recorded.
 
-    Raises PlanError when they took two ways.
+    `sharded_record` is that of a forward on a sequence shard. Raises PlanError if the operations depend on
+    the batch size.
     """
     if _batch_independent_part(first_record) != _batch_independent_part(second_record):
-        text = f"the forward takes another way on {batch_sizes[1]} rows than on {batch_sizes[0]}: {_describe_difference(first_record, second_record, batch_sizes)}"
+        text = (
+            f"the forward takes another path on {batch_sizes[1]} samples than on "
+            f"{batch_sizes[0]}: "
+            f"{_describe_difference(first_record, second_record, batch_sizes)}"
+        )
         raise PlanError(
             text,
-            fix="let it depend on nothing but the shape of a row, or leave the model whole",
+            fix="let it depend on nothing but the shape of a sample, or do not split the model into stages",
             location="model",
         )
     dims = {
-        name: tuple(_fit_dim_sizes(seen.shape, second_record.values[name].shape, batch_sizes))
-        for name, seen in first_record.values.items()
+        name: tuple(_fit_dim_sizes(value.shape, second_record.values[name].shape, batch_sizes))
+        for name, value in first_record.values.items()
     }
-    place = {visit: number for number, visit in enumerate(first_record.block_calls)}
-    used = {name: list(visits) for name, visits in first_record.consumers.items()}
+    index = {block_call: number for number, block_call in enumerate(first_record.block_calls)}
+    used = {name: list(block_calls) for name, block_calls in first_record.consumers.items()}
     for name in reversed(first_record.values):  # whoever uses a view uses what it is a view of
         base = first_record.values[name].base_value
         if base:
             used.setdefault(base, []).extend(used.pop(name, []))
     values = []
-    for name, seen in first_record.values.items():
-        users = sorted(set(used.get(name, ())), key=place.__getitem__)
-        if users and place[users[-1]] > place[seen.producer]:
+    for name, value in first_record.values.items():
+        users = sorted(set(used.get(name, ())), key=index.__getitem__)
+        if users and index[users[-1]] > index[value.producer]:
             if any(fixed < 0 for fixed, _ in dims[name]):
-                shapes = f"{list(seen.shape)} of {batch_sizes[0]} rows and {list(second_record.values[name].shape)} of {batch_sizes[1]}"
-                what = (
-                    f"'{name}', which is live there, has the shape {shapes}: it compares rows with each other"
+                shapes = (
+                    f"{list(value.shape)} of {batch_sizes[0]} samples and "
+                    f"{list(second_record.values[name].shape)} of "
+                    f"{batch_sizes[1]}"
                 )
+                what = f"'{name}', which is live there, has the shape {shapes}: it compares samples with each other"
                 first_record.boundary_blockers.append(
-                    (seen.producer, users[-1], what, "compare the rows of a batch in the loss")
+                    (value.producer, users[-1], what, "compare samples in the loss")
                 )
-            dtype = str(seen.dtype).removeprefix("torch.")
-            told = seen if sharded_record is None else sharded_record.values.get(name)
-            if told is None or len(told.shape) != len(seen.shape):
+            dtype = str(value.dtype).removeprefix("torch.")
+            recorded = value if sharded_record is None else sharded_record.values.get(name)
+            if recorded is None or len(recorded.shape) != len(value.shape):
                 what = f"which tokens a rank has of '{name}', which is live there, is not known"
                 first_record.boundary_blockers.append(
-                    (seen.producer, users[-1], what, "write x = x + y for x += y between blocks")
+                    (value.producer, users[-1], what, "write x = x + y for x += y between blocks")
                 )
-            along = None if told is None else told.sequence_dim
+            along = None if recorded is None else recorded.sequence_dim
             values.append(
                 StageValue(
                     name,
-                    seen.producer,
+                    value.producer,
                     tuple(users),
                     dims[name],
                     dtype,
-                    seen.needs_grad,
-                    seen.op,
-                    seen.source_line,
+                    value.needs_grad,
+                    value.op,
+                    value.source_line,
                     along,
                 )
             )
     roots = tuple(
-        (name, tuple(sorted(set(users), key=place.__getitem__)))
+        (name, tuple(sorted(set(users), key=index.__getitem__)))
         for name, users in first_record.root_params.items()
     )
     borders = StageBoundaries(
@@ -205,26 +226,25 @@ def build_forward_graph(
 
 
 def with_value_refs(value: Any, value_refs: Mapping[int, ValueRef]) -> Any:
-    """`value` with a place for every leaf whose id is in `places`."""
+    """Returns `value` with a reference for every leaf whose id is in `value_refs`."""
     return map_leaves(value, lambda leaf: value_refs.get(id(leaf), leaf))
 
 
 def _fit_dim_sizes(
     few: Sequence[int], more: Sequence[int], rows: tuple[int, int]
 ) -> Iterator[tuple[int, int]]:
-    for low, high in zip(few, more, strict=True):
-        each = (high - low) // (rows[1] - rows[0])
-        yield low - each * rows[0], each
+    for size_at_first, size_at_second in zip(few, more, strict=True):
+        per_sample = (size_at_second - size_at_first) // (rows[1] - rows[0])
+        yield size_at_first - per_sample * rows[0], per_sample
 
 
 def _batch_independent_part(record: ForwardRecord) -> object:
-    """What must not depend on the number of rows."""
-    ops = {visit: [_op_signature(op) for op in found] for visit, found in record.ops.items()}
+    ops = {block_call: [_op_signature(op) for op in found] for block_call, found in record.ops.items()}
     stubs = {
-        visit: (stub.value_refs, [channel for channel, _ in stub.captured])
-        for visit, stub in record.stubs.items()
+        block_call: (stub.value_refs, [channel for channel, _ in stub.captured])
+        for block_call, stub in record.stubs.items()
     }
-    ranks = {name: (len(seen.shape), seen.dtype) for name, seen in record.values.items()}
+    ranks = {name: (len(value.shape), value.dtype) for name, value in record.values.items()}
     return record.block_calls, ops, stubs, ranks
 
 
@@ -232,23 +252,29 @@ def _op_signature(op: GlueOp | None) -> object:
     return None if op is None else (op.func_name, op.value_refs, op.renamed_values, op.written_inputs)
 
 
-def _describe_difference(few: ForwardRecord, more: ForwardRecord, rows: tuple[int, int]) -> str:
-    """Where the ways of two runs part, in words."""
-    for one, other in zip_longest(few.block_calls, more.block_calls):
-        if one != other:
-            return (
-                f"it comes to {one or 'its end'} on {rows[0]} rows, and to {other or 'its end'} on {rows[1]}"
-            )
-        for mine, theirs in zip_longest(few.ops.get(one, ()), more.ops.get(one, ())):
-            if _op_signature(mine) != _op_signature(theirs):
-                return f"behind {one}, {_describe_op(mine, few)} on {rows[0]} rows, and {_describe_op(theirs, more)} on {rows[1]}"
-    return "what blocks give out has other dtypes, dims or places"
+def _describe_difference(
+    first_record: ForwardRecord, second_record: ForwardRecord, batch_sizes: tuple[int, int]
+) -> str:
+    for first_call, second_call in zip_longest(first_record.block_calls, second_record.block_calls):
+        if first_call != second_call:
+            ends = first_call or "its end", second_call or "its end"
+            return f"it reaches {ends[0]} on {batch_sizes[0]} samples, and {ends[1]} on {batch_sizes[1]}"
+        for first_op, second_op in zip_longest(
+            first_record.ops.get(first_call, ()), second_record.ops.get(first_call, ())
+        ):
+            if _op_signature(first_op) != _op_signature(second_op):
+                return (
+                    f"after {first_call}, {_describe_op(first_op, first_record)} on {batch_sizes[0]} samples, and "
+                    f"{_describe_op(second_op, second_record)} on "
+                    f"{batch_sizes[1]}"
+                )
+    return "outputs of blocks have other dtypes, dims or places"
 
 
 def _describe_op(op: GlueOp | None, record: ForwardRecord) -> str:
     if op is None:
         return "nothing more is done"
-    where = next(
-        (record.values[place.name].source_line for place in op.value_refs if place.name in record.values), ""
+    source_line = next(
+        (record.values[ref.name].source_line for ref in op.value_refs if ref.name in record.values), ""
     )
-    return f"{op.func_name}{f' at {where}' if where else ''} gives {len(op.value_refs)} values"
+    return f"{op.func_name}{f' at {source_line}' if source_line else ''} returns {len(op.value_refs)} values"

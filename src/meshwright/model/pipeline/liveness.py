@@ -1,23 +1,24 @@
-"""Which values cross the borders between blocks: learnt by following one forward from operation to operation.
+"""Finds which values are live at the boundaries between blocks, by following one forward operation by
+operation.
 
-Whatever a block gives out is a value, and whatever glue computes with a value is one too; what glue computes without is not, for
-every part of the model can compute it for itself. Names count the operations of glue behind each visit, those with values only: a
-mask that is made once and kept, or not, changes no name.
+Every output of a block is a value, and so is everything that glue computes from values; what glue computes
+without values is none, since every stage can compute it itself. Names count the glue operations on values
+after each block call, so a mask that is cached or not changes no name.
 
-    x = embed(ids)         embed          x.shape, mask_of(x.shape)      no values: nothing but the shape of x is looked at
-    h = x * 8              embed+0        z = h.flatten(1)               a view: who has h makes it for himself
+    x = embed(ids)         embed          x.shape, mask_of(x.shape)      no values: only a shape is read
+    h = x * 8              embed+0        z = h.flatten(1)               a view: whoever has h makes it
     y, bias = layer(h)     layer, layer:1
 
-What cannot be said by values spoils borders, by name: numbers that the forward reads from a value, shapes that depend on one,
-tensors that leave a block by an attribute, what a block writes into things that it was given.
+Operations that values cannot express close stage boundaries: reading a number of a value, shapes that depend
+on values, tensors that leave a block through an attribute, writes of a block into its inputs.
 
-What becomes of a value behind the line that makes it, which a part that is left as soon as all is there would miss.
+Two effects on gradients come after the line that makes a value, and a stage that ends with that line would
+miss them:
 
-    x = Flip.apply(x)                 an autograd.Function: its forward makes x with gradients off, and x gets its way back when
-                                      that forward has ended
-    x.register_hook(clip)             nothing is made, and the gradient of x is another
+    x = Flip.apply(x)                 autograd.Function: made with gradients off, attached later
+    x.register_hook(clip)             makes no value, but changes the gradient of x
 
-So the border behind such a line is closed: a part that ends there would leave in front of it. All others are as open as ever.
+The boundary after such a line is closed.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -58,12 +59,14 @@ from meshwright.model.tensors.pytree import storage_id, tree_tensors, value_leav
 from meshwright.plan.model_spec.model_spec import block_call_name
 
 TENSOR_HOOKS = frozenset(("register_hook",))
-LATE_GRAD_FIX = f"begin no part behind that line, or {LARGER_BLOCK_FIX}"
-HOOK_FIX = "hang it where the model is called, or on a tensor that the block makes"
+LATE_GRAD_FIX = f"begin no stage after that line, or {LARGER_BLOCK_FIX}"
+HOOK_FIX = "register it where the model is called, or on a tensor that the block makes"
 
 
 class LateGrads:
-    """Follows the values of `record`, and says which borders must stay closed."""
+    """Finds values whose gradient changes after the line that makes them, and closes the boundaries in
+    between.
+    """
 
     def __init__(self, record: ForwardRecord) -> None:
         self._record = record
@@ -73,12 +76,14 @@ class LateGrads:
         ] = []  # a value, the visit behind which it was changed, and what happened
 
     def note_value(self, name: str, op: str) -> None:
-        """The value `name` is made now by `op`: that of a scripted function is told below autograd, by its kernel."""
+        """Notes that `op` makes the value `name`. A scripted function makes its values below autograd, by
+        its kernel.
+        """
         if not torch.is_grad_enabled() or op.endswith(".default"):
             self._made_without_grad.add(name)
 
     def note_use(self, name: str, tensor: torch.Tensor) -> None:
-        """The value `name` is used: it may have got its gradient since it was made."""
+        """Notes a use of the value `name`, which may have got its gradient since it was made."""
         seen = self._record.values[name]
         if (
             tensor.requires_grad
@@ -87,23 +92,35 @@ class LateGrads:
             and torch.is_grad_enabled()
         ):
             self._record.values[name] = replace(seen, needs_grad=True)
-            what = f"'{name}' ({seen.op} at {seen.source_line}) is made with gradients off (autograd.Function, script), and then needs one"
+            what = (
+                f"'{name}' ({seen.op} at {seen.source_line}) is made with gradients off "
+                f"(autograd.Function, script), and then needs "
+                f"one"
+            )
             self._found.append((name, seen.producer, what))
 
     def note_hook(self, names: Iterable[str], block_call: str, line: str) -> None:
-        """Glue behind `visit` hangs a hook on the gradients of values."""
+        """Notes that glue after `block_call` registers a hook on the gradients of values."""
         self._found += (
-            (name, block_call, f"a hook is hung on the gradient of '{name}' (at {line})") for name in names
+            (name, block_call, f"a hook is registered on the gradient of '{name}' (at {line})")
+            for name in names
         )
 
     def boundary_blockers(self) -> Iterator[tuple[str, str | None, str, str]]:
-        """The borders from where values were made to the visit that follows what became of them; to the end, where both did."""
-        visits, names = self._record.block_calls, [name for name, _, _ in self._found]
-        for name, since, what in self._found:
-            made, following = self._record.values[name].producer, visits.index(since) + 1
-            if following < len(visits):
-                last = visits[following] if names.count(name) == 1 else None
-                yield made, last, f"{what}, which a part that ends in front of it would miss", LATE_GRAD_FIX
+        """Yields the boundaries from the producer of each such value to the block call after the change; to
+        the end if it changes twice.
+        """
+        block_calls, names = self._record.block_calls, [name for name, _, _ in self._found]
+        for name, later_producer, what in self._found:
+            producers, recorder = self._record.values[name].producer, block_calls.index(later_producer) + 1
+            if recorder < len(block_calls):
+                last = block_calls[recorder] if names.count(name) == 1 else None
+                yield (
+                    producers,
+                    last,
+                    f"{what}, which a stage that ends before it would miss",
+                    LATE_GRAD_FIX,
+                )
 
 
 VALUE_READ_FIX = f"compute with tensors there, or {LARGER_BLOCK_FIX}"
@@ -119,28 +136,28 @@ def record_forward(
     used_outputs: Container[int] | None = None,
     sharded_forward: ShardedForward | None = None,
 ) -> ForwardRecord:
-    """What one forward of `module`, run by `call()`, shows of the values between its `blocks`; `enter` hears of each visit.
+    """Returns the record of one forward of `module`, run by `run_forward()`, with the values between its
+    `blocks`.
 
-    In the mode of gradients in which it is called: without, every call of a block is a visit. `drawn` counts the draws of random
-    numbers since the last visit was entered; `needed` are the places of the outputs that somebody takes (None: all). With `dealt`
-    the forward runs as it does where a rank has some of the tokens.
+    It runs in the caller's gradient mode; without gradients every call of a block counts as a block call.
+    `on_block_call` is called with each block call. `count_draws` returns the random draws since the last
+    block call; `used_outputs` are the indices of the model outputs that are used (None: all). With
+    `sharded_forward` the forward runs on a sequence shard.
     """
-    drive, following = (
+    driver, recorder = (
         ForwardDriver(blocks, cut_graph=False),
         _ForwardRecorder(module, on_block_call, count_draws, sharded_forward),
     )
     on_block_call("")
     try:
-        with following, drive.use_interceptor(following.run_block):
-            following.finish(run_forward(), used_outputs)
+        with recorder, driver.use_interceptor(recorder.run_block):
+            recorder.finish(run_forward(), used_outputs)
     finally:
-        drive.detach()
-    return following.record
+        driver.detach()
+    return recorder.record
 
 
 class _ForwardRecorder(TorchFunctionMode):
-    """Follows a forward; `record` is what it shows."""
-
     def __init__(
         self,
         module: nn.Module,
@@ -173,82 +190,84 @@ class _ForwardRecorder(TorchFunctionMode):
         self._written_storages: set[int] = set()  # storages
 
     def run_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block is called: the drive's guide."""
+        """Runs one block call and records its inputs and outputs."""
         if torch.is_grad_enabled() != self._grad_enabled:
             return run(*args, **kwargs)
         self._paused = True
         clear_caches_with_fakes(self._caches)  # a table that blocks ask a cache for is made by each of them
         self._calls[name] = self._calls.get(name, 0) + 1
-        self._block_call = visit = block_call_name(name, self._calls[name])
-        self.record.block_calls.append(visit)
+        self._block_call = block_call = block_call_name(name, self._calls[name])
+        self.record.block_calls.append(block_call)
         for tensor in tree_tensors((args, kwargs)):
             self._record_use(tensor)
         if self._sharded_forward is not None:
-            args, kwargs = self._sharded_forward.enter_block(visit, (args, kwargs))
-        given = tree_tensors((args, kwargs))
-        everything, capturing = value_leaves((args, kwargs)), capture_marks()
-        versions = [tensor._version for tensor in given]
-        self._input_ids, self._paused = {id(tensor) for tensor in given}, False
-        self._on_block_call(visit)
+            args, kwargs = self._sharded_forward.enter_block(block_call, (args, kwargs))
+        inputs = tree_tensors((args, kwargs))
+        input_leaves, side_channels = value_leaves((args, kwargs)), capture_marks()
+        versions = [tensor._version for tensor in inputs]
+        self._input_ids, self._paused = {id(tensor) for tensor in inputs}, False
+        self._on_block_call(block_call)
         outputs = run(*args, **kwargs)
         self._input_ids, self._paused = None, True
-        self._last_draw = (visit, "the block draws") if self._count_draws() else self._last_draw
-        if [tensor._version for tensor in given] != versions:
+        self._last_draw = (block_call, "the block draws") if self._count_draws() else self._last_draw
+        if [tensor._version for tensor in inputs] != versions:
             self._block_boundaries(
-                visit,
+                block_call,
                 None,
-                f"'{visit}' writes into a tensor that it is given, which other parts have too",
+                f"'{block_call}' writes into an input, which other stages use too",
                 IN_PLACE_FIX,
             )
-        if [id(tensor) for tensor in tree_tensors((args, kwargs))] != [id(tensor) for tensor in given]:
+        if [id(tensor) for tensor in tree_tensors((args, kwargs))] != [id(tensor) for tensor in inputs]:
             self._block_boundaries(
-                visit, None, f"'{visit}' writes into a list or dict that it is given", "return what it adds"
+                block_call,
+                None,
+                f"'{block_call}' writes into a list or dict among its inputs",
+                "return what it adds",
             )
         outputs = outputs if self._sharded_forward is None else self._sharded_forward.leave_block(outputs)
         self._record_outputs(
-            visit, outputs, everything, [(mark.channel, mark.added_tensors) for mark in capturing]
+            block_call, outputs, input_leaves, [(mark.channel, mark.added_tensors) for mark in side_channels]
         )
         self._paused = False
         return outputs
 
     def finish(self, outputs: Any, used_outputs: Container[int] | None) -> None:
-        """The forward has ended with `outputs`, of which those at the places `needed` are."""
+        """Records the use of the outputs of the model."""
         self._paused = True
-        for place, tensor in enumerate(distinct_tensors(outputs)):
-            if used_outputs is None or place in used_outputs:
+        for index, tensor in enumerate(distinct_tensors(outputs)):
+            if used_outputs is None or index in used_outputs:
                 self._record_use(tensor, glue=True)
         self.record.boundary_blockers += self._late_grads.boundary_blockers()
 
     def _record_outputs(
-        self, visit: str, outputs: Any, given: Sequence[Any], captured: list[tuple[str, list[Any]]]
+        self, block_call: str, outputs: Any, inputs: Sequence[Any], captured: list[tuple[str, list[Any]]]
     ) -> None:
-        """Name what a visit gives out, and note what will stand for it."""
         places = {
             id(leaf): ValueRef(input_index=number)
-            for number, leaf in enumerate(given)
+            for number, leaf in enumerate(inputs)
             if not is_constant(leaf)
         }
-        found, number = tree_tensors([outputs, *(added for _, added in captured)]), 0
-        for tensor in found:
+        result_tensors, number = tree_tensors([outputs, *(added for _, added in captured)]), 0
+        for tensor in result_tensors:
             if tensor in self._names:
                 places[id(tensor)] = ValueRef(self._names[tensor])
             elif id(tensor) not in places:
-                name = f"{visit}:{number}" if number else visit
+                name = f"{block_call}:{number}" if number else block_call
                 number += 1
                 self._add_value(tensor, name)
                 places[id(tensor)] = ValueRef(name)
-        unseen = [leaf for leaf in value_leaves(outputs) if not is_constant(leaf) and id(leaf) not in places]
-        if unseen:
-            what = f"'{visit}' gives out a {type(unseen[0]).__name__}, into which nobody looks"
+        opaque = [leaf for leaf in value_leaves(outputs) if not is_constant(leaf) and id(leaf) not in places]
+        if opaque:
+            what = f"'{block_call}' returns a {type(opaque[0]).__name__}, whose contents cannot be followed"
             self._block_boundaries(
-                visit, None, what, "return tensors bare, in tuples, lists, dicts or dataclasses"
+                block_call, None, what, "return tensors bare, in tuples, lists, dicts or dataclasses"
             )
-        self.record.stubs[visit] = BlockCallStub(
+        self.record.stubs[block_call] = BlockCallStub(
             with_value_refs(outputs, places),
             tuple((channel, with_value_refs(added, places)) for channel, added in captured),
-            tuple(places[id(tensor)] for tensor in found),
+            tuple(places[id(tensor)] for tensor in result_tensors),
         )
-        self.record.ops[visit] = []
+        self.record.ops[block_call] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -262,7 +281,7 @@ class _ForwardRecorder(TorchFunctionMode):
             self._block_boundaries(
                 self.record.block_calls[0],
                 None,
-                f"'{self._block_call}' hangs a hook on the gradient of what it is given",
+                f"'{self._block_call}' registers a hook on the gradient of an input",
                 HOOK_FIX,
             )
         for tensor in tree_tensors((args, kwargs)):
@@ -281,41 +300,45 @@ class _ForwardRecorder(TorchFunctionMode):
         return outcome
 
     def _run_glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Glue calls `func`: where it computes with values, it makes values."""
         self._paused = True
-        given = tree_tensors((args, kwargs))
-        looked = given[:1] if func.__name__ in SHAPE_FROM_SECOND_ARG else given
+        inputs = tree_tensors((args, kwargs))
+        looked = inputs[:1] if func.__name__ in SHAPE_FROM_SECOND_ARG else inputs
         values = {id(tensor): tensor for tensor in looked if tensor in self._names or tensor in self._made_in}
-        count = self._count_draws()
+        num_draws = self._count_draws()
         if not values or func.__name__ in SHAPE_ONLY_FACTORIES:
             outcome = func(*args, **kwargs)
-            if self._count_draws() > count and self._last_draw[0] == self._block_call:
-                what = f"the glue behind '{self._block_call}' draws numbers for all parts (at {caller_line()}), after others that "
+            if self._count_draws() > num_draws and self._last_draw[0] == self._block_call:
+                what = (
+                    f"the glue after '{self._block_call}' draws numbers for all stages (at "
+                    f"{caller_line()}), after others that "
+                )
                 self._block_boundaries(
                     self._block_call,
                     None,
-                    f"{what}{self._last_draw[1]}, which parts behind it do not",
+                    f"{what}{self._last_draw[1]}, which later stages do not",
                     RANDOM_GLUE_FIX,
                 )
             self._paused = False
             return outcome
-        versions, watch = [tensor._version for tensor in given], ValueReadMode()
-        with watch:
+        versions, value_reads = [tensor._version for tensor in inputs], ValueReadMode()
+        with value_reads:
             outcome = func(*args, **kwargs)
         self._last_draw = (
-            (self._block_call, "it draws for values") if self._count_draws() > count else self._last_draw
+            (self._block_call, "it draws for values") if self._count_draws() > num_draws else self._last_draw
         )
-        written = {id(t): t for t, version in zip(given, versions, strict=True) if t._version != version}
+        written_tensors = {
+            id(t): t for t, version in zip(inputs, versions, strict=True) if t._version != version
+        }
         if func.__name__ in TENSOR_HOOKS:
             self._late_grads.note_hook(
                 [self._names[each] for each in values.values() if each in self._names],
                 self._block_call,
                 caller_line(),
             )
-        if watch.reads_values or func.__name__ in VALUE_READS:
+        if value_reads.reads_values or func.__name__ in VALUE_READS:
             self._record_read(function_title(func), values)
-        elif tree_tensors(outcome) or written:
-            outcome = self._record_op(function_title(func), args, kwargs, values, written, outcome)
+        elif tree_tensors(outcome) or written_tensors:
+            outcome = self._record_op(function_title(func), args, kwargs, values, written_tensors, outcome)
         self._paused = False
         return outcome
 
@@ -323,54 +346,65 @@ class _ForwardRecorder(TorchFunctionMode):
         for tensor in values.values():
             self._record_use(tensor, glue=True)
         names = ", ".join(str(self._names.get(tensor) or self._made_in[tensor]) for tensor in values.values())
-        what = f"the glue behind '{self._block_call}' reads the value of {names} ({func} at {caller_line()}), and every later part needs it"
+        what = (
+            f"the glue after '{self._block_call}' reads the value of {names} ({func} at "
+            f"{caller_line()}), and every later stage needs "
+            f"it"
+        )
         self._block_boundaries(self._block_call, None, what, VALUE_READ_FIX)
 
     def _record_op(
-        self, func: str, args: Any, kwargs: Any, values: dict[int, Any], written: dict[int, Any], outcome: Any
+        self,
+        func: str,
+        args: Any,
+        kwargs: Any,
+        values: dict[int, Any],
+        written_tensors: dict[int, Any],
+        outcome: Any,
     ) -> Any:
-        """Name what an operation of glue makes and what it writes into."""
-        visit, line = self._block_call, caller_line()
-        ops, everything = self.record.ops[visit], value_leaves((args, kwargs))
+        block_call, source_line = self._block_call, caller_line()
+        ops, input_leaves = self.record.ops[block_call], value_leaves((args, kwargs))
         for tensor in values.values():
             self._record_use(tensor, glue=True)
-        for leaf in everything:
+        for leaf in input_leaves:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in values:
                 self._record_root_params(leaf)
-        here = f"{visit}+{len(ops)}"
-        first = {
-            storage_id(tensor): tensor for tensor in reversed(written.values()) if tensor in self._names
+        op_name = f"{block_call}+{len(ops)}"
+        first_by_storage = {
+            storage_id(tensor): tensor
+            for tensor in reversed(written_tensors.values())
+            if tensor in self._names
         }  # of each storage
         renamed: list[tuple[str, str]] = []
-        for tensor in first.values():
-            renamed += self._rename_written(tensor, here, len(renamed), func, line)
+        for tensor in first_by_storage.values():
+            renamed += self._rename_written(tensor, op_name, len(renamed), func, source_line)
         became = []
-        for number, leaf in enumerate(everything):
-            if id(leaf) in written and leaf not in self._names:
-                became.append((number, f"{here}={number}"))
+        for number, leaf in enumerate(input_leaves):
+            if id(leaf) in written_tensors and leaf not in self._names:
+                became.append((number, f"{op_name}={number}"))
                 self._written_storages.add(storage_id(leaf))
-                self._add_value(leaf, became[-1][1], func, line)
+                self._add_value(leaf, became[-1][1], func, source_line)
         places = {
             id(leaf): ValueRef(input_index=number)
-            for number, leaf in enumerate(everything)
+            for number, leaf in enumerate(input_leaves)
             if not is_constant(leaf)
         }
-        found, number = tree_tensors(outcome), 0
-        for tensor in found:
+        result_tensors, number = tree_tensors(outcome), 0
+        for tensor in result_tensors:
             if tensor in self._names:
                 places[id(tensor)] = ValueRef(self._names[tensor])
             elif id(tensor) not in places:
-                name = f"{here}:{number}" if number else here
+                name = f"{op_name}:{number}" if number else op_name
                 number += 1
                 self._add_value(
-                    tensor, name, func, line, self._find_base(func, list(values.values()), tensor)
+                    tensor, name, func, source_line, self._find_base(func, list(values.values()), tensor)
                 )
                 places[id(tensor)] = ValueRef(name)
         ops.append(
             GlueOp(
                 func,
                 with_value_refs(outcome, places),
-                tuple(places[id(tensor)] for tensor in found),
+                tuple(places[id(tensor)] for tensor in result_tensors),
                 tuple(renamed),
                 tuple(became),
             )
@@ -378,37 +412,43 @@ class _ForwardRecorder(TorchFunctionMode):
         return outcome
 
     def _rename_written(
-        self, tensor: torch.Tensor, name: str, count: int, func: str, line: str
+        self, tensor: torch.Tensor, name: str, num_draws: int, func: str, source_line: str
     ) -> list[tuple[str, str]]:
-        """New names for all values that lie in the storage that was written by way of `tensor`; `count` are named."""
-        place = {visit: number for number, visit in enumerate(self.record.block_calls)}
+        """Gives new names to all values in the storage that was written through `tensor`."""
+        index = {block_call: number for number, block_call in enumerate(self.record.block_calls)}
         storage = storage_id(tensor)
         self._written_storages.add(storage)
-        sharing = [t for t in self._names if storage_id(t) == storage]
-        made = {id(t): self.record.values[self._names[t]].producer for t in sharing}
+        same_storage = [t for t in self._names if storage_id(t) == storage]
+        producers = {id(t): self.record.values[self._names[t]].producer for t in same_storage}
         renamed = []
-        for number, other in enumerate([tensor, *(t for t in sharing if t is not tensor)], count):
-            old, new = self._names[other], f"{name}~{number}" if number else f"{name}~"
-            self._add_value(other, new, func, line)
+        for number, tensor_in_storage in enumerate(
+            [tensor, *(t for t in same_storage if t is not tensor)], num_draws
+        ):
+            old, new = self._names[tensor_in_storage], f"{name}~{number}" if number else f"{name}~"
+            self._add_value(tensor_in_storage, new, func, source_line)
             renamed.append((old, new))
-            if other is not tensor:
-                since = max(made[id(other)], made.get(id(tensor), ""), key=lambda visit: place.get(visit, -1))
-                self._inseparable[new] = since, self._block_call, line
+            if tensor_in_storage is not tensor:
+                later_producer = max(
+                    producers[id(tensor_in_storage)],
+                    producers.get(id(tensor), ""),
+                    key=lambda block_call: index.get(block_call, -1),
+                )
+                self._inseparable[new] = later_producer, self._block_call, source_line
         return renamed
 
     def _add_value(
-        self, tensor: torch.Tensor, name: str, op: str = "", line: str = "", base: str = ""
+        self, tensor: torch.Tensor, name: str, op: str = "", source_line: str = "", base: str = ""
     ) -> None:
         self._names[tensor] = name
         self._late_grads.note_value(name, op)
         needed = tensor.requires_grad and torch.is_grad_enabled()
-        along = tensor.sequence_dim if type(tensor) is SequenceShardedTensor else None
+        sequence_dim = tensor.sequence_dim if type(tensor) is SequenceShardedTensor else None
         self.record.values[name] = RecordedValue(
-            self._block_call, tuple(tensor.shape), tensor.dtype, needed, op, line, base, along
+            self._block_call, tuple(tensor.shape), tensor.dtype, needed, op, source_line, base, sequence_dim
         )
 
     def _find_base(self, func: str, values: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
-        """The value of which `tensor` is a view that has no fewer elements; "" where it is no such view."""
+        """Returns the value of which `tensor` is a view with no fewer elements; "" if there is none."""
         if (
             len(values) != 1
             or func == "as_strided"
@@ -424,8 +464,8 @@ class _ForwardRecorder(TorchFunctionMode):
         )
 
     def _record_use(self, tensor: torch.Tensor, *, glue: bool = False) -> None:
-        """The visit that was called last uses `tensor`, or the `glue` behind it does."""
-        home = self._made_in.get(tensor)
+        """Records that the last block call, or the glue after it, uses `tensor`."""
+        made_in = self._made_in.get(tensor)
         if tensor in self._names:
             name = self._names[tensor]
             self._late_grads.note_use(name, tensor)
@@ -433,23 +473,26 @@ class _ForwardRecorder(TorchFunctionMode):
             if self._block_call not in users:
                 users.append(self._block_call)
             if name in self._inseparable:
-                first, last, line = self._inseparable[name]
-                what = f"'{name}' and a view of it are written into as one behind '{last}' ({line}), and would cross apart"
-                self._block_boundaries(first, last, what, IN_PLACE_FIX)
-        elif home is not None and (glue or home != self._block_call):
-            who = f"the glue behind '{self._block_call}'" if glue else f"'{self._block_call}'"
+                first_by_storage, last, source_line = self._inseparable[name]
+                what = (
+                    f"'{name}' and a view of it are written in place together after '{last}' "
+                    f"({source_line}), and would be sent separately"
+                )
+                self._block_boundaries(first_by_storage, last, what, IN_PLACE_FIX)
+        elif made_in is not None and (glue or made_in != self._block_call):
+            user = f"the glue after '{self._block_call}'" if glue else f"'{self._block_call}'"
             buffer = self._buffers.get(id(tensor))
             what, fix = (
-                f"{who} uses a tensor that '{home}' made and did not give out",
+                f"{user} uses a tensor that '{made_in}' made and did not return",
                 "return it among the outputs",
             )
             if buffer is not None:
                 what, fix = (
-                    f"{who} uses the buffer '{buffer}', which '{home}' writes",
+                    f"{user} uses the buffer '{buffer}', which '{made_in}' writes",
                     "give each block a buffer of its own",
                 )
             self._block_boundaries(
-                home, None if glue else self._block_call, what, f"{fix}, or {LARGER_BLOCK_FIX}"
+                made_in, None if glue else self._block_call, what, f"{fix}, or {LARGER_BLOCK_FIX}"
             )
         elif (
             self._written_storages
@@ -464,7 +507,6 @@ class _ForwardRecorder(TorchFunctionMode):
             self._record_root_params(tensor)
 
     def _record_root_params(self, tensor: torch.Tensor) -> None:
-        """The visit that was called last, or glue behind it, uses what glue has made of parameters, or a parameter itself."""
         if not tensor.requires_grad or self._input_ids is not None:
             return
         names = (
@@ -475,5 +517,5 @@ class _ForwardRecorder(TorchFunctionMode):
         for name in filter(None, names):
             self.record.root_params.setdefault(name, []).append(self._block_call)
 
-    def _block_boundaries(self, first: str, last: str | None, why: str, fix: str) -> None:
-        self.record.boundary_blockers.append((first, last, why, fix))
+    def _block_boundaries(self, first_by_storage: str, last: str | None, why: str, fix: str) -> None:
+        self.record.boundary_blockers.append((first_by_storage, last, why, fix))

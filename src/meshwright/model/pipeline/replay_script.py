@@ -1,22 +1,24 @@
-"""Writes the script of a part (model/script.py) while it runs, and finds what keeps others from playing it.
+"""Replays the glue and block calls of a stage for the next microbatch, without the model's own forward.
 
-What blocks compute with is looked at closely when a part is written down for the first time in a run, and taken for granted then.
+The forward of a model makes masks and tables, reads shapes and passes through the stubs of other stages; for
+thin layers that costs as much as the layers. In a step all of it has the same result for every microbatch,
+except for what depends on the data. So the first run of a stage in a step is recorded, and the others replay
+the record:
 
-What a run of a part has called, in order: played for the next micro-batch without the model's own forward.
+    the forward                          the script
+    positions = arange(9)
+    h = embed(ids)                       1 = embed(0)
+    h = layer(h, rotary(positions))      2 = layer(1, (cos, sin))
+    logits = head(h[:, -4:])             3 = 2[:, -4:]      4 = head(3)
 
-The model's forward makes masks and tables, looks at shapes and goes through blocks that are stubs here; for thin layers that is
-as much work as the layers. All of it comes out the same for every micro-batch of a step but for what depends on its numbers. So
-the first run of a part in a step is written down, and the others play that:
-
-    the forward     positions = arange(9)     h = embed(ids)     h = layer(h, rotary(positions))     logits = head(h[:, -4:])
-    the script                                1 = embed(0)       2 = layer(1, (cos, sin))            3 = 2[:, -4:]   4 = head(3)
-
-*Live* are the inputs, what was received, what blocks give out, parameters, and whatever glue computes with those: numbers in the
-script. What glue makes without them is a constant of the step. Nothing is written down of a part, and its forward runs each time,
-where that could differ: glue that reads a live number, or makes a tensor whose shape depends on one; that writes into a tensor
-which it has not made; that uses one of which nobody knows where it comes from; that casts in a context of its own; an object that
-is no tensor and no plain value; blocks with hooks, and what they capture or take from elsewhere than their arguments; a forward
-that leaves something behind in the model's attributes, a counter or the last mean (model/writer.py).
+*Live* tensors have numbers in the script: inputs, received values, block outputs, parameters, and everything
+that glue computes from them. What glue makes without them is a constant of the step. A stage is not
+recorded, and runs its forward each time, if the results could differ: glue that reads a live value or makes
+a tensor whose shape depends on one, that writes into a tensor it has not made, uses a tensor of unknown
+origin or runs in its own autocast context; objects that are neither tensors nor constants; blocks with
+hooks, side channels or inputs other than their arguments; a forward that changes attributes of the model,
+such as a counter. What blocks compute with is checked when a stage is recorded for the first time in a run,
+and not again.
 """
 
 from collections import OrderedDict
@@ -46,7 +48,9 @@ FillTemplate = Callable[
 
 
 class TensorSlot:
-    """Where a live tensor stands; no dataclass, because templates look into those."""
+    """The position of a live tensor in a template. It is no dataclass, because the pytree functions look
+    into dataclasses.
+    """
 
     __slots__ = ("index",)
 
@@ -56,7 +60,10 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """One call, what it is given, and how many tensors it gives: they take the next numbers. `kept`: which of those that are."""
+    """One call with its arguments.
+
+    Its result tensors take the next numbers; `kept_outputs` are the indices of those that are live.
+    """
 
     func: Callable[..., Any]
     args: FillTemplate
@@ -67,7 +74,7 @@ class ScriptCall:
     function_modes: tuple[TorchFunctionMode, ...] = ()  # modes that the model's forward has entered
 
     def replay(self, live: Sequence[Any]) -> Any:
-        """What it gives."""
+        """Runs the call on live tensors and returns its result."""
         if self.grad_enabled and not self.function_modes:
             return self.func(*self.args(live), **self.kwargs(live))
         with ExitStack() as stack:
@@ -79,7 +86,9 @@ class ScriptCall:
 
 @dataclass(frozen=True)
 class ReplayScript:
-    """What a part has called; `result` is what its run left: the values that it gives, or the outputs of the model."""
+    """The calls of one stage; `fill_result` gives what its run returned: sent values, or the outputs of the
+    model.
+    """
 
     calls: tuple[ScriptCall, ...]
     fill_result: FillTemplate
@@ -88,43 +97,46 @@ class ReplayScript:
 
     @property
     def is_valid(self) -> bool:
-        """Whether nobody has written into what it holds."""
+        """Whether none of the constants has been written into."""
         return all(tensor._version == version for tensor, version in self.constants)
 
     def replay(self, inputs: Iterable[torch.Tensor]) -> Any:
-        """What the part makes of `seeds`: what it has received, and the inputs, in the order in which they were written down."""
-        live: list[Any] = list(inputs)
-        for line in self.calls:
-            made = line.replay(live)
-            if line.returns_tensor:
-                live.append(made)
-            elif line.kept_outputs:
-                found = tree_tensors(made)
-                live += [found[number] for number in line.kept_outputs]
-        return self.fill_result(live)
+        """Runs the stage on `inputs`: received values and model inputs, in the order of the recording."""
+        live_tensors: list[Any] = list(inputs)
+        for call in self.calls:
+            result = call.replay(live_tensors)
+            if call.returns_tensor:
+                live_tensors.append(result)
+            elif call.kept_outputs:
+                result_tensors = tree_tensors(result)
+                live_tensors += [result_tensors[number] for number in call.kept_outputs]
+        return self.fill_result(live_tensors)
 
 
 def compile_template(template: Any) -> FillTemplate:
-    """What puts live tensors into `template`; lists and dicts are new each time."""
+    """Returns a function that puts live tensors into `template`; lists and dicts are new in each call."""
     if isinstance(template, TensorSlot):
         number = template.index
-        return lambda live: live[number]
+        return lambda live_tensors: live_tensors[number]
     if type(template) is tuple:
-        makes = [compile_template(item) for item in template]
-        return lambda live: tuple([make(live) for make in makes])
+        fill_functions = [compile_template(item) for item in template]
+        return lambda live_tensors: tuple([make(live_tensors) for make in fill_functions])
     if type(template) is dict:
-        rest = [(key, compile_template(item)) for key, item in template.items() if not _is_fixed(item)]
-        fixed = template | dict.fromkeys(key for key, _ in rest)
-        return lambda live: fixed | {key: make(live) for key, make in rest}  # in the order of `fixed`
+        variable_items = [
+            (key, compile_template(item)) for key, item in template.items() if not _is_fixed(item)
+        ]
+        fixed = template | dict.fromkeys(key for key, _ in variable_items)
+        return lambda live_tensors: (
+            fixed | {key: make(live_tensors) for key, make in variable_items}
+        )  # in the order of `fixed`
     if _is_fixed(template):
-        return lambda live: template
-    return lambda live: map_leaves(
-        template, lambda leaf: live[leaf.index] if isinstance(leaf, TensorSlot) else leaf
+        return lambda live_tensors: template
+    return lambda live_tensors: map_leaves(
+        template, lambda leaf: live_tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf
     )
 
 
 def _is_fixed(template: Any) -> bool:
-    """Whether it is the same each time, and nobody can write into it."""
     if isinstance(template, tuple):
         return all(map(_is_fixed, template))
     return not (isinstance(template, (TensorSlot, list, dict)) or is_dataclass_instance(template))
@@ -135,9 +147,9 @@ CONSTANT_TYPES = (slice, type(Ellipsis), torch.memory_format, torch.layout)
 
 
 class ScriptRecorder:
-    """Writes a script during a run of a part; `why` tells what spoils it.
+    """Records a script during one run of a stage; `failure_reason` tells why no script can be made.
 
-    `known` are tensors that outlast a step, by id. `closely`: what blocks compute with is looked at.
+    `known_tensors` outlast a step, by id. With `check_blocks`, the operands inside blocks are checked.
     """
 
     def __init__(
@@ -159,52 +171,52 @@ class ScriptRecorder:
         self._constants: dict[int, tuple[torch.Tensor, int]] = {}
         self._context = _context()
         if len(self._live) < len(inputs):
-            self.fail("one tensor came as two")
+            self.fail("two inputs are one tensor")
 
     def skip_block(self, name: str) -> None:
-        """A call of the block `name` is not made."""
+        """Notes that a call of the block `name` is skipped."""
         self._skipped_blocks.append(name)
 
     def run_glue(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Glue calls `func`, on tensors that have numbers."""
-        given = tree_tensors((args, kwargs))
-        live = [tensor for tensor in given if id(tensor) in self._live or tensor.requires_grad]
+        """Runs the glue function `func` and records it if it has live operands."""
+        inputs = tree_tensors((args, kwargs))
+        live_tensors = [tensor for tensor in inputs if id(tensor) in self._live or tensor.requires_grad]
         if self.failure_reason:
             return func(*args, **kwargs)
-        versions = [tensor._version for tensor in given]
+        versions = [tensor._version for tensor in inputs]
         by_shape = (
-            func.__name__ in SHAPE_ONLY_FACTORIES and len(given) == 1
+            func.__name__ in SHAPE_ONLY_FACTORIES and len(inputs) == 1
         )  # not filled with the numbers of another
-        if not live or by_shape:
-            outcome = func(*args, **kwargs)
-            if by_shape or all(self._is_known(tensor) for tensor in given):
+        if not live_tensors or by_shape:
+            result = func(*args, **kwargs)
+            if by_shape or all(self._is_known(tensor) for tensor in inputs):
                 self._constants_made |= {
                     id(tensor): tensor
-                    for tensor in tree_tensors(outcome)
+                    for tensor in tree_tensors(result)
                     if id(tensor) not in self._known_tensors
                 }
-            self._check_not_written(func, given, versions, self._constants_made)
-            return outcome
-        outcome = self._call_without_reads(func, args, kwargs)
-        if not tree_tensors(outcome) and outcome is not None and all(map(is_constant, value_leaves(outcome))):
-            return outcome
-        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in live):
+            self._check_not_written(func, inputs, versions, self._constants_made)
+            return result
+        result = self._call_without_reads(func, args, kwargs)
+        if not tree_tensors(result) and result is not None and all(map(is_constant, value_leaves(result))):
+            return result
+        if not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in live_tensors):
             self.fail(f"{func.__name__} is called without gradients on what needs one")
         if _autocast_dtypes() != self._context[: len(AUTOCAST_DEVICES)]:
             self.fail(f"{func.__name__} is called in a context of its own")
-        self._check_not_written(func, given, versions, self._live)
-        self._add_call(func, args, kwargs, outcome)
-        return outcome
+        self._check_not_written(func, inputs, versions, self._live)
+        self._add_call(func, args, kwargs, result)
+        return result
 
     def _call_without_reads(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The outcome of `func`, which must not read a number."""
+        """Runs `func`, which must not read a value of a tensor."""
         if func.__name__ == "__get__":
             return func(*args, **kwargs)
-        with ValueReadMode() as watch:
-            outcome = func(*args, **kwargs)
-        if watch.reads_values or func.__name__ in VALUE_READS:
+        with ValueReadMode() as value_reads:
+            result = func(*args, **kwargs)
+        if value_reads.reads_values or func.__name__ in VALUE_READS:
             self.fail(f"glue reads a number ({func.__name__})")
-        return outcome
+        return result
 
     def run_block(
         self,
@@ -216,9 +228,13 @@ class ScriptRecorder:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """The block `name` runs itself: `run(*args, **kwargs)`; `captured()` is what was captured in it, in modes `around` it."""
-        block, given = self._blocks.get(name), tree_tensors((args, kwargs))
-        with self._block_check(given):
+        """Runs the block `name` and records the call.
+
+        `get_captured()` returns what the block put into side channels; `function_modes` are those that the
+        model has entered.
+        """
+        block, inputs = self._blocks.get(name), tree_tensors((args, kwargs))
+        with self._block_check(inputs):
             outputs = run(*args, **kwargs)
         if self.failure_reason:
             return outputs
@@ -226,61 +242,62 @@ class ScriptRecorder:
             self.fail(f"'{name}' has hooks, or something is captured in it")
         elif _context() != self._context:
             self.fail(f"'{name}' is called in a context of its own")
-        elif [id(tensor) for tensor in tree_tensors((args, kwargs))] != [id(tensor) for tensor in given]:
-            self.fail(f"'{name}' writes into a list or dict that it is given")
+        elif [id(tensor) for tensor in tree_tensors((args, kwargs))] != [id(tensor) for tensor in inputs]:
+            self.fail(f"'{name}' writes into a list or dict among its inputs")
         else:
             self._add_call(block, args, kwargs, outputs, function_modes)
         return outputs
 
     def finish(self, result: Any) -> ReplayScript | None:
-        """The script of the run that has left `result`; None where it could not be written."""
-        made = self._compile(result, result=True)
-        called = {id(line.func) for line in self._calls}
-        skipped = tuple(name for name in self._skipped_blocks if id(self._blocks[name]) in called)
+        """Returns the script of the run that returned `result`; None if it could not be recorded."""
+        fill_result = self._compile(result, result=True)
+        called_ids = {id(call.func) for call in self._calls}
+        skipped = tuple(name for name in self._skipped_blocks if id(self._blocks[name]) in called_ids)
         self._live, self._constants_made = {}, {}
         return (
             None
             if self.failure_reason
-            else ReplayScript(tuple(self._calls), made, tuple(self._constants.values()), skipped)
+            else ReplayScript(tuple(self._calls), fill_result, tuple(self._constants.values()), skipped)
         )
 
     def fail(self, reason: str) -> None:
-        """Nothing is to be written down, because of `why`."""
+        """Gives up recording for this reason."""
         self.failure_reason = self.failure_reason or reason
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._known_tensors or id(tensor) in self._constants_made
 
     def _check_not_written(
-        self, func: Any, given: Sequence[torch.Tensor], versions: Sequence[int], free: Mapping[int, object]
+        self, func: Any, inputs: Sequence[torch.Tensor], versions: Sequence[int], free: Mapping[int, object]
     ) -> None:
-        """Spoilt where `func` has written into one of `given` that is not among those that are `free` for it."""
-        for tensor, version in zip(given, versions, strict=True):
+        """Fails if `func` has written into an input that is not in `free`."""
+        for tensor, version in zip(inputs, versions, strict=True):
             if tensor._version != version and id(tensor) not in free:
-                self.fail(f"{func.__name__} writes into a tensor that other micro-batches have too")
+                self.fail(f"{func.__name__} writes into a tensor that other microbatches use too")
 
     def _add_call(
         self,
         call: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        outcome: Any,
+        result: Any,
         around: tuple[TorchFunctionMode, ...] = (),
     ) -> None:
-        makers = self._compile(args), self._compile(kwargs)
-        if any(not (isinstance(leaf, torch.Tensor) or is_constant(leaf)) for leaf in value_leaves(outcome)):
-            self.fail(f"a {type(call).__name__} gives out an object")
+        fill_functions = self._compile(args), self._compile(kwargs)
+        if any(not (isinstance(leaf, torch.Tensor) or is_constant(leaf)) for leaf in value_leaves(result)):
+            self.fail(f"a {type(call).__name__} returns an object")
         kept = []
-        for number, tensor in enumerate(tree_tensors(outcome)):
+        for number, tensor in enumerate(tree_tensors(result)):
             if id(tensor) not in self._live:
                 self._live[id(tensor)] = self._count, tensor
                 self._count += 1
                 kept.append(number)
-        bare = isinstance(outcome, torch.Tensor) and kept == [0]
-        self._calls.append(ScriptCall(call, *makers, tuple(kept), bare, torch.is_grad_enabled(), around))
+        bare = isinstance(result, torch.Tensor) and kept == [0]
+        self._calls.append(
+            ScriptCall(call, *fill_functions, tuple(kept), bare, torch.is_grad_enabled(), around)
+        )
 
     def _compile(self, value: Any, *, result: bool = False) -> FillTemplate:
-        """What makes `value` of what is live then."""
         return compile_template(
             map_leaves(value, self._slot_or_constant if not result else self._result_leaf)
         )
@@ -290,12 +307,12 @@ class ScriptRecorder:
             return TensorSlot(self._live[id(leaf)][0])
         if not isinstance(leaf, torch.Tensor):
             if not (is_constant(leaf) or isinstance(leaf, CONSTANT_TYPES)):
-                self.fail(f"a {type(leaf).__name__} is handed on")
+                self.fail(f"a {type(leaf).__name__} is passed on")
             return leaf
         if not self._is_known(leaf):
-            self.fail("nobody knows where a tensor comes from")
+            self.fail("a tensor has an unknown origin")
         elif isinstance(leaf, nn.Parameter):
-            self.fail("glue uses a parameter, of which other micro-batches may have another version")
+            self.fail("glue uses a parameter, of which other microbatches may use another version")
         else:
             self._constants.setdefault(id(leaf), (leaf, leaf._version))
             if self._constants[id(leaf)][1] != leaf._version:
@@ -305,22 +322,22 @@ class ScriptRecorder:
     def _result_leaf(self, leaf: Any) -> Any:
         return leaf if isinstance(leaf, PlaceholderTensor) else self._slot_or_constant(leaf)
 
-    def _block_check(self, given: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
+    def _block_check(self, inputs: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
         return (
-            _BlockOperandCheck(self, {id(tensor) for tensor in given})
+            _BlockOperandCheck(self, {id(tensor) for tensor in inputs})
             if self._check_blocks and not self.failure_reason
             else nullcontext()
         )
 
     def check_block_operands(self, given_ids: set[int], operands: Iterable[torch.Tensor]) -> None:
-        """A block computes with `used`; it was `given` tensors with these ids."""
+        """Fails if a block computes with live tensors that are not among its arguments, whose ids are
+        `given_ids`.
+        """
         if any(id(tensor) in self._live and id(tensor) not in given_ids for tensor in operands):
-            self.fail("a block takes what it computes with from elsewhere than its arguments")
+            self.fail("a block computes with tensors that are not among its arguments")
 
 
 class _BlockOperandCheck(TorchFunctionMode):
-    """Looks at what a block computes with."""
-
     def __init__(self, writer: ScriptRecorder, given: set[int]) -> None:
         super().__init__()
         self._writer, self._given = writer, given
@@ -333,36 +350,39 @@ class _BlockOperandCheck(TorchFunctionMode):
 
 
 def _context() -> tuple[object, ...]:
-    """What a call takes from round it."""
     return (*_autocast_dtypes(), torch.is_grad_enabled(), torch._C._len_torch_dispatch_stack())
 
 
 def _autocast_dtypes() -> tuple[object, ...]:
-    """What products are cast to, by device."""
     return tuple(
         torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) for device in AUTOCAST_DEVICES
     )
 
 
 def _module_attributes(modules: Iterable[nn.Module]) -> list[object]:
-    """All that modules hold in their attributes, one behind the other; parameters and modules apart."""
-    found: list[object] = []
+    """All attribute values of the modules, except parameters and submodules."""
+    values: list[object] = []
     for module in modules:
-        held = [value for key, value in vars(module).items() if key not in ("_parameters", "_modules")]
-        found += held
-        for value in held:
-            kind = type(value)
-            if kind is bool or kind is str or kind is NoneType or (kind is OrderedDict and not value):
+        attributes = [value for key, value in vars(module).items() if key not in ("_parameters", "_modules")]
+        values += attributes
+        for value in attributes:
+            value_type = type(value)
+            if (
+                value_type is bool
+                or value_type is str
+                or value_type is NoneType
+                or (value_type is OrderedDict and not value)
+            ):
                 continue  # nearly all that a module has: flags, and hooks that there are none of
             if isinstance(value, dict):
-                found += value.values()
+                values += value.values()
             elif isinstance(value, (list, set)):
-                found += value
-    return found
+                values += value
+    return values
 
 
 class ScriptCache:
-    """The scripts of the parts of one rank, which last for a step; `seeds` of a run are what it has received, and the inputs."""
+    """The scripts of the stages of one rank, valid for one step."""
 
     def __init__(self, module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self._blocks = blocks
@@ -378,17 +398,17 @@ class ScriptCache:
         self.failure_reasons: dict[Hashable, str] = {}  # why nothing is written down of a part
 
     def clear(self) -> None:
-        """A step has ended."""
+        """Drops all scripts at the end of a step."""
         self._scripts.clear()
         self._attributes_before.clear()
 
     def find(self, key: Hashable) -> ReplayScript | None:
-        """The script of the part `key`, where it has run in this step and nobody has written into what the script holds."""
+        """Returns the script of the stage `key`, if it was recorded in this step and is still valid."""
         script = self._scripts.get(key)
         return script if script is not None and script.is_valid else None
 
     def start_recording(self, key: Hashable, inputs: Iterable[torch.Tensor]) -> ScriptRecorder | None:
-        """What writes down the run of a part that begins; None where that has failed before."""
+        """Returns a recorder for the next run of a stage; None if recording it has failed before."""
         if key in self.failure_reasons:
             return None
         self._attributes_before = _module_attributes(self._glue_modules)
@@ -397,14 +417,14 @@ class ScriptCache:
         )
 
     def store(self, key: Hashable, recorder: ScriptRecorder, result: Any) -> None:
-        """The run has left `result`."""
+        """Stores the script of a run that returned `result`."""
         before, now = self._attributes_before, _module_attributes(self._glue_modules)
         self._attributes_before = []
         if len(now) != len(before) or not all(map(is_, now, before)):
             if key not in self._changed_once:  # what is made at the first run and kept is no reason
                 self._changed_once.add(key)
                 return
-            recorder.fail("the forward leaves something behind in the model")
+            recorder.fail("the forward changes attributes of the model")
         script = recorder.finish(result)
         if script is None:
             self.failure_reasons[key] = recorder.failure_reason

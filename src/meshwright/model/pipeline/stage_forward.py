@@ -1,18 +1,19 @@
-"""One part of a model run by a call of the model's own forward, in which the blocks of all other parts are stubbed.
+"""Runs one pipeline stage by calling the model's own forward, with the blocks of all other stages stubbed.
 
-    part            visits    layers.4 layers.5          takes  layers.3          gives  layers.5
-    the forward     embed --> layers.0 ... layers.3 --> layers.4 --> layers.5 --> (left here)
-    runs            stub      stub         received     itself       itself
+    stage           block calls  layers.4 layers.5          inputs  layers.3        outputs  layers.5
+    the forward     embed --> layers.0 ... layers.3 --> layers.4 --> layers.5 --> (stopped here)
+    runs            stub      stub         received     block        block
 
-The forward runs from its beginning. A stub gives out `Foreign` tensors, which have a name and a shape and no numbers; glue that
-computes with them gives more of them, as the course of the forward tells (model/course.py), and glue that does not (masks,
-positions, rotary tables) computes as ever. Where a Foreign of this part's own time stands for a value that was received, that is
-taken in its place. Behind the last visit the forward goes on until all values exist that later parts need, and is then left by an
-exception; that of the last part runs to its end.
+The forward starts at its beginning. A stub returns `PlaceholderTensor`s, which have a name and a shape but
+no data; glue on them returns further placeholders, according to the forward graph, and glue without them
+(masks, positions, rotary tables) runs normally. From the first block call of the stage on, a received value
+takes the place of its placeholder. After the last block call the forward continues until all values for
+later stages exist and is then stopped by an exception; the forward of the last stage runs to its end.
 
-Gradients: a received value is a leaf, and so is a value that is given, with the edge where its gradient goes: in the visit that
-made it, or in the closing visit where glue did. The order of a backward: what later parts sent is put into the leaves of `given`,
-then the closing visit, then the visits in reverse; then `received` have theirs.
+Gradients: a received value is a leaf, and so is a sent value, with the edge where its gradient flows: in the
+block call that made it, or in the closing call if glue made it. Order of a backward: gradients from later
+stages go into the leaves of `sent_values`, then the closing call runs backward, then the block calls in
+reverse; afterwards `received_values` have their gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,10 +44,12 @@ BlockCallCallback = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a run of a part left: the values `given` by name, the model's `outputs` where it is the last, and for a backward more.
+    """The result of one stage: `sent_values` by name, the model's `outputs` if it is the last stage, and
+    state for backward.
 
-    With gradients `received` are the leaves of the values that it took and that need one (`grad` None: nothing came of it),
-    `closing` holds the glue behind the last visit and `passed` the visits. Where the drive does not cut, values have their graph.
+    With gradients, `received_values` are the leaves of received values that need one (`grad` None: no
+    gradient reached it), `closing_call` holds the glue after the last block call, and `forward_pass` the
+    block calls. If the driver does not cut the graph, values keep their graph.
     """
 
     sent_values: dict[str, torch.Tensor]
@@ -57,7 +60,7 @@ class StageResult:
 
 
 class StageFinished(BaseException):
-    """The forward is left: all that it was run for is there. No Exception, so that no model catches it."""
+    """Stops the forward once the stage has all its values. Not an Exception, so that no model catches it."""
 
 
 def run_stage(
@@ -77,41 +80,45 @@ def run_stage(
     sharded_forward: ShardedForward | None = None,
     glue_shape: GlueShape = tuple,
 ) -> StageResult:
-    """Run `part` of the model whose forward `call()` runs on so many `rows`; `received` are the values that it takes, by name.
+    """Runs `stage` of the model whose forward is `run_model()`, on `num_samples` samples; `received_values`
+    are its inputs.
 
-    `reach` and `leave` hear of the part's own visits, as in `Drive.forward`; `skip` of those of earlier parts, in their order.
-    With `scripts` the model's forward runs on the first of equal `inputs`, and its script on those that follow (model/script.py).
-    Where ranks have slices of the width, `looks` says the shape of values that are not there, for glue that asks them for it.
-    Where a rank has some of the tokens, `dealt` says what is done round blocks: values are taken and given by their own tokens.
-    Without gradients switched on it is an evaluation, by the course of one. Raises PlanError where something that the part needs
-    was not received, and where the forward takes another way than its course.
+    `before_block` and `after_block` are called around the stage's own block calls, as in
+    `ForwardDriver.forward`; `on_skipped_call` for each call of an earlier stage, in order. With
+    `script_cache` the model's forward runs on the first of equal `inputs`, and its script for those that
+    follow (replay_script.py). If ranks hold slices of the hidden dim, `glue_shape` maps the full shape of a
+    placeholder to the shape that glue sees. On a sequence shard, `sharded_forward` handles the inputs and
+    outputs of blocks, and values are exchanged as local shards.
+
+    With gradients off it runs an evaluation, with the graph of one. Raises PlanError if an input was not
+    received, or if the forward deviates from its graph.
     """
     for value in stage.inputs:
         if value.name not in received_values:
-            text = f"the part of '{stage.block_calls[0]}' takes the value '{value}', which was not received"
-            raise PlanError(
-                text, fix=f"hand it over from the part of '{value.producer}'", location="received"
-            )
+            text = f"the stage of '{stage.block_calls[0]}' takes the value '{value}', which was not received"
+            raise PlanError(text, fix=f"send it from the stage of '{value.producer}'", location="received")
     grad = torch.is_grad_enabled()
     needed = {value.name for value in stage.inputs if value.needs_grad and grad}
-    taken = {
+    leaves = {
         value.name: received_values[value.name].detach().requires_grad_(value.name in needed)
         for value in stage.inputs
     }
-    payload = {name: driver.writable_leaf(leaf) if name in needed else leaf for name, leaf in taken.items()}
+    payload = {name: driver.writable_leaf(leaf) if name in needed else leaf for name, leaf in leaves.items()}
     for name in forward_graph.written_values.intersection(
-        taken
+        leaves
     ):  # somebody writes into it: into a copy, and never into a leaf
-        copy = taken[name].detach().clone()
-        payload[name] = GradAlias.apply(taken[name], copy) if name in needed else copy
-    received_values = {name: taken[name] for name in needed}
+        copy = leaves[name].detach().clone()
+        payload[name] = GradAlias.apply(leaves[name], copy) if name in needed else copy
+    received_values = {name: leaves[name] for name in needed}
     if sharded_forward is not None:
-        apart = ((each.name, each.sequence_dim) for each in stage.inputs if each.sequence_dim is not None)
+        sharded_inputs = (
+            (each.name, each.sequence_dim) for each in stage.inputs if each.sequence_dim is not None
+        )
         payload |= {
             name: sharded_forward.wrap_local(
                 payload[name], along, forward_graph.shape(name, num_samples)[along]
             )
-            for name, along in apart
+            for name, along in sharded_inputs
         }
     seeds = (*(payload[value.name] for value in stage.inputs), *(inputs or {}).values())
     key = stage.block_calls[0], *(inputs or ()), *((seed.shape, seed.dtype) for seed in seeds)
@@ -123,54 +130,58 @@ def run_stage(
             received_values,
             *driver.forward(before_block, partial(_replay, driver, script, seeds), after_block),
         )
-    writer = script_cache.start_recording(key, seeds) if script_cache is not None and grad else None
-    standing = PlaceholderEnv(
+    recorder = script_cache.start_recording(key, seeds) if script_cache is not None and grad else None
+    placeholders = PlaceholderEnv(
         forward_graph,
         stage,
         num_samples,
         torch.device(device),
         payload,
-        call_unchanged if writer is None else writer.run_glue,
+        call_unchanged if recorder is None else recorder.run_glue,
         glue_shape,
     )
-    under_way = _StageRun(driver, forward_graph, stage, standing, on_skipped_call, writer, sharded_forward)
+    stage_run = _StageRun(
+        driver, forward_graph, stage, placeholders, on_skipped_call, recorder, sharded_forward
+    )
 
-    def whole() -> Any:
-        outputs = under_way.run_forward(run_model)
-        if script_cache is not None and writer is not None:
-            script_cache.store(key, writer, outputs)
+    def run_and_record() -> Any:
+        outputs = stage_run.run_forward(run_model)
+        if script_cache is not None and recorder is not None:
+            script_cache.store(key, recorder, outputs)
         return outputs
 
-    with driver.use_interceptor(under_way.run_block):
-        outputs, closing, passed = (
-            driver.forward(before_block, whole, after_block) if grad else (whole(), None, None)
+    with driver.use_interceptor(stage_run.run_block):
+        outputs, closing_call, forward_pass = (
+            driver.forward(before_block, run_and_record, after_block)
+            if grad
+            else (run_and_record(), None, None)
         )
-    under_way.finish()
-    return _stage_result(driver, stage, received_values, outputs, closing, passed)
+    stage_run.finish()
+    return _stage_result(driver, stage, received_values, outputs, closing_call, forward_pass)
 
 
 def _stage_result(
-    drive: ForwardDriver,
-    part: StageSpec,
+    driver: ForwardDriver,
+    stage: StageSpec,
     received: dict[str, torch.Tensor],
     outputs: Any,
-    closing: BlockCall | None,
-    passed: ForwardPass | None,
+    closing_call: BlockCall | None,
+    forward_pass: ForwardPass | None,
 ) -> StageResult:
-    if part.is_last:
-        return StageResult({}, outputs, received, closing, passed)
-    given = {name: aliased_leaf(tensor) for name, tensor in outputs.items()} if drive.cut_graph else outputs
-    return StageResult(given, None, received, closing, passed)
+    if stage.is_last:
+        return StageResult({}, outputs, received, closing_call, forward_pass)
+    inputs = {name: aliased_leaf(tensor) for name, tensor in outputs.items()} if driver.cut_graph else outputs
+    return StageResult(inputs, None, received, closing_call, forward_pass)
 
 
-def _replay(drive: ForwardDriver, script: ReplayScript, seeds: Sequence[torch.Tensor]) -> Any:
+def _replay(driver: ForwardDriver, script: ReplayScript, seeds: Sequence[torch.Tensor]) -> Any:
     for name in script.skipped_blocks:
-        drive.skip_call(name)
+        driver.skip_call(name)
     return script.replay(seeds)
 
 
 class _StageRun:
-    """A run of a part that is under way."""
+    """One run of a stage."""
 
     def __init__(
         self,
@@ -205,12 +216,18 @@ class _StageRun:
         self._calls: dict[str, int] = {}
         self._grad_enabled = torch.is_grad_enabled()
         self._current, self._finished = -1, False
-        before = course.boundaries.block_calls[: self._first]
-        follows = writer is not None or self._tracks_values or any(course.ops[visit] for visit in before)
-        self._mode = InterceptMode(self.run_glue) if follows else None
+        earlier_calls = course.boundaries.block_calls[: self._first]
+        follows_glue = (
+            writer is not None
+            or self._tracks_values
+            or any(course.ops[block_call] for block_call in earlier_calls)
+        )
+        self._mode = InterceptMode(self.run_glue) if follows_glue else None
 
     def run_forward(self, call: Callable[[], Any]) -> Any:
-        """The outputs of the forward, or, where it is left, the values that the part gives, by name."""
+        """Returns the outputs of the forward or, if it was stopped, the values that the stage sends, by
+        name.
+        """
         try:
             with nullcontext() if self._mode is None else self._mode:
                 outputs = call()
@@ -222,7 +239,7 @@ class _StageRun:
         return outputs if self._sharded_forward is None else self._sharded_forward.local_outputs(outputs)
 
     def finish(self) -> None:
-        """The forward has ended. Raises PlanError when values are missing that the part was to give."""
+        """Ends the run. Raises PlanError if a value that the stage must send is missing."""
         self._placeholders.finish()
         self._live_tensors.clear()
         self._tensors_by_name.clear()
@@ -230,105 +247,111 @@ class _StageRun:
             None  # it knows this run: together they would keep tensors until the garbage is collected
         )
         if self._missing:
-            text = f"the forward did not make the values {', '.join(sorted(self._missing))}, which it made in the trial run"
+            text = (
+                f"the forward did not make the values {', '.join(sorted(self._missing))}, "
+                f"which "
+                f"it made in the trial run"
+            )
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 
     def run_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A block is called: the drive's guide."""
+        """Runs, skips or stops at one block call; called by the driver."""
         if torch.is_grad_enabled() != self._grad_enabled:
             return run(*args, **kwargs)
         if self._finished:  # and somebody has caught it
             raise StageFinished
-        count = self._calls[name] = self._calls.get(name, 0) + 1
-        visit = block_call_name(name, count)
-        at = self._call_index.get(visit, -1)
-        if at != self._current + 1:
-            behind = (
-                f"behind '{self._forward_graph.boundaries.block_calls[self._current]}'"
+        num_calls = self._calls[name] = self._calls.get(name, 0) + 1
+        block_call = block_call_name(name, num_calls)
+        index = self._call_index.get(block_call, -1)
+        if index != self._current + 1:
+            position = (
+                f"after '{self._forward_graph.boundaries.block_calls[self._current]}'"
                 if self._current >= 0
                 else "first"
             )
-            text = f"the forward calls '{visit}' {behind}, which it did not in the trial run"
+            text = f"the forward calls '{block_call}' {position}, which it did not in the trial run"
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
-        if at > self._last:
+        if index > self._last:
             raise StageFinished
-        self._current = at
-        self._placeholders.begin_block_call(visit, stage_begun=at >= self._first)
-        if at >= self._first:
-            return self._run_own_block(visit, run, (args, kwargs))
+        self._current = index
+        self._placeholders.begin_block_call(block_call, stage_begun=index >= self._first)
+        if index >= self._first:
+            return self._run_own_block(block_call, run, (args, kwargs))
         if self._on_skipped_call is not None:
-            self._on_skipped_call(visit)
+            self._on_skipped_call(block_call)
         self._driver.skip_call(name)
         if self._recorder is not None:
             self._recorder.skip_block(name)
-        return self._fill_stub(self._forward_graph.stubs[visit], (args, kwargs))
+        return self._fill_stub(self._forward_graph.stubs[block_call], (args, kwargs))
 
-    def _fill_stub(self, stub: BlockCallStub, given: Any) -> Any:
-        """What stands for the outputs of a visit of another part, and for what it captures."""
+    def _fill_stub(self, stub: BlockCallStub, inputs: Any) -> Any:
+        """Returns the placeholder outputs of a block call of another stage, and fills its side channels."""
         if stub.captured:
             lists = {mark.channel: mark.captured for mark in capture_marks()}
             for channel, added in stub.captured:
-                lists[channel].extend(self._placeholders.fill_template(added, given))
-        return self._placeholders.fill_template(stub.outputs, given)
+                lists[channel].extend(self._placeholders.fill_template(added, inputs))
+        return self._placeholders.fill_template(stub.outputs, inputs)
 
-    def _run_own_block(self, visit: str, run: Callable[..., Any], given: Any) -> Any:
-        """A visit of this part runs itself, on what was received for each Foreign that it is given."""
-        given, dealt, capturing = (
-            self._placeholders.replace_all_foreign(given, f"the block '{visit}' takes in"),
+    def _run_own_block(self, block_call: str, run: Callable[..., Any], inputs: Any) -> Any:
+        """Runs a block call of this stage, with received values in place of placeholders."""
+        inputs, sharded_forward, side_channels = (
+            self._placeholders.replace_all_foreign(inputs, f"the block '{block_call}' takes in"),
             self._sharded_forward,
             capture_marks(),
         )
         if self._recorder is not None:
             name, captured = (
-                block_of(visit),
-                lambda: [each for mark in capturing for each in mark.added_tensors],
+                block_of(block_call),
+                lambda: [each for mark in side_channels for each in mark.added_tensors],
             )
             run = partial(self._recorder.run_block, name, run, captured, self._model_modes())
         with self._pause_glue():
-            args, kwargs = given if dealt is None else dealt.enter_block(visit, given)
+            args, kwargs = (
+                inputs if sharded_forward is None else sharded_forward.enter_block(block_call, inputs)
+            )
             outputs = run(*args, **kwargs)
-            outputs = outputs if dealt is None else dealt.leave_block(outputs)
+            outputs = outputs if sharded_forward is None else sharded_forward.leave_block(outputs)
         self._note_values(
-            self._forward_graph.stubs[visit].value_refs,
-            tree_tensors([outputs, *(mark.added_tensors for mark in capturing)]),
+            self._forward_graph.stubs[block_call].value_refs,
+            tree_tensors([outputs, *(mark.added_tensors for mark in side_channels)]),
         )
         return outputs
 
     def run_glue(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Glue calls `func`: where that is the next operation of the course, its values are noted."""
-        standing, given = self._placeholders, (args, kwargs)
+        """Runs the glue function `func`; if it is the next operation of the graph, its values are noted."""
+        placeholders, inputs = self._placeholders, (args, kwargs)
         if self._current < self._first:
             return (
-                standing.compute(func, args, kwargs)
-                if standing.foreign_values(given)
-                else standing.call_func(func, args, kwargs)
+                placeholders.compute(func, args, kwargs)
+                if placeholders.foreign_values(inputs)
+                else placeholders.call_func(func, args, kwargs)
             )
-        op = standing.match_op(func) if self._tracks_values else None
-        counts = op is not None and any(id(each) in self._live_tensors for each in tree_tensors(given))
-        if standing.foreign_values(given):
-            counts = op is not None
-            outcome = standing.compute(func, args, kwargs)
+        op = placeholders.match_op(func) if self._tracks_values else None
+        makes_values = op is not None and any(id(each) in self._live_tensors for each in tree_tensors(inputs))
+        if placeholders.foreign_values(inputs):
+            makes_values = op is not None
+            outcome = placeholders.compute(func, args, kwargs)
         else:
-            outcome = standing.call_func(func, args, kwargs)
-        if op is None or not counts:
+            outcome = placeholders.call_func(func, args, kwargs)
+        if op is None or not makes_values:
             return outcome
-        standing.advance_op()
+        placeholders.advance_op()
         for old, new in op.renamed_values:
             tensor = (
                 self._tensors_by_name.pop(old)
                 if old in self._tensors_by_name
-                else standing.received_values[old]
+                else placeholders.received_values[old]
             )
-            standing.rename_value(old, new)
+            placeholders.rename_value(old, new)
             self._note_value(new, tensor)
         for number, name in op.written_inputs:
-            self._note_value(name, value_leaves(given)[number])
+            self._note_value(name, value_leaves(inputs)[number])
         self._note_values(op.value_refs, tree_tensors(outcome))
         return outcome
 
-    def _note_values(self, places: Sequence[ValueRef], made: Sequence[torch.Tensor]) -> None:
-        """Note the values among what was made, and leave the forward when nothing is missing any more."""
-        for place, tensor in zip(places, made, strict=False):
+    def _note_values(self, places: Sequence[ValueRef], tensors: Sequence[torch.Tensor]) -> None:
+        """Notes the values among `made`, and stops the forward when none is missing."""
+        for place, tensor in zip(places, tensors, strict=False):
             if place.name:
                 self._note_value(place.name, tensor)
         if self._current == self._last and not self._missing and not self._stage.is_last:
@@ -343,13 +366,13 @@ class _StageRun:
             self._sent_values[name] = tensor.local_tensor if type(tensor) is SequenceShardedTensor else tensor
 
     def _model_modes(self) -> tuple[TorchFunctionMode, ...]:
-        """The modes that the model has entered."""
+        """The function modes that the model has entered."""
         stack = _get_current_function_mode_stack()
         return tuple(stack[stack.index(self._mode) + 1 :]) if self._mode in stack else ()
 
     @contextmanager
     def _pause_glue(self) -> Iterator[None]:
-        """Within a block, glue is not followed."""
+        """Does not follow glue inside a block."""
         stack = _get_current_function_mode_stack() if self._mode is not None else []
         if stack and stack[-1] is self._mode:
             with _pop_mode_temporarily():

@@ -1,10 +1,11 @@
-"""What stands in a run of one part for the values of other parts: Foreign tensors, and what was received for some of them.
+"""Holds the values of other stages during one stage's forward: placeholder tensors, and received values for
+some of them.
 
-Say glue computes y = x * 8, where another part makes x:
+Glue computes y = x * 8, and another stage makes x:
 
-    before the part begins    x is a Foreign, and y is another, as the course of the forward says: nothing is computed, but for
-                              views of what was received, which everybody makes for himself
-    afterwards                y is computed with what was received for x; where nothing was, a fault names x
+    before the stage begins   x is a placeholder, and y becomes one, as in the forward graph; only views of
+                              received values are computed, which every stage makes itself
+    afterwards                y is computed from the received x; without one, the error names x
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,15 +40,15 @@ from meshwright.plan.model_spec.stage_boundaries import StageSpec
 GlueShape = Callable[
     [tuple[int, ...]], tuple[int, ...]
 ]  # of the shape that a value has in the whole model, that which glue sees
-CONTROL_FLOW_FIX = (
-    "let every forward take the way of the trial run, whatever the data are; or leave the model whole"
-)
+CONTROL_FLOW_FIX = "let every forward run the operations of the trial run, whatever the data; or do not split the model into stages"
 
 
 class PlaceholderEnv:
-    """The values of other parts in a run of `part` on so many `rows`; `payload` holds what was received for them, by name.
+    """The values of other stages in one run of `stage`; `received_values` holds those that were received, by
+    name.
 
-    Glue that can be computed is, by `call(func, args, kwargs)`; it sees values of other parts in the shape that `looks` says.
+    Glue that can be computed runs as `call_func(func, args, kwargs)`; it sees placeholders in the shape that
+    `glue_shape` gives.
     """
 
     def __init__(
@@ -77,103 +78,109 @@ class PlaceholderEnv:
         self._op_index = 0
 
     def begin_block_call(self, block_call: str, *, stage_begun: bool) -> None:
-        """The forward reaches `visit`; the part has `begun`, or this belongs to an earlier one."""
+        """Notes that the forward reaches `block_call`; `stage_begun` is false for calls of earlier stages."""
         self._block_call, self._stage_begun = block_call, stage_begun
         self._ops, self._op_index = self._forward_graph.ops[block_call], 0
 
     def finish(self) -> None:
-        """The forward has ended."""
+        """Releases everything at the end of the forward."""
         self._block_call = ""
         self.received_values.clear()
         self._tensors.clear()
         self._written_tensors.clear()
 
     def match_op(self, func: Any) -> GlueOp | None:
-        """The next operation of the course behind this visit, where `func` is that."""
-        found = self._op_index < len(self._ops) and self._ops[self._op_index].func_name == function_title(
+        """Returns the next operation of the graph after this block call if `func` is that operation."""
+        names = self._op_index < len(self._ops) and self._ops[self._op_index].func_name == function_title(
             func
         )
-        return self._ops[self._op_index] if found else None
+        return self._ops[self._op_index] if names else None
 
     def advance_op(self) -> None:
-        """That operation has been done."""
+        """Moves on to the next operation of the graph."""
         self._op_index += 1
 
     def fill_template(self, template: Any, given: Any) -> Any:
-        """What a visit or an operation, which was given `given`, would have given out."""
+        """Returns what a skipped block call or operation with these inputs would have returned."""
         return (
             self._fill_leaf(given, template)
             if type(template) is ValueRef
             else map_leaves(template, partial(self._fill_leaf, given))
         )
 
-    def _fill_leaf(self, given: Any, leaf: Any) -> Any:
+    def _fill_leaf(self, inputs: Any, leaf: Any) -> Any:
         if type(leaf) is not ValueRef:
             return leaf
         if not leaf.name:
-            return value_leaves(given)[leaf.input_index]
+            return value_leaves(inputs)[leaf.input_index]
         if leaf.name not in self._tensors:
-            seen, shape = (
+            value, shape = (
                 self._forward_graph.values[leaf.name],
                 self._glue_shape(self._forward_graph.shape(leaf.name, self._num_samples)),
             )
-            needed = seen.needs_grad and torch.is_grad_enabled()
+            needed = value.needs_grad and torch.is_grad_enabled()
             self._tensors[leaf.name] = make_placeholder(
-                leaf.name, self, shape, seen.dtype, self._device, needs_grad=needed
+                leaf.name, self, shape, value.dtype, self._device, needs_grad=needed
             )
         return self._tensors[leaf.name]
 
     def foreign_values(self, value: Any) -> dict[int, str]:
-        """The values of other parts among the tensors in `value`: their names, by id."""
-        found: dict[int, str] = {}
+        """Returns the names of values of other stages among the tensors in `value`, by id."""
+        names: dict[int, str] = {}
         for each in tree_tensors(value):
             if type(each) is PlaceholderTensor:
-                found[id(each)] = each.value_name
+                names[id(each)] = each.value_name
             elif self._written_tensors and id(each) in self._written_tensors:
-                found[id(each)] = self._written_tensors[id(each)]
-        return found
+                names[id(each)] = self._written_tensors[id(each)]
+        return names
 
     def replace_all_foreign(self, given: Any, consumer: str) -> Any:
-        """`given` with what was received in place of values of other parts. Raises PlanError for one that was not.
+        """Returns `given` with received values in place of values of other stages.
 
-        And where a block that takes one runs again in backward, by the model's own doing: that run would be given the value anew.
+        Raises PlanError if one was not received, or if the model itself recomputes the block that takes it
+        in backward: that run would receive the value again.
         """
-        found = self.foreign_values(given)
-        if found and in_user_checkpoint():
-            name = min(found.values())
-            text = f"{consumer} '{name}', which comes from another part, and runs again in backward ({CHECKPOINT_MODULE})"
+        names = self.foreign_values(given)
+        if names and in_user_checkpoint():
+            name = min(names.values())
+            text = (
+                f"{consumer} '{name}', which comes from another stage, and runs again in "
+                f"backward ({CHECKPOINT_MODULE})"
+            )
             raise PlanError(text, fix=USER_CHECKPOINT_FIX, location="model")
-        for name in found.values():
+        for name in names.values():
             if name not in self.received_values:
                 raise self._not_received_error(name, consumer)
-        return self._replace(given, found)
+        return self._replace(given, names)
 
     def replace_received(self, value: Any) -> Any:
-        """`value` with what was received in place of values of other parts, where something was."""
+        """Returns `value` with received values in place of values of other stages, as far as they were
+        received.
+        """
         return self._replace(
             value,
             {key: name for key, name in self.foreign_values(value).items() if name in self.received_values},
         )
 
-    def _replace(self, value: Any, found: Mapping[int, str]) -> Any:
+    def _replace(self, value: Any, names: Mapping[int, str]) -> Any:
         return (
-            replace_tensors(value, {key: self.received_values[name] for key, name in found.items()})
-            if found
+            replace_tensors(value, {key: self.received_values[name] for key, name in names.items()})
+            if names
             else value
         )
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The outcome of `func` on arguments among which there is a value of another part."""
+        """Returns the result of `func` on arguments that contain a value of another stage."""
         if func.__name__ in SHAPE_FROM_SECOND_ARG and isinstance(args[1], PlaceholderTensor):
             args = (args[0], self._shape_only_tensor(args[1]))
-        found = self.foreign_values((args, kwargs))
-        if not found:
+        names = self.foreign_values((args, kwargs))
+        if not names:
             return self.call_func(func, args, kwargs)
-        ready = all(name in self.received_values for name in found.values())
+        all_received = all(name in self.received_values for name in names.values())
         op = None if self._stage_begun else self.match_op(func)
         if op is not None:
-            return self._emulate_op(op, func, (args, kwargs), ready=ready)
-        if ready and (self._stage_begun or func.__name__ in VALUE_READS):
+            return self._emulate_op(op, func, (args, kwargs), all_received=all_received)
+        if all_received and (self._stage_begun or func.__name__ in VALUE_READS):
             args, kwargs = self.replace_received((args, kwargs))
             return self.call_func(func, args, kwargs)
         if func.__name__ in SHAPE_ONLY_FACTORIES:
@@ -183,59 +190,64 @@ class PlaceholderEnv:
             )
             return self.call_func(func, args, kwargs)
         if func.__name__ in VALUE_READS:
-            raise self.missing_value_error(function_title(func), min(found.values()))
+            raise self.missing_value_error(function_title(func), min(names.values()))
         outcome = call_without_override(func, args, kwargs)
         if self._written_tensors and tree_tensors(outcome):  # a Foreign would have said so itself
-            raise self.missing_value_error(function_title(func), min(found.values()))
+            raise self.missing_value_error(function_title(func), min(names.values()))
         return outcome
 
     def _shape_only_tensor(self, like: PlaceholderTensor) -> torch.Tensor:
-        """A tensor like that on memory of one element: for those who look at its shape."""
+        """A tensor of that shape on the memory of one element, for functions that only read the shape."""
         return torch.empty((), dtype=like.dtype, device=self._device).expand(like.shape)
 
-    def _emulate_op(self, op: GlueOp, func: Any, given: Any, *, ready: bool) -> Any:
-        """What `op`, which belongs to another part, gives; a view of what was received is made of that."""
+    def _emulate_op(self, op: GlueOp, func: Any, inputs: Any, *, all_received: bool) -> Any:
+        """Returns what `op` of another stage returns; a view of a received value is made from that value."""
         self.advance_op()
         for old, new in op.renamed_values:
             self.rename_value(old, new)
         for number, name in op.written_inputs:
-            self._tensors[name] = value_leaves(given)[number]
+            self._tensors[name] = value_leaves(inputs)[number]
             self._written_tensors[id(self._tensors[name])] = name
-        outcome = self.fill_template(op.result, given)
-        if ready and any(place.name and self._forward_graph.base_of(place.name) for place in op.value_refs):
-            args, kwargs = self.replace_received(given)
-            made = tree_tensors(self.call_func(func, args, kwargs))
+        outcome = self.fill_template(op.result, inputs)
+        if all_received and any(
+            place.name and self._forward_graph.base_of(place.name) for place in op.value_refs
+        ):
+            args, kwargs = self.replace_received(inputs)
+            tensors = tree_tensors(self.call_func(func, args, kwargs))
             self.received_values |= {
-                place.name: tensor for place, tensor in zip(op.value_refs, made, strict=True)
+                place.name: tensor for place, tensor in zip(op.value_refs, tensors, strict=True)
             }
         return outcome
 
     def rename_value(self, old: str, new: str) -> None:
-        """The tensor that was the value `old` is `new` from here on: somebody writes into it."""
+        """Renames the value `old` to `new` after a write in place."""
         if old in self._tensors:
-            bearer = self._tensors[new] = self._tensors.pop(old)
-            if isinstance(bearer, PlaceholderTensor):
-                bearer.value_name = new
+            tensor = self._tensors[new] = self._tensors.pop(old)
+            if isinstance(tensor, PlaceholderTensor):
+                tensor.value_name = new
             else:
-                self._written_tensors[id(bearer)] = new
+                self._written_tensors[id(tensor)] = new
             if self._stage_begun and old in self.received_values:
                 self.received_values[new] = self.received_values[old]
 
     def missing_value_error(self, computation: str, name: str) -> Exception:
-        """The error for `what`, a computation that needs the numbers of the value `name`."""
+        """Returns the error for a computation that needs the data of the value `name`."""
         if not self._block_call:
             return self._not_received_error(
-                name, f"behind the forward, {computation} (at {caller_line()}) takes"
+                name, f"after the forward, {computation} (at {caller_line()}) takes"
             )
-        glue = f"the glue behind '{self._block_call}' computes {computation} (at {caller_line()}) with"
+        glue = f"the glue after '{self._block_call}' computes {computation} (at {caller_line()}) with"
         if self._stage_begun:
             return self._not_received_error(name, glue)
-        text = f"{glue} '{name}', which it did not in the trial run"
+        text = f"{glue} '{name}', which it did not use in the trial run"
         return PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 
     def _not_received_error(self, name: str, who: str) -> PlanError:
-        seen, first = self._forward_graph.values[name], self._stage.block_calls[0]
-        value = f"'{name}'" + (f" ({seen.op} at {seen.source_line})" if seen.op else "")
-        text = f"{who} the value {value}, made behind '{seen.producer}', which the part that begins with '{first}' did not receive"
-        fix = f"hand it over from the part of '{seen.producer}', or begin the part with '{seen.producer}'"
+        value, first = self._forward_graph.values[name], self._stage.block_calls[0]
+        title = f"'{name}'" + (f" ({value.op} at {value.source_line})" if value.op else "")
+        text = (
+            f"{who} the value {title}, made after '{value.producer}', which the stage that "
+            f"begins with '{first}' did not receive"
+        )
+        fix = f"send it from the stage of '{value.producer}', or begin the stage with '{value.producer}'"
         return PlanError(text, fix=fix, location="received")

@@ -26,6 +26,6 @@ def make_alias(tensor: torch.Tensor) -> torch.Tensor:
 def aliased_leaf(tensor: torch.Tensor) -> torch.Tensor:
     """The leaf of which `tensor` is an alias; `tensor` itself if it is no alias."""
     node: Any = tensor.grad_fn
-    if node is None or node.name() != "AliasBackward":
+    if node is None or node.name() != f"{GradAlias.__name__}Backward":
         return tensor
     return node.next_functions[0][0].variable

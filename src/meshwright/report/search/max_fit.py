@@ -1,4 +1,4 @@
-"""How far a machine goes, in words: what fits, and what stops one more."""
+"""Text on the largest size that fits, and on what limits it."""
 
 from dataclasses import asdict
 from typing import Any
@@ -15,15 +15,13 @@ from meshwright.report.search.search_result import (
 )
 
 FIT_TEXTS = {
-    "batch": (
-        "The largest batch that goes through at once is {value:,} rows (more rows go one behind the other)"
-    ),
-    "sequence": "The longest rows are of {value:,} tokens, at {rows:,} rows of a step",
-    "layers": "The largest model of this width has {value:,} layers, at {rows:,} rows of a step",
-    "devices": "The fewest devices are {value:,}, at {rows:,} rows of a step",
+    "batch": "The largest batch without gradient accumulation is {value:,} samples",
+    "sequence": "The longest sequences have {value:,} tokens, at a global batch of {batch:,} samples",
+    "layers": "The largest model of this width has {value:,} layers, at a global batch of {batch:,} samples",
+    "devices": "The fewest devices are {value:,}, at a global batch of {batch:,} samples",
 }
 NEXT_TEXTS = {
-    "batch": "{:,} rows",
+    "batch": "{:,} samples",
     "sequence": "{:,} tokens",
     "layers": "{:,} layers",
     "devices": "{:,} devices",
@@ -31,64 +29,64 @@ NEXT_TEXTS = {
 
 
 def max_fit_view(max_fit: MaxFit) -> Text:
-    """The limit, and what stops one step more."""
+    """Returns the limit, and what prevents one step more."""
     text = (
-        f"{FIT_TEXTS[max_fit.quantity].format(value=max_fit.value, rows=max_fit.request.batch)}. "
+        f"{FIT_TEXTS[max_fit.quantity].format(value=max_fit.value, batch=max_fit.request.batch)}. "
         f"{limiting_reason(max_fit)}"
     )
     if max_fit.best_sequential is not None and max_fit.result.best:
-        once, freely = max_fit.result.best[0].seconds, max_fit.best_sequential.seconds
+        one_microbatch_s, best_s = max_fit.result.best[0].seconds, max_fit.best_sequential.seconds
         text += (
-            f" The same rows take {once:.3g} s at once, and {freely:.3g} s with "
-            f"{config_text(max_fit.best_sequential)}."
+            f" A step of this batch takes {one_microbatch_s:.3g} s in one microbatch, and "
+            f"{best_s:.3g} s with {config_text(max_fit.best_sequential)}."
         )
     return Text(text, style="bold")
 
 
 def limiting_reason(max_fit: MaxFit) -> str:
-    """What stops one step beyond the limit: how much of what on which rank."""
+    """Returns what prevents one step beyond the limit: which memory on which rank."""
     if max_fit.limited_by_positions:
         return (
-            f"The model has learnt {max_fit.value:,} positions, and none for token "
-            f"{max_fit.next_value:,}: not memory stops "
-            f"it."
+            f"The limit is the {max_fit.value:,} positions that the model has, not memory: there is none "
+            f"for token {max_fit.next_value:,}."
         )
-    beyond = NEXT_TEXTS[max_fit.quantity].format(max_fit.next_value)
-    beyond = beyond.removesuffix("s") if max_fit.next_value == 1 else beyond
+    following = NEXT_TEXTS[max_fit.quantity].format(max_fit.next_value)
+    following = following.removesuffix("s") if max_fit.next_value == 1 else following
     if not max_fit.next_value:
-        return "There is nothing less."
+        return "There is no smaller value."
     if max_fit.nearest_miss is None:
-        return f"No layout of {beyond} comes out even."
-    held, layout = max_fit.nearest_miss.memory, max_fit.nearest_miss.config
-    parts = sorted(MEMORY_CATEGORIES, key=lambda part: -category_nbytes(held, part))
-    largest = ", ".join(f"{to_gib(category_nbytes(held, part)):.1f} {part}" for part in parts[:3])
+        return f"No layout divides {following} evenly."
+    memory, layout = max_fit.nearest_miss.memory, max_fit.nearest_miss.config
+    parts = sorted(MEMORY_CATEGORIES, key=lambda part: -category_nbytes(memory, part))
+    largest = ", ".join(
+        f"{to_gib(category_nbytes(memory, part)):.1f} {part.replace('_', ' ')}" for part in parts[:3]
+    )
     where = f"on rank {max_fit.nearest_miss.pp_rank} of pp {layout.pp}" if layout.pp > 1 else "on each device"
     named = ", ".join(axis_texts(layout)) or "one device"
     need = "needs" if max_fit.next_value == 1 else "need"
     text = (
-        f"{beyond} {need} {to_gib(held.total):.1f} GiB of "
-        f"{to_gib(max_fit.request.usable_memory):.1f} "
-        f"{where}, at the least ({named})"
+        f"{following} {need} {to_gib(memory.total):.1f} GiB of {to_gib(max_fit.request.usable_memory):.1f} "
+        f"{where}, in the smallest layout ({named})"
     )
     return f"{text}: {largest}."
 
 
 def max_fit_dict(max_fit: MaxFit) -> dict[str, Any]:
-    """The same as plain values."""
-    stopped = None
+    """Returns the limit, and what prevents one step more, as plain values."""
+    next_size = None
     if max_fit.nearest_miss is not None:
-        held = max_fit.nearest_miss.memory
-        stopped = {
+        memory = max_fit.nearest_miss.memory
+        next_size = {
             "layout": asdict(max_fit.nearest_miss.config),
             "rank": max_fit.nearest_miss.pp_rank,
-            "bytes": {part: category_nbytes(held, part) for part in MEMORY_CATEGORIES},
-            "most": max_fit.nearest_miss.largest_category,
-            "peak_bytes": held.total,
+            "bytes": {part: category_nbytes(memory, part) for part in MEMORY_CATEGORIES},
+            "largest_category": max_fit.nearest_miss.largest_category,
+            "peak_bytes": memory.total,
         }
     return {
-        "what": max_fit.quantity,
+        "quantity": max_fit.quantity,
         "value": max_fit.value,
-        "beyond": max_fit.next_value,
-        "stopped": stopped,
-        "words": limiting_reason(max_fit),
+        "next_value": max_fit.next_value,
+        "next_size": next_size,
+        "reason": limiting_reason(max_fit),
     }

@@ -1,9 +1,10 @@
-"""What a search found as one HTML file that needs no network: step time against memory, where the seconds go,
-who works when.
+"""The result of a search as one HTML file that needs no network.
 
-each dot     a layout that fits; to hover: its axes, shares, order and rows
-the line     layouts of which none is both faster and smaller
-the drawing  turns of ranks along pp under the winner, with seconds from its sketch
+Step time against memory, time by category, the schedule.
+
+    each dot     a configuration that fits; on hover: axes, ZeRO stage, schedule, microbatches
+    the line     the Pareto front: none is both faster and smaller
+    the chart    the schedule of the winner, with seconds from the closed form
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ MAX_DRAWN = 8  # layouts whose seconds are drawn
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those of `found` of which no other is both as fast and as small, the fastest first."""
+    """Returns those of `candidates` of which no other is both as fast and as small, the fastest first."""
     front: list[Candidate] = []
     for each in sorted(candidates, key=lambda each: (each.seconds, each.memory.total)):
         if not front or each.memory.total < front[-1].memory.total:
@@ -34,7 +35,7 @@ def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
-    """Seconds of a step over GiB of the fullest rank."""
+    """Returns a plot of step seconds over the GiB of the rank that uses most."""
     front = pareto_front(candidates)
     figure = go.Figure()
     hover = "<b>%{y:.3g} s, %{x:.1f} GiB</b><br>%{text}<extra></extra>"
@@ -45,7 +46,7 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
             {
                 "mode": "lines+markers",
                 "marker": {"color": "#ea580c", "size": 9},
-                "name": "none faster and smaller",
+                "name": "Pareto front",
             },
         ),
     ):
@@ -57,7 +58,7 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
             **look,
         )
     figure.update_layout(**FIGURE_LAYOUT, height=460, legend={"orientation": "h", "y": 1.08})
-    figure.update_xaxes(title_text="GiB of the fullest rank", rangemode="tozero")
+    figure.update_xaxes(title_text="GiB on the rank that uses most", rangemode="tozero")
     figure.update_yaxes(title_text="seconds of a step", rangemode="tozero")
     return figure
 
@@ -65,22 +66,25 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
 def search_page(
     request: SearchRequest, candidates: Sequence[Candidate], spans: SpansByRank, reasons: Iterable[str]
 ) -> str:
-    """The page: `found`, the winner first; `rows` are the winner's turns (none: one rank along pp), `words`
-    the reasons.
+    """Returns the page: `candidates`, the winner first.
+
+    `spans` of its schedule (empty: no pipeline), `reasons` as texts.
     """
     title = escape(
         f"{request.shape.name} on {request.machine.num_devices} {request.machine.device.name}, "
-        f"{request.batch:,} rows of a step"
+        f"global batch {request.batch:,} samples"
     )
-    spent = {
+    seconds_by_layout = {
         f"{number}. {config_text(each)}": {
-            said: category_seconds(each, part) for part, said in TIME_CATEGORIES.items()
+            text: category_seconds(each, category) for category, text in TIME_CATEGORIES.items()
         }
         for number, each in enumerate(candidates[:MAX_DRAWN], start=1)
     }
-    times = stacked_figure({escape(row): parts for row, parts in spent.items()}, "seconds of a step")
+    times = stacked_figure(
+        {escape(row): parts for row, parts in seconds_by_layout.items()}, "seconds of a step"
+    )
     times.update_layout(margin_l=430)
-    drawn = (
+    schedule = (
         gantt_svg({"the first layout": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes))
         if spans
         else ""
@@ -88,11 +92,11 @@ def search_page(
     body = [
         f"<header><h1>{title}</h1></header><main>",
         _section("Step time and memory", _figure_html(pareto_figure(candidates), "pareto")),
-        _section("Where the seconds go", _figure_html(times, "seconds")),
-        _section("Who works when", f'<div class="wide">{drawn}</div>')
-        if drawn
+        _section("Step time by category", _figure_html(times, "seconds")),
+        _section("Pipeline schedule", f'<div class="wide">{schedule}</div>')
+        if schedule
         else _no_schedule_section(candidates[0]),
-        _section("Why", "".join(f'<p class="note">{escape(line)}</p>' for line in reasons)),
+        _section("Reasons", "".join(f'<p class="note">{escape(line)}</p>' for line in reasons)),
         "</main>",
     ]
     return html_document(title, PAGE_STYLE, "".join(body))
@@ -100,15 +104,15 @@ def search_page(
 
 def _no_schedule_section(best: Candidate) -> str:
     text = (
-        "Turns of unlike devices are not drawn."
+        "Schedules on heterogeneous devices are not drawn."
         if best.layer_assignment
-        else "No ranks along pp take turns in the first layout."
+        else "The first layout has no pipeline."
     )
-    return _section("Who works when", f'<p class="note">{text}</p>')
+    return _section("Pipeline schedule", f'<p class="note">{text}</p>')
 
 
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{title}</h2>{inside}</section>"
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{title}</h2>{body}</section>"
 
 
 def _figure_html(figure: go.Figure, name: str) -> str:

@@ -1,6 +1,4 @@
-"""What a search for a layout found, in words and tables: the scenario, the ranking,
-why the first one wins.
-"""
+"""What a search found, as tables and text: the scenario, the ranking, why the first layout wins."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,16 +17,16 @@ from meshwright.planner.machine.machine import Machine
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult
 
-# of a step, by what a reader can change
+# categories of step time, and their texts
 TIME_CATEGORIES = {
-    "compute": "computing",
+    "compute": "computation",
     "tp_comm": "communication within layers",
-    "pipeline_wait": "the bubble along pp",
-    "dp_comm": "communication of copies",
-    "optimizer": "the optimizer",
-    "fixed": "what every step takes",
+    "pipeline_wait": "pipeline bubble",
+    "dp_comm": "data-parallel communication",
+    "optimizer": "optimizer step",
+    "fixed": "fixed cost per step",
 }
-# of the fullest rank, by what they are of; what a block's backward needs is counted with activations
+# categories of memory on the rank that uses most; what a block's backward needs counts as activations
 MEMORY_CATEGORIES = {
     "weights": ("weights",),
     "gradients": ("gradients",),
@@ -42,7 +40,7 @@ MEMORY_CATEGORIES = {
 
 @dataclass(frozen=True)
 class TrainingBudget:
-    """What training on so many `tokens` costs, at `price` per device and hour; 0: not asked."""
+    """The cost of training on `num_tokens`, at `price_per_device_hour`; 0: not asked for."""
 
     num_tokens: float = 0.0
     price_per_device_hour: float = 0.0
@@ -50,10 +48,14 @@ class TrainingBudget:
 
 @dataclass(frozen=True)
 class SearchAlternatives:
-    """What a winner is compared with: the devices of each kind; the fastest layout if memory were no limit
-    (`roomy`), where that
-    is another one; seconds of the winner `turned`, copies inside hosts and tensor ranks across; each kind
-    `alone`.
+    """Layouts that the best one is compared with.
+
+    Attributes:
+        machines: the devices of each kind, where there are several kinds.
+        without_memory_limit: the fastest layout if memory were unlimited, where it is another one.
+        swapped_placement_s: seconds of the best layout, with tensor-parallel instead of data-parallel
+            ranks across hosts, or the reverse.
+        single_kind: the best layout on the devices of one kind alone, per kind; None if nothing fits.
     """
 
     machines: tuple[Machine, ...] = ()
@@ -66,7 +68,7 @@ NO_ALTERNATIVES = SearchAlternatives()
 
 
 def to_gib(nbytes: float) -> float:
-    """Bytes in GiB."""
+    """Returns bytes in GiB."""
     return nbytes / 2**30
 
 
@@ -76,12 +78,12 @@ def search_view(
     budget: TrainingBudget,
     alternatives: SearchAlternatives = NO_ALTERNATIVES,
 ) -> RenderableType:
-    """All of it."""
+    """Returns the whole result for the terminal."""
     best = result.best[0]
     return Group(
         Text(
             (
-                f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B weights on "
+                f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B parameters on "
                 f"{_devices(request, alternatives)}"
             ),
             style="bold",
@@ -90,7 +92,7 @@ def search_view(
         "",
         _table(request, result, alternatives.machines),
         "",
-        Text("GiB of the fullest rank"),
+        Text("memory in GiB, on the rank that uses most"),
         _memory_table(result),
         "",
         *(Text(line) for line in ranking_reasons(request, result, alternatives)),
@@ -108,9 +110,7 @@ def search_dict(
     budget: TrainingBudget,
     alternatives: SearchAlternatives = NO_ALTERNATIVES,
 ) -> dict[str, Any]:
-    """The same as plain values: the scenario, and a row per layout with seconds and bytes by
-    where they go.
-    """
+    """Returns the result as plain values: the scenario, the reasons, and one entry per layout."""
     return {
         "shape": asdict(request.shape),
         "device": request.machine.device.name,
@@ -118,7 +118,7 @@ def search_dict(
         "batch": request.batch,
         "scenario": memory_scenario(request, alternatives.machines),
         "reasons": list(ranking_reasons(request, result, alternatives)),
-        "sketched": result.num_priced,
+        "num_estimated": result.num_priced,
         "layouts": [result_row(request, each, budget, alternatives.machines) for each in result.best],
     }
 
@@ -133,98 +133,89 @@ def _devices(request: SearchRequest, alternatives: SearchAlternatives) -> str:
 
 
 def memory_scenario(request: SearchRequest, machines: Sequence[Machine] = ()) -> str:
-    """Which of the three it is (on each device, on one at least, not even a layer on the largest), and what
-    follows.
-    """
+    """Returns whether the model fits on each device, on some device, or not even a layer on the largest."""
     one = ParallelConfig(micro_batch=1, num_microbatches=request.batch)
-    rooms = sorted(
+    usable = sorted(
         to_gib(USABLE_MEMORY_FRACTION * each.device.memory) for each in machines or [request.machine]
     )
-    least, most = rooms[0], rooms[-1]
+    least, most = usable[0], usable[-1]
     whole = to_gib(estimate_memory(request.shape, one).total)
     if whole <= least:
         return (
-            f"Everything fits on each device ({whole:.1f} of {least:.1f} GiB): copies of it, "
-            f"that sum their gradients."
+            f"The model fits on each device ({whole:.1f} of {least:.1f} GiB with one sample): "
+            f"data parallelism is possible."
         )
     if whole <= most:
-        text = (
-            f"Everything fits on at least one device ({whole:.1f} of {most:.1f} GiB), and "
-            f"not "
-            f"on each ({least:.1f})"
+        return (
+            f"The model fits on at least one device ({whole:.1f} of {most:.1f} GiB with one sample), but "
+            f"not on each ({least:.1f}): pipeline stages sized by memory, ZeRO, or data parallelism on the "
+            f"large devices alone."
         )
-        return f"{text}: layers dealt by memory, shares of states, or copies on the large ones alone."
     shape = replace(request.shape, layers=1)
-    held = estimate_memory(shape, one)
-    single = to_gib(held.total)
+    memory = estimate_memory(shape, one)
+    single = to_gib(memory.total)
     if single <= most:
-        text = (
-            f"The model does not fit on a device ({whole:.0f} GiB of {most:.1f}), a layer of "
-            f"it "
-            f"does ({single:.1f})"
+        return (
+            f"The model does not fit on one device ({whole:.0f} GiB of {most:.1f}), but one layer does "
+            f"({single:.1f}): pipeline parallelism, tensor parallelism or ZeRO is needed."
         )
-        return f"{text}: layers on several devices, or shares of states."
-    largest = "the largest device" if most > least else "a device"
+    largest = "the largest device" if most > least else "one device"
     text = (
-        f"Not even a layer with its output and its optimizer's states fits on {largest} "
+        f"Not even one layer with its output and its optimizer states fits on {largest} "
         f"({single:.0f} GiB of {most:.1f})"
     )
-    return f"{text}. {_oversized_parts(shape, held, most)}"
+    return f"{text}. {_oversized_parts(shape, memory, most)}"
 
 
-def _oversized_parts(shape: ModelShape, held: MemoryEstimate, most: float) -> str:
-    """What of a layer, `held` with its tables and a row, is more than `most` GiB and has to be divided, and
-    how.
-    """
-    layer = to_gib(held.model_states) * shape.layer_numel / shape.numel
-    tables, row = to_gib(held.model_states) - layer, to_gib(held.total - held.model_states)
-    rest = _largest_category(replace(held, weights=0.0, gradients=0.0, optimizer_states=0.0))
+def _oversized_parts(shape: ModelShape, memory: MemoryEstimate, most: float) -> str:
+    layer = to_gib(memory.model_states) * shape.layer_numel / shape.numel
+    tables, sample = to_gib(memory.model_states) - layer, to_gib(memory.total - memory.model_states)
+    rest = _largest_category(replace(memory, weights=0.0, gradients=0.0, optimizer_states=0.0))
     text = (
-        f"Its states are {layer:.1f} GiB, those of embedding and head {tables:.1f}; with a "
-        f"row "
-        f"of {shape.sequence:,} tokens"
+        f"Parameters, gradients and optimizer states of the layer take {layer:.1f} GiB, those of embedding "
+        f"and LM head {tables:.1f}; one sample of {shape.sequence:,} tokens adds {sample:.1f}, mostly {rest}"
     )
-    text += f" come {row:.1f}, the most of them for {rest}"
-    states = "matrices among tensor ranks, or shares of their states among copies"
-    ways = {
+    states = "tensor parallelism or ZeRO"
+    needs = {
         "the layer": (layer, states),
-        "embedding and head": (tables, states),
-        "the row": (row, "its tokens along cp, or what is computed of them among tensor ranks"),
+        "embedding and LM head": (tables, states),
+        "the sample": (sample, "context parallelism or tensor parallelism"),
     }
-    over = [f"{part} ({way})" for part, (nbytes, way) in ways.items() if nbytes > most]
-    return f"{text}. To be divided: {' and '.join(over) or 'any of these, as none is too much alone'}."
+    over = [f"{part} ({technique})" for part, (gib, technique) in needs.items() if gib > most]
+    return f"{text}. To be sharded: {' and '.join(over) or 'any of these, because none is too large alone'}."
 
 
 def ranking_reasons(
     request: SearchRequest, result: SearchResult, alternatives: SearchAlternatives = NO_ALTERNATIVES
 ) -> Iterator[str]:
-    """Why the first layout wins, and what costs the others more: computing, the bubble, communication, or
-    memory.
-    """
+    """Yields lines that say where the time of the best layout goes, and what costs the others more."""
     best = result.best[0]
-    yield f"{result.num_priced} layouts were priced. {config_text(best)} wins: {_time_shares(best)}."
+    yield (
+        f"{result.num_priced} layouts were estimated. {config_text(best)} is the fastest: "
+        f"{_time_shares(best)}."
+    )
     for number, other in enumerate(result.best[1:4], start=2):
         more = 100 * (other.seconds / best.seconds - 1)
         longer = f"{more:.1f} % longer" if more >= 0.05 else "as long"
         yield f"{number}. {config_text(other)} takes {longer}: {_differences(best, other)}."
     if alternatives.without_memory_limit is not None:
-        held, saved = (
-            alternatives.without_memory_limit.memory,
-            100 * (1 - alternatives.without_memory_limit.seconds / best.seconds),
+        faster = alternatives.without_memory_limit
+        yield (
+            f"Too large for the memory: {config_text(faster)} would be "
+            f"{100 * (1 - faster.seconds / best.seconds):.1f} % faster, but needs "
+            f"{to_gib(faster.memory.total):.0f} GiB of {to_gib(request.usable_memory):.1f}, mostly "
+            f"{_largest_category(faster.memory)}."
         )
-        text = (
-            f"Memory stops {config_text(alternatives.without_memory_limit)}: {saved:.1f} % "
-            f"faster, and {to_gib(held.total):.0f} "
-            f"GiB"
-        )
-        yield f"{text} of {to_gib(request.usable_memory):.1f}, most of them {_largest_category(held)}."
     if alternatives.swapped_placement_s is not None:
         more, other = (
             100 * (alternatives.swapped_placement_s / best.seconds - 1),
-            "tensor ranks" if best.config.tp_across_hosts else "copies",
+            "tensor-parallel" if best.config.tp_across_hosts else "data-parallel",
         )
         longer = "longer" if more > 0 else "less"
-        yield f"With {other} side by side on hosts instead the first one takes {abs(more):.1f} % {longer}."
+        yield (
+            f"With {other} ranks next to each other on hosts instead, the first layout takes "
+            f"{abs(more):.1f} % {longer}."
+        )
     for kind, other in alternatives.single_kind:
         text = f"The {kind.num_devices} {kind.device.name} alone"
         if other is None:
@@ -232,18 +223,17 @@ def ranking_reasons(
         else:
             yield (
                 f"{text} take {other.seconds:.3g} s, "
-                f"{100 * (other.seconds / best.seconds - 1):.0f} "
-                f"% longer: {config_text(other)}."
+                f"{100 * (other.seconds / best.seconds - 1):.0f} % longer: {config_text(other)}."
             )
 
 
 def category_seconds(candidate: Candidate, category: str) -> float:
-    """The seconds of a step that go to one of `PARTS`."""
+    """Returns the seconds of a step in one of `TIME_CATEGORIES`."""
     return float(vars(candidate.step)[category])
 
 
 def category_nbytes(memory: MemoryEstimate, category: str) -> float:
-    """The bytes that go to one of `HELD`."""
+    """Returns the bytes in one of `MEMORY_CATEGORIES`."""
     return float(sum(vars(memory)[each] for each in MEMORY_CATEGORIES[category]))
 
 
@@ -255,90 +245,92 @@ def _time_shares(best: Candidate) -> str:
 
 
 def _differences(best: Candidate, other: Candidate) -> str:
-    """What makes another one slower, in hundredths of the best one's step, largest first; what it saves; what
-    it holds.
-    """
+    """The change of each category in percent of the best layout's step, largest first; then of memory."""
     changes = [
         ((category_seconds(other, part) - category_seconds(best, part)) / best.seconds, words)
         for part, words in TIME_CATEGORIES.items()
     ]
     shown = [
-        f"{words} {100 * change:+.1f}"
+        f"{words} {100 * change:+.1f} %"
         for change, words in sorted(changes, key=lambda each: -each[0])
         if abs(change) > 5e-4
     ]
     more = to_gib(other.memory.total - best.memory.total)
-    shown += [f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'}"] if abs(more) >= 0.05 else []
-    return ", ".join(shown) or "nothing to be seen"
+    shown += [f"{abs(more):.1f} GiB {'more' if more > 0 else 'less'} memory"] if abs(more) >= 0.05 else []
+    return ", ".join(shown) or "no visible difference"
 
 
-def _largest_category(held: MemoryEstimate) -> str:
-    return max(
-        (part for part in MEMORY_CATEGORIES if part != "margin"), key=lambda part: category_nbytes(held, part)
-    )
+def _largest_category(memory: MemoryEstimate) -> str:
+    categories = (category for category in MEMORY_CATEGORIES if category != "margin")
+    return max(categories, key=lambda category: category_nbytes(memory, category)).replace("_", " ")
 
 
 def axis_texts(config: ParallelConfig) -> list[str]:
-    """The axes of `layout` along which there is more than one rank, each with its size."""
+    """Returns the axes with more than one rank, each with its size."""
     sizes = {"dp": config.dp, "tp": config.tp, "pp": config.pp, "cp": config.cp}
     return [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
 
 
 def config_text(candidate: Candidate) -> str:
-    """A layout in a line."""
+    """Returns a layout as one line: axes, techniques, schedule, microbatches x samples."""
     layout = candidate.config
     words = axis_texts(layout)
     words += [_attention(layout)] if layout.cp > 1 else []
     words += (
-        [f"ZeRO {layout.zero_stage}" + (f" among {layout.zero_group_size}" if layout.zero_group_size else "")]
+        [
+            f"ZeRO {layout.zero_stage}"
+            + (f" over {layout.zero_group_size} ranks" if layout.zero_group_size else "")
+        ]
         if layout.zero_stage
         else []
     )
     words += (
-        [candidate.schedule + (f" x {layout.virtual_stages}" if layout.virtual_stages > 1 else "")]
+        [
+            candidate.schedule
+            + (f" ({layout.virtual_stages} virtual stages)" if layout.virtual_stages > 1 else "")
+        ]
         if candidate.schedule
         else []
     )
-    words += [{"none": "", "attention": "attention rerun", "layers": "layers rerun"}[layout.recompute]]
+    words += [
+        {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[layout.recompute]
+    ]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
-    words += [f"{layout.num_microbatches:g} x {layout.micro_batch:g} rows"]
+    words += [f"{layout.num_microbatches:g} x {layout.micro_batch:g} samples"]
     return ", ".join(word for word in words if word)
 
 
 def _attention(config: ParallelConfig) -> str:
     if config.ulysses_degree == 1:
         return "ring"
-    return "Ulysses" if config.ulysses_degree == config.cp else f"Ulysses {config.ulysses_degree} in rings"
+    return "Ulysses" if config.ulysses_degree == config.cp else f"Ulysses {config.ulysses_degree} + ring"
 
 
 def _layer_assignment_text(each: Candidate) -> str:
-    """The layers of ranks along pp, by kind."""
     runs = [
         (kind, [count for _, count in group])
         for kind, group in groupby(each.layer_assignment, key=lambda each: each[0])
     ]
-    said = [
-        f"{len(counts)} {kind} of {'/'.join(map(str, sorted(set(counts), reverse=True)))}"
+    texts = [
+        f"{len(counts)} {kind} with {'/'.join(map(str, sorted(set(counts), reverse=True)))}"
         for kind, counts in runs
     ]
-    return f"layers on {', '.join(said)}"
+    return f"layers per pp rank: {', '.join(texts)}"
 
 
 def result_row(
     request: SearchRequest, candidate: Candidate, budget: TrainingBudget, machines: Sequence[Machine] = ()
 ) -> dict[str, Any]:
-    """What is known of a layout, as plain values: seconds, bytes, shares of the step; days and cost where
-    they are asked for.
-    """
+    """Returns a layout as plain values: seconds, bytes, shares of the step; days and cost if asked for."""
     tokens = request.batch * request.shape.sequence
     peak = sum(
         kind.num_devices * kind.peak_flops(candidate.config.dtype) for kind in machines or [request.machine]
     )
-    said = {
+    row = {
         "layout": asdict(candidate.config),
         "schedule": candidate.schedule,
         "name": config_text(candidate),
-        "dealt": list(candidate.layer_assignment),
+        "layer_assignment": list(candidate.layer_assignment),
         "step_s": candidate.seconds,
         "tokens_per_s": tokens / candidate.seconds,
         "mfu": request.shape.flops(tokens) / (candidate.seconds * peak),
@@ -349,43 +341,41 @@ def result_row(
         "peak_bytes": candidate.memory.total,
     }
     if budget.num_tokens:
-        hours = budget.num_tokens / said["tokens_per_s"] / 3600
-        said["days"] = hours / 24
-        said["hours_waiting"] = hours * (said["waiting"] + said["exposed"])
-        said["cost"] = hours * request.machine.num_devices * budget.price_per_device_hour
-        said["cost_of_waiting"] = said["cost"] * (said["waiting"] + said["exposed"])
-    return said
+        hours = budget.num_tokens / row["tokens_per_s"] / 3600
+        row["days"] = hours / 24
+        row["hours_waiting"] = hours * (row["waiting"] + row["exposed"])
+        row["cost"] = hours * request.machine.num_devices * budget.price_per_device_hour
+        row["cost_of_waiting"] = row["cost"] * (row["waiting"] + row["exposed"])
+    return row
 
 
 def _table(request: SearchRequest, result: SearchResult, kinds: Sequence[Machine]) -> Table:
-    table = _number_table("", "s", "tokens/s", "mfu %", "waits %", "sends %", "GiB")
+    table = _number_table("", "s", "tokens/s", "mfu %", "bubble %", "comm %", "GiB")
     table.add_column("layout", overflow="fold")
     for number, each in enumerate(result.best, start=1):
-        said = result_row(request, each, TrainingBudget(), kinds)
-        figures = [f"{said['step_s']:.3g}", f"{said['tokens_per_s']:,.0f}"]
-        figures += [f"{100 * said[part]:.1f}" for part in ("mfu", "waiting", "exposed")]
-        table.add_row(str(number), *figures, f"{to_gib(each.memory.total):.1f}", config_text(each))
+        row = result_row(request, each, TrainingBudget(), kinds)
+        cells = [f"{row['step_s']:.3g}", f"{row['tokens_per_s']:,.0f}"]
+        cells += [f"{100 * row[key]:.1f}" for key in ("mfu", "waiting", "exposed")]
+        table.add_row(str(number), *cells, f"{to_gib(each.memory.total):.1f}", config_text(each))
     return table
 
 
 def _cost_table(request: SearchRequest, result: SearchResult, budget: TrainingBudget) -> Table:
-    """What so many tokens cost under each layout, and how much of it is waiting."""
     table = _number_table(
-        "", "days", "hours waiting", *(["cost", "of it waiting"] if budget.price_per_device_hour else [])
+        "", "days", "hours waiting", *(["cost", "cost waiting"] if budget.price_per_device_hour else [])
     )
     for number, each in enumerate(result.best, start=1):
-        said = result_row(request, each, budget)
-        paid = (
-            [f"{said[part]:,.0f}" for part in ("cost", "cost_of_waiting")]
+        row = result_row(request, each, budget)
+        costs = (
+            [f"{row[key]:,.0f}" for key in ("cost", "cost_of_waiting")]
             if budget.price_per_device_hour
             else []
         )
-        table.add_row(str(number), f"{said['days']:,.1f}", f"{said['hours_waiting']:,.1f}", *paid)
+        table.add_row(str(number), f"{row['days']:,.1f}", f"{row['hours_waiting']:,.1f}", *costs)
     return table
 
 
 def _number_table(*heads: str) -> Table:
-    """An empty table of figures, which are never cut."""
     table = Table(pad_edge=False, collapse_padding=True, box=SIMPLE_HEAD)
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)
@@ -393,7 +383,8 @@ def _number_table(*heads: str) -> Table:
 
 
 def _memory_table(result: SearchResult) -> Table:
-    table = _number_table("", *MEMORY_CATEGORIES, "all")
+    heads = ("states" if name == "optimizer_states" else name for name in MEMORY_CATEGORIES)
+    table = _number_table("", *heads, "total")
     for number, each in enumerate(result.best, start=1):
         parts = [f"{to_gib(category_nbytes(each.memory, part)):.1f}" for part in MEMORY_CATEGORIES]
         table.add_row(str(number), *parts, f"{to_gib(each.memory.total):.1f}")
@@ -401,15 +392,10 @@ def _memory_table(result: SearchResult) -> Table:
 
 
 def _cost_text(request: SearchRequest, best: Candidate, budget: TrainingBudget) -> str:
-    said = result_row(request, best, budget)
-    text = (
-        f"{budget.num_tokens:.3g} tokens take {said['days']:,.1f} days, "
-        f"{said['hours_waiting']:,.0f} hours of them "
-        f"waiting"
-    )
-    cost = (
-        f" and cost {said['cost']:,.0f}, of which waiting {said['cost_of_waiting']:,.0f}"
-        if budget.price_per_device_hour
-        else ""
-    )
-    return f"{text}{cost}: along pp, and for what nothing hides of the sending."
+    row = result_row(request, best, budget)
+    text = f"{budget.num_tokens:.3g} tokens take {row['days']:,.1f} days"
+    waiting = f"{row['hours_waiting']:,.0f} hours"
+    if budget.price_per_device_hour:
+        text += f" and cost {row['cost']:,.0f}"
+        waiting += f" and {row['cost_of_waiting']:,.0f} of the cost"
+    return f"{text}; waiting ({waiting}) is the pipeline bubble and exposed communication."
