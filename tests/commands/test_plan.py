@@ -120,7 +120,7 @@ def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_
 
 def test_without_one_it_shows_what_could_be_divided(config: Path):
     done = CliRunner().invoke(app, ["inspect", str(config)], env={"COLUMNS": "200"})
-    assert "parameters, if they were divided over tp 2" in done.output
+    assert "parameters, if they were sharded over tp 2" in done.output
 
 
 def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):

@@ -44,17 +44,17 @@ def shown(found: ModelReport, width: int = 4) -> str:
     return console.export_text()
 
 
-def test_blocks_sockets_and_specialities_are_shown_with_their_bytes():
+def test_blocks_layers_and_special_cases_are_shown_with_their_bytes():
     text = shown(SURVEY)
     for words in (
         "llama: LlamaForCausalLM, 5,000 parameters (19.5 KiB), 5 blocks",
-        "transformers' attention interface (sdpa); torch's attention is called in 4 visits",
+        "transformers' attention interface (sdpa); 4 block calls use torch's attention",
         "embed.weight = head.weight",
         "scale (used between blocks",
         "router_logits (4 tensors): captured inside blocks",
-        "drawn at 8 places",
+        "8 draw sites in blocks",
         "count (written by the forward",
-        "layers.0 .. layers.3  (4 alike, each:)",
+        "layers.0 .. layers.3  (4 equal, each:)",
         "layers.*.up x4",
         "16 x 32",
     ):
@@ -62,14 +62,14 @@ def test_blocks_sockets_and_specialities_are_shown_with_their_bytes():
     assert "2.05 KFLOP" in text
 
 
-def test_what_nobody_declared_says_what_it_costs_on_every_rank():
-    assert "nobody: 3.91 KiB on every rank" in shown(SURVEY)
-    assert "nobody: 1.95 KiB on every rank" in shown(SURVEY, width=2)
+def test_an_undeclared_layer_says_what_it_costs_on_every_rank():
+    assert "none: 3.91 KiB on every rank" in shown(SURVEY)
+    assert "none: 1.95 KiB on every rank" in shown(SURVEY, width=2)
 
 
 def test_what_was_not_understood_comes_with_the_lines_that_declare_it():
     text = shown(SURVEY)
-    lines = [line.rstrip() for line in text[text.index("what was not understood") :].splitlines()]
+    lines = [line.rstrip() for line in text[text.index("not recognised") :].splitlines()]
     assert lines[1:] == [
         "  1 parameters are used outside blocks",
         "  no role is declared for embed",
@@ -77,16 +77,16 @@ def test_what_was_not_understood_comes_with_the_lines_that_declare_it():
         "    def build():",
         "        return Model(net)",
     ]
-    assert "what was not understood" not in shown(replace(SURVEY, notes=(), advice=()))
+    assert "not recognised" not in shown(replace(SURVEY, notes=(), advice=()))
 
 
 def test_a_model_whose_forward_fails_is_shown_as_the_tree_has_it():
     text = shown(replace(SURVEY, diagnostics=(Diagnostic("it fails", "repair it"),)))
-    assert "blocks, as the module tree has them" in text
+    assert "blocks, in the order of the module tree" in text
     assert "dropout" not in text
 
 
-def test_a_model_without_specialities_says_none():
+def test_a_model_without_special_cases_says_none():
     text = shown(
         replace(
             SURVEY,
@@ -98,9 +98,9 @@ def test_a_model_without_specialities_says_none():
             written_buffers=(),
         )
     )
-    assert "ties            none" in text
-    assert "side channels   none" in text
-    assert "none was seen that could be exchanged" in text
+    assert "tied parameters  none" in text
+    assert "side channels    none" in text
+    assert "no attention call that could be replaced was found" in text
     assert "glue" not in text
 
 

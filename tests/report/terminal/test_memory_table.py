@@ -44,7 +44,7 @@ def test_states_stand_by_category_and_per_parameter():
     ):
         assert re.search(rf"{name} +{nbytes} +{each}", text), text
     assert re.search(r"buffers +8 MiB +2 B", text)
-    assert re.search(r"in all +36 MiB +9 B", text)
+    assert re.search(r"total +36 MiB +9 B", text)
     assert "master" not in text
 
 
@@ -58,7 +58,7 @@ def test_messages_are_counted_by_kind_and_move():
     text = shown(sent_table(plan_of(ZeRO(stage=2))))
     assert re.search(r"UNSHARD +all_gather of float32 over dp_shard +4 +12 MiB", text)
     assert re.search(r"REDUCE +reduce_scatter of float32 over dp_shard +4 +12 MiB", text)
-    assert re.search(r"in all +11 +24 MiB", text)
+    assert re.search(r"total +11 +24 MiB", text)
 
 
 def test_one_device_sends_nothing():

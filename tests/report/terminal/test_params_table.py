@@ -37,20 +37,20 @@ def test_equal_layers_are_one_row_with_the_bytes_of_all():
     )  # two of three groups of heads
     assert query.not_sharded_reason == ""
     assert rows["model.layers.*.mlp.down_proj.weight"].config == "tp: in side, 53 features"
-    assert rows["lm_head.weight"].config == "tp: out side, 67 words"
+    assert rows["lm_head.weight"].config == "tp: out side, 67 tokens"
 
 
 def test_what_is_whole_says_why_and_what_it_costs():
     rows = by_name(divided(Mesh(tp=2), attention_bias=True))
     norm, bias = rows["model.norm.weight"], rows["model.layers.*.self_attn.o_proj.bias"]
     assert (norm.config, norm.not_sharded_reason, norm.rank0_nbytes) == (
-        "whole",
-        "no strategy divides norms",
+        "replicated",
+        "no strategy shards norms",
         norm.nbytes,
     )
-    assert bias.not_sharded_reason == "added once, to the sum"
+    assert bias.not_sharded_reason == "added once, after the sum"
     plain = by_name(divided(Mesh()))["model.layers.*.self_attn.q_proj.weight"]
-    assert plain.not_sharded_reason == "no strategy divides pairs of linear layers"
+    assert plain.not_sharded_reason == "no strategy shards pairs of linear layers"
 
 
 def test_shards_are_named_with_their_axis():
@@ -66,7 +66,7 @@ def test_the_table_ends_with_what_a_rank_holds():
     console.print(params_view(whole, "float32", plan_given=False))
     text = console.export_text()
     assert "parameters over tp 2" in text
-    assert "parameters, if they were divided over tp 2" in text
+    assert "parameters, if they were sharded over tp 2" in text
     held = sum(row.rank0_nbytes for row in by_name(plan, "bfloat16").values())
     assert f"{held / 1024:.3g} KiB of" in text
 
@@ -76,7 +76,7 @@ def test_a_plan_says_how_much_of_the_weights_a_rank_has():
     (said,) = sharded_params_text(plan).values()
     held = sum(row.rank0_nbytes for row in by_name(plan).values())
     assert said.startswith(f"{held / 1024:.3g} KiB of ")
-    assert said.endswith("of it whole: see `meshwright inspect`")
+    assert said.endswith("of it not sharded: see `meshwright inspect`")
     assert sharded_params_text(divided(Mesh())) == {}
 
 
@@ -89,7 +89,7 @@ def test_of_a_pipeline_it_is_the_part_of_the_first_rank():
         sum(row.rank0_nbytes for row in rows if row.not_sharded_reason),
     )
     assert said.startswith(f"{held / 1024:.3g} KiB of ")
-    assert f"on rank 0, by its part, {whole} B of it whole" in said
+    assert f"on rank 0, by its stage, {whole} B of it not sharded" in said
     less = by_name(divided(Mesh(pp=2)))["model.embed_tokens.weight"].possible_saving_nbytes
     assert less == 0  # no weight is cut along pp
 

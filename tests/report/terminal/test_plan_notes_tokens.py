@@ -28,7 +28,8 @@ def test_of_all_tokens_on_every_rank_nothing_is_said():
 
 def test_counts_and_balance_are_said():
     assert words(Mesh(cp=2), RingAttention(), DDP(axis="cp"))["tokens"] == (
-        "9 of each sample on 2 ranks: 4 to 5 each; causal attention: the busiest rank has 1.11 x the mean"
+        "9 of each sample, sharded over 2 ranks: 4 to 5 each; "
+        "causal attention: the busiest rank has 1.11 x the mean"
     )
 
 
@@ -47,10 +48,14 @@ def test_what_glue_brings_together_is_said(looks: bool):
             sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
         )
     )["tokens"]
-    said = "; glue behind model.norm needs other ranks' tokens: 432 elements per sample are brought together"
+    said = "; glue after model.norm needs the tokens of other ranks: 432 elements per sample are gathered"
     assert told.endswith(
         said
-        + (" for a batch like the example (it looks at values: another one may need others)" if looks else "")
+        + (
+            " for a batch like the example (the forward reads values: another batch may need others)"
+            if looks
+            else ""
+        )
     )
 
 
@@ -107,7 +112,7 @@ def planned(balance: str, length: int, **more: bool) -> str:
 
 def test_what_is_uneven_is_said_with_the_better_way():
     mask = (
-        "attention under a mask, such as documents of a sixth, a third and a half of a row: "
+        "attention under a mask, such as documents of a sixth, a third and a half of a sequence: "
         "the busiest rank has"
     )
     assert 'has 1.75 x the mean (load_balance = "zigzag": 1.00)' in planned("contiguous", 4096)

@@ -111,7 +111,7 @@ def test_nothing_is_cut_off_at_80_columns(store: Strategy, anatomy: ModelSpec, e
 def columns(text: str) -> list[str]:
     """The three columns of the action table, each as one text without breaks."""
     lines = text.splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("lane"))
+    head = next(i for i, line in enumerate(lines) if line.startswith("stream"))
     starts = [0, lines[head].index("action"), lines[head].index("what happens"), None]
     return [words("".join(line[a:b] for line in lines[head + 1 :])) for a, b in pairwise(starts)]
 
@@ -250,7 +250,7 @@ def test_one_row_per_action_or_one_per_run_of_blocks():
     plan = plan_of(anatomy=Paper(layers=40).anatomy)
     assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(FIRST_ROLE))
     assert len(shown(plan, 200).splitlines()) < 50
-    assert "F x40 micro 0" in shown(plan, 200)
+    assert "F x40 microbatch 0" in shown(plan, 200)
     assert "backward of layer39 .. layer0" in shown(plan, 200)
     assert "PACK x40" in shown(plan, 200)
 
@@ -263,8 +263,8 @@ def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
     text = shown(plan, 200)
     assert len(text.splitlines()) < 80
     for kind, number in (("UNSHARD", 38), ("REDUCE", 40), ("RESHARD", 39)):
-        assert re.search(rf"{kind} x{number} micro 0", text), kind
-    assert re.search(r"F x40 micro 0 .*takes", text)
+        assert re.search(rf"{kind} x{number} microbatch 0", text), kind
+    assert re.search(r"F x40 microbatch 0 .*allocates", text)
 
 
 def test_bytes_are_those_of_the_program():
@@ -313,15 +313,15 @@ def test_the_summary_says_what_is_trained_on_what():
     text = shown(plan_of(), 200)
     assert "paper: 300 parameters in 3 blocks" in text
     assert "dp_replicate 3 (3 ranks)" in text
-    assert "12 samples = 3 ranks x 2 micro-batches of 2; 64 tokens each" in text
+    assert "12 samples = 3 ranks x 2 microbatches of 2; 64 tokens each" in text
     assert plan_of().hash in text
     assert "one device" in shown(plan_of(ranks=1), 200)
 
 
-def test_a_row_says_what_waits_for_the_other_lane():
+def test_a_row_says_what_waits_for_the_other_stream():
     text = shown(plan_of(), 200)
-    assert re.search(r"compute +CLIP .*after REDUCE\(0\)", text)
-    assert re.search(r"comm +REDUCE 0 .*after B\(layer0, 1\) and 3 more", text)
+    assert re.search(r"compute +CLIP .*waits for REDUCE\(0\)", text)
+    assert re.search(r"comm +REDUCE 0 .*waits for B\(layer0, 1\) and 3 more", text)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_head_says_the_step_and_the_table_where_it_goes():
 
 def test_every_role_has_a_column():
     lines = shown(Mesh(pp=2), 2)
-    assert lines[1].split() == ["where", "it", "goes", "pp0", "pp1"]
+    assert lines[1].split() == ["step", "time", "pp0", "pp1"]
     assert any(line.startswith("idle_s") for line in lines)
 
 

@@ -1,5 +1,6 @@
-"""What a model is made of, as tables: blocks, sockets, ties, what leaves blocks sideways, and what was not
-understood.
+"""Tables of what a model is made of.
+
+Blocks, shardable layers, tied params, side channels, and what was not recognised.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,32 +17,32 @@ from meshwright.report.terminal.plan_table import format_flops
 
 
 def model_report_view(report: ModelReport, itemsize: int) -> RenderableType:
-    """The tables of a survey; `width` is the bytes of one parameter element."""
+    """Returns the tables of a model report; `itemsize` is the bytes of one parameter element."""
     order = (
-        "blocks, in the order of their visits"
+        "blocks, in the order of their calls"
         if not report.diagnostics
-        else "blocks, as the module tree has them"
+        else "blocks, in the order of the module tree"
     )
     parts = [
         _summary(report, itemsize),
         Text(f"\n{order}", style="bold"),
         _blocks(report.blocks, itemsize),
-        Text("\nsockets: where weights may be split", style="bold"),
+        Text("\nshardable layers", style="bold"),
         _layers(report.layers, itemsize),
     ]
     if report.advice or report.notes:
-        parts.append(Text("\nwhat was not understood, and how to declare it", style="bold yellow"))
+        parts.append(Text("\nnot recognised, and how to declare it", style="bold yellow"))
         parts += [
             Text(f"  {note}")
             for note in report.notes
-            if not any(note == fault.problem for fault in report.advice)
+            if not any(note == diagnostic.problem for diagnostic in report.advice)
         ]
-        parts += [line for fault in report.advice for line in _diagnostic_lines(fault)]
+        parts += [line for diagnostic in report.advice for line in _diagnostic_lines(diagnostic)]
     return Group(*parts)
 
 
 def model_report_dict(report: ModelReport, itemsize: int) -> dict[str, Any]:
-    """The survey as plain values for JSON; `bytes_per_element` is the width of one parameter element."""
+    """Returns the model report as plain values for JSON."""
     plain = asdict(replace(report, analyzed=None))
     return {
         **{key: value for key, value in plain.items() if key != "analyzed"},
@@ -49,60 +50,58 @@ def model_report_dict(report: ModelReport, itemsize: int) -> dict[str, Any]:
     }
 
 
-def _summary(found: ModelReport, width: int) -> Table:
-    table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
-    count = sum(row.num_block_calls for row in found.blocks)
+def _summary(report: ModelReport, width: int) -> Table:
+    table = Table.grid(Column(min_width=15), Column(overflow="fold"), padding=(0, 2))
+    count = sum(row.num_block_calls for row in report.blocks)
     rows = {
         "model": (
-            f"{found.name}: {found.class_name}, {found.numel:,} parameters "
-            f"({format_nbytes(found.numel * width)}), {count} "
+            f"{report.name}: {report.class_name}, {report.numel:,} parameters "
+            f"({format_nbytes(report.numel * width)}), {count} "
             f"blocks"
         ),
-        "attention": _attention(found),
-        "ties": "; ".join(" = ".join(names) for names in found.tied_params) or "none",
+        "attention": _attention(report),
+        "tied parameters": "; ".join(" = ".join(names) for names in report.tied_params) or "none",
         "glue": _names(
-            found.glue_params, "used between blocks: their gradients are complete after the last backward"
+            report.glue_params, "used between blocks; their gradients are complete after the last backward"
         ),
-        "frozen": _names(found.frozen_params, "not trained"),
-        "not used": _names(found.unused_params, "not reached by the forward"),
-        "side channels": _side_channels(found),
-        "dropout": _dropout(found.blocks),
-        "buffers": _names(found.written_buffers, "written by the forward: every rank writes its own"),
+        "frozen": _names(report.frozen_params, "not trained"),
+        "unused": _names(report.unused_params, "not reached by the forward"),
+        "side channels": _side_channels(report),
+        "dropout": _dropout(report.blocks),
+        "buffers": _names(report.written_buffers, "written by the forward; each rank writes its own copy"),
     }
     for name, text in rows.items():
-        if text and not (found.diagnostics and name in ("side channels", "dropout")):
+        if text and not (report.diagnostics and name in ("side channels", "dropout")):
             table.add_row(Text(name, style="bold"), Text(text))
     return table
 
 
-def _attention(found: ModelReport) -> str:
-    visits = sum(row.num_block_calls for row in found.blocks if row.calls_attention)
-    seen = f"; torch's attention is called in {visits} visits" if visits else ""
-    if found.attention:
-        return f"by transformers' attention interface ({found.attention}){seen}"
-    return (
-        f"by the model's own code{seen}"
-        if seen
-        else "none was seen that could be exchanged: the model's own code runs as it is"
-    )
+def _attention(report: ModelReport) -> str:
+    calls = sum(row.num_block_calls for row in report.blocks if row.calls_attention)
+    calls_text = f"; {calls} block calls use torch's attention" if calls else ""
+    if report.attention:
+        return f"by transformers' attention interface ({report.attention}){calls_text}"
+    if calls:
+        return f"by the model's own code{calls_text}"
+    return "no attention call that could be replaced was found: the model's own code runs unchanged"
 
 
-def _side_channels(found: ModelReport) -> str:
-    if not found.num_captured:
+def _side_channels(report: ModelReport) -> str:
+    if not report.num_captured:
         return "none"
-    channels = ", ".join(f"{channel} ({number} tensors)" for channel, number in found.num_captured)
-    return f"{channels}: captured inside blocks, and outputs of the block that makes them"
+    channels = ", ".join(f"{channel} ({number} tensors)" for channel, number in report.num_captured)
+    return f"{channels}: captured inside blocks; they become outputs of their blocks"
 
 
 def _dropout(blocks: Sequence[BlockRow]) -> str:
     sites = sum(row.num_block_calls * row.num_dropout_sites for row in blocks)
     return (
         (
-            f"drawn at {sites} {'place' if sites == 1 else 'places'} of blocks; masks belong to "
-            f"samples, not to ranks"
+            f"{sites} draw {'site' if sites == 1 else 'sites'} in blocks; masks depend on the sample, not on "
+            f"the rank"
         )
         if sites
-        else "none drawn in blocks"
+        else "none in blocks"
     )
 
 
@@ -114,7 +113,7 @@ def _names(names: Sequence[str], meaning: str) -> str:
 
 
 def _blocks(rows: Sequence[BlockRow], width: int) -> Table:
-    right = [Column(name, justify="right") for name in ("parameters", "bytes", "hands on", "forward")]
+    right = [Column(name, justify="right") for name in ("parameters", "bytes", "output", "forward")]
     table = Table(
         Column("block", overflow="fold"),
         Column("class", overflow="fold"),
@@ -127,22 +126,22 @@ def _blocks(rows: Sequence[BlockRow], width: int) -> Table:
         name = (
             row.first_block_call
             if row.num_block_calls == 1
-            else f"{row.first_block_call} .. {row.last_block_call}  ({row.num_block_calls} alike, each:)"
+            else f"{row.first_block_call} .. {row.last_block_call}  ({row.num_block_calls} equal, each:)"
         )
-        stream = "" if row.output_numel is None else f"{row.output_numel:,}"
+        output = "" if row.output_numel is None else f"{row.output_numel:,}"
         flops = "" if row.flops is None else format_flops(row.flops)
-        cells = (name, row.class_name, f"{row.numel:,}", format_nbytes(row.numel * width), stream, flops)
+        cells = (name, row.class_name, f"{row.numel:,}", format_nbytes(row.numel * width), output, flops)
         table.add_row(*(Text(cell) for cell in cells))
     if any(row.output_numel is not None for row in rows):
         table.caption = (
-            "hands on: elements per sample that go from the visit to what follows; forward: work per sample"
+            "output: elements per sample that the block call returns; forward: operations per sample"
         )
         table.caption_justify = "left"
     return table
 
 
 def _layers(rows: Sequence[LayerRow], width: int) -> Table:
-    columns = (Column(name, overflow="fold") for name in ("module", "kind", "weight", "role", "said by"))
+    columns = (Column(name, overflow="fold") for name in ("module", "kind", "weight", "role", "declared by"))
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     for row in rows:
         name = row.pattern if row.num_layers == 1 else f"{row.pattern} x{row.num_layers}"
@@ -150,14 +149,14 @@ def _layers(rows: Sequence[LayerRow], width: int) -> Table:
         role, source = row.role, row.source
         if not role:
             role, source = (
-                "not known: replicated",
-                f"nobody: {format_nbytes(row.numel * width)} on every rank",
+                "unknown: replicated",
+                f"none: {format_nbytes(row.numel * width)} on every rank",
             )
         cells = (name, row.kind, shape, role, source)
         table.add_row(*(Text(cell) for cell in cells), style="" if row.role else "yellow")
     return table
 
 
-def _diagnostic_lines(fault: Diagnostic) -> Iterator[Text]:
-    yield Text(f"  {fault.problem}")
-    yield Text(f"    repair: {fault.fix}", style="green")
+def _diagnostic_lines(diagnostic: Diagnostic) -> Iterator[Text]:
+    yield Text(f"  {diagnostic.problem}")
+    yield Text(f"    repair: {diagnostic.fix}", style="green")

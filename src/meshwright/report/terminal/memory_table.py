@@ -1,9 +1,8 @@
-"""What a rank of a plan holds and sends, as two tables: state bytes by category, and bytes per step by kind
-of action.
+"""What a rank of a plan holds and sends, as two tables.
 
-Ranks differ where shards do not divide, and where one leads others: then the first and the last stand side by
-side. Where they have different lists, the first of each; of many, the first, the last, and that which holds
-most. Bytes sent are those of the busiest rank.
+State bytes by category, bytes per step by kind of action. Ranks differ where shards are uneven and where one
+is the primary rank: then the first and the last are shown. With several roles, the first rank of each; of
+many, the first, the last, and the one that holds most. Bytes sent are those of the busiest rank.
 """
 
 from collections.abc import Sequence
@@ -21,41 +20,44 @@ MAX_SHOWN_RANKS = 6  # ranks in a table
 
 
 def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
-    """The bytes that the first rank of each role holds all the time, by category; the program tells gradients
-    and buffers.
+    """Returns the bytes that the first rank of each role holds all the time, by category.
+
+    Without gradients and buffers.
     """
     found = {}
     for rank, (role, _) in zip(first_ranks(plan), plan.program.roles, strict=True):
-        said = state_bytes(plan, rank)
+        states = state_bytes(plan, rank)
         found[role] = {
-            "parameters": said.parameters,
-            "optimizer_states": said.optimizer_states,
-            **({"master": said.master} if said.master else {}),
+            "parameters": states.parameters,
+            "optimizer_states": states.optimizer_states,
+            **({"master": states.master} if states.master else {}),
         }
     return found
 
 
 def states_text(plan: Plan) -> str:
-    """What rank 0 holds, in all and by category; where ranks have different lists, that which holds most."""
+    """Returns what rank 0 holds, in all and by category; with several roles, the rank that holds most."""
     rank = max(first_ranks(plan), key=lambda rank: state_bytes(plan, rank).total)
-    said = state_bytes(plan, rank)
-    parts = ", ".join(f"{name} {format_nbytes(nbytes)}" for name, nbytes in said.as_dict().items() if nbytes)
-    which = f" on rank {rank}, which holds most" if len(plan.program.roles) > 1 else ""
-    return f"{format_nbytes(said.total)}{which} ({parts})"
+    states = state_bytes(plan, rank)
+    parts = ", ".join(
+        f"{name} {format_nbytes(nbytes)}" for name, nbytes in states.as_dict().items() if nbytes
+    )
+    which = f" on rank {rank}, the largest" if len(plan.program.roles) > 1 else ""
+    return f"{format_nbytes(states.total)}{which} ({parts})"
 
 
 def states_table(plan: Plan) -> Table:
-    """State bytes per rank, and of rank 0 per parameter of the model; what is zero is left out.
+    """Returns the state bytes per rank, and of rank 0 per parameter of the model, without zero rows.
 
-    The last row has activations, too: the most that is held at any moment of a step.
+    The last row includes activations: the most that is held at any moment of a step.
     """
     fullest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
     ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
     if len(ranks) > MAX_SHOWN_RANKS:
         ranks = sorted({ranks[0], fullest, ranks[-1]})
     found = [state_bytes(plan, rank) for rank in ranks]
-    said = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
-    shown = list(zip(ranks, found, strict=True))[: 1 if all(each == said[0] for each in said) else None]
+    texts = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
+    shown = list(zip(ranks, found, strict=True))[: 1 if all(each == texts[0] for each in texts) else None]
     heads = ["each rank"] if len(shown) == 1 else [f"rank {rank}" for rank, _ in shown]
     columns = [Column(head, justify="right") for head in (*heads, "per parameter")]
     table = Table(
@@ -66,22 +68,22 @@ def states_table(plan: Plan) -> Table:
         if any(row):
             table.add_row(name, *map(format_nbytes, row), _per_param_text(row[0], plan))
     total = [each.total for _, each in shown]
-    table.add_row("in all", *map(format_nbytes, total), _per_param_text(total[0], plan), style="bold")
+    table.add_row("total", *map(format_nbytes, total), _per_param_text(total[0], plan), style="bold")
     peaks = [peak_nbytes(plan, rank) for rank, _ in shown]
-    table.add_row("at its fullest", *map(format_nbytes, peaks), _per_param_text(peaks[0], plan))
+    table.add_row("peak", *map(format_nbytes, peaks), _per_param_text(peaks[0], plan))
     if len(plan.program.roles) > 1 and len(shown) > 1:
-        table.caption, table.caption_justify = f"rank {fullest} is the fullest", "left"
+        table.caption, table.caption_justify = f"rank {fullest} has the largest peak", "left"
     return table
 
 
 def first_ranks(plan: Plan) -> list[int]:
-    """The first rank of each role."""
+    """Returns the first rank of each role."""
     roles = len(plan.program.roles)
     return list(range(0, plan.mesh.world_size, plan.mesh.world_size // roles))
 
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
-    """The first rank of the role that sends most in a step, and its list."""
+    """Returns the first rank of the role that sends most in a step, and its actions."""
     totals = [
         sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
         for _, each in _first_rank_actions(plan)
@@ -94,35 +96,40 @@ def _first_rank_actions(plan: Plan) -> list[tuple[int, Sequence[Action]]]:
 
 
 def sent_table(plan: Plan) -> Table | None:
-    """Messages and bytes sent per step by the busiest rank, by kind of action and what it moves; None when
-    nothing is sent.
+    """Returns messages and bytes per step of the busiest rank, by kind of action and transfer.
+
+    None if nothing is sent.
     """
     found: dict[tuple[str, str], tuple[int, float]] = {}
     rank, actions = busiest_rank(plan)
     for action in actions:
-        for move in action.transfers:
-            key = action.kind, _transfer_text(move)
+        for transfer in action.transfers:
+            key = action.kind, _transfer_text(transfer)
             messages, nbytes = found.get(key, (0, 0.0))
-            most = min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
+            most = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]
             found[key] = messages + 1, nbytes + most
     if not found:
         return None
     columns = [Column(head, justify="right") for head in ("messages", "sent per step")]
     table = Table(
-        Column("kind", min_width=12), Column("move", overflow="fold"), *columns, box=None, header_style="bold"
+        Column("kind", min_width=12),
+        Column("transfer", overflow="fold"),
+        *columns,
+        box=None,
+        header_style="bold",
     )
     table.padding = (0, 2, 0, 0)
     for (kind, what), (messages, nbytes) in found.items():
         table.add_row(kind, Text(what), f"{messages:,}", format_nbytes(nbytes))
     table.add_row(
-        "in all",
+        "total",
         "",
         f"{sum(m for m, _ in found.values()):,}",
         format_nbytes(sum(n for _, n in found.values())),
         style="bold",
     )
     if len(plan.program.roles) > 1:
-        table.caption, table.caption_justify = f"of rank {rank}, which sends most", "left"
+        table.caption, table.caption_justify = f"on rank {rank}, which sends most", "left"
     return table
 
 
@@ -130,5 +137,5 @@ def _per_param_text(nbytes: int, plan: Plan) -> str:
     return f"{nbytes / max(1, plan.model_spec.numel):.3g} B"
 
 
-def _transfer_text(move: Transfer) -> str:
-    return f"{move.collective} of {move.dtype} over {', '.join(move.axes)}"
+def _transfer_text(transfer: Transfer) -> str:
+    return f"{transfer.collective} of {transfer.dtype} over {', '.join(transfer.axes)}"

@@ -1,9 +1,7 @@
-"""Every parameter as a row of a table: its role, where it lies, why it stays whole, and the bytes of it that
-a rank holds.
+"""A table of every parameter: its role, placement, why it is not sharded, and its bytes on a rank.
 
-The same parameter of equal layers is one row. Where ranks run parts of the model, the first rank of each part
-has a column: it holds what its own part uses. Where a plan divides nothing, what it could divide is shown,
-for two ranks.
+The same parameter of equal layers is one row. With a pipeline, the first rank of each stage has a column. If
+a plan shards nothing, the table shows what it could shard, for two ranks.
 """
 
 from collections.abc import Iterator
@@ -26,21 +24,21 @@ LINEAR_PAIRS = "pairs of linear layers"
 ROLE_NAMES = {
     "colwise": LINEAR_PAIRS,
     "rowwise": LINEAR_PAIRS,
-    "embedding": "tables",
-    "lm_head": "heads",
+    "embedding": "embeddings",
+    "lm_head": "LM heads",
     "norm": "norms",
 }
-VOCAB_ROLES = ("embedding", "lm_head")  # roles whose features are words
-MAX_SHOWN_STAGES = 4  # parts that have a column; of more the first, the fullest and the last
+VOCAB_ROLES = ("embedding", "lm_head")  # roles whose units are tokens of the vocabulary
+MAX_SHOWN_STAGES = 4  # stages with a column; of more, the first, the largest and the last
 
 
 @dataclass(frozen=True)
 class ParamRow:
-    """The same parameter of all layers: its pattern, how many, shape, role, layout, the bytes of all of them,
-    and what of that
-    rank 0 holds. `why` says why it is whole, `less` how many bytes fewer a rank would hold if it were
-    divided. `parts` are the bytes that the first rank of each part holds; empty where every rank runs the
-    whole model.
+    """The same parameter of all layers, with the bytes of all of them, and those on rank 0.
+
+    `not_sharded_reason` is empty if it is sharded; else `possible_saving_nbytes` are the bytes fewer that a
+    rank would hold if it were.
+    `stage_nbytes` are the bytes on the first rank of each stage; empty without a pipeline.
     """
 
     pattern: str
@@ -56,15 +54,24 @@ class ParamRow:
 
 
 def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
-    """A row per parameter, equal layers in one; `space` is that of all ranks, `parameters` the dtype of a
-    job.
+    """Returns a row per parameter, equal layers in one.
+
+    `sharding` is that of all ranks, `parameters` the dtype of a job.
     """
-    places = [{"pp": part} for part in range(len(sharding.block_calls_by_pp_rank))] or [{}]
-    seen = [sharding.at_coordinate({**sharding.mesh.coordinate(0), **place}) for place in places]
-    own = [{home.param.name: home.param.numel for home in each.param_shardings} for each in seen]
-    alike: dict[tuple[Any, ...], list[ParamRow]] = {}
-    for home in sharding.param_shardings:
-        row = _param_row(home, tuple(each.get(home.param.name, 0) for each in own), sharding, parameters)
+    coordinates = [{"pp": pp_rank} for pp_rank in range(len(sharding.block_calls_by_pp_rank))] or [{}]
+    stages = [sharding.at_coordinate({**sharding.mesh.coordinate(0), **each}) for each in coordinates]
+    numel_by_stage = [
+        {param_sharding.param.name: param_sharding.param.numel for param_sharding in each.param_shardings}
+        for each in stages
+    ]
+    rows_by_key: dict[tuple[Any, ...], list[ParamRow]] = {}
+    for param_sharding in sharding.param_shardings:
+        row = _param_row(
+            param_sharding,
+            tuple(each.get(param_sharding.param.name, 0) for each in numel_by_stage),
+            sharding,
+            parameters,
+        )
         most = max((row.rank0_nbytes, *row.stage_nbytes))  # what a rank has of it that has some
         key = (
             LAYER_NUMBER.sub("*", row.pattern),
@@ -75,57 +82,65 @@ def param_rows(sharding: ShardingPlan, parameters: str) -> list[ParamRow]:
             most,
             row.not_sharded_reason,
         )
-        alike.setdefault(key, []).append(row)
-    return [_merge_layers(pattern, rows) for (pattern, *_), rows in alike.items()]
+        rows_by_key.setdefault(key, []).append(row)
+    return [_merge_layers(pattern, rows) for (pattern, *_), rows in rows_by_key.items()]
 
 
 def params_view(sharding: ShardingPlan, parameters: str, *, plan_given: bool) -> RenderableType:
-    """The rows as a table; `asked` tells whether a plan was asked for that divides anything."""
+    """Returns the rows as a table; `plan_given` tells whether the plan shards anything."""
     rows = param_rows(sharding, parameters)
     axes = [*(["pp"] if sharding.block_calls_by_pp_rank else []), *_shardable_axes(sharding)]
     over = " x ".join(f"{axis} {sharding.mesh.size(axis)}" for axis in axes) or "no axis"
-    sliced = sharding.residual_layout.axes_with("S")
-    over += f"; the stream goes in slices over {' and '.join(sliced)}" if sliced else ""
-    head = f"parameters over {over}" if plan_given else f"parameters, if they were divided over {over}"
+    seq_axes = sharding.residual_layout.axes_with("S")
+    over += f"; tokens are sharded between layers over {' and '.join(seq_axes)}" if seq_axes else ""
+    head = f"parameters over {over}" if plan_given else f"parameters, if they were sharded over {over}"
     columns = [Column(name, overflow="fold") for name in ("parameter", "shape", "role", "layout")]
     shown = _shown_ranks(rows, sharding)
     uses = [Column(f"in use on rank {rank}", justify="right") for rank, _ in shown]
     table = Table(
         *columns,
         *uses,
-        Column("whole, because", overflow="fold"),
+        Column("not sharded because", overflow="fold"),
         box=None,
         header_style="bold",
         padding=(0, 2, 0, 0),
     )
     for row in rows:
         name = row.pattern if row.count == 1 else f"{row.pattern} x{row.count}"
-        why = (
-            f"{row.not_sharded_reason} ({format_nbytes(row.possible_saving_nbytes)} less per rank if divided)"
+        reason = (
+            f"{row.not_sharded_reason} ({format_nbytes(row.possible_saving_nbytes)} less per rank if sharded)"
             if row.possible_saving_nbytes
             else row.not_sharded_reason
         )
-        held = [format_nbytes(_nbytes_on_stage(row, part)) for _, part in shown]
-        cells = (name, " x ".join(map(str, row.shape)), row.role, row.config, *held, why)
+        nbytes_texts = [format_nbytes(_nbytes_on_stage(row, stage)) for _, stage in shown]
+        cells = (name, " x ".join(map(str, row.shape)), row.role, row.config, *nbytes_texts, reason)
         table.add_row(*map(Text, cells), style="yellow" if row.not_sharded_reason else "")
-    whole, kept = sum(row.nbytes for row in rows), sum(row.nbytes for row in rows if row.not_sharded_reason)
-    held = [format_nbytes(sum(_nbytes_on_stage(row, part) for row in rows)) for _, part in shown]
-    said = f"{held[0]} of {format_nbytes(whole)} on rank 0"
-    said += "".join(f", {each} on rank {rank}" for each, (rank, _) in zip(held[1:], shown[1:], strict=True))
-    said += f"; {format_nbytes(kept)} of it whole on every rank" + (
+    total, unsharded = (
+        sum(row.nbytes for row in rows),
+        sum(row.nbytes for row in rows if row.not_sharded_reason),
+    )
+    nbytes_texts = [format_nbytes(sum(_nbytes_on_stage(row, stage) for row in rows)) for _, stage in shown]
+    text = f"{nbytes_texts[0]} of {format_nbytes(total)} on rank 0"
+    text += "".join(
+        f", {each} on rank {rank}" for each, (rank, _) in zip(nbytes_texts[1:], shown[1:], strict=True)
+    )
+    text += f"; {format_nbytes(unsharded)} of it not sharded, on every rank" + (
         " that uses it" if sharding.block_calls_by_pp_rank else ""
     )
-    return Group(Text(f"\n{head}", style="bold"), table, Text(f"{said}. Gradients and moments lie likewise"))
+    return Group(
+        Text(f"\n{head}", style="bold"),
+        table,
+        Text(f"{text}. Gradients and optimizer states are sharded in the same way"),
+    )
 
 
 def _shown_ranks(rows: list[ParamRow], sharding: ShardingPlan) -> list[tuple[int, int]]:
-    """The first ranks of the parts that have a column, each with the number of its part."""
     count = len(sharding.block_calls_by_pp_rank) or 1
-    found = range(count)
+    stages = range(count)
     if count > MAX_SHOWN_STAGES:
-        fullest = max(found, key=lambda part: sum(row.stage_nbytes[part] for row in rows))
-        found = sorted({0, fullest, count - 1})
-    return [(part * (sharding.mesh.world_size // count), part) for part in found]
+        fullest = max(stages, key=lambda stage: sum(row.stage_nbytes[stage] for row in rows))
+        stages = sorted({0, fullest, count - 1})
+    return [(stage * (sharding.mesh.world_size // count), stage) for stage in stages]
 
 
 def _nbytes_on_stage(row: ParamRow, stage: int) -> int:
@@ -133,85 +148,104 @@ def _nbytes_on_stage(row: ParamRow, stage: int) -> int:
 
 
 def sharded_params_text(plan: Plan) -> dict[str, str]:
-    """How much of the weights rank 0 has, and how much of that is whole, where matrices are divided; else
-    nothing.
+    """Returns how much of the weights rank 0 has, and how much of that is not sharded.
+
+    Empty if nothing is sharded.
     """
-    space = plan.sharding.global_plan
-    if not any(home.sliced_dims for home in space.param_shardings):
+    sharding = plan.sharding.global_plan
+    if not any(param_sharding.sliced_dims for param_sharding in sharding.param_shardings):
         return {}
-    here, parameters = space.at_coordinate(space.mesh.coordinate(0)), plan.job.precision.parameters
-    held = sum(home.param.numel * home.param.itemsize(parameters) for home in here.param_shardings)
-    whole = sum(
-        home.param.numel * home.param.itemsize(parameters)
-        for home in here.logical_param_shardings
-        if not home.sliced_dims
+    here, parameters = sharding.at_coordinate(sharding.mesh.coordinate(0)), plan.job.precision.parameters
+    nbytes = sum(
+        param_sharding.param.numel * param_sharding.param.itemsize(parameters)
+        for param_sharding in here.param_shardings
     )
-    said = (
-        f"{format_nbytes(held)} of {format_nbytes(plan.model_spec.nbytes(parameters))} of "
-        f"the "
-        f"weights while they are used"
+    unsharded_nbytes = sum(
+        param_sharding.param.numel * param_sharding.param.itemsize(parameters)
+        for param_sharding in here.logical_param_shardings
+        if not param_sharding.sliced_dims
     )
-    said += " on rank 0, by its part" if space.block_calls_by_pp_rank else ""
-    return {"divided": f"{said}, {format_nbytes(whole)} of it whole: see `meshwright inspect`"}
+    text = (
+        f"{format_nbytes(nbytes)} of {format_nbytes(plan.model_spec.nbytes(parameters))} of the "
+        f"weights in use"
+    )
+    text += " on rank 0, by its stage" if sharding.block_calls_by_pp_rank else ""
+    text += f", {format_nbytes(unsharded_nbytes)} of it not sharded: see `meshwright inspect`"
+    return {"sharded weights": text}
 
 
 def _param_row(
-    home: ParamSharding, own: tuple[int, ...], sharding: ShardingPlan, parameters: str
+    param_sharding: ParamSharding, local_numel: tuple[int, ...], sharding: ShardingPlan, parameters: str
 ) -> ParamRow:
-    """That of one parameter, of which the first rank of each part has its `own` elements."""
-    weight, width = home.param, home.param.itemsize(parameters)
-    layout = "; ".join((*_placement_texts(home), *_gathered_output_text(home, sharding, width))) or "whole"
-    nbytes, held = weight.numel * width, tuple(numel * width for numel in own)
+    weight, width = param_sharding.param, param_sharding.param.itemsize(parameters)
+    layout = (
+        "; ".join(
+            (*_placement_texts(param_sharding), *_gathered_output_text(param_sharding, sharding, width))
+        )
+        or "replicated"
+    )
+    nbytes, local_nbytes = weight.numel * width, tuple(numel * width for numel in local_numel)
     ranks = sharding.mesh.group_size(_shardable_axes(sharding))
-    why = "" if home.sliced_dims else _reason(home)
-    less = nbytes - nbytes // ranks if why and weight.role != "norm" and len(weight.shape) > 1 else 0
-    parts = held if sharding.block_calls_by_pp_rank else ()
-    return ParamRow(weight.name, 1, weight.shape, weight.role, layout, nbytes, held[0], why, less, parts)
+    reason = "" if param_sharding.sliced_dims else _reason(param_sharding)
+    saving = nbytes - nbytes // ranks if reason and weight.role != "norm" and len(weight.shape) > 1 else 0
+    stage_nbytes = local_nbytes if sharding.block_calls_by_pp_rank else ()
+    return ParamRow(
+        weight.name,
+        1,
+        weight.shape,
+        weight.role,
+        layout,
+        nbytes,
+        local_nbytes[0],
+        reason,
+        saving,
+        stage_nbytes,
+    )
 
 
-def _placement_texts(home: ParamSharding) -> Iterator[str]:
-    for axis, dim in home.sliced_dims.items():
-        unit = "words" if home.param.role in VOCAB_ROLES else "features"
-        yield f"{axis}: {_split_text(home.param.dim_split(dim), unit)}"
-    if home.flat_shard_axes:
-        yield f"{' '.join(home.flat_shard_axes)}: shards"
+def _placement_texts(param_sharding: ParamSharding) -> Iterator[str]:
+    for axis, dim in param_sharding.sliced_dims.items():
+        unit = "tokens" if param_sharding.param.role in VOCAB_ROLES else "features"
+        yield f"{axis}: {_split_text(param_sharding.param.dim_split(dim), unit)}"
+    if param_sharding.flat_shard_axes:
+        yield f"{' '.join(param_sharding.flat_shard_axes)}: shards"
 
 
-def _gathered_output_text(home: ParamSharding, sharding: ShardingPlan, width: int) -> Iterator[str]:
-    """Of a layer without a partner, what it costs to bring its output together."""
-    layer, _, leaf = home.param.name.rpartition(".")
-    if home.param.role == "colwise_gather_output" and home.sliced_dims and leaf == "weight":
+def _gathered_output_text(param_sharding: ParamSharding, sharding: ShardingPlan, width: int) -> Iterator[str]:
+    layer, _, leaf = param_sharding.param.name.rpartition(".")
+    if (
+        param_sharding.param.role == "colwise_gather_output"
+        and param_sharding.sliced_dims
+        and leaf == "weight"
+    ):
         numel = max(call.out_numel for call in sharding.model_spec.layer_calls if call.name == layer)
         yield f"output gathered: {format_nbytes(numel * width)} per sample and call"
 
 
 def _split_text(layer_split: DimSplit, singles: str) -> str:
-    """The side that is divided, and in what units."""
     whole = sum(layer_split.sections)
     each = whole // len(layer_split.sections) // layer_split.num_units if layer_split.num_units else 0
     units = f"{layer_split.num_units} {singles}" if each == 1 else f"{layer_split.num_units} units of {each}"
     return f"{layer_split.side} side, {units}" + (
-        f" in each of {len(layer_split.sections)} parts" if len(layer_split.sections) > 1 else ""
+        f" in each of {len(layer_split.sections)} sections" if len(layer_split.sections) > 1 else ""
     )
 
 
-def _reason(home: ParamSharding) -> str:
-    weight = home.param
+def _reason(param_sharding: ParamSharding) -> str:
+    weight = param_sharding.param
     if weight.not_shardable_reason:
         return weight.not_shardable_reason
     if not weight.role:
-        return "used between layers, by no layer that can be divided"
+        return "used between layers, by no shardable layer"
     if weight.role == "between_pair":
-        return "every rank uses it for its own heads; the gradients are summed"
+        return "every rank uses it for its own heads; gradients are summed"
     if weight.role == "rowwise" and len(weight.shape) == 1:
-        return "added once, to the sum"
-    return f"no strategy divides {ROLE_NAMES.get(weight.role, weight.role)}"
+        return "added once, after the sum"
+    return f"no strategy shards {ROLE_NAMES.get(weight.role, weight.role)}"
 
 
 def _shardable_axes(sharding: ShardingPlan) -> list[str]:
-    """The axes along which weights could be cut: those of several ranks that see the same tokens and run the
-    same layers.
-    """
+    """The axes along which params could be sharded: several ranks that have the same tokens and layers."""
     return [
         axis for axis in AXES if sharding.mesh.size(axis) > 1 and axis not in ("pp", *sharding.grad_sum_axes)
     ]
@@ -220,20 +254,21 @@ def _shardable_axes(sharding: ShardingPlan) -> list[str]:
 def _merge_layers(pattern: str, rows: list[ParamRow]) -> ParamRow:
     first = rows[0]
     name = first.pattern if len(rows) == 1 else pattern
-    nbytes, held, less, *parts = (
+    nbytes, rank0_nbytes, saving, *stage_nbytes = (
         sum(numbers)
         for numbers in zip(
             *((row.nbytes, row.rank0_nbytes, row.possible_saving_nbytes, *row.stage_nbytes) for row in rows),
             strict=True,
         )
     )
-    less = less * max(parts) // nbytes if less and parts else less  # a rank has the layers of its part alone
+    if saving and stage_nbytes:  # a rank has the layers of its stage alone
+        saving = saving * max(stage_nbytes) // nbytes
     return replace(
         first,
         pattern=name,
         count=len(rows),
         nbytes=nbytes,
-        rank0_nbytes=held,
-        possible_saving_nbytes=less,
-        stage_nbytes=tuple(parts),
+        rank0_nbytes=rank0_nbytes,
+        possible_saving_nbytes=saving,
+        stage_nbytes=tuple(stage_nbytes),
     )

@@ -1,10 +1,4 @@
-"""In words: which tokens of a sample each rank has, and what the busiest has to do of attention.
-
-The dtype of each role as a table (`engine/precision.py` says what they are for), and in one line.
-
-What a plan says that does not compute what one device computes: how old the weights are, and what is kept of
-them.
-"""
+"""Notes on a plan: the dtype of each role, the sharding of sequences, and the staleness of weights."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +17,7 @@ from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import staleness
 
 PACKED_EXAMPLE, PACKED_ENDS = (
-    "documents of a sixth, a third and a half of a row",
+    "documents of a sixth, a third and a half of a sequence",
     (1 / 6, 1 / 2),
 )  # what masks are is not known before
 IMBALANCE_TOLERANCE = 0.05  # of the mean, which is not worth a word
@@ -31,44 +25,42 @@ MAX_CHECKED_TOKENS = 1 << 13  # tokens; longer rows are as even
 
 
 def sequence_sharding_text(plan: Plan) -> dict[str, str]:
-    """How tokens are dealt to ranks, by heading; nothing where every rank has all of its samples."""
-    space, tokens = plan.sharding, plan.model_spec.sequence_info
-    if space.sequence_sharding is None or tokens is None:
+    """Returns how sequences are sharded, by heading; empty if every rank has unsharded samples."""
+    sharding, tokens = plan.sharding, plan.model_spec.sequence_info
+    if sharding.sequence_sharding is None or tokens is None:
         return {}
-    said = (
-        f"{tokens.length:,} of each sample on {space.sequence_sharding.num_ranks} ranks: "
-        f"{_tokens_per_rank(space.sequence_sharding, tokens.length)} "
+    text = (
+        f"{tokens.length:,} of each sample, sharded over {sharding.sequence_sharding.num_ranks} ranks: "
+        f"{_tokens_per_rank(sharding.sequence_sharding, tokens.length)} "
         f"each"
     )
-    said += "".join(
-        f", and {length:,}: {_tokens_per_rank(space.sequence_sharding, length)}"
+    text += "".join(
+        f", and {length:,}: {_tokens_per_rank(sharding.sequence_sharding, length)}"
         for length in tokens.lengths[1:]
     )
-    said += "".join(f"; {each}" for each in _balance_texts(space.sequence_sharding, tokens))
-    reach = max((each.halo for each in tokens.conv_calls), default=0)
-    said += (
-        f"; convolutions take in up to {reach:,} neighbours of a token, of other ranks too" if reach else ""
-    )
-    whole = dict.fromkeys(
+    text += "".join(f"; {each}" for each in _balance_texts(sharding.sequence_sharding, tokens))
+    halo = max((each.halo for each in tokens.conv_calls), default=0)
+    text += f"; convolutions exchange up to {halo:,} neighbours of a token with other ranks" if halo else ""
+    unsharded = dict.fromkeys(
         LAYER_NUMBER.sub("*", each.block_call)
         for each in tokens.block_calls
         if not tokens.num_sharded_tokens(each.block_call)
     )
-    said += f"; every rank runs {', '.join(whole)} on all there is" if whole else ""
+    text += f"; every rank runs {', '.join(unsharded)} on all tokens" if unsharded else ""
     if tokens.gathers:
         numel = sum(each.numel for each in tokens.gathers)
-        behind = ", ".join(
+        consumers = ", ".join(
             dict.fromkeys(
-                f"glue behind {each.block_call}" if each.block_call else "the loss" for each in tokens.gathers
+                f"glue after {each.block_call}" if each.block_call else "the loss" for each in tokens.gathers
             )
         )
-        said += f"; {behind} needs other ranks' tokens: {numel:,} elements per sample are brought together"
-        said += (
-            " for a batch like the example (it looks at values: another one may need others)"
+        text += f"; {consumers} needs the tokens of other ranks: {numel:,} elements per sample are gathered"
+        text += (
+            " for a batch like the example (the forward reads values: another batch may need others)"
             if tokens.reads_values
             else ""
         )
-    return {"tokens": said}
+    return {"tokens": text}
 
 
 def _tokens_per_rank(sequence_sharding: SequenceSharding, length: int) -> str:
@@ -77,9 +69,6 @@ def _tokens_per_rank(sequence_sharding: SequenceSharding, length: int) -> str:
 
 
 def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) -> Iterator[str]:
-    """How even ranks compute attention: under causal masks, and of masks, which are data, under one of packed
-    documents.
-    """
     kinds = {
         "causal attention": (any(attend.is_causal for attend in tokens.attention_calls), ()),
         f"attention under a mask, such as {PACKED_EXAMPLE}": (
@@ -87,8 +76,8 @@ def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) ->
             PACKED_ENDS,
         ),
     }
-    for name, (met, ends) in kinds.items():
-        if met:
+    for name, (is_used, ends) in kinds.items():
+        if is_used:
             share = max_over_mean_attention(sequence_sharding, tokens.length, ends)
             yield (
                 f"{name}: the busiest rank has {share:.2f} x the "
@@ -99,7 +88,6 @@ def _balance_texts(sequence_sharding: SequenceSharding, tokens: SequenceInfo) ->
 def _better_balance(
     sequence_sharding: SequenceSharding, length: int, ends: Sequence[float], share: float
 ) -> str:
-    """What would be more even than `share`, if anything: `zigzag` before what serves less often."""
     ways = {
         "zigzag": replace(sequence_sharding, zigzag=True, striped=False),
         "striped": replace(sequence_sharding, zigzag=False, striped=True),
@@ -120,10 +108,10 @@ def _better_balance(
 def max_over_mean_attention(
     sequence_sharding: SequenceSharding, length: int, document_ends: Sequence[float] = ()
 ) -> float:
-    """What the busiest rank has of the pairs of tokens that a mask leaves, over the mean of all ranks.
+    """Returns the unmasked token pairs of the busiest rank over the mean of all ranks.
 
-    Each token looks at itself and those before it in its document; documents end at `ends`, as shares of the
-    row, and with it.
+    Each token attends to itself and to those before it in its document; documents end at `document_ends`, as
+    fractions of the sequence, and at its end.
     """
     length = min(length, MAX_CHECKED_TOKENS)
     stops = [0, *(int(length * end) for end in document_ends), length]
@@ -147,47 +135,47 @@ def _num_attended_pairs(stops: Sequence[int], begin: int, end: int) -> int:
 
 
 ROLE_TEXTS = {
-    "parameters": "what blocks use and what is gathered",
-    "master": "what the optimizer steps, and checkpoints hold",
+    "parameters": "what blocks compute with, and what is gathered",
+    "master": "what the optimizer updates and checkpoints contain",
     "compute": "operands of matrix products",
-    "gradients": "the sum that the optimizer reads",
-    "reduce": "gradients under way",
-    "optimizer_states": "what the optimizer remembers",
+    "gradients": "the accumulated sum that the optimizer reads",
+    "reduce": "gradients in collectives",
+    "optimizer_states": "what the optimizer keeps per parameter",
 }
 
 
 def precision_roles(plan: Plan) -> dict[str, str]:
-    """The dtype of each role, in words."""
+    """Returns the dtype of each role, as text."""
     roles, rule = plan.job.precision.roles, plan.job.optimizer.name
-    moments = (
+    optimizer_states = (
         "bfloat16"
         if rule in BFLOAT16_STATES
         else "8 bits, scales float32"
         if rule in EIGHT_BIT_STATES
         else roles["optimizer_states"]
     )
-    return {**roles, "optimizer_states": moments}
+    return {**roles, "optimizer_states": optimizer_states}
 
 
 def precision_text(plan: Plan) -> str:
-    """The roles by dtype, in one line: those of one dtype together."""
-    found: dict[str, list[str]] = {}
+    """Returns the roles by dtype, in one line."""
+    roles_by_dtype: dict[str, list[str]] = {}
     roles = precision_roles(plan)
     if _steps_params_directly(plan):
         roles.pop("master")
     for role, dtype in roles.items():
-        found.setdefault(dtype, []).append(role)
-    said = "; ".join(f"{dtype} {', '.join(roles)}" for dtype, roles in found.items())
+        roles_by_dtype.setdefault(dtype, []).append(role)
+    text = "; ".join(f"{dtype} {', '.join(roles)}" for dtype, roles in roles_by_dtype.items())
     precision = plan.job.precision
-    return f"{said}; loss scale from {precision.loss_scale:g}" if precision.scales_loss else said
+    return f"{text}; loss scale from {precision.loss_scale:g}" if precision.scales_loss else text
 
 
 def precision_table(plan: Plan) -> Table:
-    """Role, dtype, and what it is."""
+    """Returns a table of role, dtype, and meaning."""
     table = Table(
         Column("role", min_width=12),
         "dtype",
-        Column("what it is", overflow="fold"),
+        Column("meaning", overflow="fold"),
         box=None,
         header_style="bold",
     )
@@ -199,36 +187,32 @@ def precision_table(plan: Plan) -> Table:
 
 
 def _steps_params_directly(plan: Plan) -> bool:
-    """Whether the optimizer steps the parameters, and no copy of them."""
     return plan.job.precision.effective.master == plan.job.precision.parameters
 
 
 def staleness_text(plan: Plan) -> dict[str, str]:
-    """Rows of a summary of a plan that is not exact: which weights gradients meet, where every micro-batch is
-    an update.
-    """
+    """Returns summary rows of a plan that is not exact: which weight versions gradients use."""
     if plan.exact:
         return {}
     names = ", ".join(strategy.name for strategy in plan.strategies if not strategy.exact)
-    found = {"not exact": f"{names} does not compute what one device computes"}
+    rows = {"not exact": f"{names} does not compute the same as one device"}
     lists = [actions for _, actions in plan.program.roles]
     if not any(map(stepped_microbatches, lists)):
-        return found
+        return rows
     old = ", ".join(str(staleness(actions)) for actions in lists)
-    kept = [stashed_nbytes(actions) for actions in lists]
-    said = ", ".join(
-        f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in kept
+    stashes = [stashed_nbytes(actions) for actions in lists]
+    stashed_text = ", ".join(
+        f"{len(each)} ({format_nbytes(sum(each.values()))})" if each else "none" for each in stashes
     )
     updates = (
-        f"{plan.num_microbatches}, one per micro-batch, with gradients at weights that "
-        f"are "
-        f"up to {old} updates old, by stage"
+        f"{plan.num_microbatches}, one per microbatch, with gradients at weights "
+        f"that are up to {old} updates old, by stage"
     )
-    return found | {"updates per step": updates, "old weights kept": f"{said}, by stage"}
+    return rows | {"updates per step": updates, "stashed weights": f"{stashed_text}, by stage"}
 
 
 def stashed_nbytes(actions: tuple[Action, ...]) -> dict[str, int]:
-    """The memory in which a rank keeps old versions of its weights: bytes by name."""
+    """Returns the memory of old weight versions on a rank: bytes by name."""
     return {
         hold.name: hold.nbytes for action in actions if action.kind == "STASH" for hold in action.allocations
     }

@@ -1,7 +1,7 @@
-"""A plan as a table of what will happen, and a verdict as one of what was found.
+"""Tables of what a plan will do, and of what a verdict found.
 
-Runs of equal actions on consecutive blocks are drawn as one row; what waits for another lane, moves bytes or
-takes memory is said in its row.
+Equal actions on consecutive blocks are one row; waits for another stream, bytes sent and memory are named in
+the row.
 """
 
 import sys
@@ -32,42 +32,42 @@ from meshwright.verifier.verdict import Verdict
 KIND_TEXTS = {
     "TOKEN_COUNT": "count the tokens of this step",
     "F": "forward of",
-    "F_CHECKPOINTED": "forward, keeping inputs alone, of",
-    "RECOMPUTE": "forward, once more, of",
+    "F_CHECKPOINTED": "forward with activation checkpointing of",
+    "RECOMPUTE": "recompute the forward of",
     "LOSS": "loss and its gradient",
     "B": "backward of",
-    "I": "gradients of what goes into",
-    "W": "gradients of the weights of",
-    "PACK": "gradients into one buffer",
-    "GRAD_SQNORM": "squared norm before the sum",
+    "I": "input gradients of",
+    "W": "weight gradients of",
+    "PACK": "copy gradients into one buffer",
+    "GRAD_SQNORM": "squared gradient norm before the sum",
     "REDUCE": "sum gradients over ranks",
-    "GATHER": "rows of all ranks",
-    "SCATTER": "to each rank its rows",
-    "BROADCAST": "hand out to all ranks",
-    "UNPACK": "gradients out of the buffer",
+    "GATHER": "gather the samples of all ranks",
+    "SCATTER": "send each rank its samples",
+    "BROADCAST": "broadcast to all ranks",
+    "UNPACK": "copy gradients out of the buffer",
     "LOSS_SUM": "loss of the whole step",
-    "REDUCE_SQNORM": "squared norms of all parts",
-    "UNSHARD": "bring weights together",
-    "RESHARD": "let go of whole weights",
-    "WAIT": "what was sent has come",
-    "SEND": "on to who needs it",
-    "RECV": "what has come",
-    "SEND_GRAD": "gradient, back",
-    "RECV_GRAD": "gradient that has come",
-    "CONCAT": "pieces of what has come, together",
-    "CONCAT_GRAD": "pieces of a gradient that has come, together",
-    "ACCUMULATE": "to the sum so far",
-    "LOCAL_NORM": "squared norm of own shards",
-    "GLOBAL_NORM": "that of all shards",
-    "REDUCE_TIED": "sum of what parts have of gradients",
-    "GATHER_GRAD": "slices of gradients to who steps them",
-    "CLIP": "gradient norm, clip",
-    "STASH": "keep the weights as they are",
-    "LOAD_STASHED": "have the kept weights in the model",
-    "LOAD_LATEST": "have the newest weights there again",
-    "STEP": "optimizer",
-    "SCATTER_PARAM": "slices of what was stepped",
-    "NOISE_SCALE": "gradient noise scale",
+    "REDUCE_SQNORM": "sum squared norms over ranks",
+    "UNSHARD": "all-gather parameters",
+    "RESHARD": "free unsharded parameters",
+    "WAIT": "wait for pending gradients and reductions",
+    "SEND": "send boundary activations",
+    "RECV": "receive boundary activations",
+    "SEND_GRAD": "send their gradients back",
+    "RECV_GRAD": "receive the gradients of what was sent",
+    "CONCAT": "concatenate received chunks",
+    "CONCAT_GRAD": "concatenate received gradient chunks",
+    "ACCUMULATE": "add gradients to the sum so far",
+    "LOCAL_NORM": "squared norm of local shards",
+    "GLOBAL_NORM": "sum squared norms of all shards",
+    "REDUCE_TIED": "sum the gradients of tied parameters over stages",
+    "GATHER_GRAD": "send gradient slices to their matrix owner",
+    "CLIP": "gradient norm and clipping",
+    "STASH": "stash the current weights",
+    "LOAD_STASHED": "load stashed weights into the model",
+    "LOAD_LATEST": "load the latest weights into the model",
+    "STEP": "optimizer step",
+    "SCATTER_PARAM": "send updated slices to all ranks",
+    "NOISE_SCALE": "estimate the gradient noise scale",
 }
 
 # kinds that are told apart by their subject
@@ -87,11 +87,11 @@ INTERLEAVED_KINDS = (
     "WAIT",
     "ACCUMULATE",
     "GRAD_SQNORM",
-)  # what a stretch has for each block, and a REDUCE that scatters
+)  # actions between those of two blocks, and a REDUCE that scatters
 
 
 def format_flops(flops: float) -> str:
-    """Floating-point operations in the unit that fits, three digits."""
+    """Returns floating-point operations in the unit that fits, three digits."""
     for unit in ("", "K", "M", "G", "T"):
         if flops < 1000:
             return f"{flops:.3g} {unit}FLOP"
@@ -100,8 +100,9 @@ def format_flops(flops: float) -> str:
 
 
 def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
-    """The summary of `plan`, its dtypes, what a rank holds and sends, and its actions; `every` draws each in
-    a row of its own.
+    """Returns the summary of `plan`, its dtypes, memory, transfers and actions.
+
+    `show_all`: one row per action.
     """
     tables = [
         precision_table(plan),
@@ -114,7 +115,10 @@ def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
 
 
 def _action_tables(plan: Plan, *, show_all: bool) -> Iterator[RenderableType]:
-    """The list of the one role; of several the begin of the first one's, or with `every` all of them."""
+    """The actions of the one role.
+
+    Of several the beginning of the first one's, or with `show_all` all of them.
+    """
     if len(plan.program.roles) == 1:
         yield from ("", _action_table(plan.actions, show_all=show_all))
         return
@@ -133,16 +137,16 @@ def _summary(plan: Plan) -> Table:
 
 
 def plan_summary(plan: Plan) -> dict[str, str]:
-    """What `plan` trains, on what and how, each in a few words."""
+    """Returns what `plan` trains, on what and how, each as a short text."""
     job, numel = plan.job, plan.model_spec.numel
     ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
-    micros = "1 micro-batch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} micro-batches"
+    microbatches = "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
     each = "" if job.data.source == "example" else f"; {job.data.sequence} tokens each"
     return {
         "model": f"{plan.model_spec.name}: {numel:,} parameters in {len(plan.model_spec.block_calls)} blocks",
         "mesh": f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one device",
         "strategies": ", ".join(map(str, plan.strategies)) or "none",
-        "global batch": f"{job.train.batch} samples = {ranks} x {micros} of {plan.micro_batch}{each}",
+        "global batch": f"{job.train.batch} samples = {ranks} x {microbatches} of {plan.micro_batch}{each}",
         "precision": precision_text(plan),
         **sequence_sharding_text(plan),
         **sharded_params_text(plan),
@@ -155,25 +159,24 @@ def plan_summary(plan: Plan) -> dict[str, str]:
 
 
 def _sent_text(plan: Plan) -> str:
-    """What leaves each rank in a step; where the ranks differ, the busiest and another."""
-    served, serving, apart = 0.0, 0.0, False
+    """What leaves each rank in a step; if ranks differ, the busiest and another."""
+    least_nbytes, most_nbytes, apart = 0.0, 0.0, False
     rank, actions = busiest_rank(plan)
     for move in (move for action in actions for move in action.transfers):
         least, most = min_max_sent_nbytes(move, move.num_ranks(plan.mesh))
-        served += 0 if move.collective in ONE_SENDER else least
-        serving += 0 if move.collective in ONE_RECEIVER else most
+        least_nbytes += 0 if move.collective in ONE_SENDER else least
+        most_nbytes += 0 if move.collective in ONE_RECEIVER else most
         apart = apart or least != most
-    if format_nbytes(served) == format_nbytes(serving):
-        return format_nbytes(serving) + (
+    if format_nbytes(least_nbytes) == format_nbytes(most_nbytes):
+        return format_nbytes(most_nbytes) + (
             f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else ""
         )
     if apart:
         return (
-            f"{format_nbytes(serving)} by the busiest rank, {format_nbytes(served)} by the "
-            f"one "
+            f"{format_nbytes(most_nbytes)} by the busiest rank, {format_nbytes(least_nbytes)} by the one "
             f"that sends least"
         )
-    return f"{format_nbytes(serving)} by rank 0, {format_nbytes(served)} by each other one"
+    return f"{format_nbytes(most_nbytes)} by rank 0, {format_nbytes(least_nbytes)} by each other rank"
 
 
 def _pretrained_text(plan: Plan) -> dict[str, str]:
@@ -185,49 +188,48 @@ def _pretrained_text(plan: Plan) -> dict[str, str]:
         "weights": f"{origin.source}: {format_nbytes(origin.nbytes)}, digest {origin.digest[:16]}",
         "host memory to load": (
             f"{format_nbytes(nbytes)} per rank (parameters, and "
-            f"{format_nbytes(origin.read_buffer_nbytes)} while one is "
-            f"read)"
+            f"{format_nbytes(origin.read_buffer_nbytes)} to read one)"
         ),
     }
 
 
 def _action_table(actions: tuple[Action, ...], *, show_all: bool, most: int = sys.maxsize) -> Table:
     columns = (
-        Column("lane", min_width=7),
+        Column("stream", min_width=7),
         Column("action", overflow="fold"),
         Column("what happens", overflow="fold"),
     )
     table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    lanes = {action.name: action.stream for action in actions}
+    streams = {action.name: action.stream for action in actions}
     runs = list(_action_rows(actions, show_all=show_all))
     if len(runs) > most:
         table.caption, table.caption_justify = (
-            f"and {len(runs) - most} more rows (--all shows them, and those of all roles)",
+            f"and {len(runs) - most} more rows (--all-actions shows them, and those of all roles)",
             "left",
         )
     for run in runs[:most]:
         first = run[0]
-        micro = "" if first.microbatch is None else f" micro {first.microbatch}"
+        microbatch = "" if first.microbatch is None else f" microbatch {first.microbatch}"
         number = f" x{len(run)}" if len(run) > 1 else ""
         name = first.subject if first.kind in KINDS_WITH_SUBJECT and len(run) == 1 else ""
-        label = f"{first.kind}{number}{micro} {name}".rstrip()
+        label = f"{first.kind}{number}{microbatch} {name}".rstrip()
         table.add_row(
             first.stream,
             Text(label),
-            Text("; ".join(_row_details(run, lanes))),
+            Text("; ".join(_row_details(run, streams))),
             style="" if first.stream == "compute" else "cyan",
         )
     return table
 
 
-def _row_details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
+def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]:
     first, last = run[0], run[-1]
     blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
     yield f"{KIND_TEXTS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else KIND_TEXTS[first.kind]
     for move in first.transfers[:1]:
         nbytes, within = (
             sum(each.nbytes for action in run for each in action.transfers),
-            "" if first.transfer else " within",
+            "" if first.transfer else " inside the block",
         )
         yield (
             f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over "
@@ -235,22 +237,19 @@ def _row_details(run: list[Action], lanes: Mapping[str, str]) -> Iterator[str]:
             f"({move.algorithm}){within}"
         )
     flops = sum(action.flops for action in run)
-    taken = sum(
+    allocated = sum(
         {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
-    )  # a buffer is taken in turn
+    )  # a buffer is allocated once for all of them
     if flops:
         yield format_flops(flops)
-    if taken:
-        yield f"takes {format_nbytes(taken)}"
-    waits = [wait for wait in first.waits if lanes.get(wait) != first.stream]
+    if allocated:
+        yield f"allocates {format_nbytes(allocated)}"
+    waits = [wait for wait in first.waits if streams.get(wait) != first.stream]
     if waits:
-        yield f"after {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")
+        yield f"waits for {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")
 
 
 def _action_rows(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[list[Action]]:
-    """The actions of each row: forwards, or backwards, and then what stands between them, on consecutive
-    blocks.
-    """
     for _, stretch in groupby(
         zip(_row_groups(actions, show_all=show_all), actions, strict=True), key=lambda pair: pair[0]
     ):
@@ -260,7 +259,7 @@ def _action_rows(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[lis
 
 
 def _row_groups(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[str | int]:
-    """For each action what it is drawn with; a number: nothing."""
+    """For each action the name of its group of rows; a number: a row of its own."""
     now: str | int = ""
     for i, action in enumerate(actions):
         scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
@@ -275,7 +274,10 @@ def _row_groups(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[str 
 
 
 def verdict_view(verdict: Verdict) -> RenderableType:
-    """A verdict as a short table: the outcome, then the largest error per quantity, or what differs first."""
+    """Returns a verdict as a short table.
+
+    The outcome, then the largest error per quantity, or the first difference.
+    """
     if not verdict.passed:
         return Text(str(verdict), style="red")
     table = Table.grid(padding=(0, 2))
@@ -290,12 +292,15 @@ def verdict_view(verdict: Verdict) -> RenderableType:
     return Group(Text(head, style="green"), table)
 
 
-def trace_view(traced: TraceVerdict) -> RenderableType:
-    """What a trace found as a short table: the outcome and what was sent, or every action that differs."""
-    if not traced.passed:
-        return Text(str(traced), style="red")
+def trace_view(verdict: TraceVerdict) -> RenderableType:
+    """Returns a trace verdict as a short table.
+
+    The outcome and what was sent, or every action that differs.
+    """
+    if not verdict.passed:
+        return Text(str(verdict), style="red")
     table = Table.grid(padding=(0, 2))
-    table.add_row("  model", f"{traced.model}, on {traced.tensor_kind} tensors")
-    table.add_row("  collectives", f"{traced.num_messages} per rank and step")
-    table.add_row("  sent", f"{format_nbytes(traced.sent_nbytes)} per rank and step")
-    return Group(Text(str(traced), style="green"), table)
+    table.add_row("  model", f"{verdict.model}, on {verdict.tensor_kind} tensors")
+    table.add_row("  collectives", f"{verdict.num_messages} per rank and step")
+    table.add_row("  sent", f"{format_nbytes(verdict.sent_nbytes)} per rank and step")
+    return Group(Text(str(verdict), style="green"), table)

@@ -1,9 +1,7 @@
-"""What a plan will take, as a table and as plain values: seconds by where they go, bytes held at the fullest,
-bytes sent.
+"""A prediction as a table and as plain values: seconds by category, peak memory, bytes sent.
 
-Bytes are the program's own and need no device; seconds are there where hardware was named. The plain values
-are kept with a run (run_info.json), so that its report can hold them against what was measured
-(report/beside.py).
+Bytes come from the program and need no device; seconds need the hardware. The plain values are stored with a
+run (run_info.json), so that its report can compare them with measurements (predicted_vs_measured.py).
 """
 
 from collections.abc import Iterator
@@ -21,28 +19,29 @@ from meshwright.report.terminal.memory_table import first_ranks
 
 CATEGORY_TEXTS = {
     "compute_s": "blocks and the loss",
-    "inner_comm_s": "messages within blocks",
-    "exposed_comm_s": "messages between acts",
-    "idle_s": "for other ranks",
-    "optimizer_s": "norm and optimizer",
+    "inner_comm_s": "communication inside blocks",
+    "exposed_comm_s": "exposed communication between actions",
+    "idle_s": "waiting for other ranks",
+    "optimizer_s": "gradient norm and optimizer",
 }
 MAX_ROLES = 6  # roles in a table
 
 
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
-    """What `plan` holds at its fullest and sends in a step, by role, and what it takes, where that was
-    predicted.
+    """Returns the peak memory and the bytes sent of `plan`, by role.
+
+    And the predicted seconds if there are any.
     """
     roles = [role for role, _ in plan.program.roles]
     held = {
         role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
     }
-    said = {"held": held, "sent": dict(_sent_nbytes(plan))}
-    return said if prediction is None else {**said, **prediction.as_dict()}
+    values = {"held": held, "sent": dict(_sent_nbytes(plan))}
+    return values if prediction is None else {**values, **prediction.as_dict()}
 
 
 def prediction_view(plan: Plan, prediction: StepPrediction) -> RenderableType:
-    """The seconds of a step, in all and by where they go on each role."""
+    """Returns the seconds of a step, in all and by category for each role."""
     tokens = plan.job.train.batch * (1 if plan.job.data.source == "example" else plan.job.data.sequence)
     unit = "samples" if plan.job.data.source == "example" else "tokens"
     speed = (
@@ -62,7 +61,7 @@ def prediction_view(plan: Plan, prediction: StepPrediction) -> RenderableType:
 
 
 def format_seconds(value: float) -> str:
-    """Seconds in the unit that fits, three digits."""
+    """Returns seconds in the unit that fits, three digits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.3g} {unit}"
@@ -78,7 +77,7 @@ def _table(prediction: StepPrediction) -> Table:
         else [Column("seconds", justify="right")]
     )
     table = Table(
-        Column("where it goes", min_width=12),
+        Column("step time", min_width=12),
         *columns,
         Column("", overflow="fold"),
         box=None,
@@ -86,21 +85,20 @@ def _table(prediction: StepPrediction) -> Table:
     )
     table.padding = (0, 2, 0, 0)
     for name, words in CATEGORY_TEXTS.items():
-        spent = [category_seconds(each, name) for _, each in shown]
-        if any(spent):
-            table.add_row(name, *map(format_seconds, spent), words)
+        seconds = [category_seconds(each, name) for _, each in shown]
+        if any(seconds):
+            table.add_row(name, *map(format_seconds, seconds), words)
     if len(roles) > len(shown):
-        table.caption, table.caption_justify = f"and {len(roles) - len(shown)} roles between", "left"
+        table.caption, table.caption_justify = f"and {len(roles) - len(shown)} more roles between", "left"
     return table
 
 
 def category_seconds(breakdown: StepBreakdown, category: str) -> float:
-    """The seconds that go to one of WORDS."""
+    """Returns the seconds in one of CATEGORY_TEXTS."""
     return float(vars(breakdown)[category])
 
 
 def _sent_nbytes(plan: Plan) -> Iterator[tuple[str, float]]:
-    """The bytes that the busiest rank of each role sends in a step."""
     for role, actions in plan.program.roles:
         moves = (move for action in actions if action.stream != "recv" for move in action.transfers)
         yield role, sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for move in moves)

@@ -1,12 +1,10 @@
-"""A run as it goes on: on a terminal a small table and a bar that move, elsewhere plain lines, aligned, with
-their units.
+"""The progress of a run: a live table and a bar on a terminal, aligned plain lines elsewhere.
 
        step     loss  grad_norm        lr    memory  tokens/s      mfu      ETA
      20/400   4.1234      1.234  3.00e-04   412 MiB    12,345   38.2 %  0:02:05
 
-`mfu` is the share of the devices' peak that the model's own operations make up (core/hardware.py). Where the
-peak is not known, the operations themselves stand there, in GFLOP/s. Where something is float16, `scale`
-follows, by which the loss of the next step is multiplied.
+`mfu` is the share of the devices' peak that the model's own operations reach. If the peak is unknown, the
+operations themselves are shown, in GFLOP/s. With float16, `scale` is the loss scale of the next step.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,15 +34,12 @@ COLUMN_WIDTHS = {
     "ETA": 8,
     "scale": 7,
 }
-MAX_LINES = 20  # of a run that is not watched on a terminal
+MAX_LINES = 20  # of a run without a terminal
 
 
 @dataclass(frozen=True)
 class ProgressMetrics:
-    """What is shown of a step; `memory` in bytes.
-
-    Speeds are of all ranks; None: not known, or no loss scale.
-    """
+    """What is shown of a step. Speeds are of all ranks; None: unknown, or no loss scale."""
 
     step: int
     loss: float
@@ -57,8 +52,8 @@ class ProgressMetrics:
     loss_scale: float | None = None
 
     def cells(self) -> dict[str, str]:
-        """The figures in words, by name."""
-        said = {
+        """Returns the metrics as texts, by name."""
+        cells = {
             "loss": f"{self.loss:.4f}",
             "grad_norm": f"{self.grad_norm:.3f}",
             "lr": f"{self.lr:.2e}",
@@ -66,13 +61,13 @@ class ProgressMetrics:
             "tokens/s": f"{self.tokens_per_s:,.0f}",
         }
         if self.mfu is not None:
-            said["mfu"] = f"{100 * self.mfu:.1f} %"
+            cells["mfu"] = f"{100 * self.mfu:.1f} %"
         elif self.flops_per_s is not None:
-            said["GFLOP/s"] = f"{self.flops_per_s / 1e9:,.1f}"
-        return said
+            cells["GFLOP/s"] = f"{self.flops_per_s / 1e9:,.1f}"
+        return cells
 
     def loss_scale_cell(self) -> dict[str, str]:
-        """The loss scale in words, where there is one."""
+        """Returns the loss scale as text, if there is one."""
         return {} if self.loss_scale is None else {"scale": f"{self.loss_scale:g}"}
 
 
@@ -81,44 +76,45 @@ ShowStep = Callable[[ProgressMetrics], None]
 
 @contextmanager
 def training_view(console: Console, steps: int, first: int) -> Iterator[ShowStep]:
-    """What to call after each step: moves a table and a bar on a terminal,
-    prints about 20 lines elsewhere.
+    """Yields what to call after each step.
+
+    Updates a table and a bar on a terminal, prints about 20 lines elsewhere.
     """
     if console.is_terminal:
         with _live_view(console, steps, first) as show:
             yield show
         return
-    started, often, headed = perf_counter(), max(1, steps // MAX_LINES), False
+    started, interval, has_header = perf_counter(), max(1, steps // MAX_LINES), False
 
-    def line(figures: ProgressMetrics) -> None:
-        nonlocal headed
-        step = figures.step
-        if step % often == 0 or step in (first + 1, steps):
-            left = (perf_counter() - started) / (step - first) * (steps - step)
+    def line(metrics: ProgressMetrics) -> None:
+        nonlocal has_header
+        step = metrics.step
+        if step % interval == 0 or step in (first + 1, steps):
+            remaining_s = (perf_counter() - started) / (step - first) * (steps - step)
             cells = {
                 "step": f"{step}/{steps}",
-                **figures.cells(),
-                "ETA": format_duration(left),
-                **figures.loss_scale_cell(),
+                **metrics.cells(),
+                "ETA": format_duration(remaining_s),
+                **metrics.loss_scale_cell(),
             }
             rows = (
                 [format_line(cells)]
-                if headed
+                if has_header
                 else [format_line({name: name for name in cells}), format_line(cells)]
             )
             console.print("\n".join(rows), markup=False, soft_wrap=True)
-            headed = True
+            has_header = True
 
     yield line
 
 
 def format_line(cells: Mapping[str, str]) -> str:
-    """The cells in a line, each as wide as its column."""
+    """Returns the cells in a line, each as wide as its column."""
     return "  ".join(f"{text:>{COLUMN_WIDTHS[name]}}" for name, text in cells.items())
 
 
 def format_duration(seconds: float) -> str:
-    """Hours, minutes and seconds, as 0:02:05."""
+    """Returns hours, minutes and seconds, as 0:02:05."""
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -134,17 +130,16 @@ def _live_view(console: Console, steps: int, first: int) -> Iterator[ShowStep]:
     task = bar.add_task("train", total=steps, completed=first)
     with Live(bar, console=console, refresh_per_second=8) as live:
 
-        def show(figures: ProgressMetrics) -> None:
-            bar.update(task, completed=figures.step)
-            step = {"step": f"{figures.step}/{steps}"}
-            scale = [Text(f" loss {name} {said}") for name, said in figures.loss_scale_cell().items()]
-            live.update(Group(_table({**step, **figures.cells()}), *scale, bar))
+        def show(metrics: ProgressMetrics) -> None:
+            bar.update(task, completed=metrics.step)
+            step = {"step": f"{metrics.step}/{steps}"}
+            scale = [Text(f" loss {name} {text}") for name, text in metrics.loss_scale_cell().items()]
+            live.update(Group(_table({**step, **metrics.cells()}), *scale, bar))
 
         yield show
 
 
 def _table(cells: Mapping[str, str]) -> RenderableType:
-    """One row under its names; it fits into 80 columns."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
     for name in cells:
         table.add_column(name, justify="right", no_wrap=True, min_width=COLUMN_WIDTHS[name])
