@@ -1,0 +1,392 @@
+"""Measures how many planted faults the test suite notices: mutation testing with faults chosen by hand.
+
+    python -m benchmarks.mutants                      every mutant, first the default tier, then the full one
+    python -m benchmarks.mutants --tier default       the default tier alone
+    python -m benchmarks.mutants --only NAME ...      these mutants alone
+    python -m benchmarks.mutants --check              apply every mutant and compile it; run no test
+
+A mutant (benchmarks/mutants.toml) is one edit of one file of the library: a dropped wait, a wrong axis, a
+shard that is off by one. Each is planted alone, in a copy of the tracked files, and pytest runs until the
+first failure:
+
+    stage      test files                                                            tier
+    mirrored   tests/a/b/test_c*.py of src/meshwright/a/b/c.py                       default
+    importers  those that import the module, or reach it by the fewest imports           default
+    rest       all others, by their distance in the graph of imports                 default
+    full       files with cases that tests/tiers.toml leaves out, with --full        full
+
+    share of a tier = mutants caught in its stages, or in those before it / all mutants
+
+A test that fails catches a mutant only if it passes in a copy without the fault; else it is deselected and
+the stage runs again. A hang (the timeout of a test, or of a whole stage) counts as caught and is recorded
+as such.
+
+Cost: seconds for most mutants, the time of both tiers for one that survives. Rows are kept in
+benchmarks/scratch by commit, so a run goes on where it was stopped. The result `suite_power` is written
+when every mutant has its row.
+Limits: faults chosen by hand show which kinds of faults are noticed, not how many are left. Checks of the
+form of the source (tests/house) take no part.
+"""
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from importlib.util import cache_from_source
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Literal
+
+import psutil
+
+from benchmarks.kept import Kept
+from benchmarks.nearest_tests import ImportGraph, Stage, Tier, stages
+from benchmarks.result import RESULTS, ROOT, Result
+
+TABLE = Path(__file__).with_suffix(".toml")
+PACKAGE = "src/meshwright"
+NAME, CLAIM = "suite_power", "the default tier catches 90 % of the planted faults, and the full tier 95 %"
+DEFAULT_BAR, FULL_BAR = 0.90, 0.95
+STAGE_LIMIT_S = {"mirrored": 900.0, "importers": 1800.0, "rest": 3600.0, "full": 7200.0}
+PASSED, NOTHING_COLLECTED, INTERNAL_ERROR, USAGE_ERROR = 0, 5, 3, 4  # exit codes of pytest
+FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
+TIMEOUT_WORDS = ("from pytest-timeout", "+ Timeout +")
+How = Literal["", "test", "timeout", "error"]
+Row = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault: `old`, which occurs exactly once in `file` (below src/meshwright), becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+
+    @property
+    def path(self) -> str:
+        """The file, relative to the repository."""
+        return f"{PACKAGE}/{self.file}"
+
+    @property
+    def package(self) -> str:
+        """The first package below meshwright, with the next one for strategies: "parallel/data", "engine"."""
+        parts = self.file.split("/")
+        return "/".join(parts[: 2 if parts[0] == "parallel" else 1])
+
+    @property
+    def digest(self) -> str:
+        """Changes with the fault, so that a row of another fault of this name is not taken for its own."""
+        return sha256(repr((self.file, self.old, self.new)).encode()).hexdigest()[:12]
+
+    def apply(self, source: str) -> str:
+        """Returns `source` with the fault. Raises ValueError where `old` does not occur exactly once."""
+        count = source.count(self.old)
+        if count != 1:
+            text = f"mutant {self.name}: its old text occurs {count} times in {self.path}; needed is once"
+            raise ValueError(f"{text}; adapt the entry in {TABLE.name}:\n{self.old}")
+        return source.replace(self.old, self.new)
+
+
+def load_mutants(table: Path = TABLE) -> tuple[Mutant, ...]:
+    """Returns the mutants of a table. Raises ValueError where two have one name, or `old` equals `new`."""
+    mutants = tuple(Mutant(**row) for row in tomllib.loads(table.read_text(encoding="utf-8"))["mutants"])
+    names = [mutant.name for mutant in mutants]
+    wrong = sorted({name for name in names if names.count(name) > 1})
+    wrong += [mutant.name for mutant in mutants if mutant.old == mutant.new]
+    if wrong:
+        text = f"mutants listed twice, or that change nothing: {', '.join(wrong)}"
+        raise ValueError(f"{text}; repair {table.name}")
+    return mutants
+
+
+def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
+    """Returns what is wrong with the mutants: texts that do not occur once, files that do not compile."""
+    problems = []
+    for mutant in mutants:
+        path = root / mutant.path
+        if not path.is_file():
+            problems.append(f"mutant {mutant.name}: there is no file {mutant.path}; adapt {TABLE.name}")
+            continue
+        try:
+            ast.parse(mutant.apply(path.read_text(encoding="utf-8")), mutant.path)
+        except ValueError as error:
+            problems.append(str(error))
+        except SyntaxError as error:
+            problems.append(f"mutant {mutant.name} does not compile: {error}; adapt its new text")
+    return problems
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run of pytest ended: "" where nothing failed; `test` is the first that failed, if it is known."""
+
+    how: How
+    test: str = ""
+    code: int = PASSED
+    tail: str = ""
+
+
+def outcome_of(code: int, output: str) -> Outcome:
+    """Returns the outcome that an exit code of pytest and its output say."""
+    if code in (PASSED, NOTHING_COLLECTED):
+        return Outcome("", code=code)
+    found = FAILED_LINE.findall(output)
+    timed_out = any(words in output for words in TIMEOUT_WORDS)
+    how: How = "timeout" if timed_out else "test" if found else "error"
+    return Outcome(how, found[0].strip() if found else "", code, _tail(output))
+
+
+def _tail(output: str) -> str:
+    return "\n".join(output.splitlines()[-20:])
+
+
+def tracked_files(root: Path = ROOT) -> list[str]:
+    """Returns the files that git tracks in a repository, without those that were deleted."""
+    listed = subprocess.run(["git", "-C", str(root), "ls-files", "-z"], capture_output=True, check=True)
+    return [name for name in listed.stdout.decode().split("\0") if name and (root / name).is_file()]
+
+
+class Copy:
+    """Files of a repository in a folder of its own, in which a mutant is planted and tested."""
+
+    def __init__(self, folder: Path, files: Iterable[str], source: Path = ROOT) -> None:
+        self.root = folder
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, folder / name)
+
+    @contextmanager
+    def planted(self, mutant: Mutant) -> Iterator[None]:
+        """Plants the mutant, and restores the file afterwards."""
+        path = self.root / mutant.path
+        before = path.read_text(encoding="utf-8")
+        self._write(path, mutant.apply(before))
+        try:
+            yield
+        finally:
+            self._write(path, before)
+            # examples that failed with this mutant would be tried first with the next one
+            shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)
+
+    def pytest(self, arguments: Sequence[str], limit_s: float) -> Outcome:
+        """Runs pytest until its first failure; ends it, with all its processes, after `limit_s`."""
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+        env = {**os.environ, "PYTHONPATH": f"{self.root / 'src'}{os.pathsep}{self.root}"}
+        # a file, not a pipe: a process that outlives pytest would keep a pipe open
+        with TemporaryFile() as written:
+            with subprocess.Popen(words, cwd=self.root, env=env, stdout=written, stderr=written) as job:
+                try:
+                    code = job.wait(limit_s)
+                except subprocess.TimeoutExpired:
+                    _kill(job.pid)
+                    code = None
+            written.seek(0)
+            output = written.read().decode(errors="replace")
+        return Outcome("timeout", code=-1, tail=_tail(output)) if code is None else outcome_of(code, output)
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8")
+        # compiled code is found again by second and size, and both may be those of the last text
+        Path(cache_from_source(str(path))).unlink(missing_ok=True)
+
+
+def _kill(pid: int) -> None:
+    parent = psutil.Process(pid)
+    for process in [*parent.children(recursive=True), parent]:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+@dataclass
+class Runner:
+    """Tests mutants in `mutated`, and what failed again in `unchanged`, a copy that never holds a mutant."""
+
+    mutated: Copy
+    unchanged: Copy
+    graph: ImportGraph
+    tiers: Mapping[str, object]
+    num_processes: int = 1
+    _fail_anyway: set[str] = field(default_factory=set)
+
+    def run(self, mutant: Mutant, tier: Tier, before: Row | None = None) -> dict[str, object]:
+        """Returns the row of a mutant after the stages of `tier`; `before` is its row of the default tier."""
+        spent_s = float(str(before["seconds"])) if before else 0.0
+        started, row = time.monotonic(), _row(mutant, f"survived {tier}")
+        with self.mutated.planted(mutant):
+            for stage in stages(mutant.path, self.graph, self.tiers):
+                outcome = self._run_stage(stage) if stage.tier == tier else Outcome("")
+                if outcome.how:
+                    caught_by = outcome.test or outcome.tail[-200:]
+                    row |= {"tier": tier, "stage": stage.name, "how": outcome.how, "caught_by": caught_by}
+                    break
+        return {**row, "seconds": round(spent_s + time.monotonic() - started, 1)}
+
+    def _run_stage(self, stage: Stage) -> Outcome:
+        while True:
+            files = [file for file in stage.files if file not in self._fail_anyway]
+            deselected = [f"--deselect={test}" for test in sorted(self._fail_anyway)]
+            arguments = [*self._options(stage), *deselected, *files]
+            outcome = self.mutated.pytest(arguments, STAGE_LIMIT_S[stage.name])
+            if (
+                not outcome.how
+                or outcome.test in self._fail_anyway
+                or self._is_caused_by_mutant(outcome, stage)
+            ):
+                return outcome
+            self._fail_anyway.add(outcome.test)
+
+    def _is_caused_by_mutant(self, outcome: Outcome, stage: Stage) -> bool:
+        limit_s = STAGE_LIMIT_S["mirrored"]
+        if outcome.test:
+            collect = [] if "::" in outcome.test else ["--collect-only"]  # a file that cannot be imported
+            again = self.unchanged.pytest([*collect, outcome.test], limit_s)
+            return not again.how or again.code == USAGE_ERROR  # an id that pytest has shortened
+        if outcome.code in (INTERNAL_ERROR, USAGE_ERROR):  # perhaps conftest.py cannot be imported
+            again = self.unchanged.pytest(["--collect-only", *stage.files[:1]], limit_s)
+            if again.how:
+                text = "pytest does not run in a copy without a mutant; repair the suite first"
+                raise RuntimeError(f"{text}:\n{again.tail}")
+        return True
+
+    def _options(self, stage: Stage) -> list[str]:
+        parallel = self.num_processes > 1 and stage.name in ("rest", "full")
+        options = ["-n", str(self.num_processes), "--dist", "worksteal"] if parallel else []
+        return [*options, *(["--full"] if stage.tier == "full" else [])]
+
+
+def _row(mutant: Mutant, tier: str) -> dict[str, object]:
+    names = {"case": mutant.name, "digest": mutant.digest, "file": mutant.file, "package": mutant.package}
+    return {**names, "tier": tier, "stage": "", "how": "", "caught_by": ""}
+
+
+def known_rows(rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> dict[str, Row]:
+    """Returns of stored rows those of the mutants as they are now."""
+    digests = {mutant.name: mutant.digest for mutant in mutants}
+    return {name: row for name, row in rows.items() if digests.get(name) == row["digest"]}
+
+
+def run_all(mutants: Sequence[Mutant], tier: Tier, num_processes: int, num_workers: int) -> dict[str, Row]:
+    """Runs what no stored row answers, `num_workers` mutants at a time; returns all rows that are known."""
+    kept, graph, files = Kept(NAME), ImportGraph(ROOT), tracked_files()
+    known = known_rows(kept.read(), mutants)
+    tiers = tomllib.loads((ROOT / "tests" / "tiers.toml").read_text(encoding="utf-8"))
+    # the default tier of every mutant comes before the full tier of a survivor
+    passes: list[Tier] = ["default", "full"] if tier == "full" else ["default"]
+    with TemporaryDirectory(prefix="mutants-") as folder:
+        runners: SimpleQueue[Runner] = SimpleQueue()
+        for number in range(num_workers):
+            folders = (Path(folder, f"{kind}-{number}") for kind in ("mutated", "unchanged"))
+            mutated, unchanged = (Copy(each, files) for each in folders)
+            runners.put(Runner(mutated, unchanged, graph, tiers, num_processes))
+
+        def run_one(mutant: Mutant, tier: Tier) -> None:
+            runner = runners.get()
+            try:
+                row = runner.run(mutant, tier, known.get(mutant.name))
+            finally:
+                runners.put(runner)
+            kept.add(row)
+            known[mutant.name] = row
+            words = f"{mutant.name:<44} {row['tier']:<17} {row['seconds']:>7} s"
+            print(f"{words}  {row['caught_by']}", flush=True)
+
+        with ThreadPoolExecutor(num_workers) as pool:
+            for each in passes:
+                todo = [mutant for mutant in mutants if not _is_answered(known.get(mutant.name), each)]
+                list(pool.map(partial(run_one, tier=each), todo))
+    return known
+
+
+def _is_answered(row: Row | None, tier: Tier) -> bool:
+    return row is not None and (tier == "default" or row["tier"] != "survived default")
+
+
+def shares(rows: Iterable[Row]) -> dict[Tier, float]:
+    """Returns the shares of mutants that the default tier and the full tier catch."""
+    found = [row["tier"] for row in rows]
+    default, full = found.count("default"), found.count("full")
+    return {"default": default / len(found), "full": (default + full) / len(found)}
+
+
+def write_result(mutants: Sequence[Mutant], rows: Mapping[str, Row], folder: Path = RESULTS) -> Path:
+    """Writes suite_power.json from the rows of all mutants; returns its path."""
+    share = shares(rows.values())
+    breaks = {mutant.name: mutant.breaks for mutant in mutants}
+    packages: dict[str, dict[str, int]] = {}
+    for row in rows.values():
+        counts = packages.setdefault(str(row["package"]), {"mutants": 0, "default": 0, "full": 0})
+        counts["mutants"] += 1
+        counts["default"] += row["tier"] == "default"
+        counts["full"] += row["tier"] in ("default", "full")
+    detail = {
+        "default": {"share": share["default"], "bar": DEFAULT_BAR, "holds": share["default"] >= DEFAULT_BAR},
+        "full": {"share": share["full"], "bar": FULL_BAR, "holds": share["full"] >= FULL_BAR},
+        "packages": dict(sorted(packages.items())),
+        "missed_by_default": {name: breaks[name] for name, row in rows.items() if row["tier"] != "default"},
+        "survivors": {name: breaks[name] for name, row in rows.items() if row["tier"] == "survived full"},
+        "timeouts": [name for name, row in rows.items() if row["how"] == "timeout"],
+        "mutants": [rows[mutant.name] for mutant in mutants],
+    }
+    result = Result.of(
+        "mutants",
+        CLAIM,
+        values=[share["default"], share["full"]],
+        median=share["default"],
+        spread=(share["default"], share["default"]),
+        bar=DEFAULT_BAR,
+        holds=share["default"] >= DEFAULT_BAR and share["full"] >= FULL_BAR,
+        repeats=len(rows),
+        detail=detail,
+    )
+    return result.write(NAME, folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=CLAIM)
+    option = parser.add_argument
+    option("--only", nargs="+", default=(), metavar="NAME", help="run these mutants alone")
+    option("--tier", choices=("default", "full"), default="full", help="the last tier to run")
+    option("--workers", type=int, default=1, help="mutants at a time")
+    option("--processes", type=int, default=1, help="of pytest, for the stages rest and full")
+    option("--check", action="store_true", help="apply every mutant, and run no test")
+    args = parser.parse_args(argv)
+    mutants = load_mutants()
+    if unknown := sorted(set(args.only) - {mutant.name for mutant in mutants}):
+        parser.error(f"no mutant is called {', '.join(unknown)}; the names are in {TABLE.name}")
+    if problems := check(mutants):
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    if args.check:
+        print(f"{len(mutants)} mutants apply and compile")
+        return 0
+    chosen = [mutant for mutant in mutants if not args.only or mutant.name in args.only]
+    rows = run_all(chosen, args.tier, args.processes, args.workers)
+    share = shares(rows.values())
+    caught = ", ".join(f"the {tier} tier catches {part:.1%}" for tier, part in share.items())
+    print(f"{len(rows)} mutants: {caught}")
+    if len(chosen) == len(mutants) and all(_is_answered(row, "full") for row in rows.values()):
+        print(f"wrote {write_result(mutants, rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
