@@ -173,7 +173,7 @@ class Softened(Scaled):
         (Shorter, r"the model changes the logits between the head head and the loss \(slice\)"),
         (
             Softened,
-            r"no head whose logits go to the loss unchanged \(head.weight: _softmax looks at all words",
+            r"no head whose logits go to the loss unchanged \(head.weight: _softmax needs all logits",
         ),
     ],
 )

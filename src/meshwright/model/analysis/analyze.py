@@ -405,7 +405,7 @@ def _check_example(example: Example) -> None:
 
 
 def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None:
-    called = {block_of(visit) for visit in block_calls}
+    called = {block_of(block_call) for block_call in block_calls}
     idle = [name for name in declared if name not in called]
     if idle:
         text = (

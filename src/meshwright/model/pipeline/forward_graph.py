@@ -234,11 +234,11 @@ def with_value_refs(value: Any, value_refs: Mapping[int, ValueRef]) -> Any:
 
 
 def _fit_dim_sizes(
-    few: Sequence[int], more: Sequence[int], rows: tuple[int, int]
+    first_record: Sequence[int], second_record: Sequence[int], batch_sizes: tuple[int, int]
 ) -> Iterator[tuple[int, int]]:
-    for size_at_first, size_at_second in zip(few, more, strict=True):
-        per_sample = (size_at_second - size_at_first) // (rows[1] - rows[0])
-        yield size_at_first - per_sample * rows[0], per_sample
+    for size_at_first, size_at_second in zip(first_record, second_record, strict=True):
+        per_sample = (size_at_second - size_at_first) // (batch_sizes[1] - batch_sizes[0])
+        yield size_at_first - per_sample * batch_sizes[0], per_sample
 
 
 def _batch_independent_part(record: ForwardRecord) -> object:

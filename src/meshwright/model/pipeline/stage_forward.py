@@ -185,7 +185,7 @@ class _StageRun:
     def __init__(
         self,
         drive: ForwardDriver,
-        course: ForwardGraph,
+        forward_graph: ForwardGraph,
         part: StageSpec,
         standing: PlaceholderEnv,
         skip: BlockCallCallback | None,
@@ -194,13 +194,13 @@ class _StageRun:
     ) -> None:
         self._driver, self._forward_graph, self._stage, self._placeholders, self._on_skipped_call = (
             drive,
-            course,
+            forward_graph,
             part,
             standing,
             skip,
         )
         self._recorder, self._sharded_forward = writer, sharded_forward
-        self._call_index = course.boundaries.index
+        self._call_index = forward_graph.boundaries.index
         self._first, self._last = (
             self._call_index[part.block_calls[0]],
             self._call_index[part.block_calls[-1]],
@@ -214,11 +214,11 @@ class _StageRun:
         self._calls: dict[str, int] = {}
         self._grad_enabled = torch.is_grad_enabled()
         self._current, self._finished = -1, False
-        earlier_calls = course.boundaries.block_calls[: self._first]
+        earlier_calls = forward_graph.boundaries.block_calls[: self._first]
         follows_glue = (
             writer is not None
             or self._tracks_values
-            or any(course.ops[block_call] for block_call in earlier_calls)
+            or any(forward_graph.ops[block_call] for block_call in earlier_calls)
         )
         self._mode = InterceptMode(self.run_glue) if follows_glue else None
 

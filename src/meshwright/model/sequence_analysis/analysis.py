@@ -74,10 +74,10 @@ def analyze_sequence(
     if known.
     """
     trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss_spec)
-    rows = _sequence_lengths(inputs)
+    input_lengths = _sequence_lengths(inputs)
     whole, first_reason = None, ""
     for lengths_tried in dict.fromkeys(
-        (rows, rows[:1])
+        (input_lengths, input_lengths[:1])
     ):  # with several lengths, the others may not be sequences
         found, reason = trials.first_trace(lengths_tried)
         if found is not None and (whole is None or not _mixes_tokens(found)):
@@ -87,7 +87,7 @@ def analyze_sequence(
             break
     lengths = tuple(
         dict.fromkeys(
-            (*rows[:1], *(whole.trial_lengths.planned_lengths.values() if whole is not None else ()))
+            (*input_lengths[:1], *(whole.trial_lengths.planned_lengths.values() if whole is not None else ()))
         )
     )
     if not lengths:
@@ -98,7 +98,10 @@ def analyze_sequence(
                 1,
                 (),
                 (),
-                tuple(BlockSequenceInfo(visit, not_sequence_parallel=first_reason) for visit in block_calls),
+                tuple(
+                    BlockSequenceInfo(block_call, not_sequence_parallel=first_reason)
+                    for block_call in block_calls
+                ),
             )
         )
     num_tokens_by_key = {
@@ -119,7 +122,8 @@ def analyze_sequence(
         return replace(
             found,
             block_calls=tuple(
-                BlockSequenceInfo(visit, not_sequence_parallel=first_reason) for visit in block_calls
+                BlockSequenceInfo(block_call, not_sequence_parallel=first_reason)
+                for block_call in block_calls
             ),
         )
     block_infos = _check_other_lengths(whole, trials.other_traces(whole))
@@ -150,8 +154,8 @@ class _SequenceTrials:
     make_trial: TrialFactory
     loss_spec: LossSpec | None
 
-    def first_trace(self, rows: Sequence[int]) -> tuple[BlockTrace | None, str]:
-        """Returns the trace of a forward on sequences of `rows` tokens, or why there is none.
+    def first_trace(self, input_lengths: Sequence[int]) -> tuple[BlockTrace | None, str]:
+        """Returns the trace of a forward on sequences of `input_lengths` tokens, or why there is none.
 
         Of several lengths it takes the first at which no block mixes tokens, since another dim may equal the
         length.
@@ -161,12 +165,12 @@ class _SequenceTrials:
             "",
             any(value.is_floating_point() for value in self.inputs.values()),
         )
-        for attempt in range(NUM_TRIAL_LENGTHS if rows else 1):
-            found, reason = self._run(rows, attempt)
+        for attempt in range(NUM_TRIAL_LENGTHS if input_lengths else 1):
+            found, reason = self._run(input_lengths, attempt)
             if found is not None and found.calls_attending_elsewhere:
-                more, reason = self._run(rows, attempt, found.calls_attending_elsewhere)
-                found = more if not rows or (more is not None and not _mixes_tokens(more)) else found
-            elif found is not None and not rows:
+                more, reason = self._run(input_lengths, attempt, found.calls_attending_elsewhere)
+                found = more if not input_lengths or (more is not None and not _mixes_tokens(more)) else found
+            elif found is not None and not input_lengths:
                 return None, ""  # no attention in the model
             first_found, first_reason = first_found or found, first_reason or reason
             if found is not None and (not floating or not _mixes_tokens(found)):
@@ -180,7 +184,7 @@ class _SequenceTrials:
                 whole.trial_lengths.input_lengths,
                 attempt,
                 whole.starting_calls,
-                apart=whole.trial_lengths.planned_lengths,
+                excluded=whole.trial_lengths.planned_lengths,
             )
             for attempt in range(NUM_TRIAL_LENGTHS)
         )
@@ -210,14 +214,14 @@ class _SequenceTrials:
 
     def _run(
         self,
-        rows: Sequence[int],
+        input_lengths: Sequence[int],
         attempt: int,
         begins: Collection[str] = (),
-        apart: Collection[int] = (),
+        excluded: Collection[int] = (),
         count: int = PROBE_BATCH,
     ) -> tuple[BlockTrace | None, str]:
-        """Runs a trial on `count` samples with lengths other than `apart` (small ones if any are given)."""
-        sizes = self._choose_lengths(rows, attempt, apart, count)
+        """Runs a trial on `count` samples with lengths other than `excluded` (small ones if any are given)."""
+        sizes = self._choose_lengths(input_lengths, attempt, excluded, count)
         prime_of, num_tokens_by_key = (
             {planned: prime for prime, planned in sizes.planned_lengths.items()},
             sizes.description,
@@ -245,21 +249,23 @@ class _SequenceTrials:
         return None if self.loss_spec is None else rank_loss(self.loss_spec, outputs, batch, targets)
 
     def _choose_lengths(
-        self, rows: Sequence[int], attempt: int, apart: Collection[int], count: int
+        self, input_lengths: Sequence[int], attempt: int, excluded: Collection[int], count: int
     ) -> TrialLengths:
         block_infos = {
             size for tensor in (*self.module.parameters(), *self.module.buffers()) for size in tensor.shape
         }
         block_infos |= {
             size for value in self.inputs.values() if value.is_floating_point() for size in value.shape[1:]
-        } - {*rows}
+        } - {*input_lengths}
 
         def usable_primes(length: int, used: Collection[int], others: Iterable[int] = ()) -> Iterator[int]:
-            prime_of = distinguishing_primes(block_infos.union(others), MIN_PRIME - 1 if apart else length)
-            return (prime for prime in prime_of if prime not in apart and all(each % prime for each in used))
+            prime_of = distinguishing_primes(block_infos.union(others), MIN_PRIME - 1 if excluded else length)
+            return (
+                prime for prime in prime_of if prime not in excluded and all(each % prime for each in used)
+            )
 
         chosen: dict[int, int] = {}
-        for length in rows:
+        for length in input_lengths:
             chosen[next(islice(usable_primes(length, chosen), attempt, None))] = length
         return TrialLengths(chosen, lambda length, used: next(usable_primes(length, used, (length,))), count)
 
@@ -335,14 +341,14 @@ def _compare_block_call(
     )
 
 
-def _error_reason(error: Exception, rows: str) -> str:
+def _error_reason(error: Exception, input_lengths: str) -> str:
     if depends_on_values(error):
         return "its forward looks at values, so nobody can say beforehand what it does with tokens"
     text = str(error).partition("\n")[0]
     return (
         text
         if isinstance(error, PlanError)
-        else f"it does not run on sequences of {rows} tokens: {type(error).__name__}: {text}"
+        else f"it does not run on sequences of {input_lengths} tokens: {type(error).__name__}: {text}"
     )
 
 

@@ -118,7 +118,9 @@ class BlockTrace(TorchFunctionMode):
         inner_ids = {id(part) for block in self.blocks.values() for part in block.modules()} - {
             id(each) for each in self.blocks.values()
         }
-        experts = {socket.name for socket in find_layer_roles(self.module) if socket.kind == "experts"}
+        experts = {
+            layer_role.name for layer_role in find_layer_roles(self.module) if layer_role.kind == "experts"
+        }
         own_forwards = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
         get_shards = lambda queries, keys: (self._full_shard(queries), self._full_shard(keys))  # noqa: E731  what a name would say twice
         patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)

@@ -202,16 +202,16 @@ def compare_gathers(
 
     The second forward has other lengths and float64; None: it did not run.
     """
-    for visit in dict.fromkeys(
+    for block_call in dict.fromkeys(
         per_sample.block_call for per_sample in (*first_gathers, *(second_gathers or ()))
     ):
         counts = [
-            sum(per_sample.block_call == visit for per_sample in some)
+            sum(per_sample.block_call == block_call for per_sample in some)
             for some in (first_gathers, first_gathers if second_gathers is None else second_gathers)
         ]
         if counts[0] != counts[1]:
             text = (
-                f"{_describe_glue(visit)} gathers tokens of several ranks "
+                f"{_describe_glue(block_call)} gathers tokens of several ranks "
                 f"{counts[0]} "
                 f"times on {batch_sizes[0]} samples"
             )

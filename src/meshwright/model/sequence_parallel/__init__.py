@@ -1,10 +1,10 @@
-"""Forwards in which each rank has a part of the tokens of each sample.
+"""Forwards on a sequence shard: each rank has some of the tokens of every sample.
 
-sharded_forward      the calls around the blocks of such a forward
-token_shard          the tokens of a sample that this rank has
-sharded_activation   a tensor with some of the tokens, which looks to glue as if it had all
-partial_ops          a few of all tokens, or their sum, computed without gathering them
-attention_call       calls of torch's attention, answered by a technique
-conv_call            calls of torch's convolutions, answered by a technique
-hf_attention         the attention interface of transformers, and biases by position
+sharded_forward      shards inputs and wraps outputs of the blocks of a forward
+token_shard          the tokens of this rank, and slices of full tensors for them
+sharded_activation   a tensor with a local shard, which glue sees at full length
+partial_ops          indexing and sums over the sequence, without an all-gather
+attention_call       intercepts torch's attention for a context-parallel strategy
+conv_call            intercepts torch's conv1d for a context-parallel strategy
+hf_attention         transformers' attention functions and positional biases
 """

@@ -316,9 +316,9 @@ def traced_layer_kinds(module: nn.Module) -> dict[str, str]:
     if is_adapted(module):
         return {}
     return {
-        socket.name: FEATURE_KINDS[socket.kind]
-        for socket in find_layer_roles(module)
-        if socket.kind in FEATURE_KINDS
+        layer_role.name: FEATURE_KINDS[layer_role.kind]
+        for layer_role in find_layer_roles(module)
+        if layer_role.kind in FEATURE_KINDS
     }
 
 

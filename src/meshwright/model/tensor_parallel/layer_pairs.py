@@ -209,13 +209,15 @@ def is_weight_transposed(layer: nn.Module) -> bool:
 
 
 def _param_splits(
-    name: str, layer: nn.Module, role: str, cut: DimSplit | None = None
+    name: str, layer: nn.Module, role: str, dim_split: DimSplit | None = None
 ) -> dict[str, ParamSplit]:
     """The splits of a layer's parameters; a layer between a pair has none unless its split is known."""
     return {
         f"{name}.{leaf}": ParamSplit(
             role,
-            () if role == "between_pair" and cut is None else split_param_dims(layer, parameter, role, cut),
+            ()
+            if role == "between_pair" and dim_split is None
+            else split_param_dims(layer, parameter, role, dim_split),
         )
         for leaf, parameter in layer.named_parameters(recurse=False)
     }

@@ -68,12 +68,12 @@ def find_layer_groups(
     rejected: set[FeatureNode] = set()
     while True:
         accepted, escaped = found.candidate_groups(rejected)
-        candidates = [(rows, sources, found.make_group(rows, sources)) for rows, sources in accepted]
+        candidates = [(rowwise, sources, found.make_group(rowwise, sources)) for rowwise, sources in accepted]
         rejected_now = {
             node
-            for rows, sources, group in candidates
-            if group is None or found.touches_unsplit(escaped, rows, sources)
-            for node in rows
+            for rowwise, sources, group in candidates
+            if group is None or found.touches_unsplit(escaped, rowwise, sources)
+            for node in rowwise
         }
         if not rejected_now:
             return [group for _, _, group in candidates if group is not None]
@@ -117,13 +117,13 @@ class _GroupSearch:
             used_as_rows.add(node)
             mine = [group for group in merged if any(source in group[1] for source in sources)]
             merged = [group for group in merged if group not in mine]
-            rows = [each for group in mine for each in group[0]]
+            rowwise = [each for group in mine for each in group[0]]
             known = [each for group in mine for each in group[1]]
-            merged.append(([*rows, node], list(dict.fromkeys([*known, *sources]))))
+            merged.append(([*rowwise, node], list(dict.fromkeys([*known, *sources]))))
         used = {source for _, sources in merged for source in sources}
-        taken = [rows for rows, _ in merged]
+        taken = [rowwise for rowwise, _ in merged]
         # a layer cannot be both colwise and rowwise
-        for node in (node for rows in taken for node in rows if node in used):
+        for node in (node for rowwise in taken for node in rowwise if node in used):
             whole.append(np.arange(node.first_feature, node.first_feature + node.width))
         numbers = np.concatenate(whole) if whole else np.zeros(0, dtype=int)
         return merged, np.unique(self._unit_labels[numbers])
@@ -151,7 +151,8 @@ class _GroupSearch:
         }
         input_splits = {node: self._find_split(_input_features(node), units, heads, "in") for node in rows}
         is_per_head = all(
-            cut is not None and cut.num_heads for cut in [*output_splits.values(), *input_splits.values()]
+            dim_split is not None and dim_split.num_heads
+            for dim_split in [*output_splits.values(), *input_splits.values()]
         )
         if not is_per_head and len(units) < 2:
             return None
@@ -162,8 +163,8 @@ class _GroupSearch:
             input_splits = {
                 node: self._find_split(_input_features(node), units, units, "in") for node in rows
             }
-        if any(cut is None for cut in [*output_splits.values(), *input_splits.values()]) or any(
-            _has_shared_features(cut) for cut in input_splits.values()
+        if any(dim_split is None for dim_split in [*output_splits.values(), *input_splits.values()]) or any(
+            _has_shared_features(dim_split) for dim_split in input_splits.values()
         ):
             return None
         units_by_param = {
@@ -251,9 +252,10 @@ def _per_head_numel(labels: FeatureIds, units: FeatureIds, heads: FeatureIds) ->
     return own if fits else None
 
 
-def _has_shared_features(cut: DimSplit | None) -> bool:
-    return cut is not None and any(
-        own * cut.num_units != length for own, length in zip(cut.per_head_numel, cut.sections, strict=False)
+def _has_shared_features(dim_split: DimSplit | None) -> bool:
+    return dim_split is not None and any(
+        own * dim_split.num_units != length
+        for own, length in zip(dim_split.per_head_numel, dim_split.sections, strict=False)
     )
 
 
@@ -275,7 +277,7 @@ def _index_of(labels: FeatureIds, known: FeatureIds) -> FeatureIds:
 
 
 def _without_none(output_splits: Mapping[FeatureNode, DimSplit | None]) -> dict[Any, DimSplit]:
-    return {node: cut for node, cut in output_splits.items() if cut is not None}
+    return {node: dim_split for node, dim_split in output_splits.items() if dim_split is not None}
 
 
 HEAD_COUNT_NAMES = (
@@ -298,54 +300,72 @@ def find_size_attributes(module: nn.Module, group: LayerGroup, attempt: int) -> 
     """Yields the attributes of modules around the layers of `group` that hold its numbers of heads or its
     width.
     """
-    cut = group.dim_split
-    width = sum(cut.sections)
-    if width == cut.num_units:  # units are single features: no counts
+    dim_split = group.dim_split
+    width = sum(dim_split.sections)
+    if width == dim_split.num_units:  # units are single features: no counts
         return
     names = (*WIDTH_NAMES, *RESIDUAL_WIDTH_NAMES) if attempt >= 2 else WIDTH_NAMES
     for name in _modules_around(group):
         holder = module.get_submodule(name)
-        yield from _match_attributes(name, "", vars(holder), cut, names)
+        yield from _match_attributes(name, "", vars(holder), dim_split, names)
         config = vars(holder).get("config")
         if attempt % 2 and config is not None:
-            yield from _match_attributes(name, "config.", vars(config), cut, ())
+            yield from _match_attributes(name, "config.", vars(config), dim_split, ())
 
 
 def _match_attributes(
-    module: str, prefix: str, held: Mapping[str, Any], cut: DimSplit, widths: tuple[str, ...]
+    module: str, prefix: str, held: Mapping[str, Any], dim_split: DimSplit, widths: tuple[str, ...]
 ) -> Iterator[SizeAttribute]:
     values = {
         name: value for name, value in held.items() if isinstance(value, int) and not isinstance(value, bool)
     }
-    heads = cut.num_heads or cut.num_units
+    heads = dim_split.num_heads or dim_split.num_units
     asking = next(
         (values[name] for name in HEAD_COUNT_NAMES if name in values and values[name] % heads == 0), heads
     )
     for name, value in values.items():
-        if (name in HEAD_COUNT_NAMES and value == asking) or (name in widths and value == sum(cut.sections)):
-            yield SizeAttribute(module, prefix + name, _count_split(cut, value, value // cut.num_units))
-        elif name in KV_HEAD_COUNT_NAMES and value % cut.num_units == 0:
-            own = value // cut.num_units if cut.num_heads and value == cut.num_heads else 0
-            yield SizeAttribute(module, prefix + name, _count_split(cut, value, own))
-        elif name in GROUP_SIZE_NAMES and cut.num_heads and value == cut.num_heads // cut.num_units:
-            asked, answering = _count_split(cut, cut.num_heads, value), _count_split(cut, cut.num_units, 0)
+        if (name in HEAD_COUNT_NAMES and value == asking) or (
+            name in widths and value == sum(dim_split.sections)
+        ):
+            yield SizeAttribute(
+                module, prefix + name, _count_split(dim_split, value, value // dim_split.num_units)
+            )
+        elif name in KV_HEAD_COUNT_NAMES and value % dim_split.num_units == 0:
+            own = value // dim_split.num_units if dim_split.num_heads and value == dim_split.num_heads else 0
+            yield SizeAttribute(module, prefix + name, _count_split(dim_split, value, own))
+        elif (
+            name in GROUP_SIZE_NAMES
+            and dim_split.num_heads
+            and value == dim_split.num_heads // dim_split.num_units
+        ):
+            asked, answering = (
+                _count_split(dim_split, dim_split.num_heads, value),
+                _count_split(dim_split, dim_split.num_units, 0),
+            )
             yield SizeAttribute(module, prefix + name, asked, answering)
 
 
-def _count_split(cut: DimSplit, value: int, own: int) -> DimSplit:
+def _count_split(dim_split: DimSplit, value: int, own: int) -> DimSplit:
     """The split of `value` items along with `cut`, of which `own` per unit belong to single heads."""
-    return DimSplit(0, cut.num_units, (value,), cut.side, cut.num_heads, (own,) if cut.num_heads else ())
+    return DimSplit(
+        0,
+        dim_split.num_units,
+        (value,),
+        dim_split.side,
+        dim_split.num_heads,
+        (own,) if dim_split.num_heads else (),
+    )
 
 
 def _modules_around(group: LayerGroup) -> Iterator[str]:
     """Yields modules that hold layers of `group`: from the innermost that holds all of one block call down
     to the layers.
     """
-    visits: dict[str, list[str]] = {}
+    names_by_call: dict[str, list[str]] = {}
     for node in (*group.sources, *group.rowwise):
         if node.kind != "argument":
-            visits.setdefault(node.block_call, []).append(node.name)
-    for names in visits.values():
+            names_by_call.setdefault(node.block_call, []).append(node.name)
+    for names in names_by_call.values():
         paths = [name.split(".")[:-1] for name in names]
         depth = next(
             (i for i, per_head in enumerate(zip(*paths, strict=False)) if len(set(per_head)) > 1),

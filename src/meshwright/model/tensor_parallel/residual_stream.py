@@ -315,11 +315,11 @@ class _ResidualTrace(TorchFunctionMode):
         if self._block_call is not None or self._pending_inputs is None:
             return
         self._pending_inputs = None
-        flow = self._flows.get(self._block_calls[-1]) if self._block_calls else None
-        if flow is not None:
-            self._producers[outputs if flow.output_index is None else outputs[flow.output_index]] = (
-                flow.block_call
-            )
+        residual_flow = self._flows.get(self._block_calls[-1]) if self._block_calls else None
+        if residual_flow is not None:
+            self._producers[
+                outputs if residual_flow.output_index is None else outputs[residual_flow.output_index]
+            ] = residual_flow.block_call
 
     def _enter_module(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

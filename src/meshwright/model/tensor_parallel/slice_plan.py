@@ -35,13 +35,15 @@ class SplitProposal:
     def per_head_inputs(self) -> tuple[PerHeadInput, ...]:
         """The arguments of blocks of which a rank takes its heads."""
         groups = [
-            (node, cut)
+            (node, dim_split)
             for group in self.groups
-            for node, cut in group.sources.items()
+            for node, dim_split in group.sources.items()
             if node.kind == "argument"
         ]
         return tuple(
-            dict.fromkeys(PerHeadInput(node.name, node.arg, replace(cut, dim=1)) for node, cut in groups)
+            dict.fromkeys(
+                PerHeadInput(node.name, node.arg, replace(dim_split, dim=1)) for node, dim_split in groups
+            )
         )
 
     def size_attributes(self, module: nn.Module, attempt: int) -> tuple[SizeAttribute, ...]:
@@ -79,30 +81,30 @@ def propose_splits(
         layer_roles |= {node.name: "rowwise" for node in group.rowwise}
         layer_roles |= {node.name: "between_pair" for node in group.sources if node.kind == "table"}
         layer_roles |= {name.rpartition(".")[0]: "between_pair" for name in group.inner_params}
-    cuts = {node.name: cut for group in groups for node, cut in _layer_nodes(group)}
-    return SplitProposal(layer_roles, cuts, tuple(groups))
+    splits = {node.name: dim_split for group in groups for node, dim_split in _layer_nodes(group)}
+    return SplitProposal(layer_roles, splits, tuple(groups))
 
 
 def _unfit_layers(
-    module: nn.Module, flow: FeatureFlow, groups: Sequence[LayerGroup], uses: Sequence[str]
+    module: nn.Module, feature_flow: FeatureFlow, groups: Sequence[LayerGroup], uses: Sequence[str]
 ) -> Iterator[str]:
     """Yields the layers that cannot have the split they were found to have."""
-    cuts: dict[str, list[DimSplit]] = {}
+    splits: dict[str, list[DimSplit]] = {}
     for group in groups:
-        for node, cut in _layer_nodes(group):
-            cuts.setdefault(node.name, []).append(cut)
+        for node, dim_split in _layer_nodes(group):
+            splits.setdefault(node.name, []).append(dim_split)
     holders: dict[int, set[str]] = {}
     for name, layer in module.named_modules():
         for weight in layer._parameters.values():
             holders.setdefault(id(weight), set()).add(name)
-    for name, each in cuts.items():
-        calls = sum(node.name == name for node in flow.nodes)
+    for name, each in splits.items():
+        calls = sum(node.name == name for node in feature_flow.nodes)
         tied = [
             other
             for weight in module.get_submodule(name).parameters(recurse=False)
             for other in holders[id(weight)]
         ]
-        alike = all(cuts.get(other, [None])[0] == each[0] for other in tied)
+        alike = all(splits.get(other, [None])[0] == each[0] for other in tied)
         if calls != len(each) or uses.count(name) != calls or len(set(each)) > 1 or not alike:
             yield name
     for group in groups:
@@ -113,12 +115,12 @@ def _unfit_layers(
             for node in (*group.sources, *group.rowwise)
             if node.name.startswith(f"{owner}.")
         }
-        if around or any(owner in cuts or owner not in uses for owner in owners):
+        if around or any(owner in splits or owner not in uses for owner in owners):
             yield from (node.name for node in group.rowwise)
 
 
 def _layer_nodes(group: LayerGroup) -> Iterator[tuple[FeatureNode, DimSplit]]:
-    yield from ((node, cut) for node, cut in group.sources.items() if node.kind != "argument")
+    yield from ((node, dim_split) for node, dim_split in group.sources.items() if node.kind != "argument")
     yield from group.rowwise.items()
 
 

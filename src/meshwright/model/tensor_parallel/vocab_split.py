@@ -141,7 +141,7 @@ class VocabFlow(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """The `roles` of layers, the reasons of those that cannot be split along the vocabulary, and the logits."""
+    """Layer roles, the reasons why layers cannot be split along the vocabulary, and the logits."""
 
     roles: dict[str, str]
     not_shardable: dict[str, str]
