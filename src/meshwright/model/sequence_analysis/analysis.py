@@ -220,7 +220,7 @@ class _SequenceTrials:
         excluded: Collection[int] = (),
         count: int = PROBE_BATCH,
     ) -> tuple[BlockTrace | None, str]:
-        """Runs a trial on `count` samples with lengths other than `excluded` (small ones if any are given)."""
+        """Runs a trial on `count` samples with other lengths than `excluded` (small if there are any)."""
         sizes = self._choose_lengths(input_lengths, attempt, excluded, count)
         prime_of, num_tokens_by_key = (
             {planned: prime for prime, planned in sizes.planned_lengths.items()},
