@@ -22,7 +22,7 @@ LONG_FUNCTIONS = {
     "model/analysis/analyze.py": 110,
     "model/pipeline/forward_graph.py": 72,
     "model/pipeline/stage_forward.py": 65,
-    "model/sequence_analysis/analysis.py": 65,
+    "model/sequence_analysis/analysis.py": 68,
     "model/sequence_analysis/block_trace.py": 82,
     "model/tensor_parallel/layer_pairs.py": 68,
     "model/trial/trial.py": 68,
