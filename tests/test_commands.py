@@ -45,7 +45,7 @@ def test_a_plan_is_a_table_of_what_will_happen(config, say):
     for word in (
         "build: ",
         "dp_replicate 2 (2 ranks)",
-        "12 samples = 2 ranks x 1 micro-batch of 6; 16 tokens each",
+        "12 samples = 2 ranks x 1 microbatch of 6; 16 tokens each",
         "REDUCE",
     ):
         assert word in folded

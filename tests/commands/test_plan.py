@@ -77,7 +77,7 @@ def test_a_model_that_is_not_there_is_refused(config: Path):
 def test_the_command_shows_the_model_and_writes_json(config: Path, tmp_path: Path):
     done = CliRunner().invoke(app, ["inspect", str(config), "--json", str(tmp_path / "found.json")])
     assert done.exit_code == 0, done.output
-    assert "blocks, in the order of their visits" in done.output
+    assert "blocks, in the order of their calls" in done.output
     assert json.loads((tmp_path / "found.json").read_text())["class_name"] == "LlamaForCausalLM"
 
 
@@ -85,7 +85,7 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
     source = f"{tmp_path / 'net.py'}:Net"
     done = CliRunner().invoke(app, ["inspect", str(config), "--model.source", source])
     assert done.exit_code == 2
-    assert "blocks, as the module tree has them" in done.output
+    assert "blocks, in the order of the module tree" in done.output
     said = " ".join((done.output + done.stderr).split())
     assert "unexpected keyword argument 'input_ids'" in said
     assert "meshwright.Model(module, example={...})" in said
@@ -115,7 +115,7 @@ def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_
     assert "parameters over tp 2" in done.output
     rows = {row["pattern"]: row for row in json.loads((tmp_path / "found.json").read_text())["parameters"]}
     assert rows["model.layers.*.mlp.up_proj.weight"]["config"] == "tp: out side, 32 features"
-    assert "no strategy divides norms" in rows["model.norm.weight"]["not_sharded_reason"]
+    assert "no strategy shards norms" in rows["model.norm.weight"]["not_sharded_reason"]
 
 
 def test_without_one_it_shows_what_could_be_divided(config: Path):

@@ -99,7 +99,7 @@ def test_a_plan_says_what_a_step_takes_on_the_hardware_that_is_named(folder: Pat
     ]
     shown = run(folder / "config.toml", *words)
     assert "on 2 x A CPU, 2 cores" in shown
-    assert "messages between acts" in shown
+    assert "exposed communication between actions" in shown
     said = json.loads((folder / "said.json").read_text())
     assert said["step_s"] == pytest.approx(sum(said["roles"]["pp0"].values()))
     assert said["held"]["pp0"]["parameters"] > 0

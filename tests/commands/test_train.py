@@ -115,7 +115,7 @@ def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measu
     assert predicted["step_s"] > 0
     _, out, _ = said(capsys, "report", folder)
     first, step, *others = out.splitlines()
-    assert first.split() == [folder.name, "predicted", "measured", "off", "by"]
+    assert first.split() == [folder.name, "predicted", "measured", "error"]
     assert step.startswith("a step")
     assert any(line.startswith("parameters") and line.split()[-2:] == ["+0.0", "%"] for line in others)
     assert "Predicted and measured" in (folder / "report.html").read_text()

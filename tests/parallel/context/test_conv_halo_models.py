@@ -214,7 +214,7 @@ def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
 
 def test_a_cache_of_convolutions_is_refused_with_the_way_out() -> None:
     said = refused(lambda: lfm2(use_cache=True), RingAttention())
-    assert "keeps some of the tokens (copy): build the model with use_cache=False" in said
+    assert "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False" in said
 
 
 class Recurrent(nn.Module):

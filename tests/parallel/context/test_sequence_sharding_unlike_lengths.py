@@ -229,7 +229,7 @@ def test_the_plan_says_how_many_there_are() -> None:
     reading = analyze(model, batches(model, 1)[0])
     job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=ROWS))
     said = sequence_sharding_text(make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1))["tokens"]
-    assert said.startswith("13 of each sample on 2 ranks: 6 to 7 each, and 9: 4 to 5")
+    assert said.startswith("13 of each sample, sharded over 2 ranks: 6 to 7 each, and 9: 4 to 5")
 
 
 def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
@@ -239,7 +239,7 @@ def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
     reading = analyze(model, alike)
     job = Job(ModelConfig("own"), DataConfig("random", sequence=OURS), TrainConfig(batch=ROWS))
     plan = make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1)
-    with pytest.raises(PlanError, match="the rows hold input_ids 13, decoder_input_ids 9 tokens"):
+    with pytest.raises(PlanError, match="the sequences have input_ids 13, decoder_input_ids 9 tokens"):
         verify(reading, plan, [rows])
 
 

@@ -159,7 +159,7 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
         "odd(1, 1) returned a value of type str"
     ]
     assert [what for _, what in faults_of(f"{source}:broken", 1, 1)] == [
-        f"broken(1, 1) raised ZeroDivisionError: integer division or modulo by zero ({source}, line 14)"
+        f"broken(1, 1) raised ZeroDivisionError: integer division or modulo by zero ({source}, line 16)"
     ]
     with pytest.raises(PlanError, match=r"has no function 'cell'\n  repair: did you mean 'cells'"):
         load_schedule(f"{source}:cell", 1, 1)
