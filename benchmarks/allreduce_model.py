@@ -46,10 +46,8 @@ from meshwright.plan.sharding.mesh import AXES, Mesh
 
 NAME = "allreduce_model"
 CLAIM = (
-    "all-reduce, 1 KiB to 64 MiB, 2 to 4 processes: predicted within 15 % of measured (median "
-    "per "
-    "algorithm, sizes that were not "
-    "fitted); auto within 10 % of the best in 95 % of cells beyond noise"
+    "all-reduce, 1 KiB to 64 MiB, 2 to 4 processes: predicted within 15 % of measured (median per "
+    "algorithm, sizes that were not fitted); auto within 10 % of the best in 95 % of cells beyond noise"
 )
 ERROR_BAR, WITHIN, SHARE_BAR = 0.15, 0.10, 0.95
 NAMES = tuple(str(each) for each in FLAT_ALGORITHMS)
@@ -248,8 +246,7 @@ def lesson(path: Path) -> str:
     lines += [
         (
             f"| milliseconds (by the formula) | "
-            f"{' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} "
-            f"|"
+            f"{' | '.join(f'{format_nbytes(nbytes)}, n = {n}' for n, nbytes in columns)} |"
         )
     ]
     lines += ["| --- |" + " --- |" * len(columns)]
@@ -265,8 +262,7 @@ def lesson(path: Path) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     said = (
         (
-            f"n = {ranks}: a = {1e6 * each.latency_s:.0f} us, B = {each.bytes_per_s / 1e9:.2f} "
-            f"GB/s, "
+            f"n = {ranks}: a = {1e6 * each.latency_s:.0f} us, B = {each.bytes_per_s / 1e9:.2f} GB/s, "
             f"median error {each.error:.0%}"
         )
         for ranks, each in figures.items()

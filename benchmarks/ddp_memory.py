@@ -22,9 +22,8 @@ from benchmarks.workloads import HEAVY, ddp, fresh_store, ours
 
 STEPS, WARMUP, BAR = 15, 3, 1.0
 CLAIM = (
-    "two processes, 25 M parameters, large step: peak resident and live bytes per rank are "
-    "at "
-    "most torch DDP's with bucket views"
+    "two processes, 25 M parameters, large step: peak resident and live bytes per rank are at most torch "
+    "DDP's with bucket views"
 )
 KIB = 1024
 

@@ -12,9 +12,8 @@ from benchmarks.workloads import ddp, ours
 
 PARTS = {"large": Part(1.02, Window(24, 70, 700)), "small": Part(1.0, Window(100, 360, 500, warmup=5))}
 CLAIM = (
-    "two processes over gloo: our DDP step costs at most 1.02 x torch DDP on the large "
-    "step, "
-    "1.0 x on the small one"
+    "two processes over gloo: our DDP step costs at most 1.02 x torch DDP on the large step, 1.0 x on the "
+    "small one"
 )
 
 if __name__ == "__main__":

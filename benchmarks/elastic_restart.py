@@ -28,9 +28,8 @@ TRIALS, RANKS, STEPS, RESTARTS = 8, 2, 150, 3
 LIMIT_S = 240.0
 START_S = 6.0  # of a rank, at most: a kill falls into it in one trial of four
 CLAIM = (
-    "under torchrun on gloo, a job whose rank is killed at a random moment ends bitwise as "
-    "if "
-    "left alone: 8 of 8"
+    "under torchrun on gloo, a job whose rank is killed at a random moment ends bitwise as if left alone: "
+    "8 of 8"
 )
 MODEL = """
 from torch import nn

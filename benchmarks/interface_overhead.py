@@ -125,9 +125,8 @@ class Turn:
         names = tuple(name for name, _ in played)
         if set(names) != {self.name}:
             raise ValueError(
-                f"the ranks played {names}, it is the turn of '{self.name}': let `measure` "
-                f"alone "
-                f"ask for steps"
+                f"the ranks played {names}, it is the turn of '{self.name}': let `measure` alone ask for "
+                f"steps"
             )
         calling = sum(seconds for _, seconds in played)
         return replace(cost, cpu_s=calling, others_s=cost.cpu_s - calling) if self.caller else cost

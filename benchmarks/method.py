@@ -178,9 +178,8 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
     """
     if len(values) < 2:
         raise ValueError(
-            f"{len(values)} clean rounds make no interval; at least 2 are needed: measure "
-            f"longer, "
-            f"or on a quieter machine"
+            f"{len(values)} clean rounds make no interval; at least 2 are needed: measure longer, or on a "
+            f"quieter machine"
         )
     if len(set(values)) == 1:
         return Interval(values[0], values[0], values[0])

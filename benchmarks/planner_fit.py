@@ -34,9 +34,8 @@ from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
 
 NAME = "planner_fit"
 CLAIM = (
-    "published runs that ran or ran out of memory: at least 95 % said right, and none that ran "
-    "out said to fit with more than "
-    "6 % to spare"
+    "published runs that ran or ran out of memory: at least 95 % said right, and none that ran out said to "
+    "fit with more than 6 % to spare"
 )
 BAR = 0.95
 PLAIN = 4.0  # bytes of the stream by the code: what two norms take in, if each is one kernel
@@ -194,8 +193,7 @@ def _line(each: Verdict) -> str:
     )
     truth = "ran" if each.ran else "ran out" + (", WITH MORE THAN 6 % TO SPARE" if each.trusted else "")
     return (
-        f"{run.key} {run.shape.name} {axes}, rerun {layout.recompute}: {each.said / GIB:.1f} "
-        f"of "
+        f"{run.key} {run.shape.name} {axes}, rerun {layout.recompute}: {each.said / GIB:.1f} of "
         f"{each.room / GIB:.1f} GiB, {truth}"
     )
 

@@ -42,9 +42,8 @@ CLAIM = (
 BAR, RANK = 0.08, 0.95
 NAMED = ("Aleph-Alpha", "bigscience", "Megatron", "Narayanan", "Korthikanti", "torchtitan", "NVIDIA")
 OPEN = (
-    "what code bases do that rows do not say (published_layouts.py): looked up, or found "
-    "with "
-    "all rows in view"
+    "what code bases do that rows do not say (published_layouts.py): looked up, or found with all rows in "
+    "view"
 )
 UNSEEN = RUNS.with_name("unseen_runs.csv")
 RATES = Path(meshwright.planner.__file__).parent / "machine" / "rates.toml"

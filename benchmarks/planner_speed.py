@@ -67,9 +67,8 @@ def seconds(devices: int, rows: int) -> tuple[float, SearchResult]:
     ]
     if wrong or not best.best:
         raise ValueError(
-            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that "
-            f"fit: "
-            f"repair the search"
+            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that fit: repair "
+            f"the search"
         )
     return taken, best
 

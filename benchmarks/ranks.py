@@ -143,9 +143,8 @@ class Ranks:
                 raise self._failed(
                     min(waiting.values()),
                     (
-                        f"no answer within {self.timeout_s:g} s; give it a longer timeout_s, or "
-                        f"look "
-                        f"where it waits"
+                        f"no answer within {self.timeout_s:g} s; give it a longer timeout_s, or look where "
+                        f"it waits"
                     ),
                 )
             replies.update(

@@ -81,17 +81,13 @@ def main() -> None:
     print(
         f"GPT-3: 6 x {told['weights']:.4g} weights x {told['tokens']:.3g} tokens = {told['flops']:.3g} FLOP; "
         f"over {told['rate']:.3g} FLOP/s {told['flops'] / told['rate']:.4g} s = {told['years']:.1f} years",
-        f"video: {LONG_S:,} s / {SHORT_S} s = {clips['times']:.1f} times; if the slower run had "
-        f"one host of {HOST}, "
-        f"{clips['of_one_host_each']:.0%} of {clips['hosts']:.0f} hosts' rate; computed "
-        f"{clips['computed_s']:.2f} s and "
-        f"summed "
-        f"{clips['summed_s']:.3f} s a step say {clips['said_at_least']:.0%} where nothing hides "
-        f"the sums (an estimate)",
+        f"video: {LONG_S:,} s / {SHORT_S} s = {clips['times']:.1f} times; if the slower run had one host "
+        f"of {HOST}, {clips['of_one_host_each']:.0%} of {clips['hosts']:.0f} hosts' rate; computed "
+        f"{clips['computed_s']:.2f} s and summed {clips['summed_s']:.3f} s a step say "
+        f"{clips['said_at_least']:.0%} where nothing hides the sums (an estimate)",
         *(
             (
-                f"ZeRO: {row['model']} stage {row['stage']} on {row['ranks']}: {row['plan']:.3f} "
-                f"GB, "
+                f"ZeRO: {row['model']} stage {row['stage']} on {row['ranks']}: {row['plan']:.3f} GB, "
                 f"{row['printed']}"
             )
             for row in table

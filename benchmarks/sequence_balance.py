@@ -43,13 +43,10 @@ from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_balance"
 CLAIM = (
-    "at 4 ranks the busiest computes at most 1.02 x the mean operations of causal attention: "
-    "ring "
-    "with zigzag slices, Ulysses "
-    "and their hybrid, forward and backward, counted in the kernels that run (a ring of "
-    "contiguous slices: 1.75 x); and at "
-    "most "
-    "1.05 x of packed documents and windows, with tokens that are dealt one by one"
+    "at 4 ranks the busiest computes at most 1.02 x the mean operations of causal attention: ring with "
+    "zigzag slices, Ulysses and their hybrid, forward and backward, counted in the kernels that run (a "
+    "ring of contiguous slices: 1.75 x); and at most 1.05 x of packed documents and windows, with tokens "
+    "that are dealt one by one"
 )
 RANKS, BAR, OTHERS = 4, 1.02, 1.05
 PACKED = 12  # rows of documents that begin anywhere

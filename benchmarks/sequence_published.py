@@ -51,9 +51,8 @@ from meshwright.plan.strategy import Strategy
 
 NAME = "sequence_published"
 CLAIM = (
-    "ring attention and Ulysses give what the public packages give, outputs and gradients, "
-    "on "
-    "2, 3 and 4 ranks"
+    "ring attention and Ulysses give what the public packages give, outputs and gradients, on 2, 3 and 4 "
+    "ranks"
 )
 PACKAGES = ("ring-attention-pytorch==0.5.20", "yunchang==0.6.4")
 ROUNDINGS = 16 * 2.0**-23

@@ -41,11 +41,9 @@ from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "shared_memory"
 CLAIM = (
-    "Against gloo, shared memory takes at most 1/10 of the time up to 64 KiB, and at 64 MiB 1/3 "
-    "for an all-reduce, 1/6 for an "
-    "all-gather, 1/7 for a reduce-scatter, with 2 and 4 ranks; it is never slower with 4 ranks "
-    "on "
-    "2 cores and a busy neighbour"
+    "Against gloo, shared memory takes at most 1/10 of the time up to 64 KiB, and at 64 MiB 1/3 for an "
+    "all-reduce, 1/6 for an all-gather, 1/7 for a reduce-scatter, with 2 and 4 ranks; it is never slower "
+    "with 4 ranks on 2 cores and a busy neighbour"
 )
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 64 * KIB, 64 * MIB)

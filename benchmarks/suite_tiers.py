@@ -121,9 +121,8 @@ def main(junit: str) -> None:
     seconds = seconds_of(Path(junit))
     found = selection(collector.cases, seconds)
     head = (
-        "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps "
-        "of "
-        "expensive functions.\n"
+        "# Written by `python -m benchmarks.suite_tiers`: the cases that `make test` keeps of expensive "
+        "functions.\n"
     )
     TIERS.write_text(head + tomli_w.dumps(found), encoding="utf-8")
     tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))

@@ -42,9 +42,8 @@ READING = reading_of()
 JOB = tiny_job(optimizer=OptimizerConfig("adamw"))
 SHARD = BatchSplit(axis="dp_shard")
 ALLOCATOR = (
-    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: "
-    "you tried to allocate 4096 bytes. "
-    "Error"
+    "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to "
+    "allocate 4096 bytes. Error"
 )
 
 

@@ -72,9 +72,8 @@ def parse_request(ranks: str, sizes: str, *, quick: bool) -> NetworkBenchRequest
     need, have = max(found) * max(counts) * (max(counts) + 2), psutil.virtual_memory().available
     if need > have and not torch.cuda.is_available():
         text = (
-            f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} "
-            f"bytes, "
-            f"and {have} are free"
+            f"{max(counts)} ranks with messages of {max(found)} bytes need about {need} bytes, and {have} "
+            f"are free"
         )
         raise PlanError(text, fix="measure smaller sizes: --sizes 1KiB..16MiB", location="--sizes")
     return NetworkBenchRequest(counts, found, quick)
@@ -169,9 +168,8 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
         )
     if place.rank % place.local_world != place.local_rank or place.world % place.local_world:
         text = (
-            f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its "
-            f"host: consecutive ranks are not on one "
-            f"host"
+            f"rank {place.rank} is number {place.local_rank} of {place.local_world} on its host: "
+            f"consecutive ranks are not on one host"
         )
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
         raise PlanError(text, fix=fix, location="bench network")
@@ -270,9 +268,8 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
             low *= 2
     if len(set(found)) < 3:
         text = (
-            f"{len(set(found))} sizes: latency and bandwidth cannot be separated, and no "
-            f"size "
-            f"is left to check the model"
+            f"{len(set(found))} sizes: latency and bandwidth cannot be separated, and no size is left to "
+            f"check the model"
         )
         diagnostics.append(
             Diagnostic(text, "name at least 3: --sizes 1KiB,64KiB,4MiB; or a range: 1KiB..64MiB", "--sizes")

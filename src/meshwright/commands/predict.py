@@ -28,9 +28,8 @@ ATTENTION_BLOCK_KEYS = (
     512  # keys per block of torch's CPU kernel: shorter sequences are computed fully, whatever the mask
 )
 NOT_PREDICTED = (
-    "seconds      not predicted: measure this machine (meshwright bench device, "
-    "bench "
-    "network), then --hardware device.toml"
+    "seconds      not predicted: measure this machine (meshwright bench device, bench network), then "
+    "--hardware device.toml"
 )
 UNMEASURED_LINKS = (
     "the links between ranks are unknown, so messages take no time here: measure "
@@ -68,9 +67,8 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
         notes.append(f"{per_host} ranks share {cores} cores: work at the same time slows down accordingly")
     if threads != profile.threads:
         text = (
-            f"a rank has {threads} of its host's cores, and was measured with "
-            f"{profile.threads}: its operations "
-            f"take"
+            f"a rank has {threads} of its host's cores, and was measured with {profile.threads}: its "
+            f"operations take"
         )
         notes.append(f"{text} {profile.threads / threads:.3g} times as long")
     wire, link_notes = _wire(links, world)

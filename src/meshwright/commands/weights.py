@@ -158,9 +158,8 @@ def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
         return TypeAdapter(ModelConfig).validate_python(job["model"]), int(job["train"]["seed"])
     except (KeyError, AttributeError, TypeError, ValueError, ValidationError) as error:
         text = (
-            "the checkpoint does not say where its model came from: it was saved from "
-            "Python, "
-            "or by another version"
+            "the checkpoint does not say where its model came from: it was saved from Python, or by "
+            "another version"
         )
         fix = "export from where the model is: engine.load(checkpoint), then engine.export(folder)"
         raise PlanError(text, fix=fix, location=str(checkpoint)) from error

@@ -98,8 +98,7 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         (
             "hierarchical",
             (
-                "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is "
-                "the "
+                "no all_reduce algorithm 'hierarchical'; repair: write hierarchical/G, where G is the "
                 "number of ranks"
             ),
         ),

@@ -44,9 +44,8 @@ def test_who_waits_for_a_killed_rank_is_told_which(tmp_path: Path, numel: int) -
     for rank in (0, 2):
         text = (tmp_path / f"{rank}").read_text()
         assert (
-            f"rank {rank}: all_reduce of float32 [{numel}] for REDUCE(a) over dp_shard (ranks "
-            f"0, "
-            f"1, 2) did not complete"
+            f"rank {rank}: all_reduce of float32 [{numel}] for REDUCE(a) over dp_shard (ranks 0, 1, 2) did "
+            f"not complete"
         ) in text
         assert "rank 1 is gone: its process has ended" in text
     assert set(os.listdir("/dev/shm")) <= names

@@ -163,9 +163,8 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     )
     assert chain.endswith(": it waits, too")
     assert where == (
-        "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and "
-        "goes "
-        "on after SIGCONT"
+        "rank 2 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger), and goes on after "
+        "SIGCONT"
     )
 
 

@@ -222,9 +222,8 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's recv of float32 [4] from index 1 for RECV(0), "
-        "number "
-        "1 over rank 1 to rank 2"
+        "rank 1 did not come to rank 2's recv of float32 [4] from index 1 for RECV(0), number 1 over rank "
+        "1 to rank 2"
     ) in text
     assert "in waits_for_the_alarm" in text
 

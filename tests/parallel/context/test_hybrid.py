@@ -126,9 +126,8 @@ def test_what_cannot_be_is_refused() -> None:
         "neighbours\n"
         "  repair: set ulysses_degree to 1 or 2 or 4",
         (
-            "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'\n  repair: "
-            "choose one of: contiguous, striped, "
-            "zigzag"
+            "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'\n  repair: choose "
+            "one of: contiguous, striped, zigzag"
         ),
         "strategies.hybrid_context_parallel.comm_dtype: keys and values cannot travel in 'float8'\n"
         '  repair: write comm_dtype = "bfloat16", or leave it out: they travel as they are',

@@ -259,9 +259,8 @@ def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
     )
     said = refusal(2, tokens=replace(TOKENS, block_calls=visits))
     assert (
-        f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so "
-        f"in "
-        f"4 more blocks)"
+        f"strategies.ring: a block cannot run on some of the tokens: {why.format('*')} (and so in 4 more "
+        f"blocks)"
     ) in said
     assert (
         "  repair: compute what needs all tokens between blocks, or by "

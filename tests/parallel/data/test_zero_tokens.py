@@ -283,9 +283,8 @@ REFUSED = {
         Mesh(dp_replicate=2, cp=2),
         (BatchSplit(), DEALT, DDP(), DDP(axis=CP)),
         (
-            "weights are kept whole along dp_replicate already, and now along cp too\n  repair: "
-            "keep "
-            "one of them, along an"
+            "weights are kept whole along dp_replicate already, and now along cp too\n  repair: keep one "
+            "of them, along an"
         ),
     ),
     "twice, the other way round": (

@@ -45,9 +45,8 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         (
             "[model]\noverrides = {a = [1]}",
             (
-                "run.toml: model.overrides.a: given is [1]; needed is a whole number, or a number, "
-                "or "
-                "true or false"
+                "run.toml: model.overrides.a: given is [1]; needed is a whole number, or a number, or true "
+                "or false"
             ),
         ),
         ("train = 3", "run.toml: train: given is 3; needed is a table of keys"),

@@ -204,8 +204,7 @@ def test_rates_that_no_device_has_are_refused(tmp_path: Path):
         tmp_path,
         (
             '[device]\nlike = "h100"\n[rates]\nattention_backward = 100\nfabric_half_hosts = '
-            "1e-9\nlatency_s = 30\nloss_passes = "
-            "5e9\n"
+            "1e-9\nlatency_s = 30\nloss_passes = 5e9\n"
         ),
     )
     wanted = [

@@ -149,9 +149,8 @@ def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(
     monkeypatch.setattr(ThreadGroup, "transport", "pigeons")
     (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
     words = (
-        "sums over dp_replicate went through threads and now go through pigeons: from here "
-        "on "
-        "the last bits may differ"
+        "sums over dp_replicate went through threads and now go through pigeons: from here on the last "
+        "bits may differ"
     )
     assert (words in resumed.notes) == told
 

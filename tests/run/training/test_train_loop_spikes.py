@@ -59,8 +59,7 @@ def test_a_run_that_stops_at_a_spike_saves_nothing_new(tmp_path):
     assert isinstance(error, LossSpikeError)
     samples = open_feed(split_held_out(DATA, course.plan.job.evaluate)[0], course.plan, 0).sample_ids(6)[1]
     assert (
-        f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; "
-        f"samples "
+        f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; samples "
         f"{samples[0]}, "
     ) in str(error)
     assert max(course.kept()) == 6

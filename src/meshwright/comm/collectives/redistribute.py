@@ -159,8 +159,7 @@ def _apply(
         case other:
             raise NotImplementedError(
                 f"REDISTRIBUTIONS names the operation '{other}' for {src} -> {dst}, without an "
-                "implementation. "
-                "Add it here"
+                "implementation. Add it here"
             )
 
 

@@ -76,9 +76,8 @@ def search_machine(
             f", of which {profile.ranks} were at work at once" if profile.ranks > 1 else ", measured alone"
         )
         notes.append(
-            f"a device is {profile.threads} threads of {profile.device}{measured_by}: ranks of "
-            f"a "
-            f"host need as many cores each"
+            f"a device is {profile.threads} threads of {profile.device}{measured_by}: ranks of a host need "
+            f"as many cores each"
         )
     if previous is not None:
         learnt = calibrate_from_run(Path(run), previous, found, shape_lookup)

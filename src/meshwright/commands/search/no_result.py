@@ -40,9 +40,8 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
         )
     layout, kept = result.nearest_miss
     text = (
-        f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest "
-        f"device, "
-        f"and {kind.device.name}"
+        f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and "
+        f"{kind.device.name}"
     )
     nearest_axes = ", ".join(axis_texts(layout)) or "one device"
     fix = f"{_repair(request)}; the nearest layout is {nearest_axes}"
@@ -72,7 +71,6 @@ def _repair(request: SearchRequest) -> str:
                 also += ", dp not fixed" if "dp" in request.fixed else ""
                 return f"more devices ({many}{also}), or ones with more memory"
     return (
-        f"ones with more memory, or a smaller model or shorter samples: "
-        f"{count << MAX_DOUBLINGS:,} of these devices are not "
-        f"enough"
+        f"ones with more memory, or a smaller model or shorter samples: {count << MAX_DOUBLINGS:,} of "
+        f"these devices are not enough"
     )

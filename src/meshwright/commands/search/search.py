@@ -258,8 +258,7 @@ def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Mac
         }
         text = (
             f"{request.shape.name}: not even {least[options.max_fit]} is enough of "
-            f"{request.machine.device.name} as it is "
-            f"fixed"
+            f"{request.machine.device.name} as it is fixed"
         )
         raise PlanError(text, fix="fix less, or take devices with more memory", location="--fit")
     one = [replace(kinds[0], num_devices=found.request.machine.num_devices)]

@@ -252,8 +252,8 @@ def _state_shard(
         which = f"elements {begin} to {begin + stepped.numel()} of a {'slice of a ' if spans else ''}weight"
         text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for {which}"
         fix = (
-            "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' "
-            "cuts none"
+            "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' cuts "
+            "none"
         )
         raise PlanError(text, fix=fix, location="optimizer")
     return _full_shard(value)

@@ -450,8 +450,7 @@ def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: Trial
     if findings.written_buffers:
         yield (
             f"{len(findings.written_buffers)} buffers are written by the forward "
-            f"({findings.written_buffers[0]}...): every rank writes its "
-            f"own"
+            f"({findings.written_buffers[0]}...): every rank writes its own"
         )
     if findings.draws_from_numpy:
         yield NUMPY_RANDOM_NOTE

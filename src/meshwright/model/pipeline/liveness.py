@@ -93,8 +93,7 @@ class LateGrads:
             self._record.values[name] = replace(seen, needs_grad=True)
             what = (
                 f"'{name}' ({seen.op} at {seen.source_line}) is made with gradients off "
-                f"(autograd.Function, script), and then needs "
-                f"one"
+                f"(autograd.Function, script), and then needs one"
             )
             self._found.append((name, seen.producer, what))
 
@@ -347,9 +346,8 @@ class _ForwardRecorder(TorchFunctionMode):
             self._record_use(tensor, glue=True)
         names = ", ".join(str(self._names.get(tensor) or self._made_in[tensor]) for tensor in values.values())
         what = (
-            f"the glue after '{self._block_call}' reads the value of {names} ({func} at "
-            f"{caller_line()}), and every later stage needs "
-            f"it"
+            f"the glue after '{self._block_call}' reads the value of {names} ({func} at {caller_line()}), "
+            f"and every later stage needs it"
         )
         self._block_boundaries(self._block_call, None, what, VALUE_READ_FIX)
 

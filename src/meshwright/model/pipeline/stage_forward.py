@@ -244,9 +244,8 @@ class _StageRun:
         self._mode = None  # breaks a reference cycle that would keep tensors until garbage collection
         if self._missing:
             text = (
-                f"the forward did not make the values {', '.join(sorted(self._missing))}, "
-                f"which "
-                f"it made in the trial run"
+                f"the forward did not make the values {', '.join(sorted(self._missing))}, which it made in "
+                f"the trial run"
             )
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 

@@ -276,8 +276,8 @@ def _bias(scores: torch.Tensor, mask: torch.Tensor | None, is_causal: bool) -> t
     if is_causal:
         if mask is not None:
             raise ValueError(
-                "both attn_mask and is_causal=True were given; only one is allowed; drop is_causal and mask "
-                "the future"
+                "both attn_mask and is_causal=True were given; only one is allowed; drop is_causal and "
+                "mask the future"
             )
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is None or mask.dtype != torch.bool:

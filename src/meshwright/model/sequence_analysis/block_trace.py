@@ -190,9 +190,8 @@ class BlockTrace(TorchFunctionMode):
         ):
             block_info = self.block_calls[self._last_block_call]
             reason = (
-                f"{block_of(self._last_block_call)} passes tokens on other than in its outputs, "
-                f"in "
-                f"an attribute or a list"
+                f"{block_of(self._last_block_call)} passes tokens on other than in its outputs, in an "
+                f"attribute or a list"
             )
             self.block_calls[self._last_block_call] = replace(
                 block_info, not_sequence_parallel=block_info.not_sequence_parallel or reason

@@ -211,9 +211,8 @@ def compare_gathers(
         ]
         if counts[0] != counts[1]:
             text = (
-                f"{_describe_glue(block_call)} gathers tokens of several ranks "
-                f"{counts[0]} "
-                f"times on {batch_sizes[0]} samples"
+                f"{_describe_glue(block_call)} gathers tokens of several ranks {counts[0]} times on "
+                f"{batch_sizes[0]} samples"
             )
             return (), f"{text}, and {counts[1]} times on {batch_sizes[1]} longer or shorter ones"
     gathers_found = list[GlueGather]()

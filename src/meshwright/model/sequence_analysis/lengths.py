@@ -92,9 +92,8 @@ def length_dependence(ops: Sequence[ComputedOp], other_ops: Sequence[ComputedOp]
     for op, other_op in zip(ops, other_ops, strict=False):
         if op.name != other_op.name:
             return (
-                f"{op.module} computes '{other_op.name}' on sequences of {length} tokens and "
-                f"else "
-                f"computes '{op.name}'"
+                f"{op.module} computes '{other_op.name}' on sequences of {length} tokens and else computes "
+                f"'{op.name}'"
             )
         if op.numbers != other_op.numbers:
             return f"{op.module} computes with the number of tokens ({op.name})"

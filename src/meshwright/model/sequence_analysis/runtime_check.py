@@ -232,9 +232,8 @@ def _compare_ops(ops: OpsByBlockCall, found: OpsByBlockCall, lengths: Mapping[in
         reason = length_dependence(ops_of_call, found.get(block_call, []), lengths_text)
         if reason:
             fix = (
-                f"let it compute the same on {lengths_text} tokens as on fewer; or set mesh.cp = 1, "
-                f"and "
-                f"as many ranks for dp_shard"
+                f"let it compute the same on {lengths_text} tokens as on fewer; or set mesh.cp = 1, and as "
+                f"many ranks for dp_shard"
             )
             raise PlanError(f"a block cannot run on some of the tokens: {reason}", fix=fix, location="model")
 

@@ -194,9 +194,8 @@ def propagate_tokens(op: TokenOp) -> str:
     untracked = [each for each in op.operands if each not in op.token_layouts and op.token_dims(each)]
     if untracked:
         return (
-            f"computes '{op.name}' with tokens that were not among its inputs: from an attribute, "
-            f"or "
-            f"made by code out of sight"
+            f"computes '{op.name}' with tokens that were not among its inputs: from an attribute, or made "
+            f"by code out of sight"
         )
     for each in op.operands_of_kind("subset"):
         return op.token_layouts[each].origin

@@ -142,8 +142,7 @@ class Conv1dMode(TorchFunctionMode):
             )
             expected = (
                 f"{num_local} tokens of width {conv_spec.token_numel} here, with {conv_spec.pad_before} "
-                f"zeros before and {conv_spec.pad_after} after "
-                f"them"
+                f"zeros before and {conv_spec.pad_after} after them"
             )
             raise PlanError(
                 f"{text}; the trial run says {expected}, and a reach of {conv_spec.halo}",

@@ -51,8 +51,7 @@ class SequenceLengths:
             if len(set(found.values())) > 1:
                 described = ", ".join(f"{key} {length}" for key, length in found.items())
                 text = (
-                    f"the sequences have {described} tokens, and in the example of the plan they were "
-                    f"as "
+                    f"the sequences have {described} tokens, and in the example of the plan they were as "
                     f"long as each other"
                 )
                 fix = (

@@ -110,8 +110,8 @@ ARITHMETIC = _name_set("""
 """)
 RESHAPES = _name_set("view reshape flatten unflatten view_as reshape_as ravel")
 DIM_MOVES = BROADCAST | _name_set(
-    "transpose permute swapaxes swapdims movedim moveaxis t T mT unsqueeze squeeze view_as_complex"
-    " view_as_real"
+    "transpose permute swapaxes swapdims movedim moveaxis t T mT unsqueeze squeeze view_as_complex "
+    "view_as_real"
 )
 _ALL_DIMS: Any = None
 # Position of the argument `dim`, and its default; None: all dims.

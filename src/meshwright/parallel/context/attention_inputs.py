@@ -58,9 +58,8 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
     ):
         if tensor.shape[-2] != share.num_tokens:
             text = (
-                f"attention takes in {tensor.shape[-2]} {what}, and this rank has "
-                f"{share.num_tokens} of {share.length} "
-                f"tokens"
+                f"attention takes in {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of "
+                f"{share.length} tokens"
             )
             raise PlanError(
                 text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=location
@@ -74,13 +73,11 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
         ):
             text = (
                 f"the mask is of shape {list(mask.shape)}; needed are rows for "
-                f"{call.query_shard.num_tokens} queries of this "
-                f"rank"
+                f"{call.query_shard.num_tokens} queries of this rank"
             )
             fix = (
-                "give the block a mask of shape [rows, heads, tokens, tokens], made outside "
-                "of "
-                "it; and is_causal = False"
+                "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and "
+                "is_causal = False"
             )
             raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=location)
     mask, together, bias = (

@@ -202,9 +202,8 @@ class HeadExchange:
         if not self.mask_by_query:
             if mask.shape[2] > 1:
                 text = (
-                    f"attention takes a mask of shape {list(mask.shape)}, made in a block, "
-                    f"and "
-                    f"in the trial run there was none"
+                    f"attention takes a mask of shape {list(mask.shape)}, made in a block, and in the "
+                    f"trial run there was none"
                 )
                 fix = (
                     "make the plan from an example batch that needs one; or make the mask "

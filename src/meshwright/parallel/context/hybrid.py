@@ -97,9 +97,8 @@ class HybridContextParallel(ContextParallel):
             ranks = sharding.mesh.size(CP_AXIS)
             sizes = " or ".join(map(str, divisors(ranks)))
             text = (
-                f"ulysses_degree = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, "
-                f"which are to be groups of so many "
-                f"neighbours"
+                f"ulysses_degree = {self.ulysses_degree}, and {CP_AXIS} has {ranks} ranks, which are to be "
+                f"groups of so many neighbours"
             )
             yield Diagnostic(text, f"set ulysses_degree to {sizes}", f"strategies.{self.name}.ulysses_degree")
         yield from check_ring(self.name, self.load_balance, self.comm_dtype)

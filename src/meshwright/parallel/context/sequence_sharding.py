@@ -274,9 +274,8 @@ def check_sequence_sharding(
         yield Diagnostic(text, "keep one of the strategies that deal them", location)
     if model_spec.sequence_info is None:
         text = (
-            f"nothing is known of tokens in {model_spec.name}: no integer input of its "
-            f"example "
-            f"has them, as [rows, tokens]"
+            f"nothing is known of tokens in {model_spec.name}: no integer input of its example has them, "
+            f"as [rows, tokens]"
         )
         text += (
             ", and no block takes in [rows, tokens, width] and attends to them by "
@@ -303,9 +302,8 @@ def check_sequence_sharding(
     yield from check_convolutions(name, axis, sharding, sharding_for(ranks))
     if model_spec.needs_global_batch:
         text = (
-            f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each "
-            f"rank "
-            f"has some of the tokens of a row"
+            f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each rank has some "
+            f"of the tokens of a row"
         )
         yield Diagnostic(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
 

@@ -68,9 +68,8 @@ class DataParallelMaster(Strategy):
         if shared:
             one = shared[0]
             text = (
-                f"the loss takes {one.name} of shape {list(one.shape)}, which is not per "
-                f"row: "
-                f"it would be that of the master"
+                f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be "
+                f"that of the master"
             )
             yield Diagnostic(text, 'use the strategy "ddp"', location)
         for column in (
@@ -80,8 +79,7 @@ class DataParallelMaster(Strategy):
             yield from column.diagnostics(location)
         if job.precision.reduce != job.precision.parameters:
             text = (
-                f"gradients travel in {job.precision.parameters} here, and precision.reduce "
-                f"is "
+                f"gradients travel in {job.precision.parameters} here, and precision.reduce is "
                 f"{job.precision.reduce}"
             )
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")

@@ -51,8 +51,7 @@ class NaiveDDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if job.precision.reduce != job.precision.parameters:
             text = (
-                f"gradients travel in {job.precision.parameters} here, and precision.reduce "
-                f"is "
+                f"gradients travel in {job.precision.parameters} here, and precision.reduce is "
                 f"{job.precision.reduce}"
             )
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")

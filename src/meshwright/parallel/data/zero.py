@@ -117,10 +117,8 @@ class ZeRO(Strategy):
             )
         elif self.replicate_axis in sharding.token_axes:
             text = (
-                f"replicate_axis = '{self.replicate_axis}', where ranks have other tokens of "
-                f"a "
-                f"sample: shards are cut along {self.axis} and "
-                f"it"
+                f"replicate_axis = '{self.replicate_axis}', where ranks have other tokens of a sample: "
+                f"shards are cut along {self.axis} and it"
             )
             yield Diagnostic(
                 text,
@@ -159,9 +157,8 @@ class ZeRO(Strategy):
         for weight in (param_sharding.param for param_sharding in sharding.param_shardings):
             if weight.dtype and weight.trainable:
                 text = (
-                    f"{weight.name} is trained in {weight.dtype}, and shards are stepped in "
-                    f"the "
-                    f"dtype of the job"
+                    f"{weight.name} is trained in {weight.dtype}, and shards are stepped in the dtype of "
+                    f"the job"
                 )
                 yield Diagnostic(text, "make it a parameter of real floats, or freeze it", weight.name)
             elif weight.dtype and weight.dtype not in PARAM_DTYPE_NBYTES and self.stage == 3:

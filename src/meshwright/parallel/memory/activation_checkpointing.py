@@ -81,9 +81,8 @@ class ActivationCheckpointing(Strategy):
                 yield Diagnostic(text, suggest_name(pattern, block_calls), f"{location}.blocks")
         if not self.blocks and len(block_calls) == 1:
             text = (
-                f"the model runs as one block, '{block_calls[0]}', whose backward follows "
-                f"its "
-                f"forward at once: nothing is spared"
+                f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at "
+                f"once: nothing is spared"
             )
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
         if not 0 <= self.keep_mb < inf:

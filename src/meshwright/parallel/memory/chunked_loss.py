@@ -105,8 +105,7 @@ def _check_head(sharding: ShardingPlan) -> Iterator[Diagnostic]:
     elif logits.modified_by:
         text = (
             f"the model changes the logits between the head {logits.layer} and the loss "
-            f"({logits.modified_by}); a chunk would not be "
-            f"changed"
+            f"({logits.modified_by}); a chunk would not be changed"
         )
         fix = f"return the head's output unchanged and change it in a loss of your own, or {UNCHUNKED_FIX}"
         yield Diagnostic(text, fix, LOCATION)

@@ -231,9 +231,8 @@ def run_tiled(name: str, num_tiles: int, run: RunModule, *args: Any, **kwargs: A
     """
     if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or args[0].ndim != 3:
         text = (
-            f"the module '{name}' is called with more than one tensor [samples, tokens, "
-            f"width]; "
-            f"tiles split just one"
+            f"the module '{name}' is called with more than one tensor [samples, tokens, width]; tiles "
+            f"split just one"
         )
         raise PlanError(text, fix=UNTILED_FIX, location="model")
     if not torch.is_grad_enabled():

@@ -184,8 +184,7 @@ class Pipeline(Strategy):
             )
             text = (
                 f"{num_ranks} for a model that can be cut into {known} parts "
-                f"({len(boundaries.block_calls)} "
-                f"blocks)"
+                f"({len(boundaries.block_calls)} blocks)"
             )
             text += "".join(
                 f"; none can begin with '{each.block_call}': {each.reason}"
@@ -294,9 +293,8 @@ class Pipeline(Strategy):
         if idle:
             stage, rank = idle[0]
             text = (
-                f"{self.schedule} has no micro-batch for part {stage} on rank {rank} of the "
-                f"pipeline, but {num_microbatches} in "
-                f"all"
+                f"{self.schedule} has no micro-batch for part {stage} on rank {rank} of the pipeline, but "
+                f"{num_microbatches} in all"
             )
             raise PlanError(text, fix="make more of them: a smaller micro_batch", location="micro_batch")
         return schedule

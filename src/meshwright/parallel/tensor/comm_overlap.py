@@ -193,9 +193,8 @@ class JointSumMember:
         joint.clear()
         if summand is None or given != joint.layers[:-1]:
             text = (
-                f"{self.layer} ends the sum of {', '.join(joint.layers)}, and "
-                f"{', '.join(given) or 'none'} ran before "
-                f"it"
+                f"{self.layer} ends the sum of {', '.join(joint.layers)}, and {', '.join(given) or 'none'} "
+                f"ran before it"
             )
             raise RuntimeError(
                 f"{text}: needed are all, in the order of the trial run. Call them in every "

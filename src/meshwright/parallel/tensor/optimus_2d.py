@@ -326,9 +326,8 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
     """
     if sharding.token_axes:
         text = (
-            f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a "
-            f"sample each, and a grid wants all of "
-            f"them"
+            f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, "
+            f"and a grid wants all of them"
         )
         yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)

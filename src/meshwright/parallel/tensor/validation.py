@@ -86,9 +86,8 @@ def check_units(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iter
         ranks, each = sharding.mesh.size(axis), _describe_unit(weights[0], units)
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = (
-            f"{weights[0].name}{more} {'divide' if more else 'divides'} into {units} "
-            f"units{each}, and {axis} has {ranks} "
-            f"ranks"
+            f"{weights[0].name}{more} {'divide' if more else 'divides'} into {units} units{each}, and "
+            f"{axis} has {ranks} ranks"
         )
         yield Diagnostic(
             text,

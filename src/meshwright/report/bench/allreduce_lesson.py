@@ -28,8 +28,7 @@ COMMON_CLAIMS = (
     ),
     (
         '"Halving is O(log n)": in rounds. Its bytes are those of the ring, and those of doubling '
-        "and "
-        "tree are S times log n."
+        "and tree are S times log n."
     ),
     (
         "Of two algorithms with equal bytes the one with fewer rounds wins for short messages; of "

@@ -60,9 +60,8 @@ def _summary(profile: DeviceProfile) -> Table:
         )
     products, attention = profile.holdout_errors()
     text = (
-        f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention "
-        f"(median, "
-        f"at sizes that were not fitted)"
+        f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention (median, at sizes "
+        f"that were not fitted)"
     )
     table.add_row(Text("error", style="bold"), text)
     spreads = [each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops)]

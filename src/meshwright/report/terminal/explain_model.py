@@ -53,8 +53,7 @@ def _summary(report: ModelReport, width: int) -> Table:
     rows = {
         "model": (
             f"{report.name}: {report.class_name}, {report.numel:,} parameters "
-            f"({format_nbytes(report.numel * width)}), {count} "
-            f"blocks"
+            f"({format_nbytes(report.numel * width)}), {count} blocks"
         ),
         "attention": _attention(report),
         "tied parameters": "; ".join(" = ".join(names) for names in report.tied_params) or "none",
@@ -94,8 +93,8 @@ def _dropout(blocks: Sequence[BlockRow]) -> str:
     sites = sum(row.num_block_calls * row.num_dropout_sites for row in blocks)
     return (
         (
-            f"{sites} draw {'site' if sites == 1 else 'sites'} in blocks; masks depend on the sample, not on "
-            f"the rank"
+            f"{sites} draw {'site' if sites == 1 else 'sites'} in blocks; masks depend on the sample, not "
+            f"on the rank"
         )
         if sites
         else "none in blocks"

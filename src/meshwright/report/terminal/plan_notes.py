@@ -31,8 +31,7 @@ def sequence_sharding_text(plan: Plan) -> dict[str, str]:
         return {}
     text = (
         f"{tokens.length:,} of each sample, sharded over {sharding.sequence_sharding.num_ranks} ranks: "
-        f"{_tokens_per_rank(sharding.sequence_sharding, tokens.length)} "
-        f"each"
+        f"{_tokens_per_rank(sharding.sequence_sharding, tokens.length)} each"
     )
     text += "".join(
         f", and {length:,}: {_tokens_per_rank(sharding.sequence_sharding, length)}"

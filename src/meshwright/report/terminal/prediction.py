@@ -46,8 +46,7 @@ def prediction_view(plan: Plan, prediction: StepPrediction) -> RenderableType:
     unit = "samples" if plan.job.data.source == "example" else "tokens"
     speed = (
         f"{tokens / prediction.step_s:,.4g} {unit} per second, "
-        f"{prediction.flops / prediction.step_s / 1e9:,.4g} "
-        f"GFLOP/s"
+        f"{prediction.flops / prediction.step_s / 1e9:,.4g} GFLOP/s"
     )
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
     head = (

@@ -45,9 +45,8 @@ SHARD_FILE_PATTERN = re.compile(
 )  # no separator, drive, "..", or hidden file fits
 SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 DAMAGED_FIX = (
-    "resume from another checkpoint of the run; this one is damaged, or this version "
-    "of "
-    "meshwright did not write it"
+    "resume from another checkpoint of the run; this one is damaged, or this version of meshwright did not "
+    "write it"
 )
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"

@@ -133,9 +133,8 @@ def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     listing = "".join(f"\n  skipped {reason}" for reason in reasons)
     text = f"none of the {len(reasons)} checkpoints here can be used:{listing}"
     fix = (
-        "train into another run.folder, or restore a checkpoint from a copy; to start from "
-        "step "
-        "0 here, move the folder away"
+        "train into another run.folder, or restore a checkpoint from a copy; to start from step 0 here, "
+        "move the folder away"
     )
     raise PlanError(text, fix=fix, location=str(folder))
 

@@ -77,9 +77,8 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
         raise PlanError(text, fix=fix, location="data.tokenizer") from error
     if not tokenizer.hf_tokenizer.is_fast:
         text = (
-            f"the tokenizer '{tokenizer.name}' cannot map its tokens to positions in the "
-            f"text, "
-            f"so answers cannot be located"
+            f"the tokenizer '{tokenizer.name}' cannot map its tokens to positions in the text, so answers "
+            f"cannot be located"
         )
         raise PlanError(text, fix="choose one that has a tokenizer.json", location="data.tokenizer")
     return template
@@ -165,9 +164,8 @@ def _prefixed(
             before, after = written(i, cue=True), written(i + 1)
             if not (after.startswith(before) and whole.startswith(after)):
                 text = (
-                    f"the template has no generation marks, and writes message {i} "
-                    f"differently "
-                    f"when there is more before or after"
+                    f"the template has no generation marks, and writes message {i} differently when there "
+                    f"is more before or after"
                 )
                 fix = (
                     "enclose answers in the template in {% generation %} and {% endgeneration "

@@ -165,8 +165,7 @@ def _tokens(
         return [TokenStream(source, rows, tokenizer)]
     if cache is None:
         raise ValueError(
-            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: "
-            f"pass "
+            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass "
             f"cache=Path(...)"
         )
     return [open_documents(source, rows, tokenizer, cache)]

@@ -102,9 +102,8 @@ def rank_sample_ids(
     """
     if not (0 <= microbatch < num_microbatches and 0 <= data_rank < num_data_ranks):
         raise ValueError(
-            f"micro-batch {microbatch} of {num_microbatches} on data rank {data_rank} of "
-            f"{num_data_ranks} does not exist; both count from "
-            f"0, "
+            f"micro-batch {microbatch} of {num_microbatches} on data rank {data_rank} of {num_data_ranks} "
+            f"does not exist; both count from 0, "
             "so pass numbers below their totals"
         )
     k = -(-len(ids) // (num_microbatches * num_data_ranks))

@@ -94,8 +94,7 @@ def list_files(source: DataConfig, patterns: Sequence[str]) -> tuple[Path, ...]:
     files = tuple(_files(root, include, source.exclude)) if root.is_dir() else (root,)
     if not files:
         what = (
-            f"no file in '{printable_path(root)}' matches include = {list(include)}, exclude "
-            f"= "
+            f"no file in '{printable_path(root)}' matches include = {list(include)}, exclude = "
             f"{list(source.exclude)}"
         )
         names = sorted({path.suffix for path in root.iterdir() if path.suffix and path.is_file()})[:6]

@@ -96,9 +96,8 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
 def _checked(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
         text = (
-            f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front "
-            f"of "
-            f"the text, not of weights"
+            f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, "
+            f"not of weights"
         )
         raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", location=WHERE)
     return model

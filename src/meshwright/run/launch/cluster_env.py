@@ -265,9 +265,8 @@ def _disagreements(first: LauncherClaim, others: Iterable[LauncherClaim]) -> Ite
             }  # mpirun itself sits on the first host, and has srun start its daemons on the others
         if not (alike or other.world == 1 or other.world in per_host):
             fix = (
-                f"start one {first.launcher} per host, as ranks of one job (srun round "
-                f"torchrun "
-                f"needs --nnodes and a rendezvous"
+                f"start one {first.launcher} per host, as ranks of one job (srun round torchrun needs "
+                f"--nnodes and a rendezvous"
             )
             fix += f"), or only one of the two; a stale variable goes with: unset {first.rank_key}"
             yield Diagnostic(f"{first}, and {other}", fix, WHERE)

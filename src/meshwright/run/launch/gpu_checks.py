@@ -56,8 +56,7 @@ def collective_findings(world: World, backend: str) -> Iterator[Finding]:
     tensor[0].item()
     seconds = (time.perf_counter() - started) / CLOCK_ROUNDS
     text = (
-        f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_NBYTES >> 20} MiB "
-        f"takes "
+        f"{group.size} ranks over {backend}: an all-reduce of {OPERAND_NBYTES >> 20} MiB takes "
         f"{seconds * 1e3:.1f} ms"
     )
     if right:

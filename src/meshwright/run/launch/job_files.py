@@ -57,9 +57,8 @@ def distribute_ranks(world: int, num_hosts: int | None, ranks_per_host: int | No
         options = [f"--hosts {n} --per-host {world // n}" for n in range(1, world + 1) if world % n == 0]
         shown = ", ".join([*options[:3], *(["..."] if len(options) > 4 else []), *options[3:][-1:]])
         text = (
-            f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, "
-            f"and "
-            f"the mesh of the plan has {world}"
+            f"{num_hosts} hosts x {ranks_per_host} ranks are {num_hosts * ranks_per_host}, and the mesh of "
+            f"the plan has {world}"
         )
         raise_diagnostics([Diagnostic(text, f"choose from {shown}; or change the mesh", "--hosts")])
     return num_hosts, ranks_per_host
@@ -103,9 +102,8 @@ def torchrun_command(job: JobFile) -> str:
     master = '"${MASTER_ADDR:?set it to the address of host 0}"'
     lines = [
         (
-            f"# host {host}\ntorchrun --nnodes={job.num_hosts} --node-rank={host} "
-            f"--master-addr={master} --master-port={DEFAULT_PORT} "
-            f"{rest}\n"
+            f"# host {host}\ntorchrun --nnodes={job.num_hosts} --node-rank={host} --master-addr={master} "
+            f"--master-port={DEFAULT_PORT} {rest}\n"
         )
         for host in range(job.num_hosts)
     ]

@@ -280,9 +280,8 @@ def _guessed(each: _Rank) -> str:
         text = f"rank {each.rank} was killed by signal {-code} ({signal.strsignal(-code)})"
         if -code == signal.SIGKILL:
             text += (
-                "\nif no user did this, the system did, because memory ran out: lower "
-                "micro_batch, or use a plan that needs "
-                "less"
+                "\nif no user did this, the system did, because memory ran out: lower micro_batch, or use "
+                "a plan that needs less"
             )
     else:
         text = f"rank {each.rank} ended with exit code {code} and did not say why"

@@ -95,9 +95,8 @@ def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
         )
     elif cluster.machine != here:
         yield (
-            f"{path} was measured on another machine ({cluster.machine}; here: {here}): "
-            f"measure "
-            f"where the plan will run"
+            f"{path} was measured on another machine ({cluster.machine}; here: {here}): measure where the "
+            f"plan will run"
         )
 
 

@@ -40,9 +40,8 @@ from meshwright.run.measure.measured_files import parse_measurements, read_profi
 
 DEFAULT_NUM_UNITS = 100
 LINKS_FIX = (
-    "measure links: meshwright bench network, then --cluster cluster.toml; or say it in "
-    "a "
-    "[device] table beside `measured`"
+    "measure links: meshwright bench network, then --cluster cluster.toml; or say it in a [device] table "
+    "beside `measured`"
 )
 DEVICE_FIX = (
     "write a [device] table (docs/howto/choose_a_plan.md), or measure: meshwright bench device "

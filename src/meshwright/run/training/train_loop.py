@@ -252,8 +252,7 @@ class _TrainLoop:
                 "step %d: the loss is %s and the gradient norm %s; the parameters are unusable "
                 "from here on. Resume from an earlier "
                 'checkpoint with guard.action = "stop" or "skip", which names the rank, the '
-                "block "
-                "and the samples",
+                "block and the samples",
                 *(record.step, record.loss, record.grad_norm),
             )
         spike = "" if metrics.spike is None else str(metrics.spike)

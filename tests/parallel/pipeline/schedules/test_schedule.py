@@ -85,9 +85,8 @@ def test_the_arrow_stands_at_the_first_of_a_circle():
         simulate(listed("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"), StageCosts.uniform(3))
     assert [line for line in str(stuck.value).splitlines() if "<--" in line] == [
         (
-            "  rank 0: slot 1 of 4, B0 of stage 0, waits for B0 of part 1  <-- waits for ever: rank "
-            "0 "
-            "for rank 1 for rank 0"
+            "  rank 0: slot 1 of 4, B0 of stage 0, waits for B0 of part 1  <-- waits for ever: rank 0 for "
+            "rank 1 for rank 0"
         )
     ]
 

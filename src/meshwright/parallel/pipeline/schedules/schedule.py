@@ -191,8 +191,7 @@ class Schedule:
         if num_microbatches != list(range(len(num_microbatches))):
             yield (
                 f"the micro-batches are {format_numbers(num_microbatches)}: needed are 0 .. "
-                f"{len(num_microbatches) - 1}, each number "
-                f"once"
+                f"{len(num_microbatches) - 1}, each number once"
             )
         yield from missing_actions(done, parts, num_microbatches)
         for (part, microbatch), at in sorted(split.items()):

@@ -173,8 +173,7 @@ def check_search(
             )
             rank = next(rank for rank in range(num_ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
             text = (
-                f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts "
-                f"holds "
+                f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts holds "
                 f"{fewest[rank]:g}"
             )
             smallest = ", ".join(f"{need:g}" for need in fewest)
