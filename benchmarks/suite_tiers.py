@@ -40,6 +40,7 @@ KEEP = frozenset(
 )
 WORD = re.compile(r"[^\s,\-\[\]]+")
 Case = tuple[str, str, str]  # file, function, id of the case ("" without parameters)
+Tiers = dict[str, dict[str, list[str]]]  # by file and function, the ids of the cases to keep
 
 
 class Collector:
@@ -57,6 +58,18 @@ def case_of(item: pytest.Item) -> Case:
     """Returns file (relative to tests/), function and case id of a test item."""
     function, _, case = item.name.partition("[")
     return item.path.relative_to(ROOT / "tests").as_posix(), function, case.removesuffix("]")
+
+
+def read_tiers() -> Tiers:
+    """Returns tests/tiers.toml."""
+    return tomllib.loads(TIERS.read_text(encoding="utf-8"))
+
+
+def is_kept(case: Case, tiers: Tiers) -> bool:
+    """Returns whether the default tier runs `case`."""
+    file, function, name = case
+    kept = tiers.get(file, {}).get(function)
+    return kept is None or name in kept
 
 
 def seconds_of(junit: Path) -> dict[Case, float]:
@@ -93,7 +106,7 @@ def cover(cases: Sequence[tuple[str, float]], budget_s: float) -> list[str]:
     return sorted(kept, key=order.index)
 
 
-def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> dict[str, dict[str, list[str]]]:
+def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> Tiers:
     """Returns, by file and function, the ids to keep; functions of which all are kept are left out."""
     known_s: dict[tuple[str, str], list[float]] = defaultdict(list)
     for (file, function, _), spent in seconds.items():
@@ -125,12 +138,7 @@ def main(junit: str) -> None:
         "functions.\n"
     )
     TIERS.write_text(head + tomli_w.dumps(found), encoding="utf-8")
-    tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))
-    kept = [
-        case
-        for case in collector.cases
-        if (ids := tiers.get(case[0], {}).get(case[1])) is None or case[2] in ids
-    ]
+    kept = [case for case in collector.cases if is_kept(case, found)]
     spent, total = (sum(seconds.get(case, UNKNOWN_S) for case in each) for each in (kept, collector.cases))
     print(f"{len(kept)} of {len(collector.cases)} cases, {spent:.0f} of {total:.0f} s")
 

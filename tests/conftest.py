@@ -7,19 +7,17 @@ case.
 
 import os
 import threading
-import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.suite_tiers import case_of, is_kept, read_tiers
 from meshwright.testing.ranks import ProcessPool
 from tests.command_forks import Forks
 
 torch.set_num_threads(1)
-TIERS = Path(__file__).with_name("tiers.toml")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,12 +31,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     if config.getoption("--full") or any("::" in argument for argument in config.args):
         return
-    tiers = tomllib.loads(TIERS.read_text(encoding="utf-8"))
+    tiers = read_tiers()
     kept, left_out = [], []
     for item in items:
-        function, _, case = item.name.partition("[")
-        cases = tiers.get(item.path.relative_to(TIERS.parent).as_posix(), {}).get(function)
-        (kept if cases is None or case.removesuffix("]") in cases else left_out).append(item)
+        (kept if is_kept(case_of(item), tiers) else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 

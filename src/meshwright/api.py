@@ -30,7 +30,7 @@ from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
-from meshwright.model.analysis.plan_checks import check_plan_for_model, complete_job, model_spec_for
+from meshwright.model.analysis.plan_checks import plan_for_model
 from meshwright.model.loading.loader import Model, load_factory, with_weights
 from meshwright.oom_advice import OOMAdvisor
 from meshwright.parallel.context.ring import RingAttention
@@ -90,11 +90,9 @@ def make_plan(
 
     `job` need not name the model and the data. Raises PlanError with every diagnostic.
     """
-    mesh, job = mesh or Mesh(), complete_job(job, analyzed.model_spec)
-    chosen = default_strategies(mesh, analyzed.model_spec) if strategies is None else tuple(strategies)
-    plan = Plan.make(job, mesh, model_spec_for(analyzed, job, mesh, chosen), chosen, micro_batch, run)
-    check_plan_for_model(plan, analyzed)
-    return plan
+    mesh = mesh or Mesh()
+    chosen = default_strategies(mesh, analyzed.model_spec) if strategies is None else strategies
+    return plan_for_model(analyzed, job, mesh, chosen, micro_batch, run)
 
 
 def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...]:

@@ -8,7 +8,7 @@ from meshwright.engine.runtime.build_module import make_stateless_rng, make_trai
 from meshwright.engine.runtime.loss import Batch, Loss, check_loss
 from meshwright.engine.runtime.state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.plan_checks import check_plan_for_model, complete_job, model_spec_for
+from meshwright.model.analysis.plan_checks import model_spec_for, plan_for_model
 from meshwright.model.tensors.float64_mode import batch_in_float64, in_float64
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.plan import Plan
@@ -58,17 +58,10 @@ def make_parity_case(analyzed: AnalyzedModel, plan: Plan, loss: Loss, read_batch
 
     return ParityCase(
         exact,
-        _single_device_plan(analyzed, exact),
+        plan_for_model(analyzed, single_device_job(exact.job), Mesh(), run=exact.run),
         loss.wrap_total(in_float64),
         make_module,
         lambda: make_stateless_rng(analyzed, exact),
         read_batch_in_float64,
         plan_for_batch,
     )
-
-
-def _single_device_plan(analyzed: AnalyzedModel, plan: Plan) -> Plan:
-    job, mesh = complete_job(single_device_job(plan.job), analyzed.model_spec), Mesh()
-    single = Plan.make(job, mesh, model_spec_for(analyzed, job, mesh, ()), (), 0, plan.run)
-    check_plan_for_model(single, analyzed)
-    return single

@@ -68,6 +68,6 @@ def test_weights_of_the_job_that_the_model_was_not_read_with_are_refused(tmp_pat
         engine.export(tmp_path / "out")
     stored = str(tmp_path / "out")
     loading = mw.Job(mw.ModelConfig(weights=stored), train=TRAIN)
-    with pytest.raises(mw.PlanError, match=r"model.weights: weights = .*\n  repair: pass them to read"):
+    with pytest.raises(mw.PlanError, match=r"model.weights: weights = .*\n  repair: pass them to analyze"):
         mw.make_plan(reading(), loading)
     assert mw.make_plan(reading(weights=stored), loading).job.model.weights == stored

@@ -19,6 +19,7 @@ from meshwright.model.blocks.inplace_writes import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job
+from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -64,17 +65,35 @@ def model_spec_for(
     return replace(model_spec, memory=analyzed.measure_memory(dtype, compute_dtype))
 
 
+def plan_for_model(
+    analyzed: AnalyzedModel,
+    job: Job,
+    mesh: Mesh,
+    strategies: Iterable[Strategy] = (),
+    micro_batch: int = 0,
+    run: RunConfig | None = None,
+) -> Plan:
+    """Returns the plan of `strategies` for this model, job and mesh, checked against the model's code.
+
+    Raises PlanError with every diagnostic.
+    """
+    job, chosen = complete_job(job, analyzed.model_spec), tuple(strategies)
+    plan = Plan.make(job, mesh, model_spec_for(analyzed, job, mesh, chosen), chosen, micro_batch, run)
+    check_plan_for_model(plan, analyzed)
+    return plan
+
+
 def _ignored_settings(job: Job, model_spec: ModelSpec) -> Iterator[Diagnostic]:
     trained = {name for weight in model_spec.params if weight.trainable for name in weight.names}
     for pattern in job.model.frozen:
         matching = sorted(name for name in trained if fnmatchcase(name, pattern))
         if matching:
             text = f"'{pattern}' is to be frozen, and the model that was read trains {matching[0]}"
-            fix = "call requires_grad_(False) on it before read(), or in the factory that read() calls"
+            fix = "call requires_grad_(False) on it before analyze(), or in the factory that analyze() calls"
             yield Diagnostic(text, fix, "model.frozen")
     if job.model.weights and model_spec.pretrained_source is None:
         text = f"weights = '{job.model.weights}', and the model that was read has its values from elsewhere"
-        yield Diagnostic(text, "pass them to read(..., weights=...)", "model.weights")
+        yield Diagnostic(text, "pass them to analyze(..., weights=...)", "model.weights")
 
 
 def check_plan_for_model(plan: Plan, analyzed: AnalyzedModel) -> None:

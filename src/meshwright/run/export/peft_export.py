@@ -111,7 +111,7 @@ def _stored_base(base: str) -> str:
         if base
         else "its base has values from the seed, which are stored nowhere"
     )
-    fix = f"start from a base that is stored (model.weights, read(..., weights=...)), or {MERGE_FIX}"
+    fix = f"start from a base that is stored (model.weights, analyze(..., weights=...)), or {MERGE_FIX}"
     raise PlanError(f"an adapter is of use only with its base, and {text}", fix=fix, location=WHERE)
 
 
