@@ -36,7 +36,8 @@ def shares(planned: int, found: int) -> TokenShard:
 
 
 def some(whole: torch.Tensor = WHOLE, dim: int = 1) -> SequenceShardedTensor:
-    return make_sharded_tensor(SHARE.take_padded(whole, dim), dim, SHARE)
+    # a copy: the shard keeps its slices for later calls, and tests write into what they get
+    return make_sharded_tensor(SHARE.take_padded(whole, dim).clone(), dim, SHARE)
 
 
 def test_it_looks_as_if_all_tokens_were_here():
