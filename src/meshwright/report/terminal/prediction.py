@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.memory import peak_nbytes_by_category
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
+from meshwright.report.table import Column, Table
 from meshwright.report.terminal.memory_table import first_ranks
 
 CATEGORY_TEXTS = {
@@ -70,26 +70,16 @@ def format_seconds(value: float) -> str:
 def _table(prediction: StepPrediction) -> Table:
     roles = list(prediction.roles.items())
     shown = roles if len(roles) <= MAX_ROLES else [*roles[: MAX_ROLES - 1], roles[-1]]
-    columns = (
-        [Column(role, justify="right") for role, _ in shown]
-        if len(roles) > 1
-        else [Column("seconds", justify="right")]
+    heads = [role for role, _ in shown] if len(roles) > 1 else ["seconds"]
+    rows = [
+        (name, *(category_seconds(each, name) for _, each in shown), text)
+        for name, text in CATEGORY_TEXTS.items()
+    ]
+    return Table(
+        ["step time", *(Column(head, format_seconds) for head in heads), ""],
+        [row for row in rows if any(row[1:-1])],
+        note=f"and {len(roles) - len(shown)} more roles between" if len(roles) > len(shown) else "",
     )
-    table = Table(
-        Column("step time", min_width=12),
-        *columns,
-        Column("", overflow="fold"),
-        box=None,
-        header_style="bold",
-    )
-    table.padding = (0, 2, 0, 0)
-    for name, words in CATEGORY_TEXTS.items():
-        seconds = [category_seconds(each, name) for _, each in shown]
-        if any(seconds):
-            table.add_row(name, *map(format_seconds, seconds), words)
-    if len(roles) > len(shown):
-        table.caption, table.caption_justify = f"and {len(roles) - len(shown)} more roles between", "left"
-    return table
 
 
 def category_seconds(breakdown: StepBreakdown, category: str) -> float:
