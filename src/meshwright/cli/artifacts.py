@@ -101,7 +101,7 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML file: loss curves, the timeline of a step, memory, bytes, the plan."""
-    with exit_on_error(("--out",)):
+    with exit_on_error():
         path, comparison = import_command("report").write_report(run, other, out)
         if comparison is not None:
             console.print(comparison)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.environment import current_rank, local_launcher
-from meshwright.cli.error_output import console, exit_on_error, show_failure
+from meshwright.cli.error_output import console, exit_on_error
 from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import PlanError
 
@@ -51,15 +51,11 @@ def network(
             return
         if rank_env is None or rank_env.rank == 0:
             command.check_writable((out, page))
-        try:
-            cluster = (
-                command.bench_local_ranks(request, out, local_launcher(), console)
-                if rank_env is None
-                else command.bench_job(rank_env, request, out)
-            )
-        except command.RanksFailed as error:
-            show_failure(error.result)
-            raise typer.Exit(error.result.exit_code) from None
+        cluster = (
+            command.bench_local_ranks(request, out, local_launcher(), console)
+            if rank_env is None
+            else command.bench_job(rank_env, request, out)
+        )
         if cluster is None:
             return
         command.print_cluster(cluster, console, lesson=lesson)
@@ -106,11 +102,7 @@ def device(
             command.measure_rank(rank_env, request, result_folder)
             return
         command.check_writable((out,))
-        try:
-            profile = command.measure_device(request, out, local_launcher(), console)
-        except command.RanksFailed as error:
-            show_failure(error.result)
-            raise typer.Exit(error.result.exit_code) from None
+        profile = command.measure_device(request, out, local_launcher(), console)
         command.print_profile(profile, console)
         console.print(f"\ndevice      {out}", markup=False, soft_wrap=True)
         console.print(f"use it      meshwright search MODEL --hardware {out}", markup=False, soft_wrap=True)

@@ -3,27 +3,27 @@
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from meshwright.commands.local_ranks import RanksFailed
 from meshwright.plan.job.errors import PlanError
-
-if TYPE_CHECKING:
-    from meshwright.run.launch.local_launcher import LaunchResult
+from meshwright.run.launch.local_launcher import LaunchResult
 
 console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def exit_on_error(own_options: Sequence[str] = ()) -> Iterator[None]:
-    """Turns a PlanError in the body into printed diagnostics and exit code 2.
+def exit_on_error(context: typer.Context | None = None) -> Iterator[None]:
+    """Turns a PlanError in the body into printed diagnostics and exit code 2, and the failure of local ranks
+    into theirs.
 
-    A traceback is shown only if the error was raised by the user's own file.
+    A traceback is shown only if the error was raised by the user's own file. With `context`, an unknown key
+    is answered with the options of the command.
     """
     try:
         yield
@@ -34,14 +34,25 @@ def exit_on_error(own_options: Sequence[str] = ()) -> Iterator[None]:
             unknown = diagnostic.problem.startswith("there is no key") and diagnostic.location.startswith(
                 "--"
             )
-            options = f" (options of the command itself: {', '.join(own_options)})" if unknown else ""
+            options = (
+                f" (options of the command itself: {', '.join(option_names(context))})" if unknown else ""
+            )
             _print_error(
                 f"{diagnostic.location}: {diagnostic.problem}" if diagnostic.location else diagnostic.problem,
                 diagnostic.fix + options,
             )
         raise typer.Exit(2) from None
+    except RanksFailed as error:
+        show_failure(error.result)
+        raise typer.Exit(error.result.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
+
+
+def option_names(context: typer.Context | None) -> list[str]:
+    """Returns the options of the command of `context`, as they are written."""
+    params = [] if context is None else context.command.params
+    return [name for param in params for name in param.opts if name.startswith("--")]
 
 
 def _print_error(text: str, fix: str) -> None:
@@ -51,7 +62,7 @@ def _print_error(text: str, fix: str) -> None:
     errors.print(fix, markup=False, soft_wrap=True)
 
 
-def show_failure(result: "LaunchResult") -> None:
+def show_failure(result: LaunchResult) -> None:
     """Prints the failure of the ranks once, and restores the cursor that a killed rank may have hidden."""
     if console.is_terminal:
         console.show_cursor(True)
