@@ -81,11 +81,7 @@ def _counts_text(counts: tuple[int, Fraction, Fraction]) -> str:
 
 
 def _timing_table(cluster: Cluster, ranks: int) -> Table:
-    found = {
-        series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
-        for series in cluster.measurements
-        if series.ranks == ranks
-    }
+    found = cluster.seconds_by_algorithm(ranks)
     sizes = sorted(set.intersection(*(set(cells) for cells in found.values()))) or list(cluster.sizes)
     chosen = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
     fit = fit_alpha_beta(cluster, ranks)

@@ -46,11 +46,7 @@ def _summary(cluster: Cluster) -> Table:
 
 
 def _table(cluster: Cluster, ranks: int) -> Table:
-    found = {
-        series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
-        for series in cluster.measurements
-        if series.ranks == ranks
-    }
+    found = cluster.seconds_by_algorithm(ranks)
     rows = []
     for nbytes in sorted({nbytes for seconds in found.values() for nbytes in seconds}):
         took = {name: seconds.get(nbytes) for name, seconds in found.items()}

@@ -78,17 +78,18 @@ def search_view(
     alternatives: SearchAlternatives = NO_ALTERNATIVES,
 ) -> RenderableType:
     """Returns the whole result for the terminal."""
-    rows = [result_row(request, each, budget, alternatives.machines) for each in result.best]
+    values = search_dict(request, result, budget, alternatives)
+    rows = values["layouts"]
     model = f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B parameters"
     cost = [Text("\n" + _cost_text(rows[0], budget)), _cost_table(rows, budget)] if budget.num_tokens else []
     return Group(
         Text(f"{model} on {_devices(request, alternatives)}", style="bold"),
-        Text(memory_scenario(request, alternatives.machines)),
+        Text(values["scenario"]),
         "",
         _ranking(rows),
         _memory_table(rows),
         "",
-        *(Text(line) for line in ranking_reasons(request, result, alternatives)),
+        *map(Text, values["reasons"]),
         *cost,
     )
 

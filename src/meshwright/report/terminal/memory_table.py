@@ -79,15 +79,22 @@ def first_ranks(plan: Plan) -> list[int]:
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
     """Returns the first rank of the role that sends most in a step, and its actions."""
-    totals = [
-        sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
-        for _, each in _first_rank_actions(plan)
-    ]
-    return _first_rank_actions(plan)[totals.index(max(totals))]
+    totals = list(sent_nbytes_by_role(plan).values())
+    index = totals.index(max(totals))
+    return first_ranks(plan)[index], plan.program.roles[index][1]
 
 
-def _first_rank_actions(plan: Plan) -> list[tuple[int, Sequence[Action]]]:
-    return list(zip(first_ranks(plan), (actions for _, actions in plan.program.roles), strict=True))
+def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
+    """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
+    return {
+        role: sum(
+            min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
+            for action in actions
+            if action.stream != "recv"
+            for move in action.transfers
+        )
+        for role, actions in plan.program.roles
+    }
 
 
 def sent_table(plan: Plan) -> Table | None:

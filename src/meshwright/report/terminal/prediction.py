@@ -4,18 +4,16 @@ Bytes come from the program and need no device; seconds need the hardware. The p
 run (run_info.json), so that its report can compare them with measurements (predicted_vs_measured.py).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.memory import peak_nbytes_by_category
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
 from meshwright.report.table import Column, Table
-from meshwright.report.terminal.memory_table import first_ranks
+from meshwright.report.terminal.memory_table import first_ranks, sent_nbytes_by_role
 
 CATEGORY_TEXTS = {
     "compute_s": "blocks and the loss",
@@ -28,15 +26,12 @@ MAX_ROLES = 6  # roles in a table
 
 
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
-    """Returns the peak memory and the bytes sent of `plan`, by role.
-
-    And the predicted seconds if there are any.
-    """
+    """Returns the peak memory and the bytes sent of `plan` by role, and the seconds if they are predicted."""
     roles = [role for role, _ in plan.program.roles]
     peak_nbytes = {
         role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
     }
-    values = {"held": peak_nbytes, "sent": dict(_sent_nbytes(plan))}
+    values = {"held": peak_nbytes, "sent": sent_nbytes_by_role(plan)}
     return values if prediction is None else {**values, **prediction.as_dict()}
 
 
@@ -85,9 +80,3 @@ def _table(prediction: StepPrediction) -> Table:
 def category_seconds(breakdown: StepBreakdown, category: str) -> float:
     """Returns the seconds in one of CATEGORY_TEXTS."""
     return float(vars(breakdown)[category])
-
-
-def _sent_nbytes(plan: Plan) -> Iterator[tuple[str, float]]:
-    for role, actions in plan.program.roles:
-        moves = (move for action in actions if action.stream != "recv" for move in action.transfers)
-        yield role, sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for move in moves)
