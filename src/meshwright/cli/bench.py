@@ -60,10 +60,9 @@ def network(
             return
         command.print_cluster(cluster, console, lesson=lesson)
         command.write_page(cluster, page)
-        console.print(f"\ncluster     {out}\nplot        {page}", markup=False, soft_wrap=True)
+        console.print(f"\ncluster     {out}\nplot        {page}", soft_wrap=True)
         console.print(
             f'use it      in a config: cluster = "{out}", and algorithm = "auto" in its strategy',
-            markup=False,
             soft_wrap=True,
         )
 
@@ -104,8 +103,8 @@ def device(
         command.check_writable((out,))
         profile = command.measure_device(request, out, local_launcher(), console)
         command.print_profile(profile, console)
-        console.print(f"\ndevice      {out}", markup=False, soft_wrap=True)
-        console.print(f"use it      meshwright search MODEL --hardware {out}", markup=False, soft_wrap=True)
+        console.print(f"\ndevice      {out}", soft_wrap=True)
+        console.print(f"use it      meshwright search MODEL --hardware {out}", soft_wrap=True)
 
 
 def register_bench(app: typer.Typer) -> None:

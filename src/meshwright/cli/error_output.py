@@ -14,7 +14,9 @@ from meshwright.commands.local_ranks import RanksFailed
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.local_launcher import LaunchResult
 
-console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+# paths and messages may have brackets, which are no markup
+console = Console(highlight=False, markup=False)
+errors = Console(stderr=True, highlight=False, markup=False)
 
 
 @contextmanager
@@ -29,7 +31,7 @@ def exit_on_error(context: typer.Context | None = None) -> Iterator[None]:
         yield
     except PlanError as error:
         if error.__cause__ is not None and (trace := _own_frames(error.__cause__)):
-            errors.print(trace.rstrip(), markup=False, soft_wrap=True)
+            errors.print(trace.rstrip(), soft_wrap=True)
         for diagnostic in error.diagnostics:
             unknown = diagnostic.problem.startswith("there is no key") and diagnostic.location.startswith(
                 "--"
@@ -37,7 +39,7 @@ def exit_on_error(context: typer.Context | None = None) -> Iterator[None]:
             options = (
                 f" (options of the command itself: {', '.join(option_names(context))})" if unknown else ""
             )
-            _print_error(
+            print_error(
                 f"{diagnostic.location}: {diagnostic.problem}" if diagnostic.location else diagnostic.problem,
                 diagnostic.fix + options,
             )
@@ -55,11 +57,13 @@ def option_names(context: typer.Context | None) -> list[str]:
     return [name for param in params for name in param.opts if name.startswith("--")]
 
 
-def _print_error(text: str, fix: str) -> None:
-    errors.print("[bold red]error[/] ", end="")
-    errors.print(text, markup=False, soft_wrap=True)
-    errors.print("  [green]repair:[/] ", end="")
-    errors.print(fix, markup=False, soft_wrap=True)
+def print_error(text: str, fix: str = "") -> None:
+    """Prints an error, and below it the repair if there is one."""
+    errors.print("error ", style="bold red", end="")
+    errors.print(text, soft_wrap=True)
+    if fix:
+        errors.print("  repair: ", style="green", end="")
+        errors.print(fix, soft_wrap=True)
 
 
 def show_failure(result: LaunchResult) -> None:
@@ -69,8 +73,9 @@ def show_failure(result: LaunchResult) -> None:
     if result.failure is None:
         return
     if result.exit_code == 2:
-        errors.print("[bold red]error[/] ", end="")
-    errors.print(result.failure.text, markup=False, soft_wrap=True)
+        print_error(result.failure.text)
+    else:
+        errors.print(result.failure.text, soft_wrap=True)
 
 
 def _own_frames(error: BaseException) -> str:
