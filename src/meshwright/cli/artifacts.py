@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.error_output import console, errors, exit_on_error
+from meshwright.cli.error_output import console, exit_on_error, print_error
 from meshwright.cli.lazy_import import import_command
 
 KEPT_VARIABLES = (
@@ -40,11 +40,11 @@ def export(
         )
         round_trip = result.round_trip
         if not round_trip.passed:
-            errors.print(f"[bold red]error[/] not exported: {round_trip}", soft_wrap=True)
+            print_error(f"not exported: {round_trip}")
             raise typer.Exit(1)
-        console.print(f"exported    {found}", markup=False, soft_wrap=True)
-        console.print(f"to          {out}: {', '.join(result.files)}", markup=False, soft_wrap=True)
-        console.print(f"round trip  {round_trip}", markup=False, soft_wrap=True)
+        console.print(f"exported    {found}", soft_wrap=True)
+        console.print(f"to          {out}: {', '.join(result.files)}", soft_wrap=True)
+        console.print(f"round trip  {round_trip}", soft_wrap=True)
 
 
 def import_(
@@ -57,19 +57,16 @@ def import_(
     with exit_on_error():
         model, round_trip, numel = import_command("weights").import_weights(source, revision)
         if not round_trip.passed:
-            errors.print(
-                f"[bold red]error[/] the values differ from those that transformers loads: {round_trip}",
-                soft_wrap=True,
-            )
+            print_error(f"the values differ from those that transformers loads: {round_trip}")
             raise typer.Exit(1)
-        console.print(f"round trip  {round_trip}; {numel:,} parameters", markup=False, soft_wrap=True)
+        console.print(f"round trip  {round_trip}; {numel:,} parameters", soft_wrap=True)
         lines = {
             "source": model.source,
             "weights": model.weights,
             **({"revision": model.revision} if model.revision else {}),
         }
         table = "\n".join(["[model]", *(f'{key} = "{value}"' for key, value in lines.items())])
-        console.print(table, markup=False, soft_wrap=True)
+        console.print(table, soft_wrap=True)
 
 
 def convert(
@@ -81,7 +78,7 @@ def convert(
     with exit_on_error():
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         count = import_command("weights").convert(file, out, key, environment)
-        console.print(f"{count} tensors written to {out}", markup=False, soft_wrap=True)
+        console.print(f"{count} tensors written to {out}", soft_wrap=True)
 
 
 def register_weights(app: typer.Typer) -> None:
@@ -101,11 +98,11 @@ def report(
     ] = None,
 ) -> None:
     """Write one self-contained HTML file: loss curves, the timeline of a step, memory, bytes, the plan."""
-    with exit_on_error(("--out",)):
+    with exit_on_error():
         path, comparison = import_command("report").write_report(run, other, out)
         if comparison is not None:
             console.print(comparison)
-        console.print(f"report written to {path}", markup=False, soft_wrap=True)
+        console.print(f"report written to {path}", soft_wrap=True)
 
 
 def register_report(app: typer.Typer) -> None:

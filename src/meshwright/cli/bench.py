@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from meshwright.cli.environment import current_rank, local_launcher
-from meshwright.cli.error_output import console, exit_on_error, show_failure
+from meshwright.cli.error_output import console, exit_on_error
 from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import PlanError
 
@@ -51,23 +51,18 @@ def network(
             return
         if rank_env is None or rank_env.rank == 0:
             command.check_writable((out, page))
-        try:
-            cluster = (
-                command.bench_local_ranks(request, out, local_launcher(), console)
-                if rank_env is None
-                else command.bench_job(rank_env, request, out)
-            )
-        except command.RanksFailed as error:
-            show_failure(error.result)
-            raise typer.Exit(error.result.exit_code) from None
+        cluster = (
+            command.bench_local_ranks(request, out, local_launcher(), console)
+            if rank_env is None
+            else command.bench_job(rank_env, request, out)
+        )
         if cluster is None:
             return
         command.print_cluster(cluster, console, lesson=lesson)
         command.write_page(cluster, page)
-        console.print(f"\ncluster     {out}\nplot        {page}", markup=False, soft_wrap=True)
+        console.print(f"\ncluster     {out}\nplot        {page}", soft_wrap=True)
         console.print(
             f'use it      in a config: cluster = "{out}", and algorithm = "auto" in its strategy',
-            markup=False,
             soft_wrap=True,
         )
 
@@ -106,14 +101,10 @@ def device(
             command.measure_rank(rank_env, request, result_folder)
             return
         command.check_writable((out,))
-        try:
-            profile = command.measure_device(request, out, local_launcher(), console)
-        except command.RanksFailed as error:
-            show_failure(error.result)
-            raise typer.Exit(error.result.exit_code) from None
+        profile = command.measure_device(request, out, local_launcher(), console)
         command.print_profile(profile, console)
-        console.print(f"\ndevice      {out}", markup=False, soft_wrap=True)
-        console.print(f"use it      meshwright search MODEL --hardware {out}", markup=False, soft_wrap=True)
+        console.print(f"\ndevice      {out}", soft_wrap=True)
+        console.print(f"use it      meshwright search MODEL --hardware {out}", soft_wrap=True)
 
 
 def register_bench(app: typer.Typer) -> None:

@@ -3,63 +3,79 @@
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from meshwright.commands.local_ranks import RanksFailed
 from meshwright.plan.job.errors import PlanError
+from meshwright.run.launch.local_launcher import LaunchResult
 
-if TYPE_CHECKING:
-    from meshwright.run.launch.local_launcher import LaunchResult
-
-console, errors = Console(highlight=False), Console(stderr=True, highlight=False)
+# paths and messages may have brackets, which are no markup
+console = Console(highlight=False, markup=False)
+errors = Console(stderr=True, highlight=False, markup=False)
 
 
 @contextmanager
-def exit_on_error(own_options: Sequence[str] = ()) -> Iterator[None]:
-    """Turns a PlanError in the body into printed diagnostics and exit code 2.
+def exit_on_error(context: typer.Context | None = None) -> Iterator[None]:
+    """Turns a PlanError in the body into printed diagnostics and exit code 2, and the failure of local ranks
+    into theirs.
 
-    A traceback is shown only if the error was raised by the user's own file.
+    A traceback is shown only if the error was raised by the user's own file. With `context`, an unknown key
+    is answered with the options of the command.
     """
     try:
         yield
     except PlanError as error:
         if error.__cause__ is not None and (trace := _own_frames(error.__cause__)):
-            errors.print(trace.rstrip(), markup=False, soft_wrap=True)
+            errors.print(trace.rstrip(), soft_wrap=True)
         for diagnostic in error.diagnostics:
             unknown = diagnostic.problem.startswith("there is no key") and diagnostic.location.startswith(
                 "--"
             )
-            options = f" (options of the command itself: {', '.join(own_options)})" if unknown else ""
-            _print_error(
+            options = (
+                f" (options of the command itself: {', '.join(option_names(context))})" if unknown else ""
+            )
+            print_error(
                 f"{diagnostic.location}: {diagnostic.problem}" if diagnostic.location else diagnostic.problem,
                 diagnostic.fix + options,
             )
         raise typer.Exit(2) from None
+    except RanksFailed as error:
+        show_failure(error.result)
+        raise typer.Exit(error.result.exit_code) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 
 
-def _print_error(text: str, fix: str) -> None:
-    errors.print("[bold red]error[/] ", end="")
-    errors.print(text, markup=False, soft_wrap=True)
-    errors.print("  [green]repair:[/] ", end="")
-    errors.print(fix, markup=False, soft_wrap=True)
+def option_names(context: typer.Context | None) -> list[str]:
+    """Returns the options of the command of `context`, as they are written."""
+    params = [] if context is None else context.command.params
+    return [name for param in params for name in param.opts if name.startswith("--")]
 
 
-def show_failure(result: "LaunchResult") -> None:
+def print_error(text: str, fix: str = "") -> None:
+    """Prints an error, and below it the repair if there is one."""
+    errors.print("error ", style="bold red", end="")
+    errors.print(text, soft_wrap=True)
+    if fix:
+        errors.print("  repair: ", style="green", end="")
+        errors.print(fix, soft_wrap=True)
+
+
+def show_failure(result: LaunchResult) -> None:
     """Prints the failure of the ranks once, and restores the cursor that a killed rank may have hidden."""
     if console.is_terminal:
         console.show_cursor(True)
     if result.failure is None:
         return
     if result.exit_code == 2:
-        errors.print("[bold red]error[/] ", end="")
-    errors.print(result.failure.text, markup=False, soft_wrap=True)
+        print_error(result.failure.text)
+    else:
+        errors.print(result.failure.text, soft_wrap=True)
 
 
 def _own_frames(error: BaseException) -> str:

@@ -13,18 +13,6 @@ from meshwright.cli.error_output import console, exit_on_error
 from meshwright.cli.lazy_import import import_command
 from meshwright.cli.plan_verify_train import EXTRA_ARGS, ConfigArgument
 
-LAUNCH_OPTIONS = (
-    "--print",
-    "--hosts",
-    "--per-host",
-    "--out",
-    "--cpu",
-    "--name",
-    "--image",
-    "--volume",
-    "--time",
-)
-
 
 def launch(
     context: typer.Context,
@@ -42,7 +30,7 @@ def launch(
     time: Annotated[str, typer.Option(help="slurm: the time limit.")] = "24:00:00",
 ) -> None:
     """Print the job file that trains a plan under SLURM, Kubernetes or torchrun."""
-    with exit_on_error(LAUNCH_OPTIONS):
+    with exit_on_error(context):
         command = import_command("launch")
         options = command.JobFileOptions(hosts, per_host, not cpu, name, image, volume, time)
         text = command.make_job_file(config, context.args, kind, options)

@@ -15,10 +15,6 @@ from meshwright.cli.search import SEARCH_ONLY_OPTIONS
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
 
 EXTRA_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
-PLAN_OPTIONS = ("--out", "--world", "--all-actions", "--json", "--hardware", "--cluster")
-INSPECT_OPTIONS = ("--json",)
-VERIFY_OPTIONS = ("--steps", "--on", "--rank", "--shrink", "--json", "--world")
-TRAIN_OPTIONS = ("--from-step", "--world")
 
 WorldOption = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
 ConfigArgument = Annotated[
@@ -42,7 +38,7 @@ def plan(
     cluster: Annotated[str, typer.Option(help="Links measured by `bench network`: cluster.toml.")] = "",
 ) -> None:
     """Resolve a config into a plan, check it, and show what a step does, sends and keeps in memory."""
-    with exit_on_error(PLAN_OPTIONS):
+    with exit_on_error(context):
         _refuse_search_args(config, context.args)
         command = import_command("plan")
         resolved = command.with_hardware(
@@ -77,7 +73,7 @@ def inspect(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the description here too.")] = None,
 ) -> None:
     """Show what the model of a config is made of: blocks, parameters, tensor-parallel layers."""
-    with exit_on_error(INSPECT_OPTIONS):
+    with exit_on_error(context):
         command = import_command("plan")
         explanation = command.explain_model(config, context.args)
         console.print(command.explanation_view(explanation))
@@ -110,7 +106,7 @@ def verify(
 
     With --on trace: compare the collectives that single ranks issue with the plan, on a mesh of any size.
     """
-    with exit_on_error(VERIFY_OPTIONS):
+    with exit_on_error(context):
         rank_env, command = current_rank(), import_command("verify")
         if rank_env is not None:
             command.verify_rank(rank_env, config, context.args, steps, shrink=shrink)
@@ -131,11 +127,7 @@ def verify(
         compare = (
             partial(command.trace, rank=rank) if on == "trace" else partial(command.verify, launcher=launcher)
         )
-        try:
-            verdict, path = compare(config, context.args, steps, world, out, shrink=shrink)
-        except command.RanksFailed as error:
-            show_failure(error.result)
-            raise typer.Exit(error.result.exit_code) from None
+        verdict, path = compare(config, context.args, steps, world, out, shrink=shrink)
         console.print(command.verdict_table(verdict))
         console.print(f"verdict     {path}", soft_wrap=True)
         raise typer.Exit(0 if verdict.passed else 1)
@@ -150,7 +142,7 @@ def train(
     world: WorldOption = None,
 ) -> None:
     """Train and save checkpoints. The same command resumes from the newest valid checkpoint."""
-    with exit_on_error(TRAIN_OPTIONS):
+    with exit_on_error(context):
         rank_env, command = current_rank(), import_command("train")
         if rank_env is not None:
             received: list[int] = []

@@ -1,13 +1,12 @@
 """The command `search`: chooses mesh, strategies and micro-batch for a model and a machine."""
 
-from collections.abc import Sequence
 from math import inf
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from meshwright.cli.error_output import console, exit_on_error
+from meshwright.cli.error_output import console, exit_on_error, option_names
 from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
@@ -15,7 +14,6 @@ SEARCH_ONLY_OPTIONS = (
     *("--devices", "--batch", "--sequence", "--set", "--tokens", "--price", "--fit", "--plot"),
     "--calibrate-from",
 )
-SEARCH_OPTIONS = ("--out", "--json", "--hardware", "--cluster", *SEARCH_ONLY_OPTIONS)
 
 
 def search(
@@ -54,8 +52,8 @@ def search(
     ] = None,
 ) -> None:
     """Choose the fastest plans that fit in memory, for MODEL on --devices of --hardware with --batch."""
-    with exit_on_error(SEARCH_OPTIONS):
-        _refuse_extra_args(context.args)
+    with exit_on_error(context):
+        _refuse_extra_args(context)
         _check_required(devices, hardware, batch, fit)
         _check_price(tokens, price)
         command = import_command("search.search")
@@ -83,11 +81,12 @@ def search(
             command.write_json(result, as_json)
 
 
-def _refuse_extra_args(args: Sequence[str]) -> None:
-    unknown = [arg for arg in args if arg.startswith("--")] or list(args)
+def _refuse_extra_args(context: typer.Context) -> None:
+    known = option_names(context)
+    unknown = [arg for arg in context.args if arg.startswith("--")] or context.args
     fix = "leave it out: set keys of the config when you use the config that --out writes"
     raise_diagnostics(
-        Diagnostic("`search` has no such option", f"{suggest_name(arg, SEARCH_OPTIONS)} Or {fix}", arg)
+        Diagnostic("`search` has no such option", f"{suggest_name(arg, known)} Or {fix}", arg)
         for arg in unknown
     )
 

@@ -36,14 +36,7 @@ DEVICE_KINDS = ("cpu", "cuda")
 MIN_FREE_NBYTES = 1 << 30  # bytes that the largest operands take
 RESULT_FILE = "rated-{}.json"
 
-__all__ = [
-    "RanksFailed",
-    "check_writable",
-    "measure_device",
-    "measure_rank",
-    "parse_request",
-    "print_profile",
-]
+__all__ = ["check_writable", "measure_device", "measure_rank", "parse_request", "print_profile"]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.network_fit import with_fit
 from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.report.bench.allreduce_lesson import lesson_view
 from meshwright.report.bench.network import network_page, network_view
@@ -190,12 +190,9 @@ def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
 
 def write_page(cluster: Cluster, path: Path) -> None:
     """Writes the plot of measurements and model. Raises PlanError when the file cannot be written."""
-    try:
+    with refuse_write_errors("the page", path, "name another file: --html"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(network_page(cluster, meshwright.__version__), encoding="utf-8")
-    except OSError as error:
-        text = f"the page cannot be written: {error.strerror}"
-        raise PlanError(text, fix="name another file: --html", location=str(path)) from error
 
 
 def _measured(

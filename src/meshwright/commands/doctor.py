@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 from rich.console import RenderableType
-from rich.table import Table
+from rich.text import Text
 
 from meshwright.comm.world import init_world
 from meshwright.commands.local_ranks import LocalLauncher
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.report.table import Table
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.gpu_checks import (
     collective_findings,
@@ -113,26 +114,21 @@ def check_as_rank(rank_env: RankEnv, folder: Path) -> None:
 
 def report_view(report: HostReport) -> RenderableType:
     """Returns the report as lines: level, name, finding; below it the repair."""
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    rows = [(finding.name, finding) for finding in report.findings]
-    rows += [
+    found = [(finding.name, finding) for finding in report.findings]
+    found += [
         (f"{host}: {finding.name}", finding)
-        for host, found in report.other_hosts.items()
-        for finding in found
+        for host, findings in report.other_hosts.items()
+        for finding in findings
     ]
-    for name, finding in rows:
-        table.add_row(f"[{COLORS[finding.level]}]{finding.level}[/]", name, _escaped(finding.text))
+    rows: list[tuple[object, ...]] = []
+    for name, finding in found:
+        rows.append((Text(finding.level, COLORS[finding.level]), name, finding.text))
         if finding.fix:
-            table.add_row("", "[green]repair[/]", _escaped(finding.fix))
-    bad = sum(finding.level != "ok" for _, finding in rows)
+            rows.append(("", Text("repair", "green"), finding.fix))
+    bad = sum(finding.level != "ok" for _, finding in found)
     verdict = "cannot train as it is" if report.failed else "is fit to train"
-    table.add_row(
-        "", "", f"{report.host} {verdict}; {bad} of {len(rows)} to look at; {report.duration_s:.1f} s"
-    )
-    return table
+    text = f"{report.host} {verdict}; {bad} of {len(found)} to look at; {report.duration_s:.1f} s"
+    return Table(["", "", ""], [*rows, ("", "", text)])
 
 
 def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
@@ -154,7 +150,3 @@ def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
             f"two local processes did not end well: {text}",
             "look at the line above",
         )
-
-
-def _escaped(text: str) -> str:
-    return text.replace("[", r"\[")

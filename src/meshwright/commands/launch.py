@@ -7,7 +7,13 @@ from pathlib import Path
 
 from meshwright.commands.plan import resolve_config
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    raise_diagnostics,
+    refuse_write_errors,
+    suggest_name,
+)
 from meshwright.run.config.config_file import read_request
 from meshwright.run.launch.job_files import JOB_FILE_KINDS, JobFile, distribute_ranks
 
@@ -54,13 +60,8 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
 
 def write_job_file(text: str, path: Path) -> None:
     """Writes a job file to `path`. Raises PlanError when it cannot be written."""
-    try:
+    with refuse_write_errors("the file", path, "name a file in a folder that can be written to: --out"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a folder that can be written to"
-        raise PlanError(
-            f"the file cannot be written: {error.strerror}", fix=fix, location=f"--out {path}"
-        ) from error
 
 
 def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:

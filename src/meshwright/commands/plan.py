@@ -22,7 +22,7 @@ from meshwright.model.hf.config import text_limits
 from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -134,11 +134,8 @@ def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | Non
     """
     plan = resolved[1].plan
     said = {"plan": plan.hash, "mesh": str(plan.mesh), **prediction_dict(plan, prediction)}
-    try:
+    with refuse_write_errors("the prediction", path, "name another file: --json"):
         path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        text = f"the prediction cannot be written: {error.strerror}"
-        raise PlanError(text, fix="name another file: --json", location=str(path)) from error
 
 
 def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
@@ -218,18 +215,13 @@ def explanation_view(explanation: ModelExplanation) -> RenderableType:
 
 def write_explanation(explanation: ModelExplanation, path: Path) -> None:
     """Writes what `explain_model` found as JSON. Raises PlanError when the file cannot be written."""
-    try:
-        rows = (
-            [] if explanation.sharding is None else param_rows(explanation.sharding, explanation.param_dtype)
-        )
-        plain = {
-            **model_report_dict(explanation.report, explanation.param_itemsize),
-            "parameters": [asdict(row) for row in rows],
-        }
+    rows = [] if explanation.sharding is None else param_rows(explanation.sharding, explanation.param_dtype)
+    plain = {
+        **model_report_dict(explanation.report, explanation.param_itemsize),
+        "parameters": [asdict(row) for row in rows],
+    }
+    with refuse_write_errors("the explanation", path, "name another file: --json"):
         path.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        text = f"the explanation cannot be written: {error.strerror}"
-        raise PlanError(text, fix="name another file: --json", location=str(path)) from error
 
 
 def write_plan(resolved: ResolvedRequest, path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.console import Group, RenderableType
 
 import meshwright
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
 from meshwright.report.html.run_page import run_page
 from meshwright.report.timeline.run_record import read_run_record
@@ -26,14 +26,10 @@ def write_report(run: Path, other: Path | None, out: Path | None) -> tuple[Path,
         records = [replace(record, name=str(folder)) for record, folder in pairs]
     path = out or run / REPORT_FILE
     text = run_page(records, meshwright.__version__)
-    try:
+    fix = "name a file in a folder that can be written to: --out FILE.html"
+    with refuse_write_errors("the report", path, fix):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a folder that can be written to: --out FILE.html"
-        raise PlanError(
-            f"the report cannot be written: {error.strerror}", fix=fix, location=str(path)
-        ) from error
     found = {record.name: compare_run(record) for record in records}
     tables = [comparison_table(each, name) for name, each in found.items() if each]
     return path, Group(*tables) if tables else None

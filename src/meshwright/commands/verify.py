@@ -18,7 +18,7 @@ from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.commands.plan import resolve_config
 from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.report.terminal.plan_table import trace_view, verdict_view
 from meshwright.resolve import ResolvedRun, resolve_request
 from meshwright.run.config.config_file import PlanRequest, read_request
@@ -138,14 +138,8 @@ def _small_if_possible(request: PlanRequest, world: int | None, whole: ResolvedR
 
 
 def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
-    try:
+    with refuse_write_errors("the verdict", path, "name another file: --json"):
         verdict.write(path)
-    except OSError as error:
-        raise PlanError(
-            f"the verdict cannot be written: {error.strerror}",
-            fix="name another file: --json",
-            location=str(path),
-        ) from error
 
 
 def verify_rank(

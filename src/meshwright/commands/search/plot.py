@@ -10,7 +10,7 @@ from pathlib import Path
 from meshwright.commands.search.search import SearchOutcome
 from meshwright.parallel.pipeline.schedules.registry import find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.analytic.step_time import PassTime, boundary_send_s, microbatch_time
 from meshwright.planner.search.request import SearchRequest
@@ -29,13 +29,9 @@ def write_plot(outcome: SearchOutcome, path: Path) -> None:
     rows = winner_timeline(outcome.request, best) if best.config.pp > 1 and not best.layer_assignment else []
     why = ranking_reasons(outcome.request, outcome.result, outcome.comparison)
     text = search_page(outcome.request, plotted_candidates(outcome), rows, why)
-    try:
+    fix = "name a file in a folder that can be written to: --plot FILE.html"
+    with refuse_write_errors("the plot", path, fix):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = "name a file in a folder that can be written to: --plot FILE.html"
-        raise PlanError(
-            f"the plot cannot be written: {error.strerror}", fix=fix, location=str(path)
-        ) from error
 
 
 def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:

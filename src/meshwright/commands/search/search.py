@@ -32,6 +32,7 @@ from meshwright.plan.job.errors import (
     PlanError,
     collect_diagnostics,
     raise_diagnostics,
+    refuse_write_errors,
     suggest_name,
 )
 from meshwright.planner.analytic.step_time import step_time
@@ -213,11 +214,8 @@ def write_json(outcome: SearchOutcome, path: Path) -> None:
 
 
 def _write(path: Path, text: str, flag: str) -> None:
-    try:
+    with refuse_write_errors("it", path, f"name a file in a folder that can be written to: {flag}"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        fix = f"name a file in a folder that can be written to: {flag}"
-        raise PlanError(f"it cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
 
 
 def winner_config(outcome: SearchOutcome) -> dict[str, Any]:

@@ -236,6 +236,14 @@ class Cluster:
             None,
         )
 
+    def seconds_by_algorithm(self, num_ranks: int) -> dict[str, dict[int, float]]:
+        """The measured seconds over `num_ranks` ranks by algorithm and size in bytes."""
+        return {
+            series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
+            for series in self.measurements
+            if series.ranks == num_ranks
+        }
+
     def without_measurements(self) -> "Cluster":
         """The same model without the correction by measurements."""
         return replace(self, measurements=())

@@ -7,9 +7,11 @@ all messages.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TypeVar
 
 PEER_LOST_PATTERN = re.compile(  # gloo reports a lost peer as a plain RuntimeError with one of these texts
@@ -83,6 +85,15 @@ def collect_diagnostics(
     except PlanError as error:
         diagnostics += error.diagnostics
     return None
+
+
+@contextmanager
+def refuse_write_errors(what: str, path: Path, fix: str) -> Iterator[None]:
+    """Raises a `PlanError` with `fix` if the body, which writes `what` to `path`, raises an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise PlanError(f"{what} cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ from fractions import Fraction
 from math import lcm
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.algorithms import BACKEND, get_algorithm
@@ -12,6 +11,7 @@ from meshwright.comm.algorithms.schedule import AllReduceAlgorithm, cached_num_s
 from meshwright.comm.tuning.network_fit import fit_alpha_beta
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.report.table import Column, Table
 
 LESSON_ALGORITHMS = ("naive", "root", "ring", "parallel", "halving", "doubling", "tree")
 MAX_NUM_RANKS = 9
@@ -42,16 +42,11 @@ COMMON_CLAIMS = (
 
 
 def lesson_view(cluster: Cluster) -> RenderableType:
-    """Returns the counts at n = 2 .
-
-    9, the measured times beside the formula's, and comments on common claims.
-    """
-    parts: list[RenderableType] = [counts_table(), ""]
-    for ranks in cluster.ranks:
-        parts += [*_timing_table(cluster, ranks), ""]
+    """Returns the counts at 2 to 9 ranks, the measured times beside the formula's, and common claims."""
     return Group(
-        *parts,
-        Text("Common claims, made precise", style="bold"),
+        counts_table(),
+        *(_timing_table(cluster, ranks) for ranks in cluster.ranks),
+        Text("\nCommon claims, made precise", style="bold"),
         *(Text(f"- {line}") for line in COMMON_CLAIMS),
     )
 
@@ -70,52 +65,41 @@ def round_counts(algorithm: AllReduceAlgorithm, num_ranks: int) -> tuple[int, Fr
 
 def counts_table() -> Table:
     """Returns rounds, bytes of the busiest rank and of all ranks, for every algorithm at n = 2 .. 9."""
-    title = "rounds / bytes sent by the busiest rank / by all, in units of the tensor (S)"
-    columns = (Column("n ="), *(Column(str(ranks), justify="right") for ranks in range(2, MAX_NUM_RANKS + 1)))
-    table = Table(*columns, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for name in LESSON_ALGORITHMS:
-        cells = [round_counts(get_algorithm(name), ranks) for ranks in range(2, MAX_NUM_RANKS + 1)]
-        table.add_row(
-            name,
-            *(
-                f"{rounds}/{_format_fraction(most)}/{_format_fraction(total)}"
-                for rounds, most, total in cells
-            ),
-        )
-    return table
+    sizes = range(2, MAX_NUM_RANKS + 1)
+    return Table(
+        ["n =", *(Column(str(ranks), _counts_text) for ranks in sizes)],
+        [
+            (name, *(round_counts(get_algorithm(name), ranks) for ranks in sizes))
+            for name in LESSON_ALGORITHMS
+        ],
+        title="rounds / bytes sent by the busiest rank / by all, in units of the tensor (S)",
+    )
 
 
-def _timing_table(cluster: Cluster, ranks: int) -> list[RenderableType]:
-    found = {
-        series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
-        for series in cluster.measurements
-        if series.ranks == ranks
-    }
+def _counts_text(counts: tuple[int, Fraction, Fraction]) -> str:
+    return "/".join(f"{float(count):.3g}" for count in counts)
+
+
+def _timing_table(cluster: Cluster, ranks: int) -> Table:
+    found = cluster.seconds_by_algorithm(ranks)
     sizes = sorted(set.intersection(*(set(cells) for cells in found.values()))) or list(cluster.sizes)
     chosen = list(dict.fromkeys((sizes[0], sizes[len(sizes) // 2], sizes[-1])))
     fit = fit_alpha_beta(cluster, ranks)
     figures = f"a = {1e6 * fit.latency_s:.0f} us and B = {fit.bytes_per_s / 1e9:.2f} GB/s"
-    title = Text(f"{ranks} ranks: milliseconds measured, and (by the formula, with {figures})", style="bold")
-    table = Table(
-        "",
-        *(Column(format_nbytes(nbytes), justify="right") for nbytes in chosen),
-        box=None,
-        padding=(0, 3, 0, 0),
-    )
-    for name in (name for name in (*LESSON_ALGORITHMS, BACKEND) if name in found):
-        cells = []
-        for nbytes in chosen:
-            took = f"{1e3 * found[name][nbytes]:.3g}" if nbytes in found[name] else "-"
-            guess = get_algorithm(name).seconds(ranks, nbytes, fit.latency_s, fit.bytes_per_s)
-            cells.append(took if name == BACKEND else f"{took} ({1e3 * guess:.3g})")
-        table.add_row(name, *cells)
-    note = (
-        f"with one latency and one bandwidth for all sizes, the median error is "
-        f"{100 * fit.error:.0f} %: message size ranges "
-        f"need parameters of their own"
-    )
-    return [title, table, Text(note, style="dim")]
 
+    def cell(name: str, nbytes: int) -> str:
+        took = f"{1e3 * found[name][nbytes]:.3g}" if nbytes in found[name] else "-"
+        guess = get_algorithm(name).seconds(ranks, nbytes, fit.latency_s, fit.bytes_per_s)
+        return took if name == BACKEND else f"{took} ({1e3 * guess:.3g})"
 
-def _format_fraction(share: Fraction) -> str:
-    return f"{float(share):.3g}"
+    return Table(
+        ["", *(Column(format_nbytes(nbytes), "{}") for nbytes in chosen)],
+        [
+            (name, *(cell(name, nbytes) for nbytes in chosen))
+            for name in (*LESSON_ALGORITHMS, BACKEND)
+            if name in found
+        ],
+        title=f"{ranks} ranks: milliseconds measured, and (by the formula, with {figures})",
+        note=f"with one latency and one bandwidth for all sizes, the median error is "
+        f"{100 * fit.error:.0f} %: message size ranges need parameters of their own",
+    )

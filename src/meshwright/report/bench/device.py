@@ -1,133 +1,111 @@
 """Tables of a device profile, beside the fitted cost model."""
 
-from collections.abc import Iterator
 from statistics import median
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.report.table import Column, Table
 
+SPREAD, ERROR = Column("spread", "{:.0f} %"), Column("fit", "{:+.0f} %")
 MAX_SPREAD = 0.2  # a median spread above this: the machine was busy with something else
 
 
 def profile_view(profile: DeviceProfile) -> RenderableType:
     """Returns how it was measured, the error of the fit, then matmuls, attention and memory."""
-    return Group(
-        _summary(profile),
-        "",
-        Text("matrix products: GFLOP/s, share of the best, spread, and error of the fit", style="bold"),
-        _matmuls(profile),
-        "",
-        Text(
-            "fused attention: milliseconds of forward and backward, spread, and error of the fit",
-            style="bold",
-        ),
-        _attention(profile),
-        "",
-        Text("memory-bound operations: bytes read and written, GB/s", style="bold"),
-        _memory_ops(profile),
-        *(
-            (
-                "",
-                Text("element-wise operations with much computation: ns per element", style="bold"),
-                _elementwise_ops(profile),
-            )
-            if profile.elementwise_ops
-            else ()
-        ),
-    )
+    tables = [_summary(profile), _matmuls(profile), _attention(profile), _memory_ops(profile)]
+    return Group(*tables, *([_elementwise_ops(profile)] if profile.elementwise_ops else []))
 
 
 def _summary(profile: DeviceProfile) -> Table:
-    table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
     by = (
         f"{profile.ranks} processes of {profile.threads} threads at once"
         if profile.ranks > 1
         else f"{profile.threads} threads"
     )
-    table.add_row(Text("measured on", style="bold"), f"{profile.device}, {by}, torch {profile.torch}")
-    best = ", ".join(f"{profile.best_flops(dtype) / 1e9:.4g} GFLOP/s in {dtype}" for dtype in profile.dtypes)
-    table.add_row(Text("best", style="bold"), best)
-    calls = f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"
-    table.add_row(Text("kernel call", style="bold"), calls)
+    rows: list[tuple[object, object]] = [
+        ("measured on", f"{profile.device}, {by}, torch {profile.torch}"),
+        (
+            "best",
+            ", ".join(f"{profile.best_flops(each) / 1e9:.4g} GFLOP/s in {each}" for each in profile.dtypes),
+        ),
+        ("kernel call", f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"),
+    ]
     if profile.lag_samples:
         shares = (f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.lag_samples)
-        table.add_row(
-            Text("stragglers", style="bold"), Text(f"the later of two ranks is behind by {', '.join(shares)}")
-        )
+        rows.append(("stragglers", f"the later of two ranks is behind by {', '.join(shares)}"))
     products, attention = profile.holdout_errors()
     text = (
         f"{100 * products:.0f} % for products, {100 * attention:.0f} % for attention (median, at sizes "
         f"that were not fitted)"
     )
-    table.add_row(Text("error", style="bold"), text)
-    spreads = [each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops)]
-    scatter = median(spreads)
-    table.add_row(Text("spread", style="bold"), f"{100 * scatter:.0f} % (median interquartile range)")
+    scatter = median(each.spread for each in (*profile.matmuls, *profile.attention, *profile.memory_ops))
+    rows += [("error", text), ("spread", f"{100 * scatter:.0f} % (median interquartile range)")]
     if scatter > MAX_SPREAD:
         text = (
             "another process was running: these measurements are of a shared machine; measure again "
             "when it is idle"
         )
-        table.add_row(Text("warning", style="bold yellow"), Text(text, style="yellow"))
-    return table
+        rows.append((Text("warning", style="yellow"), Text(text, style="yellow")))
+    return Table.of_pairs(rows)
 
 
 def _matmuls(profile: DeviceProfile) -> Table:
-    names = ("dtype", "m", "n", "k", "batch", "GFLOP/s", "of best", "spread", "fit")
-    table = _table(*names)
-    for each in profile.matmuls:
-        fitted_s = profile.matmul_seconds(each.m, each.n, each.k, each.batch, each.dtype)
-        share = each.flops_per_s / profile.best_flops(each.dtype)
-        figures = (
-            f"{each.flops_per_s / 1e9:.4g}",
-            f"{100 * share:.0f} %",
-            *_spread_and_error(each.spread, fitted_s, each.seconds),
-        )
-        table.add_row(each.dtype, *(str(number) for number in (each.m, each.n, each.k, each.batch)), *figures)
-    return table
+    return Table(
+        [
+            *(Column(name, "{}") for name in ("dtype", "m", "n", "k", "batch")),
+            *(Column("GFLOP/s", "{:.4g}"), Column("of best", "{:.0f} %"), SPREAD, ERROR),
+        ],
+        [
+            (
+                *(each.dtype, each.m, each.n, each.k, each.batch),
+                *(each.flops_per_s / 1e9, 100 * each.flops_per_s / profile.best_flops(each.dtype)),
+                100 * each.spread,
+                _error(profile.matmul_seconds(each.m, each.n, each.k, each.batch, each.dtype), each.seconds),
+            )
+            for each in profile.matmuls
+        ],
+        title="matrix products: GFLOP/s, share of the best, spread, and error of the fit",
+    )
 
 
 def _attention(profile: DeviceProfile) -> Table:
-    names = ("dtype", "batch", "heads", "queries", "keys", "width", "forward", "backward", "spread", "fit")
-    table = _table(*names)
+    names = ("dtype", "batch", "heads", "queries", "keys", "width")
+    rows = []
     for each in profile.attention:
         sizes = (each.batch, each.num_heads, each.query_len, each.key_len, each.head_dim)
         fitted_s = sum(profile.attention_seconds(sizes, each.dtype, backward=back) for back in (False, True))
-        times = (f"{1e3 * each.forward_s:.3g}", f"{1e3 * each.backward_s:.3g}")
-        table.add_row(
-            each.dtype,
-            *map(str, sizes),
-            *times,
-            *_spread_and_error(each.spread, fitted_s, each.forward_s + each.backward_s),
-        )
-    return table
+        error = _error(fitted_s, each.forward_s + each.backward_s)
+        times_ms = (1e3 * each.forward_s, 1e3 * each.backward_s)
+        rows.append((each.dtype, *sizes, *times_ms, 100 * each.spread, error))
+    return Table(
+        [
+            *(Column(name, "{}") for name in names),
+            *(Column(name, "{:.3g}") for name in ("forward", "backward")),
+            *(SPREAD, ERROR),
+        ],
+        rows,
+        title="fused attention: milliseconds of forward and backward, spread, and error of the fit",
+    )
 
 
 def _memory_ops(profile: DeviceProfile) -> Table:
-    table = _table("bytes", "GB/s", "spread")
-    for each in profile.memory_ops:
-        table.add_row(
-            format_nbytes(each.nbytes), f"{each.bytes_per_s / 1e9:.3g}", f"{100 * each.spread:.0f} %"
-        )
-    return table
+    return Table(
+        [Column("bytes", format_nbytes), Column("GB/s", "{:.3g}"), SPREAD],
+        [(each.nbytes, each.bytes_per_s / 1e9, 100 * each.spread) for each in profile.memory_ops],
+        title="memory-bound operations: bytes read and written, GB/s",
+    )
 
 
 def _elementwise_ops(profile: DeviceProfile) -> Table:
-    table = _table("operation", "ns", "spread")
-    table.columns[0].justify = "left"
-    for each in profile.elementwise_ops:
-        table.add_row(each.operation, f"{1e9 * each.seconds:.3g}", f"{100 * each.spread:.0f} %")
-    return table
+    return Table(
+        ["operation", Column("ns", "{:.3g}"), SPREAD],
+        [(each.operation, 1e9 * each.seconds, 100 * each.spread) for each in profile.elementwise_ops],
+        title="element-wise operations with much computation: ns per element",
+    )
 
 
-def _table(*names: str) -> Table:
-    return Table(*(Column(name, justify="right") for name in names), box=None, padding=(0, 2, 0, 0))
-
-
-def _spread_and_error(spread: float, fitted: float, measured: float) -> Iterator[str]:
-    yield f"{100 * spread:.0f} %"
-    yield f"{100 * (fitted / measured - 1):+.0f} %"
+def _error(fitted_s: float, measured_s: float) -> float:
+    return 100 * (fitted_s / measured_s - 1)

@@ -7,7 +7,6 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.algorithms import BACKEND
@@ -15,7 +14,8 @@ from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.html.charts import FIGURE_LAYOUT
-from meshwright.report.html.run_page import html_document
+from meshwright.report.html.page import html_document
+from meshwright.report.table import Column, Table
 
 PALETTE = ("#18181b", "#2563eb", "#ea580c", "#10b981", "#8b5cf6", "#dc2626", "#14b8a6", "#a16207", "#db2777")
 MODEL_LABEL = "model alone"
@@ -28,8 +28,7 @@ def network_view(cluster: Cluster) -> RenderableType:
     """
     parts: list[RenderableType] = [_summary(cluster)]
     for ranks in cluster.ranks:
-        title = Text(f"{ranks} ranks: milliseconds, and the error of the model alone", style="bold")
-        parts += ["", title, _table(cluster, ranks), Text(str(choose_rule(cluster, ranks)), style="green")]
+        parts += [_table(cluster, ranks), Text(str(choose_rule(cluster, ranks)), style="green")]
     return Group(*parts)
 
 
@@ -38,43 +37,38 @@ def _summary(cluster: Cluster) -> Table:
     hosts = (
         f"{cluster.ranks_per_host} ranks on each host" if cluster.ranks_per_host else "all ranks on one host"
     )
-    table = Table.grid(Column(min_width=14), Column(overflow="fold"), padding=(0, 2))
-    table.add_row(Text("measured on", style="bold"), f"{cluster.machine}, {hosts}, over {cluster.transport}")
     error = (
         f"{100 * fit.model:.0f} % of the model alone, {100 * fit.corrected:.0f} % with the "
-        f"correction from measured sizes"
+        f"correction from measured sizes (median, at sizes that were not fitted)"
     )
-    table.add_row(Text("error", style="bold"), f"{error} (median, at sizes that were not fitted)")
-    return table
+    measured_on = f"{cluster.machine}, {hosts}, over {cluster.transport}"
+    return Table.of_pairs({"measured on": measured_on, "error": error})
 
 
 def _table(cluster: Cluster, ranks: int) -> Table:
-    found = [series for series in cluster.measurements if series.ranks == ranks]
-    columns = (
-        Column("size", justify="right"),
-        *(Column(series.algorithm, justify="right") for series in found),
-    )
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
-    for nbytes in sorted({nbytes for series in found for nbytes in series.nbytes}):
-        took = {
-            each.algorithm: dict(zip(each.nbytes, each.seconds, strict=True)).get(nbytes) for each in found
-        }
+    found = cluster.seconds_by_algorithm(ranks)
+    rows = []
+    for nbytes in sorted({nbytes for seconds in found.values() for nbytes in seconds}):
+        took = {name: seconds.get(nbytes) for name, seconds in found.items()}
         best = min(seconds for seconds in took.values() if seconds is not None)
-        cells = []
-        for name, seconds in took.items():
-            if seconds is None:
-                cells.append(Text(""))
-                continue
-            off = (
-                ""
-                if name == BACKEND
-                else f" {100 * (_model_seconds(cluster, name, ranks, nbytes) / seconds - 1):+4.0f}%"
-            )
-            cells.append(
-                Text.assemble((f"{1e3 * seconds:.3g}", "bold green" if seconds == best else ""), (off, "dim"))
-            )
-        table.add_row(format_nbytes(nbytes), *cells)
-    return table
+        cells = (_time_cell(cluster, name, ranks, nbytes, each, best) for name, each in took.items())
+        rows.append((nbytes, *cells))
+    return Table(
+        [Column("size", format_nbytes), *(Column(name, "{}") for name in found)],
+        rows,
+        title=f"{ranks} ranks: milliseconds, and the error of the model alone",
+    )
+
+
+def _time_cell(
+    cluster: Cluster, name: str, ranks: int, nbytes: int, seconds: float | None, best: float
+) -> Text | None:
+    if seconds is None:
+        return None
+    text = Text.assemble((f"{1e3 * seconds:.3g}", "bold green" if seconds == best else ""))
+    if name == BACKEND:
+        return text
+    return text.append(f" {100 * (_model_seconds(cluster, name, ranks, nbytes) / seconds - 1):+4.0f}%", "dim")
 
 
 def _model_seconds(cluster: Cluster, name: str, ranks: int, nbytes: float) -> float:

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.report.table import Column, Table
 from meshwright.report.terminal.prediction import format_seconds
 from meshwright.report.timeline.run_record import RunRecord
 
@@ -55,14 +53,9 @@ def compare_run(record: RunRecord) -> list[PredictionComparison]:
 
 
 def comparison_table(comparisons: Sequence[PredictionComparison], name: str = "") -> Table:
-    """Returns the comparisons as a table for the terminal."""
-    columns = [Column(head, justify="right") for head in ("predicted", "measured", "error")]
-    table = Table(Column(name or "per rank and step", min_width=22), *columns, box=None, header_style="bold")
-    table.padding = (0, 2, 0, 0)
-    for each in comparisons:
-        quantity, *numbers = each.cells
-        table.add_row(Text(quantity), *numbers)
-    return table
+    """Returns the comparisons as a table; `name` is that of the run."""
+    numbers = (Column(head, "{}") for head in ("predicted", "measured", "error"))
+    return Table([name, *numbers], [each.cells for each in comparisons])
 
 
 def _comparisons(record: RunRecord, prediction: Mapping[str, Any]) -> Iterator[PredictionComparison]:

@@ -14,13 +14,12 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
-
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.action import Program
 from meshwright.report.html.charts import curves_figure, stacked_figure, timeline_figure
-from meshwright.report.html.predicted_vs_measured import compare_run
+from meshwright.report.html.page import PAGE_STYLE, figure_html, html_document, note, section
+from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
+from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import schedule_svg
 from meshwright.report.timeline.memory_and_bytes import planned_memory, sent_by_action
 from meshwright.report.timeline.run_record import RunRecord, plan_differences
@@ -33,31 +32,9 @@ NO_PREDICTION_HINT = (
     "or a kind of device."
 )
 SCHEDULE_NOTE = (
-    '<p class="note">Forwards and backwards of each stage, by microbatch. Red: the rank waits (bubble). '
-    "Amber: it waits for a message in flight. Below: the activations in memory, from the program.</p>"
+    "Forwards and backwards of each stage, by microbatch. Red: the rank waits (bubble). Amber: it waits for "
+    "a message in flight. Below: the activations in memory, from the program."
 )
-PAGE_STYLE = """
-:root { color-scheme: light; }
-body { margin: 0; background: #f4f4f5; color: #27272a; font: 15px/1.5 system-ui, sans-serif; }
-header { background: #18181b; color: #fafafa; padding: 22px 32px; }
-header h1 { margin: 0; font-size: 24px; } header p { margin: 4px 0 0; color: #a1a1aa; }
-main { max-width: 1240px; margin: 0 auto; padding: 8px 24px 48px; } main.pair { max-width: 1800px; }
-section { background: white; border: 1px solid #e4e4e7; border-radius: 10px; padding: 16px 20px; }
-section { margin: 8px 0; min-width: 0; }
-h2 { font-size: 17px; margin: 0 0 8px; } h3 { font-size: 20px; margin: 22px 0 0; }
-.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(0, 1fr)); gap: 0 24px; }
-.columns.two { grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); }
-@media (max-width: 1100px) { .columns.two { grid-template-columns: minmax(0, 1fr); } }
-table { border-collapse: collapse; width: 100%; font-size: 14px; } .wide { overflow-x: auto; }
-th, td { text-align: left; padding: 4px 14px 4px 0; border-bottom: 1px solid #f0f0f1; }
-th, td { overflow-wrap: anywhere; }
-td { vertical-align: top; } td:first-child { overflow-wrap: normal; }
-th { color: #71717a; font-weight: 500; white-space: nowrap; }
-td.number, th.number { text-align: right; white-space: nowrap; }
-.note { color: #52525b; font-size: 13.5px; margin: 6px 0; } .warning { color: #b45309; }
-code { background: #f4f4f5; padding: 1px 5px; border-radius: 4px; font-size: 13px; }
-.run-0 { color: #2563eb; } .run-1 { color: #ea580c; }
-"""
 
 
 def run_page(records: Sequence[RunRecord], version: str) -> str:
@@ -73,41 +50,29 @@ def run_page(records: Sequence[RunRecord], version: str) -> str:
         f"<header><h1>{title}</h1><p>{headline}</p></header>",
         f'<main class="{"pair" if pair else "one"}">',
         _plan_differences(*records) if pair else "",
-        _section("Curves", _figure(curves_figure(records), "curves") + _thinning_note(records)),
+        section("Curves", figure_html(curves_figure(records), "curves"), _thinning_note(records)),
         columns,
-        f'<p class="note">Written by meshwright {escape(version)}. This file needs no network.</p></main>',
+        note(f"Written by meshwright {escape(version)}. This file needs no network."),
+        "</main>",
     ]
     return html_document(title, PAGE_STYLE, "".join(body))
-
-
-def html_document(title: str, style: str, body: str) -> str:
-    """Returns a whole page around `body`, with plotly inside; `title` is HTML."""
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" '
-        f'content="width=device-width"><title>{title}</title><style>{style}</style>'
-    )
-    script = f"<script>{get_plotlyjs()}</script>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{script}</head><body>{body}</body></html>\n'
 
 
 def _run_sections(record: RunRecord, place: int, *, pair: bool) -> Iterator[str]:
     """The sections on one run, the same for each, so that two runs can be compared side by side."""
     yield f'<h3 class="run-{place}">{escape(record.name)}</h3>' if pair else ""
-    notes = "".join(f'<p class="note warning">{escape(note)}</p>' for note in record.notes)
-    yield _section("Notes", notes) if notes else "<div></div>"
-    yield _section("The plan", _plan_summary(record))
-    yield _section("Predicted and measured", _prediction_section(record))
-    yield _section("Time by category", _time_section(record, place))
-    yield _section("Timeline of a step", _timeline_section(record, place))
+    notes = "".join(note(escape(text), "note warning") for text in record.notes)
+    yield section("Notes", notes) if notes else "<div></div>"
+    yield section("The plan", _plan_summary(record))
+    yield section("Predicted and measured", *_prediction_section(record))
+    yield section("Time by category", *_time_section(record, place))
+    yield section("Timeline of a step", *_timeline_section(record, place))
     drawn = schedule_svg(record)
-    yield (
-        _section("Pipeline schedule", f'<div class="wide">{drawn}</div>{SCHEDULE_NOTE}')
-        if drawn
-        else "<div></div>"
-    )
-    yield _section("Memory per rank", _memory_section(record, place))
-    yield _section("Bytes by action, per rank and step", _nbytes_section(record))
-    yield _section("Versions and machine", _machine_section(record))
+    parts = f'<div class="wide">{drawn}</div>', note(SCHEDULE_NOTE)
+    yield section("Pipeline schedule", *parts) if drawn else "<div></div>"
+    yield section("Memory per rank", *_memory_section(record, place))
+    yield section("Bytes by action, per rank and step", _nbytes_section(record))
+    yield section("Versions and machine", _machine_section(record))
 
 
 def _run_headline(record: RunRecord, *, pair: bool) -> str:
@@ -123,17 +88,14 @@ def _run_headline(record: RunRecord, *, pair: bool) -> str:
 def _plan_differences(one: RunRecord, other: RunRecord) -> str:
     differences = plan_differences(one, other)
     if not differences:
-        return _section("What differs", '<p class="note">Nothing: the two plans are the same.</p>')
-    names = [
-        f'<span class="run-{place}">{escape(record.name)}</span>' for place, record in enumerate((one, other))
-    ]
-    rows = [[escape(text) for text in row] for row in differences]
-    return _section("What differs", _table(["key", *names], rows))
+        return section("What differs", note("Nothing: the two plans are the same."))
+    table = Table(["key", one.name, other.name], differences)
+    return section("What differs", f'<div class="differences">{table.html()}</div>')
 
 
 def _thinning_note(records: Sequence[RunRecord]) -> str:
     most = max(len(record.steps) for record in records)
-    return f'<p class="note">Of {most:,} steps, evenly chosen ones are drawn.</p>' if most > 4000 else ""
+    return note(f"Of {most:,} steps, evenly chosen ones are drawn." if most > 4000 else "")
 
 
 def _plan_summary(record: RunRecord) -> str:
@@ -144,10 +106,10 @@ def _plan_summary(record: RunRecord) -> str:
             for key, value in record.settings.items()
             if key.startswith(("model.", "mesh.", "train.", "strategies"))
         }
-    return _table([], [[f"<b>{escape(str(key))}</b>", escape(str(value))] for key, value in words.items()])
+    return Table.of_pairs(words).html()
 
 
-def _time_section(record: RunRecord, place: int) -> str:
+def _time_section(record: RunRecord, place: int) -> tuple[str, ...]:
     traced = {
         rank: trace.get("otherData", {}).get("seconds", {})
         for rank, trace in list(record.traces.items())[:MAX_SHOWN_RANKS]
@@ -161,34 +123,24 @@ def _time_section(record: RunRecord, place: int) -> str:
             }
     if rows:
         count = max(len(steps) for steps in traced.values())
-        note = f"Mean of {count} traced step{'s' if count > 1 else ''}. {_mean_times_text(record)}"
-        return (
-            _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}")
-            + f'<p class="note">{note}</p>'
-        )
-    for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
-        if account.get("steps"):
-            rows[f"rank {rank}"] = {
-                part: 1e3 * seconds / account["steps"] for part, seconds in account.get("seconds", {}).items()
-            }
+        text = f"Mean of {count} traced step{'s' if count > 1 else ''}. {_mean_times_text(record)}"
+    else:
+        text = f"Means over all steps of the last start. {NO_TRACE_HINT}"
+        for rank, account in list(record.rank_accounts.items())[:MAX_SHOWN_RANKS]:
+            if account.get("steps"):
+                seconds = account.get("seconds", {})
+                rows[f"rank {rank}"] = {part: 1e3 * seconds[part] / account["steps"] for part in seconds}
     if not rows:
-        return f'<p class="note">The run has not recorded its time by category. {NO_TRACE_HINT}</p>'
-    note = f"Means over all steps of the last start. {NO_TRACE_HINT}"
-    return (
-        _figure(stacked_figure(rows, "milliseconds per step"), f"time-{place}")
-        + f'<p class="note">{note}</p>'
-    )
+        return (note(f"The run has not recorded its time by category. {NO_TRACE_HINT}"),)
+    return figure_html(stacked_figure(rows, "milliseconds per step"), f"time-{place}"), note(text)
 
 
-def _prediction_section(record: RunRecord) -> str:
+def _prediction_section(record: RunRecord) -> tuple[str, ...]:
     comparisons = compare_run(record)
     if not comparisons:
-        return '<p class="note">Nothing was predicted, or nothing measured yet.</p>'
-    rows = [[escape(text) for text in comparison.cells] for comparison in comparisons]
-    note = "Per rank and step. " + (
-        "" if "step_s" in record.run_info.get("prediction", {}) else NO_PREDICTION_HINT
-    )
-    return _table(["", "predicted", "measured", "error"], rows, numbers=True) + f'<p class="note">{note}</p>'
+        return (note("Nothing was predicted, or nothing measured yet."),)
+    hint = "" if "step_s" in record.run_info.get("prediction", {}) else NO_PREDICTION_HINT
+    return comparison_table(comparisons).html(), note(f"Per rank and step. {hint}")
 
 
 def _mean_times_text(record: RunRecord) -> str:
@@ -202,10 +154,10 @@ def _mean_times_text(record: RunRecord) -> str:
     return escape(f"Over all {account['steps']:,} steps of the last start, rank 0: {', '.join(texts)}.")
 
 
-def _timeline_section(record: RunRecord, place: int) -> str:
+def _timeline_section(record: RunRecord, place: int) -> tuple[str, ...]:
     timeline = step_timeline(record)
     if timeline is None:
-        return f'<p class="note">The run has recorded neither its program nor a trace. {NO_TRACE_HINT}</p>'
+        return (note(f"The run has recorded neither its program nor a trace. {NO_TRACE_HINT}"),)
     texts = []
     if timeline.planned and timeline.has_times:
         texts.append(
@@ -220,12 +172,10 @@ def _timeline_section(record: RunRecord, place: int) -> str:
         texts.append(
             f"{timeline.num_hidden_ranks} more ranks are not drawn; the folder of the run has their traces."
         )
-    return _figure(timeline_figure(timeline), f"timeline-{place}") + "".join(
-        f'<p class="note">{text}</p>' for text in texts
-    )
+    return figure_html(timeline_figure(timeline), f"timeline-{place}"), *map(note, texts)
 
 
-def _memory_section(record: RunRecord, place: int) -> str:
+def _memory_section(record: RunRecord, place: int) -> tuple[str, ...]:
     resident = record.run_info.get("resident_memory")
     rows: dict[str, Mapping[str, Any]] = {}
     if record.program is not None and isinstance(resident, Mapping):
@@ -239,88 +189,49 @@ def _memory_section(record: RunRecord, place: int) -> str:
         if isinstance(account.get("memory"), Mapping):
             rows[f"rank {rank}"] = account["memory"]
     if not rows:
-        return '<p class="note">The run has not recorded its memory.</p>'
+        return (note("The run has not recorded its memory."),)
     drawn = {
         name: {part: nbytes / 2**20 for part, nbytes in parts.items() if part != "peak"}
         for name, parts in rows.items()
         if not name.endswith("planned, peak of each category")  # these peaks are at different moments
     }
     parts = dict.fromkeys(part for each in rows.values() for part in each)
-    heads = ["", *(escape(name) for name in rows)]
-    table_rows = []
-    for part in parts:
-        name = "high-water mark of the process" if part == "peak" else part
-        table_rows.append(
-            [escape(name), *(format_nbytes(each[part]) if part in each else "" for each in rows.values())]
-        )
-    note = (
-        "Planned activations are the outputs of blocks; what a block saves inside for its "
-        "backward is not in the plan."
+    table = Table(
+        ["", *(Column(name, format_nbytes) for name in rows)],
+        [
+            (
+                "high-water mark of the process" if part == "peak" else part,
+                *(each.get(part) for each in rows.values()),
+            )
+            for part in parts
+        ],
+        note="Planned activations are the outputs of blocks; what a block saves inside for its backward is "
+        "not in the plan.",
     )
-    return (
-        _figure(stacked_figure(drawn, "MiB"), f"memory-{place}")
-        + _table(heads, table_rows, numbers=True)
-        + f'<p class="note">{note}</p>'
-    )
+    return figure_html(stacked_figure(drawn, "MiB"), f"memory-{place}"), table.html()
 
 
 def _nbytes_section(record: RunRecord) -> str:
     actions = sent_by_action(record)
     if not actions:
-        return '<p class="note">Nothing is sent: the run has one rank, or has not recorded its program.</p>'
-    rows = [
-        [
-            escape(each.action),
-            escape(each.description),
-            *("" if n is None else f"{n:,.0f} B" for n in (each.planned, each.measured)),
-        ]
-        for each in actions
-    ]
-    more = (
-        f'<p class="note">and {len(rows) - MAX_SHOWN_ACTIONS} more actions</p>'
-        if len(rows) > MAX_SHOWN_ACTIONS
-        else ""
-    )
-    return (
-        _table(["action", "transfer", "program", "ledger"], rows[:MAX_SHOWN_ACTIONS], numbers=True, first=2)
-        + more
-    )
+        return note("Nothing is sent: the run has one rank, or has not recorded its program.")
+    return Table(
+        ["action", "transfer", Column("program", "{:,.0f} B"), Column("ledger", "{:,.0f} B")],
+        [(each.action, each.description, each.planned, each.measured) for each in actions],
+        max_rows=MAX_SHOWN_ACTIONS,
+        more="and {} more actions",
+    ).html()
 
 
 def _machine_section(record: RunRecord) -> str:
     values = {**record.run_info.get("versions", {}), **record.run_info.get("machine", {})}
     if not values:
-        return '<p class="note">The run has not recorded them.</p>'
+        return note("The run has not recorded them.")
     texts = {
         key: format_nbytes(value) if key == "memory" and isinstance(value, int) else str(value)
         for key, value in values.items()
     }
-    return _table([], [[f"<b>{escape(key)}</b>", escape(value)] for key, value in texts.items()])
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>"
-
-
-def _table(
-    heads: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False, first: int = 1
-) -> str:
-    """A table of texts that are HTML already; with `numbers`, columns from `first` on are right-aligned."""
-    marks = [
-        ' class="number"' if numbers and place >= first else ""
-        for place in range(max(map(len, [heads, *rows])))
-    ]
-    head = "".join(f"<th{mark}>{text}</th>" for mark, text in zip(marks, heads, strict=False))
-    lines = "".join(
-        f"<tr>{''.join(f'<td{mark}>{text}</td>' for mark, text in zip(marks, row, strict=False))}</tr>"
-        for row in rows
-    )
-    return f'<div class="wide"><table>{f"<tr>{head}</tr>" if head else ""}{lines}</table></div>'
-
-
-def _figure(figure: go.Figure, name: str) -> str:
-    config = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["select2d", "lasso2d"]}
-    return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
+    return Table.of_pairs(texts).html()
 
 
 def _number(value: object) -> str:

@@ -17,7 +17,7 @@ from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate
 from meshwright.report.html.charts import FIGURE_LAYOUT, stacked_figure
-from meshwright.report.html.run_page import PAGE_STYLE, html_document
+from meshwright.report.html.page import PAGE_STYLE, figure_html, html_document, note, section
 from meshwright.report.search.search_result import TIME_CATEGORIES, category_seconds, config_text, to_gib
 from meshwright.report.timeline.gantt_svg import gantt_svg
 from meshwright.report.timeline.gantt_text import DrawingUnits
@@ -89,32 +89,18 @@ def search_page(
         if spans
         else ""
     )
+    if schedule:
+        drawn = f'<div class="wide">{schedule}</div>'
+    elif candidates[0].layer_assignment:
+        drawn = note("Schedules on heterogeneous devices are not drawn.")
+    else:
+        drawn = note("The first layout has no pipeline.")
     body = [
         f"<header><h1>{title}</h1></header><main>",
-        _section("Step time and memory", _figure_html(pareto_figure(candidates), "pareto")),
-        _section("Step time by category", _figure_html(times, "seconds")),
-        _section("Pipeline schedule", f'<div class="wide">{schedule}</div>')
-        if schedule
-        else _no_schedule_section(candidates[0]),
-        _section("Reasons", "".join(f'<p class="note">{escape(line)}</p>' for line in reasons)),
+        section("Step time and memory", figure_html(pareto_figure(candidates), "pareto")),
+        section("Step time by category", figure_html(times, "seconds")),
+        section("Pipeline schedule", drawn),
+        section("Reasons", *(note(escape(line)) for line in reasons)),
         "</main>",
     ]
     return html_document(title, PAGE_STYLE, "".join(body))
-
-
-def _no_schedule_section(best: Candidate) -> str:
-    text = (
-        "Schedules on heterogeneous devices are not drawn."
-        if best.layer_assignment
-        else "The first layout has no pipeline."
-    )
-    return _section("Pipeline schedule", f'<p class="note">{text}</p>')
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{title}</h2>{body}</section>"
-
-
-def _figure_html(figure: go.Figure, name: str) -> str:
-    config = {"displaylogo": False, "responsive": True}
-    return figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)

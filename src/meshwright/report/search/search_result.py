@@ -1,13 +1,11 @@
 """What a search found, as tables and text: the scenario, the ranking, why the first layout wins."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
@@ -16,6 +14,7 @@ from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult
+from meshwright.report.table import Column, Table
 
 # categories of step time, and their texts
 TIME_CATEGORIES = {
@@ -79,28 +78,19 @@ def search_view(
     alternatives: SearchAlternatives = NO_ALTERNATIVES,
 ) -> RenderableType:
     """Returns the whole result for the terminal."""
-    best = result.best[0]
+    values = search_dict(request, result, budget, alternatives)
+    rows = values["layouts"]
+    model = f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B parameters"
+    cost = [Text("\n" + _cost_text(rows[0], budget)), _cost_table(rows, budget)] if budget.num_tokens else []
     return Group(
-        Text(
-            (
-                f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B parameters on "
-                f"{_devices(request, alternatives)}"
-            ),
-            style="bold",
-        ),
-        Text(memory_scenario(request, alternatives.machines)),
+        Text(f"{model} on {_devices(request, alternatives)}", style="bold"),
+        Text(values["scenario"]),
         "",
-        _table(request, result, alternatives.machines),
+        _ranking(rows),
+        _memory_table(rows),
         "",
-        Text("memory in GiB, on the rank that uses most"),
-        _memory_table(result),
-        "",
-        *(Text(line) for line in ranking_reasons(request, result, alternatives)),
-        *(
-            ["", Text(_cost_text(request, best, budget)), _cost_table(request, result, budget)]
-            if budget.num_tokens
-            else []
-        ),
+        *map(Text, values["reasons"]),
+        *cost,
     )
 
 
@@ -349,50 +339,52 @@ def result_row(
     return row
 
 
-def _table(request: SearchRequest, result: SearchResult, kinds: Sequence[Machine]) -> Table:
-    table = _number_table("", "s", "tokens/s", "mfu %", "bubble %", "comm %", "GiB")
-    table.add_column("layout", overflow="fold")
-    for number, each in enumerate(result.best, start=1):
-        row = result_row(request, each, TrainingBudget(), kinds)
-        cells = [f"{row['step_s']:.3g}", f"{row['tokens_per_s']:,.0f}"]
-        cells += [f"{100 * row[key]:.1f}" for key in ("mfu", "waiting", "exposed")]
-        table.add_row(str(number), *cells, f"{to_gib(each.memory.total):.1f}", config_text(each))
-    return table
-
-
-def _cost_table(request: SearchRequest, result: SearchResult, budget: TrainingBudget) -> Table:
-    table = _number_table(
-        "", "days", "hours waiting", *(["cost", "cost waiting"] if budget.price_per_device_hour else [])
+def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
+    return _numbered(
+        {
+            "step_s": Column("s", "{:.3g}"),
+            "tokens_per_s": Column("tokens/s", "{:,.0f}"),
+            "mfu": Column("mfu %", _percent),
+            "waiting": Column("bubble %", _percent),
+            "exposed": Column("comm %", _percent),
+            "peak_bytes": Column("GiB", _gib),
+            "name": Column("layout"),
+        },
+        rows,
     )
-    for number, each in enumerate(result.best, start=1):
-        row = result_row(request, each, budget)
-        costs = (
-            [f"{row[key]:,.0f}" for key in ("cost", "cost_of_waiting")]
-            if budget.price_per_device_hour
-            else []
-        )
-        table.add_row(str(number), f"{row['days']:,.1f}", f"{row['hours_waiting']:,.1f}", *costs)
-    return table
 
 
-def _number_table(*heads: str) -> Table:
-    table = Table(pad_edge=False, collapse_padding=True, box=SIMPLE_HEAD)
-    for head in heads:
-        table.add_column(head, justify="right", no_wrap=True)
-    return table
+def _memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    heads = {name: name for name in MEMORY_CATEGORIES} | {"optimizer_states": "states", "total": "total"}
+    return _numbered(
+        {name: Column(head, _gib) for name, head in heads.items()},
+        [{**row["bytes"], "total": row["peak_bytes"]} for row in rows],
+        title="memory in GiB, on the rank that uses most",
+    )
 
 
-def _memory_table(result: SearchResult) -> Table:
-    heads = ("states" if name == "optimizer_states" else name for name in MEMORY_CATEGORIES)
-    table = _number_table("", *heads, "total")
-    for number, each in enumerate(result.best, start=1):
-        parts = [f"{to_gib(category_nbytes(each.memory, part)):.1f}" for part in MEMORY_CATEGORIES]
-        table.add_row(str(number), *parts, f"{to_gib(each.memory.total):.1f}")
-    return table
+def _cost_table(rows: Sequence[Mapping[str, Any]], budget: TrainingBudget) -> Table:
+    columns = {"days": Column("days", "{:,.1f}"), "hours_waiting": Column("hours waiting", "{:,.1f}")}
+    if budget.price_per_device_hour:
+        columns |= {"cost": Column("cost", "{:,.0f}"), "cost_of_waiting": Column("cost waiting", "{:,.0f}")}
+    return _numbered(columns, rows)
 
 
-def _cost_text(request: SearchRequest, best: Candidate, budget: TrainingBudget) -> str:
-    row = result_row(request, best, budget)
+def _numbered(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
+    """The values of each row by the keys of `columns`, behind its number."""
+    cells = [(number, *(row[key] for key in columns)) for number, row in enumerate(rows, start=1)]
+    return Table([Column("", "{}"), *columns.values()], cells, title=title)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.1f}"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{to_gib(nbytes):.1f}"
+
+
+def _cost_text(row: Mapping[str, Any], budget: TrainingBudget) -> str:
     text = f"{budget.num_tokens:.3g} tokens take {row['days']:,.1f} days"
     waiting = f"{row['hours_waiting']:,.0f} hours"
     if budget.price_per_device_hour:

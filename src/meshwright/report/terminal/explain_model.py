@@ -5,26 +5,21 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.model.analysis.model_report import MAX_LISTED_NAMES, BlockRow, LayerRow, ModelReport
 from meshwright.plan.job.errors import Diagnostic, format_nbytes
+from meshwright.report.table import Column, Table
 from meshwright.report.terminal.plan_table import format_flops
+
+UNKNOWN_ROLE = "unknown: replicated"
 
 
 def model_report_view(report: ModelReport, itemsize: int) -> RenderableType:
     """Returns the tables of a model report; `itemsize` is the bytes of one parameter element."""
-    order = (
-        "blocks, in the order of their calls"
-        if not report.diagnostics
-        else "blocks, in the order of the module tree"
-    )
-    parts = [
+    parts: list[RenderableType] = [
         _summary(report, itemsize),
-        Text(f"\n{order}", style="bold"),
-        _blocks(report.blocks, itemsize),
-        Text("\nshardable layers", style="bold"),
+        _blocks(report, itemsize),
         _layers(report.layers, itemsize),
     ]
     if report.advice or report.notes:
@@ -48,7 +43,6 @@ def model_report_dict(report: ModelReport, itemsize: int) -> dict[str, Any]:
 
 
 def _summary(report: ModelReport, width: int) -> Table:
-    table = Table.grid(Column(min_width=15), Column(overflow="fold"), padding=(0, 2))
     count = sum(row.num_block_calls for row in report.blocks)
     rows = {
         "model": (
@@ -66,10 +60,8 @@ def _summary(report: ModelReport, width: int) -> Table:
         "dropout": _dropout(report.blocks),
         "buffers": _names(report.written_buffers, "written by the forward; each rank writes its own copy"),
     }
-    for name, text in rows.items():
-        if text and not (report.diagnostics and name in ("side channels", "dropout")):
-            table.add_row(Text(name, style="bold"), Text(text))
-    return table
+    unknown = ("side channels", "dropout") if report.diagnostics else ()
+    return Table.of_pairs({name: text for name, text in rows.items() if text and name not in unknown})
 
 
 def _attention(report: ModelReport) -> str:
@@ -108,49 +100,46 @@ def _names(names: Sequence[str], meaning: str) -> str:
     return f"{', '.join(names[:MAX_LISTED_NAMES])}{more} ({meaning})"
 
 
-def _blocks(rows: Sequence[BlockRow], width: int) -> Table:
-    right = [Column(name, justify="right") for name in ("parameters", "bytes", "output", "forward")]
-    table = Table(
-        Column("block", overflow="fold"),
-        Column("class", overflow="fold"),
-        *right,
-        box=None,
-        header_style="bold",
-        padding=(0, 2, 0, 0),
+def _blocks(report: ModelReport, width: int) -> Table:
+    order = "of their calls" if not report.diagnostics else "of the module tree"
+    note = "output: elements per sample that the block call returns; forward: operations per sample"
+    return Table(
+        [
+            *("block", "class"),
+            *(Column("parameters", "{:,}"), Column("bytes", format_nbytes)),
+            *(Column("output", "{:,}"), Column("forward", format_flops)),
+        ],
+        [
+            (_block_name(row), row.class_name, row.numel, row.numel * width, row.output_numel, row.flops)
+            for row in report.blocks
+        ],
+        title=f"blocks, in the order {order}",
+        note=note if any(row.output_numel is not None for row in report.blocks) else "",
     )
-    for row in rows:
-        name = (
-            row.first_block_call
-            if row.num_block_calls == 1
-            else f"{row.first_block_call} .. {row.last_block_call}  ({row.num_block_calls} equal, each:)"
-        )
-        output = "" if row.output_numel is None else f"{row.output_numel:,}"
-        flops = "" if row.flops is None else format_flops(row.flops)
-        cells = (name, row.class_name, f"{row.numel:,}", format_nbytes(row.numel * width), output, flops)
-        table.add_row(*(Text(cell) for cell in cells))
-    if any(row.output_numel is not None for row in rows):
-        table.caption = (
-            "output: elements per sample that the block call returns; forward: operations per sample"
-        )
-        table.caption_justify = "left"
-    return table
+
+
+def _block_name(row: BlockRow) -> str:
+    if row.num_block_calls == 1:
+        return row.first_block_call
+    return f"{row.first_block_call} .. {row.last_block_call}  ({row.num_block_calls} equal, each:)"
 
 
 def _layers(rows: Sequence[LayerRow], width: int) -> Table:
-    columns = (Column(name, overflow="fold") for name in ("module", "kind", "weight", "role", "declared by"))
-    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for row in rows:
-        name = row.pattern if row.num_layers == 1 else f"{row.pattern} x{row.num_layers}"
-        shape = " x ".join(map(str, row.shape))
-        role, source = row.role, row.source
-        if not role:
-            role, source = (
-                "unknown: replicated",
-                f"none: {format_nbytes(row.numel * width)} on every rank",
+    return Table(
+        ["module", "kind", "weight", "role", "declared by"],
+        [
+            (
+                row.pattern if row.num_layers == 1 else f"{row.pattern} x{row.num_layers}",
+                row.kind,
+                " x ".join(map(str, row.shape)),
+                row.role or UNKNOWN_ROLE,
+                row.source if row.role else f"none: {format_nbytes(row.numel * width)} on every rank",
             )
-        cells = (name, row.kind, shape, role, source)
-        table.add_row(*(Text(cell) for cell in cells), style="" if row.role else "yellow")
-    return table
+            for row in rows
+        ],
+        title="shardable layers",
+        row_style=lambda row: "yellow" if row[3] == UNKNOWN_ROLE else "",
+    )
 
 
 def _diagnostic_lines(diagnostic: Diagnostic) -> Iterator[Text]:

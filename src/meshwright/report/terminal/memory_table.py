@@ -7,14 +7,12 @@ with the largest peak. Bytes sent are those of the busiest rank.
 
 from collections.abc import Sequence
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.planner.program_cost.memory import StateBytes, peak_nbytes, state_bytes
+from meshwright.report.table import Column, Table
 
 MAX_SHOWN_RANKS = 6  # ranks in a table
 
@@ -59,21 +57,18 @@ def states_table(plan: Plan) -> Table:
     texts = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
     shown = list(zip(ranks, found, strict=True))[: 1 if all(each == texts[0] for each in texts) else None]
     heads = ["each rank"] if len(shown) == 1 else [f"rank {rank}" for rank, _ in shown]
-    columns = [Column(head, justify="right") for head in (*heads, "per parameter")]
-    table = Table(
-        Column("state", min_width=12), *columns, box=None, header_style="bold", padding=(0, 2, 0, 0)
+    rows = {name: [each.as_dict()[name] for _, each in shown] for name in StateBytes.__dataclass_fields__}
+    rows = {name: nbytes for name, nbytes in rows.items() if any(nbytes)}
+    rows["total"] = [each.total for _, each in shown]
+    rows["peak"] = [peak_nbytes(plan, rank) for rank, _ in shown]
+    numel = max(1, plan.model_spec.numel)
+    several = len(plan.program.roles) > 1 and len(shown) > 1
+    return Table(
+        ["state", *(Column(head, format_nbytes) for head in heads), Column("per parameter", "{:.3g} B")],
+        [(name, *nbytes, nbytes[0] / numel) for name, nbytes in rows.items()],
+        note=f"rank {largest} has the largest peak" if several else "",
+        row_style=_total_in_bold,
     )
-    for name in StateBytes.__dataclass_fields__:
-        row = [each.as_dict()[name] for _, each in shown]
-        if any(row):
-            table.add_row(name, *map(format_nbytes, row), _per_param_text(row[0], plan))
-    total = [each.total for _, each in shown]
-    table.add_row("total", *map(format_nbytes, total), _per_param_text(total[0], plan), style="bold")
-    peaks = [peak_nbytes(plan, rank) for rank, _ in shown]
-    table.add_row("peak", *map(format_nbytes, peaks), _per_param_text(peaks[0], plan))
-    if len(plan.program.roles) > 1 and len(shown) > 1:
-        table.caption, table.caption_justify = f"rank {largest} has the largest peak", "left"
-    return table
 
 
 def first_ranks(plan: Plan) -> list[int]:
@@ -84,15 +79,22 @@ def first_ranks(plan: Plan) -> list[int]:
 
 def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
     """Returns the first rank of the role that sends most in a step, and its actions."""
-    totals = [
-        sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for act in each for move in act.transfers)
-        for _, each in _first_rank_actions(plan)
-    ]
-    return _first_rank_actions(plan)[totals.index(max(totals))]
+    totals = list(sent_nbytes_by_role(plan).values())
+    index = totals.index(max(totals))
+    return first_ranks(plan)[index], plan.program.roles[index][1]
 
 
-def _first_rank_actions(plan: Plan) -> list[tuple[int, Sequence[Action]]]:
-    return list(zip(first_ranks(plan), (actions for _, actions in plan.program.roles), strict=True))
+def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
+    """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
+    return {
+        role: sum(
+            min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
+            for action in actions
+            if action.stream != "recv"
+            for move in action.transfers
+        )
+        for role, actions in plan.program.roles
+    }
 
 
 def sent_table(plan: Plan) -> Table | None:
@@ -110,31 +112,18 @@ def sent_table(plan: Plan) -> Table | None:
             totals[key] = messages + 1, nbytes + most
     if not totals:
         return None
-    columns = [Column(head, justify="right") for head in ("messages", "sent per step")]
-    table = Table(
-        Column("kind", min_width=12),
-        Column("transfer", overflow="fold"),
-        *columns,
-        box=None,
-        header_style="bold",
+    rows = [(*key, messages, nbytes) for key, (messages, nbytes) in totals.items()]
+    total = ("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows))
+    return Table(
+        ["kind", "transfer", Column("messages", "{:,}"), Column("sent per step", format_nbytes)],
+        [*rows, total],
+        note=f"on rank {rank}, which sends most" if len(plan.program.roles) > 1 else "",
+        row_style=_total_in_bold,
     )
-    table.padding = (0, 2, 0, 0)
-    for (kind, transfer_text), (messages, nbytes) in totals.items():
-        table.add_row(kind, Text(transfer_text), f"{messages:,}", format_nbytes(nbytes))
-    table.add_row(
-        "total",
-        "",
-        f"{sum(m for m, _ in totals.values()):,}",
-        format_nbytes(sum(n for _, n in totals.values())),
-        style="bold",
-    )
-    if len(plan.program.roles) > 1:
-        table.caption, table.caption_justify = f"on rank {rank}, which sends most", "left"
-    return table
 
 
-def _per_param_text(nbytes: int, plan: Plan) -> str:
-    return f"{nbytes / max(1, plan.model_spec.numel):.3g} B"
+def _total_in_bold(row: Sequence[object]) -> str:
+    return "bold" if row[0] == "total" else ""
 
 
 def _transfer_text(transfer: Transfer) -> str:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
@@ -19,6 +18,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.report.table import Column, Table
 
 LINEAR_PAIRS = "pairs of linear layers"
 ROLE_NAMES = {
@@ -94,27 +94,27 @@ def params_view(sharding: ShardingPlan, parameters: str, *, plan_given: bool) ->
     seq_axes = sharding.residual_layout.axes_with("S")
     over += f"; tokens are sharded between layers over {' and '.join(seq_axes)}" if seq_axes else ""
     head = f"parameters over {over}" if plan_given else f"parameters, if they were sharded over {over}"
-    columns = [Column(name, overflow="fold") for name in ("parameter", "shape", "role", "layout")]
     shown = _shown_ranks(rows, sharding)
-    uses = [Column(f"in use on rank {rank}", justify="right") for rank, _ in shown]
     table = Table(
-        *columns,
-        *uses,
-        Column("not sharded because", overflow="fold"),
-        box=None,
-        header_style="bold",
-        padding=(0, 2, 0, 0),
+        [
+            *("parameter", "shape", "role", "layout"),
+            *(Column(f"in use on rank {rank}", format_nbytes) for rank, _ in shown),
+            "not sharded because",
+        ],
+        [
+            (
+                row.pattern if row.count == 1 else f"{row.pattern} x{row.count}",
+                " x ".join(map(str, row.shape)),
+                row.role,
+                row.config,
+                *(_nbytes_on_stage(row, stage) for _, stage in shown),
+                _not_sharded_text(row),
+            )
+            for row in rows
+        ],
+        title=head,
+        row_style=lambda row: "yellow" if row[-1] else "",
     )
-    for row in rows:
-        name = row.pattern if row.count == 1 else f"{row.pattern} x{row.count}"
-        reason = (
-            f"{row.not_sharded_reason} ({format_nbytes(row.possible_saving_nbytes)} less per rank if sharded)"
-            if row.possible_saving_nbytes
-            else row.not_sharded_reason
-        )
-        nbytes_texts = [format_nbytes(_nbytes_on_stage(row, stage)) for _, stage in shown]
-        cells = (name, " x ".join(map(str, row.shape)), row.role, row.config, *nbytes_texts, reason)
-        table.add_row(*map(Text, cells), style="yellow" if row.not_sharded_reason else "")
     total, unsharded = (
         sum(row.nbytes for row in rows),
         sum(row.nbytes for row in rows if row.not_sharded_reason),
@@ -127,11 +127,12 @@ def params_view(sharding: ShardingPlan, parameters: str, *, plan_given: bool) ->
     text += f"; {format_nbytes(unsharded)} of it not sharded, on every rank" + (
         " that uses it" if sharding.block_calls_by_pp_rank else ""
     )
-    return Group(
-        Text(f"\n{head}", style="bold"),
-        table,
-        Text(f"{text}. Gradients and optimizer states are sharded in the same way"),
-    )
+    return Group(table, Text(f"{text}. Gradients and optimizer states are sharded in the same way"))
+
+
+def _not_sharded_text(row: ParamRow) -> str:
+    saving = f" ({format_nbytes(row.possible_saving_nbytes)} less per rank if sharded)"
+    return row.not_sharded_reason + (saving if row.possible_saving_nbytes else "")
 
 
 def _shown_ranks(rows: list[ParamRow], sharding: ShardingPlan) -> list[tuple[int, int]]:

@@ -4,9 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.model_spec.sequence_info import SequenceInfo, SequenceSharding
@@ -15,6 +12,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import staleness
+from meshwright.report.table import Table
 
 PACKED_EXAMPLE, PACKED_ENDS = (
     "documents of a sixth, a third and a half of a sequence",
@@ -171,18 +169,13 @@ def precision_text(plan: Plan) -> str:
 
 def precision_table(plan: Plan) -> Table:
     """Returns a table of role, dtype, and meaning."""
-    table = Table(
-        Column("role", min_width=12),
-        "dtype",
-        Column("meaning", overflow="fold"),
-        box=None,
-        header_style="bold",
+    texts = dict(ROLE_TEXTS)
+    if _steps_params_directly(plan):
+        texts["master"] = "the parameters themselves"
+    return Table(
+        ["role", "dtype", "meaning"],
+        [(role, dtype, texts[role]) for role, dtype in precision_roles(plan).items()],
     )
-    table.padding = (0, 2, 0, 0)
-    same = {"master": "the parameters themselves"} if _steps_params_directly(plan) else {}
-    for role, dtype in precision_roles(plan).items():
-        table.add_row(role, Text(dtype), Text(same.get(role, ROLE_TEXTS[role])))
-    return table
 
 
 def _steps_params_directly(plan: Plan) -> bool:

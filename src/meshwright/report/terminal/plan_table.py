@@ -4,12 +4,10 @@ Equal actions on consecutive blocks are one row; waits for another stream, bytes
 the row.
 """
 
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.comm.collectives.announce import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
@@ -17,6 +15,7 @@ from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
+from meshwright.report.table import Table
 from meshwright.report.terminal.memory_table import busiest_rank, sent_table, states_table, states_text
 from meshwright.report.terminal.params_table import sharded_params_text
 from meshwright.report.terminal.plan_notes import (
@@ -122,18 +121,17 @@ def _action_tables(plan: Plan, *, show_all: bool) -> Iterator[RenderableType]:
     if len(plan.program.roles) == 1:
         yield from ("", _action_table(plan.actions, show_all=show_all))
         return
-    for role, actions in plan.program.roles if show_all else plan.program.roles[:1]:
-        yield Text(f"\n{role}" + ("" if show_all else f", of {len(plan.program.roles)} roles"), style="bold")
-        yield _action_table(actions, show_all=show_all, most=len(actions) if show_all else MAX_ROWS_PER_ROLE)
+    if show_all:
+        yield from (_action_table(each, show_all=True, title=role) for role, each in plan.program.roles)
+        return
+    (role, actions), num_roles = plan.program.roles[0], len(plan.program.roles)
+    title = f"{role}, of {num_roles} roles"
+    yield _action_table(actions, show_all=False, title=title, max_rows=MAX_ROWS_PER_ROLE)
 
 
 def _summary(plan: Plan) -> Table:
-    table = Table.grid(Column(min_width=22), Column(overflow="fold"), padding=(0, 2))
-    for key, value in plan_summary(plan).items():
-        table.add_row(Text(key, style="bold"), Text(value))
-    for note in plan.model_spec.notes:
-        table.add_row(Text("note", style="bold yellow"), Text(note))
-    return table
+    notes = [(Text("note", style="yellow"), note) for note in plan.model_spec.notes]
+    return Table.of_pairs([*plan_summary(plan).items(), *notes])
 
 
 def plan_summary(plan: Plan) -> dict[str, str]:
@@ -193,33 +191,29 @@ def _pretrained_text(plan: Plan) -> dict[str, str]:
     }
 
 
-def _action_table(actions: tuple[Action, ...], *, show_all: bool, most: int = sys.maxsize) -> Table:
-    columns = (
-        Column("stream", min_width=7),
-        Column("action", overflow="fold"),
-        Column("what happens", overflow="fold"),
-    )
-    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+def _action_table(
+    actions: tuple[Action, ...], *, show_all: bool, title: str = "", max_rows: int | None = None
+) -> Table:
     streams = {action.name: action.stream for action in actions}
-    runs = list(_action_rows(actions, show_all=show_all))
-    if len(runs) > most:
-        table.caption, table.caption_justify = (
-            f"and {len(runs) - most} more rows (--all-actions shows them, and those of all roles)",
-            "left",
-        )
-    for run in runs[:most]:
-        first = run[0]
-        microbatch = "" if first.microbatch is None else f" microbatch {first.microbatch}"
-        number = f" x{len(run)}" if len(run) > 1 else ""
-        name = first.subject if first.kind in KINDS_WITH_SUBJECT and len(run) == 1 else ""
-        label = f"{first.kind}{number}{microbatch} {name}".rstrip()
-        table.add_row(
-            first.stream,
-            Text(label),
-            Text("; ".join(_row_details(run, streams))),
-            style="" if first.stream == "compute" else "cyan",
-        )
-    return table
+    return Table(
+        ["stream", "action", "what happens"],
+        [
+            (run[0].stream, _row_label(run), "; ".join(_row_details(run, streams)))
+            for run in _action_rows(actions, show_all=show_all)
+        ],
+        title=title,
+        row_style=lambda row: "" if row[0] == "compute" else "cyan",
+        max_rows=max_rows,
+        more="and {} more rows (--all-actions shows them, and those of all roles)",
+    )
+
+
+def _row_label(run: list[Action]) -> str:
+    first = run[0]
+    microbatch = "" if first.microbatch is None else f" microbatch {first.microbatch}"
+    number = f" x{len(run)}" if len(run) > 1 else ""
+    name = first.subject if first.kind in KINDS_WITH_SUBJECT and len(run) == 1 else ""
+    return f"{first.kind}{number}{microbatch} {name}".rstrip()
 
 
 def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]:
@@ -280,16 +274,14 @@ def verdict_view(verdict: Verdict) -> RenderableType:
     """
     if not verdict.passed:
         return Text(str(verdict), style="red")
-    table = Table.grid(padding=(0, 2))
-    table.add_row("largest relative errors", f"(allowed: {verdict.tolerance:g})")
-    for quantity, error in verdict.max_errors.items():
-        table.add_row(f"  {quantity}", f"{error:.2g}")
+    rows = [("largest relative errors", f"(allowed: {verdict.tolerance:g})")]
+    rows += [(f"  {quantity}", f"{error:.2g}") for quantity, error in verdict.max_errors.items()]
     head = (
         f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of "
         f"{verdict.model}, on "
         f"{verdict.rank_backend}"
     )
-    return Group(Text(head, style="green"), table)
+    return Group(Text(head, style="green"), Table(["", ""], rows))
 
 
 def trace_view(verdict: TraceVerdict) -> RenderableType:
@@ -299,8 +291,9 @@ def trace_view(verdict: TraceVerdict) -> RenderableType:
     """
     if not verdict.passed:
         return Text(str(verdict), style="red")
-    table = Table.grid(padding=(0, 2))
-    table.add_row("  model", f"{verdict.model}, on {verdict.tensor_kind} tensors")
-    table.add_row("  collectives", f"{verdict.num_messages} per rank and step")
-    table.add_row("  sent", f"{format_nbytes(verdict.sent_nbytes)} per rank and step")
-    return Group(Text(str(verdict), style="green"), table)
+    rows = [
+        ("  model", f"{verdict.model}, on {verdict.tensor_kind} tensors"),
+        ("  collectives", f"{verdict.num_messages} per rank and step"),
+        ("  sent", f"{format_nbytes(verdict.sent_nbytes)} per rank and step"),
+    ]
+    return Group(Text(str(verdict), style="green"), Table(["", ""], rows))

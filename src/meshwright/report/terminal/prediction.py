@@ -4,18 +4,16 @@ Bytes come from the program and need no device; seconds need the hardware. The p
 run (run_info.json), so that its report can compare them with measurements (predicted_vs_measured.py).
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.comm.collectives.announce import min_max_sent_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.memory import peak_nbytes_by_category
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
-from meshwright.report.terminal.memory_table import first_ranks
+from meshwright.report.table import Column, Table
+from meshwright.report.terminal.memory_table import first_ranks, sent_nbytes_by_role
 
 CATEGORY_TEXTS = {
     "compute_s": "blocks and the loss",
@@ -28,15 +26,12 @@ MAX_ROLES = 6  # roles in a table
 
 
 def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, Any]:
-    """Returns the peak memory and the bytes sent of `plan`, by role.
-
-    And the predicted seconds if there are any.
-    """
+    """Returns the peak memory and the bytes sent of `plan` by role, and the seconds if they are predicted."""
     roles = [role for role, _ in plan.program.roles]
     peak_nbytes = {
         role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
     }
-    values = {"held": peak_nbytes, "sent": dict(_sent_nbytes(plan))}
+    values = {"held": peak_nbytes, "sent": sent_nbytes_by_role(plan)}
     return values if prediction is None else {**values, **prediction.as_dict()}
 
 
@@ -70,34 +65,18 @@ def format_seconds(value: float) -> str:
 def _table(prediction: StepPrediction) -> Table:
     roles = list(prediction.roles.items())
     shown = roles if len(roles) <= MAX_ROLES else [*roles[: MAX_ROLES - 1], roles[-1]]
-    columns = (
-        [Column(role, justify="right") for role, _ in shown]
-        if len(roles) > 1
-        else [Column("seconds", justify="right")]
+    heads = [role for role, _ in shown] if len(roles) > 1 else ["seconds"]
+    rows = [
+        (name, *(category_seconds(each, name) for _, each in shown), text)
+        for name, text in CATEGORY_TEXTS.items()
+    ]
+    return Table(
+        ["step time", *(Column(head, format_seconds) for head in heads), ""],
+        [row for row in rows if any(row[1:-1])],
+        note=f"and {len(roles) - len(shown)} more roles between" if len(roles) > len(shown) else "",
     )
-    table = Table(
-        Column("step time", min_width=12),
-        *columns,
-        Column("", overflow="fold"),
-        box=None,
-        header_style="bold",
-    )
-    table.padding = (0, 2, 0, 0)
-    for name, words in CATEGORY_TEXTS.items():
-        seconds = [category_seconds(each, name) for _, each in shown]
-        if any(seconds):
-            table.add_row(name, *map(format_seconds, seconds), words)
-    if len(roles) > len(shown):
-        table.caption, table.caption_justify = f"and {len(roles) - len(shown)} more roles between", "left"
-    return table
 
 
 def category_seconds(breakdown: StepBreakdown, category: str) -> float:
     """Returns the seconds in one of CATEGORY_TEXTS."""
     return float(vars(breakdown)[category])
-
-
-def _sent_nbytes(plan: Plan) -> Iterator[tuple[str, float]]:
-    for role, actions in plan.program.roles:
-        moves = (move for action in actions if action.stream != "recv" for move in action.transfers)
-        yield role, sum(min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1] for move in moves)

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from time import perf_counter
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.report.table import Column, Table
 
 COLUMN_WIDTHS = {
     "step": 7,
@@ -134,14 +133,8 @@ def _live_view(console: Console, steps: int, first: int) -> Iterator[ShowStep]:
             bar.update(task, completed=metrics.step)
             step = {"step": f"{metrics.step}/{steps}"}
             scale = [Text(f" loss {name} {text}") for name, text in metrics.loss_scale_cell().items()]
-            live.update(Group(_table({**step, **metrics.cells()}), *scale, bar))
+            cells = step | metrics.cells()
+            columns = [Column(name, f"{{:>{COLUMN_WIDTHS[name]}}}") for name in cells]
+            live.update(Group(Table(columns, [list(cells.values())]), *scale, bar))
 
         yield show
-
-
-def _table(cells: Mapping[str, str]) -> RenderableType:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), header_style="bold", show_edge=False)
-    for name in cells:
-        table.add_column(name, justify="right", no_wrap=True, min_width=COLUMN_WIDTHS[name])
-    table.add_row(*cells.values())
-    return table

@@ -1,18 +1,17 @@
 """Shows the stages of a pipelined plan: their blocks, the values sent across each boundary, the schedule."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Column, Table
 from rich.text import Text
 
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.simulator import SpansByRank
+from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_text import DrawingUnits, gantt_view, schedule_summary
 from meshwright.report.timeline.stage_turns import (
     BlockCallsByStage,
@@ -23,7 +22,7 @@ from meshwright.report.timeline.stage_turns import (
 
 AMOUNT_COLUMNS = 14  # columns for an amount at the end of a line
 MAX_ROWS = 12  # rows of a table, unless all are asked for
-Row = TypeVar("Row")
+MORE_ROWS = "and {} more (--all-actions shows them)"
 FLOP_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 
@@ -113,80 +112,54 @@ def _format_amount(amount: float) -> str:
 
 
 def _stages_table(plan: Plan, *, show_all: bool) -> Table:
-    heads = ("parameters", "FLOPs", "in flight")
-    columns = [Column(head, justify="right") for head in heads]
-    where = row_label(plan.mesh.world_size, len(plan.sharding.block_calls_by_pp_rank))
-    table = Table(
-        Column("stage"),
-        Column(where),
-        Column("blocks", overflow="fold"),
-        *columns,
-        box=None,
-        header_style="bold",
-    )
-    table.padding = (0, 2, 0, 0)
-    parts, flops = (
-        stage_block_calls(plan),
-        dict(zip(plan.model_spec.block_calls, plan.model_spec.flops, strict=True)),
-    )
-    for number, part in _first_rows(list(enumerate(parts)), show_all=show_all):
+    spec, pp_ranks = plan.model_spec, plan.sharding.block_calls_by_pp_rank
+    flops = dict(zip(spec.block_calls, spec.flops, strict=True))
+    rows = []
+    for number, part in enumerate(stage_block_calls(plan)):
         own = set(part)
-        stages = [
-            index for index, stage in enumerate(plan.sharding.block_calls_by_pp_rank) if own <= set(stage)
-        ]
-        numel = sum(
-            weight.numel
-            for weight in plan.model_spec.params
-            if own & set(plan.model_spec.block_calls_needing(weight))
-        )
-        work = 100 * sum(map(flops.__getitem__, part)) / (sum(plan.model_spec.flops) or 1)
+        stages = [index for index, stage in enumerate(pp_ranks) if own <= set(stage)]
         most = max(max_in_flight(plan.program.roles[index][1], part) for index in stages)
-        blocks = part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})"
-        cells = (
-            str(number),
-            ", ".join(map(str, stages)),
-            blocks,
-            f"{numel:,}",
-            f"{work:.1f} %",
-            f"{most} of {plan.num_microbatches}",
+        rows.append(
+            (
+                number,
+                ", ".join(map(str, stages)),
+                part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})",
+                sum(weight.numel for weight in spec.params if own & set(spec.block_calls_needing(weight))),
+                100 * sum(map(flops.__getitem__, part)) / (sum(spec.flops) or 1),
+                f"{most} of {plan.num_microbatches}",
+            )
         )
-        table.add_row(*map(Text, cells))
-    _caption_hidden(table, len(parts), show_all=show_all)
-    return table
+    return Table(
+        [
+            *("stage", row_label(plan.mesh.world_size, len(pp_ranks)), "blocks"),
+            *(Column("parameters", "{:,}"), Column("FLOPs", "{:.1f} %"), Column("in flight", "{}")),
+        ],
+        rows,
+        max_rows=None if show_all else MAX_ROWS,
+        more=MORE_ROWS,
+    )
 
 
 def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) -> Table:
     """The values that cross each boundary; skips over several stages are listed at each boundary."""
-    columns = (
-        Column("boundary"),
-        Column("value", overflow="fold"),
-        Column("stages"),
-        Column("shape"),
-        Column("bytes", justify="right"),
-    )
-    table = Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
     stage_of = {
         block_call: number for number, stage in enumerate(stage_block_calls(plan)) for block_call in stage
     }
-    found = [
-        (number, value)
-        for number, cut in enumerate(plan.sharding.split_points, start=1)
-        for value in boundaries.live_values(cut)
-    ]
-    for number, value in _first_rows(found, show_all=show_all):
-        table.add_row(
-            *map(
-                Text,
-                (
-                    f"{number - 1} | {number}",
-                    str(value),
-                    _route_text(value, stage_of),
-                    *_value_size(value, plan.micro_batch),
-                ),
+    return Table(
+        ["boundary", "value", "stages", "shape", Column("bytes", "{}")],
+        [
+            (
+                f"{number - 1} | {number}",
+                value,
+                _route_text(value, stage_of),
+                *_value_size(value, plan.micro_batch),
             )
-        )
-    _caption_hidden(table, len(found), show_all=show_all)
-    return table
+            for number, cut in enumerate(plan.sharding.split_points, start=1)
+            for value in boundaries.live_values(cut)
+        ],
+        max_rows=None if show_all else MAX_ROWS,
+        more=MORE_ROWS,
+    )
 
 
 def _route_text(value: StageValue, stage_of: dict[str, int]) -> str:
@@ -201,15 +174,3 @@ def _value_size(value: StageValue, num_samples: int) -> tuple[str, str]:
     shape = " x ".join(map(str, value.shape(num_samples)))
     back = ", gradient back" if value.needs_grad else ""
     return f"{shape} {value.dtype}", f"{format_nbytes(value.nbytes(num_samples))}{back}"
-
-
-def _first_rows(rows: Sequence[Row], *, show_all: bool) -> Iterator[Row]:
-    yield from rows if show_all else rows[:MAX_ROWS]
-
-
-def _caption_hidden(table: Table, count: int, *, show_all: bool) -> None:
-    if count > MAX_ROWS and not show_all:
-        table.caption, table.caption_justify = (
-            f"and {count - MAX_ROWS} more (--all-actions shows them)",
-            "left",
-        )

@@ -49,7 +49,13 @@ from typing import Any, get_type_hints
 
 import tomli_w
 
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    raise_diagnostics,
+    refuse_write_errors,
+    suggest_name,
+)
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import AXES
@@ -243,20 +249,17 @@ def write_request(request: PlanRequest, path: Path) -> None:
     """
     text = tomli_w.dumps(request_as_dict(request)).encode()
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        fix = "name a file in a folder that can be written to"
-        raise PlanError(
-            f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)
-        ) from error
+    with refuse_write_errors("the file", path, "name a file in a folder that can be written to"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            with suppress(OSError):
+                part.unlink()
 
 
 def request_as_dict(request: PlanRequest) -> dict[str, Any]:

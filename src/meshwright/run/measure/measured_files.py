@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from meshwright.plan.hardware.device_profile import DeviceProfile
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.run.config.schema import SchemaCheck
 from meshwright.run.telemetry.trace import replace_file
 
@@ -69,13 +69,8 @@ def parse_measurements(
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
     """Writes a file of these lines. Raises PlanError when it cannot be written."""
-    try:
+    with refuse_write_errors("the file", path, "name a file in a folder that can be written to: --out"):
         replace_file(path, "\n".join([*lines, ""]))
-    except OSError as error:
-        fix = "name a file in a folder that can be written to: --out"
-        raise PlanError(
-            f"the file cannot be written: {error.strerror}", fix=fix, location=str(path)
-        ) from error
 
 
 PROFILE_HEADER = """\
