@@ -42,7 +42,7 @@ Paper: Narayanan et al. 2019, "PipeDream", SOSP (section 3.3); Harlap et al. 201
 Efficient Pipeline Parallel DNN Training", arXiv 1806.03377.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -55,7 +55,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, with_waits
 from meshwright.plan.step.single_device import StageCalls, stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy import Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,6 @@ class PipeDream(Strategy):
             else crossed
         )
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
-
-    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return self._pipeline.bind(runtime)
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
         """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""

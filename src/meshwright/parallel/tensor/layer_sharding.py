@@ -203,7 +203,7 @@ def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Patch every layer to compute as its sharding says."""
-    sharding: ShardingPlan = runtime.plan.sharding
+    sharding = runtime.plan.sharding
     came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = (
         params_by_layer(sharding.param_shardings),
@@ -218,7 +218,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                 for axis in layer_sharding.shared_param_axes
                 for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
             )
-            runtime.replace_forward(
+            runtime.patches.replace_forward(
                 call.name,
                 partial(_layer_forward, runtime, layer_sharding, leaves, came, turns.get(call.name)),
             )
@@ -231,7 +231,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                     dict.fromkeys(call.outer_args, layer_sharding.input_redistribution)
                 )
     for gate, moves in gates.items():
-        runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
+        runtime.patches.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def redistribute(
         if redistribution.in_param_dtype or redistribution.at_least_float32
         else nullcontext()
     ):
-        return runtime.redistribute(
+        return runtime.collectives.redistribute(
             tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap
         )
 
@@ -303,7 +303,7 @@ def _layer_forward(
     x = x if given is not x else redistribute(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
-        held[leaf] = runtime.redistribute(held[leaf], axis, I, R)
+        held[leaf] = runtime.collectives.redistribute(held[leaf], axis, I, R)
     biases = [held["bias"]] if layer_sharding.output_is_partial and held.get("bias") is not None else []
     held |= {"bias": None} if biases else {}  # added once, to the sum
 
@@ -338,7 +338,7 @@ def _saved_for_backward(
     return (
         nullcontext()
         if move is None or not layer_sharding.regather
-        else runtime.redistribute_in_backward(given, move.axis, move.src, move.dst)
+        else runtime.collectives.redistribute_in_backward(given, move.axis, move.src, move.dst)
     )
 
 

@@ -144,7 +144,7 @@ class TensorParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding: ShardingPlan = runtime.plan.sharding
+        sharding = runtime.plan.sharding
         bind_layers(runtime, with_kv_row_selection(sharding, self.axis, self.layer_shardings(sharding)))
         bind_local_heads(runtime, self.axis)
         return {}

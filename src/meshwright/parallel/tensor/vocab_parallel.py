@@ -125,7 +125,7 @@ class VocabParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding: ShardingPlan = runtime.plan.sharding
+        sharding = runtime.plan.sharding
         layer_shardings = dict(self.layer_shardings(sharding))
         whole = [param_sharding.param for param_sharding in sharding.global_plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}
