@@ -19,13 +19,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm.collectives.group import Work
-from meshwright.comm.collectives.redistribute import redistribute
+from meshwright.comm.collectives.redistribute import OverlapFn, redistribute
 from meshwright.engine.runtime.state import RankState
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.step.action import neighbour_indices
 
-OverlapFn = Callable[[], None] | None  # runs while a collective is under way
 # a tensor's id and version, the axis, src, dst
 RedistributionKey = tuple[int, int, str, Placement, Placement]
 

@@ -27,11 +27,10 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.comm.collectives.redistribute import deferred_backward_calls
+from meshwright.comm.collectives.redistribute import OverlapFn, deferred_backward_calls
 from meshwright.model.tensor_parallel.layer_pairs import is_weight_transposed
 from meshwright.parallel.tensor.comm_overlap import (
     JointSumMember,
-    OverlapFn,
     add_summand,
     joint_sum_members,
     linear_deferring_weight_grad,
@@ -176,8 +175,13 @@ def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> d
     return {layer: tuple(layers) for layers in found.values() if len(layers) > 1 for layer in layers}
 
 
-def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) -> ParamSharding:
-    """`param_sharding` as the sharding of its layer requires."""
+def shard_params(sharding: ShardingPlan, layer_shardings: LayerShardings) -> ShardingPlan:
+    """`sharding` with every parameter, trained or frozen, as the sharding of its layer requires."""
+    shard = partial(_shard_param, layer_shardings)
+    return sharding.map_param_shardings(shard).map_param_shardings(shard, frozen=True)
+
+
+def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding) -> ParamSharding:
     layer_sharding = find_layer_sharding(
         layer_shardings, param_sharding.param.layers[0], param_sharding.param.role
     )
