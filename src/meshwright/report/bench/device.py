@@ -7,8 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.planner.machine.device_profile import DeviceProfile
 
 MAX_SPREAD = 0.2  # a median spread above this: the machine was busy with something else
 
