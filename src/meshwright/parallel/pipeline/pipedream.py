@@ -48,7 +48,7 @@ from typing import ClassVar, NamedTuple
 
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, check_counts
+from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -231,11 +231,6 @@ def max_versions_kept(schedule: Schedule) -> list[int]:
                 del used[stage, microbatch]
                 seen[stage] += 1
     return most
-
-
-def check_pipedream(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)
 
 
 def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:
