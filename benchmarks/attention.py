@@ -34,7 +34,6 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import FIRST_ROLE
@@ -186,7 +185,7 @@ class Seat:
         self.plan: Any = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
         self._world, self._call = world, call
         state: Any = SimpleNamespace(world=world, current_action="")
-        self._state, self._inner = state, BlockCollectives(state)
+        self._state, self.collectives, self.sequence_runner = state, BlockCollectives(state), self
         self._answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         rank = world.mesh.coordinate(world.rank)["cp"]
         self.share = TokenShard(
@@ -217,7 +216,7 @@ class Seat:
         """What comes out for this rank's tokens, and the leaves whose gradients are to be had."""
         if self._answer is None:
             raise RuntimeError("nobody answers for attention; bind a strategy that deals tokens")
-        self._inner.begin_block("F")
+        self.collectives.begin_block("F")
         leaves = [each.detach().requires_grad_() for each in self.leaves]
         mask = self.mask
         if mask is not None and self._call.learns:
@@ -244,30 +243,12 @@ class Seat:
                 all_of[:, :, begin:end] = local[:, :, at : at + end - begin]
                 at += end - begin
 
-    def redistribute(
-        self, tensor: Any, axis: str, src: Placement, dst: Placement, overlap_fn: Any = None
-    ) -> Any:
-        """As plan/strategy.py has it."""
-        return self._inner.redistribute(tensor, axis, src, dst, overlap_fn)
-
-    def redistribute_uncached(
-        self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
-    ) -> Any:
-        """As plan/strategy.py has it."""
-        return self._inner.redistribute_uncached(tensor, axis, src, dst, num_neighbours)
-
-    def shift(self, output: Any, tensor: Any, axis: str, offset: int = 1) -> Any:
-        """As plan/strategy.py has it."""
-        return self._world.group((axis,)).shift(
-            output, tensor, offset=offset, action=self._state.current_action
-        )
-
     def set_attention(self, answer: Callable[[Any], Any]) -> None:
-        """As plan/strategy.py has it."""
+        """Takes what computes attention."""
         self._answer = answer
 
     def set_convolution(self, answer: Callable[[Any], Any]) -> None:
-        """As plan/strategy.py has it: nothing here convolves."""
+        """Nothing here convolves."""
 
 
 def stated(strategy: Strategy, call: Call, mesh: Mesh) -> dict[str, list[Transfer]]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshwright.engine.runtime.cpu_allocator import retain_heap
-from meshwright.plan.hardware.device_profile import DeviceProfile
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.run.measure.device_bench import (
     SLOT_S,
     attention_operations,

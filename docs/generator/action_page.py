@@ -1,7 +1,7 @@
 """Makes the page of action kinds.
 
-An action kind is whatever stands literally in `Action("KIND", ...)`; its meaning is found in the essay of the
-module that owns it, as a column
+An action kind is whatever stands literally in `Action("KIND", ...)`, or as a text in a module that makes
+actions and describes it; its meaning is found in the essay of the module that owns it, as a column
 
     KIND    what it does        OTHER   what that does
 
@@ -39,6 +39,9 @@ def kinds(modules: Iterable[Essay]) -> list[Kind]:
     for essay in modules:
         for name in _made(essay.tree):
             makers.setdefault(name, []).append(essay)
+    for essay in modules:
+        for name in _passed_on(essay):
+            makers.setdefault(name, [essay])
     return [_kind(name, making, modules) for name, making in makers.items()]
 
 
@@ -66,11 +69,16 @@ def _made(tree: ast.Module) -> Iterator[str]:
             yield from (
                 arg.value for arg in given if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
             )
-    for bind in (
-        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "bind"
-    ):
-        named = (node.value for node in ast.walk(bind) if isinstance(node, ast.Constant))
-        yield from (name for name in named if isinstance(name, str) and name.isupper())
+
+
+def _passed_on(essay: Essay) -> Iterator[str]:
+    """Yields the kinds that reach Action through a variable: texts of a module that describes them."""
+    nodes = list(ast.walk(essay.tree))
+    if any(isinstance(node, ast.Call) and ast.unparse(node.func) == "Action" for node in nodes):
+        texts = (node.value for node in nodes if isinstance(node, ast.Constant))
+        yield from (
+            text for text in texts if isinstance(text, str) and text.isupper() and described(text, essay.text)
+        )
 
 
 def _kind(name: str, making: list[Essay], modules: list[Essay]) -> Kind:

@@ -11,7 +11,7 @@ from benchmarks.rated_in_turn import HANDS, MOST, Turn, profile_of, turns
 from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS
 from meshwright.run.measure.device_bench import bench_sizes, compute_heavy_operations
 from meshwright.run.measure.timing import SLICES_PER_BATCH
-from tests.plan.hardware.synthetic_device import profile
+from tests.planner.machine.synthetic_device import profile
 
 
 def test_so_many_turns_as_hands_time_every_cell_once_and_make_a_profile():

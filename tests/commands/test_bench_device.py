@@ -15,7 +15,7 @@ from meshwright.run.measure.device_bench import DeviceTimings
 from meshwright.run.measure.measured_files import read_profile
 from tests.command_forks import Forks
 from tests.command_line import forget_ranks, refuse_to_start, said
-from tests.plan.hardware.synthetic_device import profile
+from tests.planner.machine.synthetic_device import profile
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,6 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.commands.predict import prediction_hardware
-from meshwright.plan.hardware.device_profile import (
-    VERSION,
-    AttentionTiming,
-    DeviceProfile,
-    MatmulTiming,
-    MemoryOpTiming,
-)
 from meshwright.plan.hardware.network_model import (
     AllReduceSeries,
     Cluster,
@@ -24,6 +17,13 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.plan.job.errors import PlanError
+from meshwright.planner.machine.device_profile import (
+    VERSION,
+    AttentionTiming,
+    DeviceProfile,
+    MatmulTiming,
+    MemoryOpTiming,
+)
 from meshwright.planner.program_cost.device_time import RatedDeviceTime
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,

@@ -318,7 +318,6 @@ def test_plan_is_imported_without_torch():
         "strategy",
         "validation",
         "optimizer_spec",
-        "hardware.device_profile",
         "hardware.network_model",
         "sharding.stage_values",
         "step.simulator",

@@ -120,7 +120,11 @@ def test_dropout_ties_and_parameters_without_gradients_are_played(options: dict[
 
 def test_an_action_that_sends_twice_is_named(reading: mw.AnalyzedModel):
     found = told(
-        reading, lambda runtime, action: (runtime.start_collective(action), runtime.start_collective(action))
+        reading,
+        lambda runtime, action: (
+            runtime.state.start_collective(action),
+            runtime.state.start_collective(action),
+        ),
     )
     assert len(found) == 5
     message = "all_reduce of 728 bytes float64 over dp_replicate (3 ranks, backend)"
@@ -131,7 +135,9 @@ def test_an_action_that_sends_twice_is_named(reading: mw.AnalyzedModel):
 def test_an_action_that_forgets_its_collective_is_named(reading: mw.AnalyzedModel):
     found = told(
         reading,
-        lambda runtime, action: runtime.start_collective(action) if action.name != "REDUCE(3)" else None,
+        lambda runtime, action: (
+            runtime.state.start_collective(action) if action.name != "REDUCE(3)" else None
+        ),
     )
     assert len(found) == 1
     assert found[0].startswith("REDUCE(3) issued nothing, and the program states: all_reduce of")
@@ -144,8 +150,8 @@ def test_an_action_that_sends_more_is_named(reading: mw.AnalyzedModel):
 
     found = told(
         reading,
-        lambda runtime, action: (longer if action.name == "REDUCE(0)" else type(runtime).start_collective)(
-            runtime, action
+        lambda runtime, action: (
+            longer(runtime, action) if action.name == "REDUCE(0)" else runtime.state.start_collective(action)
         ),
     )
     assert len(found) == 1
@@ -160,9 +166,9 @@ def test_actions_that_send_in_another_order_are_named(reading: mw.AnalyzedModel)
         if action.name == "REDUCE(0)":
             kept.append(action)
             return
-        runtime.start_collective(action)
+        runtime.state.start_collective(action)
         if action.name == "REDUCE(1)":
-            runtime.start_collective(kept.pop())
+            runtime.state.start_collective(kept.pop())
 
     found = told(reading, swapped)
     assert found == ["REDUCE(1) came where the program has REDUCE(0): the order differs, on rank 2 in step 1"]
@@ -170,7 +176,7 @@ def test_actions_that_send_in_another_order_are_named(reading: mw.AnalyzedModel)
 
 def test_a_collective_that_no_action_states_is_named(reading: mw.AnalyzedModel):
     def more(runtime, action: Action) -> None:
-        runtime.start_collective(action)
+        runtime.state.start_collective(action)
         if action.name == "REDUCE(2)":
             runtime.state.world.group(("dp_replicate",)).all_gather(
                 torch.zeros(6), torch.zeros(2), action="PEEK"
@@ -189,7 +195,7 @@ def test_a_second_step_that_differs_from_the_first_is_named_once(reading: mw.Ana
     def later(runtime, action: Action) -> None:
         calls.append(action.name)
         if not (action.name == "REDUCE(1)" and calls.count(action.name) > 1):
-            runtime.start_collective(action)
+            runtime.state.start_collective(action)
 
     found = told(reading, later)
     assert len(found) == 1

@@ -19,10 +19,10 @@ from rich.console import Console
 from meshwright.commands.bench_network import check_writable
 from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.engine.runtime.cpu_allocator import retain_heap
-from meshwright.plan.hardware.device_profile import VERSION, DeviceProfile
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.sharding.mesh import AXES, Mesh
+from meshwright.planner.machine.device_profile import VERSION, DeviceProfile
 from meshwright.report.bench.device import profile_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure

@@ -8,9 +8,9 @@ ranks share.
 
 from pathlib import Path
 
-from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.plan import Plan
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime

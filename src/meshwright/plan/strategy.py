@@ -11,100 +11,42 @@ stored.
 
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import StageCalls
+
+if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
+    from meshwright.engine.forward.block_collectives import BlockCollectives
+    from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
+    from meshwright.engine.params.flat_params import FlatParams
+    from meshwright.engine.runtime.module_patches import ModulePatches
+    from meshwright.engine.runtime.state import RankState
+    from meshwright.plan.plan import Plan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
 PHASES: tuple[StrategyPhase, ...] = ("shard", "schedule", "memory", "storage", "comm")
 
 
-class Runtime(Protocol):
-    """The engine's interface for strategies on a running rank."""
+@dataclass(frozen=True)
+class Runtime:
+    """The parts of the engine that strategies may use on a running rank, made for its own plan.
 
-    def start_collective(self, action: Action) -> None:
-        """Start the collective of `action.transfer` on the flat tensor of `action.subject`."""
+    `params` gathers and reduces flat parameters; `collectives` are those inside blocks; `patches` replace and
+    wrap forwards of modules; `sequence_runner` takes the attention and the convolutions of a strategy that
+    shards the sequence.
+    """
 
-    def unshard(self, action: Action) -> None:
-        """Start gathering the parameters of `action.tensors` from their shards."""
-
-    def reduce(self, action: Action) -> None:
-        """Start the reduce-scatter of the packed gradients of `action.tensors`, or the all-reduce of their
-        shards.
-        """
-
-    def accumulate(self, action: Action) -> None:
-        """Add the shard that REDUCE computed for this micro-batch to the sum of earlier ones."""
-
-    @property
-    def plan(self) -> Any:
-        """The plan that is executed (`plan/plan.py`)."""
-
-    def replace_forward(self, name: str, forward: Callable[..., Any]) -> None:
-        """Make the module `name` of the model compute `forward(module, *its arguments)`."""
-
-    def wrap_forward(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """Make the module `name` of the model compute `wrapper(original forward, *its arguments)`."""
-
-    def redistribute(
-        self,
-        tensor: Any,
-        axis: str,
-        src: Placement,
-        dst: Placement,
-        overlap_fn: Callable[[], None] | None = None,
-    ) -> Any:
-        """`tensor` redistributed along `axis` for the current action; the same tensor is redistributed once
-        per block.
-
-        `overlap_fn()` is called while the communication is under way.
-        """
-
-    def redistribute_uncached(
-        self, tensor: Any, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
-    ) -> Any:
-        """`tensor` redistributed along `axis` for the current action, every time it is called, without
-        caching.
-
-        With `num_neighbours`, the group is that many neighbours along the axis.
-        """
-
-    def redistribute_in_backward(
-        self, tensor: Any, axis: str, src: Placement, dst: Placement
-    ) -> AbstractContextManager[Any]:
-        """A context in which autograd saves `tensor` instead of its redistribution; backward redistributes it
-        again.
-        """
-
-    def set_attention(self, attention_fn: Callable[[Any], Any]) -> None:
-        """Make attention within blocks, called with the tokens of this rank, compute `attention_fn`."""
-
-    def set_convolution(self, convolution_fn: Callable[[Any], Any]) -> None:
-        """Make convolutions over tokens within blocks compute `convolution_fn`."""
-
-    def shift(self, output: Any, tensor: Any, axis: str, offset: int = 1) -> Any:
-        """Start sending `tensor` to the rank `offset` positions on around `axis`, and receiving `output` from
-        as far behind.
-
-        The result has a `wait()`.
-        """
-
-    def start_send_recv(self, action: Action) -> None:
-        """Start sending the value of `action.tensors`, or its gradient, to the peer of the transfer, or
-        receiving it.
-
-        SEND and RECV move a value forward, SEND_GRAD and RECV_GRAD its gradient back.
-        """
-
-    def recompute(self, action: Action) -> None:
-        """Run a checkpointed block call again, so that its backward has a graph."""
+    plan: "Plan"
+    state: "RankState"
+    params: "FlatParams"
+    collectives: "BlockCollectives"
+    patches: "ModulePatches"
+    sequence_runner: "FullSequenceRunner"
 
 
 Handler = Callable[[Action], None]

@@ -21,7 +21,7 @@ from meshwright.run.measure.measured_files import write_profile
 from meshwright.run.measure.network_profile import write_cluster
 from meshwright.run.measure.past_run import read_previous_run
 from tests.command_line import forget_ranks, said
-from tests.plan.hardware.synthetic_device import profile
+from tests.planner.machine.synthetic_device import profile
 from tests.planner.machine.test_from_benchmark import LATENCY_S, LINK, cluster, series
 from tests.run.measure.run_folders import COMPUTED_S, PLAN, SENT_S, STEP_S, run_folder
 

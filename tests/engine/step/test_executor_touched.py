@@ -39,7 +39,7 @@ class Round(torch.autograd.Function):
 def travelled(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
     for _ in range(RANKS):
         coming = torch.empty_like(tensor)
-        runtime.shift(coming, tensor, AXIS, offset=by).wait()
+        runtime.collectives.shift(coming, tensor, AXIS, offset=by).wait()
         tensor = coming
     return tensor
 
@@ -69,7 +69,7 @@ class Travel(Strategy):
         def around(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             return inner(Round.apply(x, runtime, 1, self.back))
 
-        runtime.wrap_forward(LAYER, around)
+        runtime.patches.wrap_forward(LAYER, around)
         return {}
 
 

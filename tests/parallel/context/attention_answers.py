@@ -21,7 +21,6 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
@@ -93,28 +92,12 @@ class Rank:
         self.plan = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
         self.answer: Callable[[ShardedAttentionCall], torch.Tensor] | None = None
         self.beside: Conv1dImpl | None = None
-        self._world = world
         self._state: Any = SimpleNamespace(world=world, current_action="F")
-        self._inner = BlockCollectives(self._state)
+        self.collectives, self.sequence_runner = BlockCollectives(self._state), self
 
     def act(self, action: str) -> None:
         """What is moved from now on is for `action`."""
         self._state.current_action = action
-
-    def redistribute(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, overlap_fn: Any = None
-    ) -> torch.Tensor:
-        return self._inner.redistribute(tensor, axis, src, dst, overlap_fn)
-
-    def redistribute_uncached(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
-    ) -> torch.Tensor:
-        return self._inner.redistribute_uncached(tensor, axis, src, dst, num_neighbours)
-
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Any:
-        return self._world.group((axis,)).shift(
-            output, tensor, offset=offset, action=self._state.current_action
-        )
 
     def set_attention(self, answer: Callable[[ShardedAttentionCall], torch.Tensor]) -> None:
         self.answer = answer

@@ -118,7 +118,9 @@ class Odd(DDP):
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         def reduce(action: Action) -> None:
             assert action.transfer is not None
-            runtime.start_collective(replace(action, transfer=replace(action.transfer, algorithm="tree")))
+            runtime.state.start_collective(
+                replace(action, transfer=replace(action.transfer, algorithm="tree"))
+            )
 
         return {"REDUCE": reduce}
 

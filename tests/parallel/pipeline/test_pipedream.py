@@ -7,12 +7,11 @@ from hypothesis import given, settings
 
 from meshwright.parallel.pipeline.pipedream import (
     WeightVersion,
-    check_pipedream,
     max_versions_kept,
     pipedream_schedule,
     weight_versions,
 )
-from meshwright.parallel.pipeline.schedules.schedule import StageCosts
+from meshwright.parallel.pipeline.schedules.schedule import StageCosts, check_counts
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, swapped
 
 
@@ -70,4 +69,4 @@ def test_two_swapped_slots_change_the_versions():
 
 
 def test_no_micro_batch_is_refused():
-    assert [fault.location for fault in check_pipedream(2, 0)] == ["micro_batch"]
+    assert [fault.location for fault in check_counts(2, 0)] == ["micro_batch"]

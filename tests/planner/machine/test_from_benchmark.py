@@ -27,7 +27,7 @@ from meshwright.planner.machine.from_benchmark import (
 )
 from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.planner.machine.roofline import all_gather_seconds, attention_seconds, matmul_seconds
-from tests.plan.hardware.synthetic_device import FILL, RATE, profile
+from tests.planner.machine.synthetic_device import FILL, RATE, profile
 
 SIZES = tuple(1024 << shift for shift in range(0, 17, 2))
 LATENCY_S, LINK, CARD = 2e-5, 8e9, 1e9

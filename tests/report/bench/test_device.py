@@ -5,10 +5,10 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.hardware.stragglers import LagSample
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.report.bench.device import profile_view
-from tests.plan.hardware.synthetic_device import profile
+from tests.planner.machine.synthetic_device import profile
 
 
 def shown(found: DeviceProfile) -> str:

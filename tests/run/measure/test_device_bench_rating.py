@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from meshwright.plan.hardware.device_profile import MIN_MEASUREMENTS, VERSION, DeviceProfile
 from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS
+from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS, VERSION, DeviceProfile
 from meshwright.run.measure import timing
 from meshwright.run.measure.device_bench import BenchSizes, bench_sizes, relative_spread, time_device
 

@@ -11,7 +11,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.efficiency import load_rates
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
 from meshwright.run.measure.measured_files import write_profile
-from tests.plan.hardware.synthetic_device import profile
+from tests.planner.machine.synthetic_device import profile
 
 OWN = """
 [device]

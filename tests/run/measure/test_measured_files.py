@@ -8,7 +8,7 @@ import pytest
 from meshwright.plan.hardware.stragglers import LagSample
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.measured_files import read_profile, write_profile
-from tests.plan.hardware.synthetic_device import profile
+from tests.planner.machine.synthetic_device import profile
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path):

@@ -34,6 +34,7 @@ from meshwright.comm.collectives.group import Group, Work
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
 
+OverlapFn = Callable[[], None] | None  # runs while a collective is under way
 DeferredCalls = list[Callable[[], None]]
 # the name of an action, or a function that returns it when a collective is issued
 ActionName = str | Callable[[], str]
@@ -45,7 +46,7 @@ def redistribute(
     src: Placement,
     dst: Placement,
     action: ActionName = "",
-    overlap_fn: Callable[[], None] | None = None,
+    overlap_fn: OverlapFn = None,
 ) -> torch.Tensor:
     """Returns the local tensor in placement `dst` of the value whose local tensor in `src` is `tensor`.
 
@@ -84,7 +85,7 @@ class _Redistribute(torch.autograd.Function):
         src: Placement,
         dst: Placement,
         action: ActionName,
-        overlap_fn: Callable[[], None] | None,
+        overlap_fn: OverlapFn,
     ) -> torch.Tensor:
         ctx.way = group, src, dst, action
         ctx.later = []
@@ -97,22 +98,10 @@ class _Redistribute(torch.autograd.Function):
         back = f"{action} backward".strip() if isinstance(action, str) else action
         after = partial(_run_all, ctx.later)
         if torch.is_grad_enabled():  # somebody wants the gradient of this gradient
-            return (
-                redistribute(grad, group, dst.adjoint, src.adjoint, back, after),
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
-        return (
-            _apply(grad, group, dst.adjoint, src.adjoint, _action_name(back), after),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+            grad = redistribute(grad, group, dst.adjoint, src.adjoint, back, after)
+        else:
+            grad = _apply(grad, group, dst.adjoint, src.adjoint, _action_name(back), after)
+        return grad, None, None, None, None, None
 
 
 def _run_all(calls: DeferredCalls) -> None:
@@ -130,7 +119,7 @@ def _apply(
     src: Placement,
     dst: Placement,
     action: str,
-    overlap_fn: Callable[[], None] | None,
+    overlap_fn: OverlapFn,
 ) -> torch.Tensor:
     act = redistribution_name(src, dst)
     if act not in COLLECTIVES and overlap_fn is not None:
@@ -164,7 +153,7 @@ def _apply(
 
 
 def all_reduce(
-    tensor: torch.Tensor, group: Group, action: str = "", overlap_fn: Callable[[], None] | None = None
+    tensor: torch.Tensor, group: Group, action: str = "", overlap_fn: OverlapFn = None
 ) -> torch.Tensor:
     """Returns the sum of all ranks' `tensor`; same shape, new memory."""
     total, work = group.all_reduce_copy(tensor, action=action)
@@ -177,7 +166,7 @@ def all_gather(
     group: Group,
     dim: int,
     action: str = "",
-    overlap_fn: Callable[[], None] | None = None,
+    overlap_fn: OverlapFn = None,
 ) -> torch.Tensor:
     """Returns all ranks' `tensor` concatenated along `dim`: [.., s, ..] -> [.., size * s, ..], contiguous."""
     if group.size == 1:
@@ -194,7 +183,7 @@ def reduce_scatter(
     group: Group,
     dim: int,
     action: str = "",
-    overlap_fn: Callable[[], None] | None = None,
+    overlap_fn: OverlapFn = None,
 ) -> torch.Tensor:
     """Returns this rank's slice along `dim` of the sum of all ranks' `tensor`.
 
@@ -213,7 +202,7 @@ def all_to_all(
     src: int,
     dst: int,
     action: str = "",
-    overlap_fn: Callable[[], None] | None = None,
+    overlap_fn: OverlapFn = None,
 ) -> torch.Tensor:
     """Returns the value sharded along dim `dst` instead of `src`.
 
@@ -237,7 +226,7 @@ def zero_pad(tensor: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
     return full
 
 
-def _wait_overlapped(work: Work, overlap_fn: Callable[[], None] | None) -> None:
+def _wait_overlapped(work: Work, overlap_fn: OverlapFn) -> None:
     if overlap_fn is not None:
         overlap_fn()
     work.wait()

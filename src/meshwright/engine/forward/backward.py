@@ -12,6 +12,7 @@ uses no parameter that the plan does not know of.
 
 from collections.abc import Callable
 
+from meshwright.engine.forward.block_collectives import BlockCollectives
 from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
 from meshwright.engine.forward.stage_io import StageIO
 from meshwright.engine.forward.stateless_rng import StepRNG
@@ -79,14 +80,21 @@ class RecomputeHandler:
     """The handler of RECOMPUTE over one rank's state."""
 
     def __init__(
-        self, state: RankState, driver: ForwardDriver, step_rng: StepRNG, sequence_runner: FullSequenceRunner
+        self,
+        state: RankState,
+        driver: ForwardDriver,
+        block_collectives: BlockCollectives,
+        step_rng: StepRNG,
+        sequence_runner: FullSequenceRunner,
     ) -> None:
-        self._state, self._driver, self._step_rng, self._sequence_runner = (
+        self._state, self._driver, self._block_collectives, self._step_rng, self._sequence_runner = (
             state,
             driver,
+            block_collectives,
             step_rng,
             sequence_runner,
         )
+        self.handlers: dict[str, Handler] = {"RECOMPUTE": self.recompute}
         self._checked_calls: set[str] = set()
         self._block_calls_by_param = {
             weight.name: weight.block_calls for weight in state.trained_module.model_spec.params
@@ -94,6 +102,7 @@ class RecomputeHandler:
 
     def recompute(self, action: Action) -> None:
         """Runs a checkpointed block call again; does nothing for others and those that did not run."""
+        self._block_collectives.begin_block(action.name)
         microbatch = action.microbatch or 0
         call = self._state.forward_passes[microbatch].block_calls.get(action.subject)
         if call is None or call.checkpoint is None:

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.comm.collectives.redistribute import redistribute
+from meshwright.comm.collectives.group import Work
+from meshwright.comm.collectives.redistribute import OverlapFn, redistribute
 from meshwright.engine.runtime.state import RankState
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.step.action import neighbour_indices
 
-OverlapFn = Callable[[], None] | None  # runs while a collective is under way
 # a tensor's id and version, the axis, src, dst
 RedistributionKey = tuple[int, int, str, Placement, Placement]
 
@@ -100,6 +100,15 @@ class BlockCollectives:
             (axis,), neighbour_indices(world.mesh.coordinate(world.rank)[axis], num_neighbours)
         )
         return redistribute(_cast(tensor), group, src, dst, lambda: self._state.current_action, overlap_fn)
+
+    def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Work:
+        """Starts sending `tensor` to the rank `offset` positions on around `axis`, for the current action.
+
+        Receives `output` from as far behind.
+        """
+        return self._state.world.group((axis,)).shift(
+            output, tensor, offset=offset, action=self._state.current_action
+        )
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.stage_values import DimSizes, StageValueShards
 from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.strategy import Handler
 
 MAX_CACHED_SHAPES = 4096  # of stage values; samples of more lengths than that compute some again
 
@@ -91,6 +92,9 @@ class StageIO:
         self._value_shards, self._compute_dtype = (
             StageValueShards(plan.sharding, self._values.values()),
             getattr(torch, plan.job.precision.compute),
+        )
+        self.handlers: dict[str, Handler] = dict.fromkeys(
+            ("SEND", "RECV", "CONCAT", "SEND_GRAD", "RECV_GRAD", "CONCAT_GRAD"), self.start_send_recv
         )
         self._cached_shapes: dict[tuple[str, DimSizes, int], tuple[int, ...]] = {}
         self._by_microbatch: defaultdict[int, _MicrobatchValues] = defaultdict(_MicrobatchValues)

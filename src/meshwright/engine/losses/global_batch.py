@@ -34,7 +34,7 @@ class GlobalBatchLoss:
     """One rank's part of the loss.
 
     `num_samples()` is the number of samples of the global batch in this step, known once TOKEN_COUNT has
-    ended; `start_collective(action, tensor)` starts the collective of an action.
+    ended.
     """
 
     def __init__(
@@ -42,9 +42,8 @@ class GlobalBatchLoss:
         plan: Plan,
         state: RankState,
         num_samples: Callable[[], int],
-        start_collective: Callable[[Action, torch.Tensor], None],
     ) -> None:
-        self._plan, self._state, self._num_rows, self._start = plan, state, num_samples, start_collective
+        self._plan, self._state, self._num_rows = plan, state, num_samples
         self.handlers: dict[str, Handler] = {
             "GATHER": self.gather,
             "SCATTER": self.scatter,
@@ -136,7 +135,7 @@ class GlobalBatchLoss:
             state.grad_norm_tensor = torch.tensor(
                 [state.grad_norm], dtype=torch.float64, device=state.world.device
             )
-        self._start(
+        self._state.start_collective(
             action,
             state.grad_norm_tensor
             if action.subject == GRAD_NORM

@@ -7,7 +7,7 @@ divided by its own weight: ranks that run other stages for the same samples know
 different samples, step_totals carries the weight of each microbatch too.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,15 +18,10 @@ from meshwright.plan.step.single_device import stepped_microbatches
 
 
 class TokenCounter:
-    """The loss weights of one rank's samples, and of all ranks'.
+    """The loss weights of one rank's samples, and of all ranks'."""
 
-    `start_collective` starts an action's collective.
-    """
-
-    def __init__(
-        self, plan: Plan, state: RankState, start_collective: Callable[[Action, torch.Tensor], None]
-    ) -> None:
-        self._plan, self._state, self._start = plan, state, start_collective
+    def __init__(self, plan: Plan, state: RankState) -> None:
+        self._plan, self._state = plan, state
         self._own_step_microbatches = frozenset(stepped_microbatches(plan.actions))
         self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1
         self._rows, self._stop = 0, False
@@ -66,7 +61,7 @@ class TokenCounter:
             )
             state.step_totals = torch.tensor(header, dtype=torch.float64, device=state.world.device)
             self._totals = None  # known once the sum over ranks has arrived
-            self._start(action, state.step_totals)
+            state.start_collective(action, state.step_totals)
 
     def totals(self) -> Sequence[float]:
         """Returns weight, stop requests, samples and tokens over all ranks; TOKEN_COUNT has ended."""

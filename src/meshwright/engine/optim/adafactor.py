@@ -23,6 +23,8 @@ padded to n times its fullest rank.
 Limits: the learning rate is relative: 1e-2 is usual, AdamW's 3e-4 is far too small. Betas, eps and momentum
 of the job are not used. A weight that is larger than a rank's share of its parameter group (an embedding)
 makes that rank hold more than the others.
+Not torch.optim.Adafactor: it caps the learning rate at 1/sqrt(step), below 1e-2 from step 10,000 on whatever
+the job's schedule says, and it keeps the moments of bfloat16 weights in bfloat16 (here: float32).
 Paper: Shazeer & Stern 2018, "Adafactor", arXiv 1804.04235 (algorithms 4 and 5; decay and clipping, sections 6
 and 7.2).
 """

@@ -184,6 +184,24 @@ class RankState:
         self.works.clear()
         self.local_sqnorms.clear()
 
+    def start_collective(self, action: Action, tensor: torch.Tensor | None = None) -> None:
+        """Starts the collective of `action.transfer`, if it has one, on `tensor`.
+
+        By default on the flat tensor of `action.subject`.
+        """
+        if action.transfer is None:
+            return
+        tensor = self.action_tensor(action.subject) if tensor is None else tensor
+        group = self.world.group(action.transfer.axes, action.transfer.member_indices)
+        match action.transfer.collective:
+            case "broadcast":
+                work = group.broadcast(tensor, action=action.name)
+            case "reduce":
+                work = group.reduce(tensor, action=action.name)
+            case _:
+                work = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
+        self.works[action.name] = work
+
     def packed_gradients(self, names: Sequence[str]) -> torch.Tensor:
         """Returns the range of a bucket in which the gradients of `names` lie."""
         return next(bucket for bucket in self.buckets.values() if names[0] in bucket.views).flat_gradients(

@@ -10,7 +10,7 @@ from math import isfinite
 
 import torch
 
-from meshwright.engine.forward.backward import BackwardHandlers
+from meshwright.engine.forward.backward import BackwardHandlers, RecomputeHandler
 from meshwright.engine.forward.block_collectives import BlockCollectives
 from meshwright.engine.forward.evaluation import Evaluation, evaluate
 from meshwright.engine.forward.graph_check import check_gradient_paths
@@ -75,7 +75,7 @@ class ActionHandlers:
             False,
             False,
         )
-        self._token_counter = TokenCounter(plan, state, self.start_collective)
+        self._token_counter = TokenCounter(plan, state)
         self.step_totals = self._token_counter.totals
         self._trained_params = list(state.trained_module.trainable_parameters.values())
         self._loss_sum_names = [action.name for action in plan.actions if action.kind == "LOSS_SUM"]
@@ -88,20 +88,24 @@ class ActionHandlers:
             "UNPACK": lambda action: state.buckets[action.subject].unpack(),
             "LOSS_SUM": self.reduce_loss,
             "LOCAL_NORM": self.compute_local_norm,
-            "GLOBAL_NORM": lambda action: self.start_collective(action, flat_params.grad_sqnorm),
+            "GLOBAL_NORM": lambda action: state.start_collective(action, flat_params.grad_sqnorm),
             "WAIT": lambda action: None,  # its waits are all it does
             "REDUCE_TIED": self.reduce_tied,
             "CLIP": self.clip,
             "STEP": self.step,
         }
         self._backward_handlers = BackwardHandlers(state, self.step_rng, stage_io)
-        self.handlers |= self._backward_handlers.handlers | update.weight_stash.handlers
+        recompute_handler = RecomputeHandler(state, driver, block_collectives, self.step_rng, sequence_runner)
+        self.handlers |= (
+            self._backward_handlers.handlers
+            | recompute_handler.handlers
+            | ({} if stage_io is None else stage_io.handlers)
+            | update.weight_stash.handlers
+        )
         self._is_primary_rank = plan.is_primary_rank(state.world.rank)
         has_gather = any(action.kind == "GATHER" for action in plan.actions)
         self._global_batch_loss = (
-            GlobalBatchLoss(plan, state, lambda: int(self.step_totals()[2]), self.start_collective)
-            if has_gather
-            else None
+            GlobalBatchLoss(plan, state, lambda: int(self.step_totals()[2])) if has_gather else None
         )
         if self._global_batch_loss is not None:
             self.handlers |= self._global_batch_loss.handlers
@@ -132,20 +136,6 @@ class ActionHandlers:
             self.update.weight_stash.discard_all()
             self._end_update()
         self._step_is_open = True
-
-    def start_collective(self, action: Action, tensor: torch.Tensor) -> None:
-        """Starts the collective of `action` on `tensor`; without a transfer there is nothing to send."""
-        if action.transfer is None:
-            return
-        group = self.state.world.group(action.transfer.axes, action.transfer.member_indices)
-        match action.transfer.collective:
-            case "broadcast":
-                work = group.broadcast(tensor, action=action.name)
-            case "reduce":
-                work = group.reduce(tensor, action=action.name)
-            case _:
-                work = group.all_reduce(tensor, action=action.name, algorithm=action.transfer.algorithm)
-        self.state.works[action.name] = work
 
     def forward(
         self,
@@ -242,13 +232,13 @@ class ActionHandlers:
         """
         flat_param = self.flat_params.by_param_group.get(action.subject)
         gradient = None if flat_param is None else flat_param.gradient
-        self.start_collective(
+        self.state.start_collective(
             action, self.state.packed_gradients(action.tensors) if gradient is None else gradient
         )
 
     def reduce_loss(self, action: Action) -> None:
         """Starts the sum of the loss over the ranks."""
-        self.start_collective(action, self.state.loss_sum)
+        self.state.start_collective(action, self.state.loss_sum)
 
     def compute_local_norm(self, action: Action) -> None:
         """Computes the squared norm of this rank's gradients.

@@ -6,23 +6,20 @@
 Forwards (F, F_CHECKPOINTED) differ in one way: the model's own forward, written by its user, decides when a
 block runs. The executor calls the model at a microbatch's first F; each block, before it runs, executes the
 list up to its own F. All other actions have a handler by kind; strategies bring handlers for the kinds that
-they introduce, and may call the methods of `StrategyRuntime`.
+they introduce, from the parts of a rank that they receive (`plan.strategy.Runtime`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
-from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward.backward import RecomputeHandler
-from meshwright.engine.forward.block_collectives import BlockCollectives, OverlapFn
+from meshwright.engine.forward.block_collectives import BlockCollectives
 from meshwright.engine.forward.evaluation import Evaluation
 from meshwright.engine.forward.graph_check import needs_graph_cuts
 from meshwright.engine.forward.lockstep_forward import LockstepForward
-from meshwright.engine.forward.sequence_sharding import FullSequenceRunner, make_sequence_runner
-from meshwright.engine.forward.stage_io import StageIO, make_stage_io
+from meshwright.engine.forward.sequence_sharding import make_sequence_runner
+from meshwright.engine.forward.stage_io import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.vocab_parallel import VocabParallelLogits
 from meshwright.engine.optim.memory_report import memory_by_category
@@ -61,108 +58,17 @@ from meshwright.engine.step.gather_full import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.model.blocks.driver import BeforeBlock, ForwardDriver
 from meshwright.model.rng.sites import StatelessRNG
-from meshwright.model.sequence_parallel.attention_call import AttentionImpl
-from meshwright.model.sequence_parallel.conv_call import Conv1dImpl
 from meshwright.model.tensors.lazy_tensors import strip_prefix
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD, FORWARD_KINDS
-from meshwright.plan.strategy import Handler
-
-
-class StrategyRuntime:
-    """What strategies may call on a rank: `plan.strategy.Runtime`, forwarded to the parts of the executor."""
-
-    plan: Plan
-    state: RankState
-    flat_params: FlatParams
-    _actions: ActionHandlers
-    _recompute_handler: RecomputeHandler
-    _stage_io: StageIO | None
-    _sequence_runner: FullSequenceRunner
-    _block_collectives: BlockCollectives
-    _module_patches: ModulePatches
-
-    def start_collective(self, action: Action) -> None:
-        """Starts the collective of `action.transfer` on the flat tensor of `action.subject`."""
-        self._actions.start_collective(action, self.state.action_tensor(action.subject))
-
-    def unshard(self, action: Action) -> None:
-        """Starts the all-gather of `action.tensors` from their shards."""
-        self.flat_params.unshard(action)
-
-    def reduce(self, action: Action) -> None:
-        """Starts the reduce-scatter of packed gradients into shards, or the all-reduce of shards."""
-        self.flat_params.reduce(action)
-
-    def accumulate(self, action: Action) -> None:
-        """Adds the reduced shard of this microbatch to the sum of those before it."""
-        self.flat_params.accumulate(action)
-
-    def replace_forward(self, name: str, forward: Callable[..., torch.Tensor]) -> None:
-        """Makes the module `name` compute `forward(module, *its arguments)`."""
-        self._module_patches.replace_forward(name, forward)
-
-    def wrap_forward(self, name: str, wrapper: Callable[..., Any]) -> None:
-        """Makes the module `name` compute `wrapper(its forward, *its arguments)`."""
-        self._module_patches.wrap_forward(name, wrapper)
-
-    def redistribute(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, overlap_fn: OverlapFn = None
-    ) -> torch.Tensor:
-        """Returns `tensor` in placement `dst` along `axis`, for the current action; once per block."""
-        return self._block_collectives.redistribute(tensor, axis, src, dst, overlap_fn)
-
-    def redistribute_uncached(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement, num_neighbours: int = 0
-    ) -> torch.Tensor:
-        """Returns `tensor` in placement `dst` along `axis`, or among `num_neighbours` there.
-
-        At every call.
-        """
-        return self._block_collectives.redistribute_uncached(tensor, axis, src, dst, num_neighbours)
-
-    def set_attention(self, attention_fn: AttentionImpl) -> None:
-        """Makes `attention_fn` compute attention within blocks, on this rank's tokens."""
-        self._sequence_runner.set_attention(attention_fn)
-
-    def set_convolution(self, convolution_fn: Conv1dImpl) -> None:
-        """Makes `convolution_fn` compute convolutions over tokens within blocks, on this rank's tokens."""
-        self._sequence_runner.set_convolution(convolution_fn)
-
-    def redistribute_in_backward(
-        self, tensor: torch.Tensor, axis: str, src: Placement, dst: Placement
-    ) -> AbstractContextManager[object]:
-        """Makes autograd drop the redistributed `tensor` inside the context.
-
-        Backward redistributes it again.
-        """
-        return self._block_collectives.redistribute_in_backward(tensor, axis, src, dst)
-
-    def shift(self, output: torch.Tensor, tensor: torch.Tensor, axis: str, offset: int = 1) -> Work:
-        """Starts sending `tensor` to the rank at `offset` along `axis`, and receiving into `output`."""
-        return self.state.world.group((axis,)).shift(
-            output, tensor, offset=offset, action=self.state.current_action
-        )
-
-    def start_send_recv(self, action: Action) -> None:
-        """Starts sending or receiving a stage value, or its gradient."""
-        if self._stage_io is None:
-            raise RuntimeError(f"this rank runs the whole model, and a strategy asks it for {action.name}")
-        self._stage_io.start_send_recv(action)
-
-    def recompute(self, action: Action) -> None:
-        """Runs a checkpointed block call again, so that its backward finds a graph."""
-        self._block_collectives.begin_block(action.name)
-        self._recompute_handler.recompute(action)
-
+from meshwright.plan.strategy import Handler, Runtime
 
 HEAP_WARMUP_STEPS = 2  # the heap has its final size afterwards: the first step makes the optimizer states
 
 
-class Executor(StrategyRuntime):
+class Executor:
     """One rank of a plan: `step(batch)` executes the list once.
 
     `extra_handlers` are for kinds that a caller added.
@@ -201,11 +107,19 @@ class Executor(StrategyRuntime):
             make_sequence_runner(plan, state),
         )
         self._chunked_loss = ChunkedLossRuntime(plan, state, self._module_patches)
+        runtime = Runtime(
+            plan,
+            state,
+            self.flat_params,
+            self._block_collectives,
+            self._module_patches,
+            self._sequence_runner,
+        )
         bound: dict[str, Handler] = {}
         for (
             strategy
         ) in plan.strategies:  # before blocks' forwards are replaced: a block may be a patched layer itself
-            bound |= strategy.bind(self)
+            bound |= strategy.bind(runtime)
         self._module_patches.apply_wrappers()
         self._driver = ForwardDriver(
             state.trained_module.blocks,
@@ -228,10 +142,7 @@ class Executor(StrategyRuntime):
             self._stage_io,
             self._sequence_runner,
         )
-        self._gradient_noise, self._recompute_handler = (
-            GradientNoiseScale(plan, state, self._actions),
-            RecomputeHandler(state, self._driver, self._actions.step_rng, self._sequence_runner),
-        )
+        self._gradient_noise = GradientNoiseScale(plan, state, self._actions)
         handlers: dict[str, Handler] = (
             self._actions.handlers
             | self._gradient_noise.handlers

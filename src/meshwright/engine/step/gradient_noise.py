@@ -126,7 +126,7 @@ class GradientNoiseScale:
         self._message = torch.cat(
             [total.view(1), torch.tensor(sums, dtype=torch.float64, device=total.device)]
         )
-        self._action_handlers.start_collective(action, self._message)
+        self._state.start_collective(action, self._message)
 
     def update_noise_scale(self, action: Action) -> None:
         """Adds this step's estimates of |G|^2 and S to the averages, and stores their ratio."""

@@ -13,8 +13,10 @@ or stages of the model, replay the same samples: they sum their findings first, 
 own.
 """
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
@@ -47,18 +49,6 @@ class ForwardFn(Protocol):
         after_block: Callable[[], None] | None = None,
         first_block_call: str = "",
     ) -> None: ...
-
-
-class MicrobatchReplay(Protocol):
-    """Replays the microbatches of one rank, and collects `findings`."""
-
-    findings: "ReplayFindings"
-
-    def replay(self, microbatch: int) -> None:
-        """Replays a microbatch that has samples."""
-
-    def join_collectives(self, microbatch: int) -> None:
-        """Takes part in the collectives of a microbatch for which this rank has no samples."""
 
 
 class ReplayFindings:
@@ -135,90 +125,75 @@ class ReplayFindings:
                 parameter.grad = None
 
 
-class FullModelReplay:
-    """The replay on a rank that runs the whole model."""
+@dataclass
+class MicrobatchReplay(ABC):
+    """Replays the microbatches of one rank, and collects `findings`."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: RankState,
-        findings: ReplayFindings,
-        forward: ForwardFn,
-        unshard_block: UnshardFn,
-    ) -> None:
-        self.findings, self._state, self._forward, self._unshard_block = (
-            findings,
-            state,
-            forward,
-            unshard_block,
-        )
-        self._block_calls = plan.sharding.model_spec.block_calls
+    plan: Plan
+    state: RankState
+    findings: ReplayFindings
+    forward: ForwardFn
+    unshard_block: UnshardFn
+
+    @abstractmethod
+    def replay(self, microbatch: int) -> None:
+        """Replays a microbatch that has samples."""
+
+    @abstractmethod
+    def join_collectives(self, microbatch: int) -> None:
+        """Takes part in the collectives of a microbatch for which this rank has no samples."""
+
+
+class FullModelReplay(MicrobatchReplay):
+    """The replay on a rank that runs the whole model."""
 
     def replay(self, microbatch: int) -> None:
         """Replays a microbatch; weights of blocks that its forward leaves out are gathered all the same."""
-        with unshard_in_order(self._block_calls, self._unshard_block) as before_block:
-            self._forward(microbatch, before_block)
-        block_calls = self._state.forward_passes.pop(microbatch).block_calls
+        order = self.plan.sharding.model_spec.block_calls
+        with unshard_in_order(order, self.unshard_block) as before_block:
+            self.forward(microbatch, before_block)
+        block_calls = self.state.forward_passes.pop(microbatch).block_calls
         self.findings.check_outputs(microbatch, block_calls)
         self.findings.compute_loss(microbatch)
-        with unshard_in_order(self._block_calls[::-1], self._unshard_block) as before_block:
+        with unshard_in_order(order[::-1], self.unshard_block) as before_block:
             for name in reversed(list(block_calls)):
                 before_block(name)
                 backward(block_calls[name])
                 self.findings.check_gradients(microbatch, name)
-        self.findings.add_sqnorms(self._state.trained_module.trainable_parameters)
+        self.findings.add_sqnorms(self.state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        """Takes part in the collectives of a microbatch for which this rank has no samples."""
-        for order in (self._block_calls, self._block_calls[::-1]):
-            with unshard_in_order(order, self._unshard_block):
+        block_calls = self.plan.sharding.model_spec.block_calls
+        for order in (block_calls, block_calls[::-1]):
+            with unshard_in_order(order, self.unshard_block):
                 pass
 
 
-class StageReplay:
+@dataclass
+class StageReplay(MicrobatchReplay):
     """The replay on a rank that runs pipeline stages: the actions of a microbatch, in list order."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        state: RankState,
-        findings: ReplayFindings,
-        forward: ForwardFn,
-        unshard_block: UnshardFn,
-        stage_io: StageIO,
-        run_backward: Handler,
-    ) -> None:
-        self.findings, self._state, self._forward, self._unshard_block = (
-            findings,
-            state,
-            forward,
-            unshard_block,
-        )
-        self._actions, self._stage_io, self._run_backward, self._num_pp_ranks = (
-            plan.actions,
-            stage_io,
-            run_backward,
-            plan.mesh.pp,
-        )
-        for (
-            work
-            # the sends of the step have completed, since the norm of all gradients is known
-        ) in state.works.values():
+    stage_io: StageIO
+    run_backward: Handler
+
+    def __post_init__(self) -> None:
+        # the sends of the step have completed, since the norm of all gradients is known
+        for work in self.state.works.values():
             work.wait()
-        state.final_glue.clear()
-        state.forward_passes.clear()
-        stage_io.clear()
+        self.state.final_glue.clear()
+        self.state.forward_passes.clear()
+        self.stage_io.clear()
 
     def replay(self, microbatch: int) -> None:
         """Replays the stages of a microbatch, and the transfers between them."""
-        state, checked = self._state, set[str]()
-        for action in (action for action in self._actions if action.microbatch == microbatch):
+        state, checked = self.state, set[str]()
+        for action in (action for action in self.plan.actions if action.microbatch == microbatch):
             for name in state.works.keys() & set(action.waits):
                 state.works[name].wait()
-            if action.kind in FORWARD_KINDS and action.subject in self._stage_io.first_block_calls:
-                self._forward(
+            if action.kind in FORWARD_KINDS and action.subject in self.stage_io.first_block_calls:
+                self.forward(
                     microbatch,
-                    lambda block_call: self._unshard_block(block_of(block_call)),
+                    lambda block_call: self.unshard_block(block_of(block_call)),
                     first_block_call=action.subject,
                 )
                 block_calls = state.forward_passes[microbatch].block_calls
@@ -230,29 +205,28 @@ class StageReplay:
             elif action.kind == "LOSS":
                 self.findings.compute_loss(microbatch)
             elif action.kind in INPUT_GRAD_KINDS:
-                self._unshard_block(block_of(action.subject))
-                self._run_backward(action)
+                self.unshard_block(block_of(action.subject))
+                self.run_backward(action)
                 self.findings.check_gradients(microbatch, action.subject)
             elif action.kind.partition("_")[0] in TRANSFER_KINDS:
-                self._stage_io.start_send_recv(action)
+                self.stage_io.start_send_recv(action)
         for work in state.works.values():
             work.wait()
         for name, pp_ranks in self.findings.tied_param_users.items():
             parameter = state.trained_module.parameters[name]
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
-            group = state.world.group(("pp",), pp_ranks if len(pp_ranks) < self._num_pp_ranks else ())
+            group = state.world.group(("pp",), pp_ranks if len(pp_ranks) < self.plan.mesh.pp else ())
             group.all_reduce(gradient, action="SPIKE_DIAGNOSIS").wait()
             parameter.grad = gradient
         self.findings.add_sqnorms(state.trained_module.trainable_parameters)
 
     def join_collectives(self, microbatch: int) -> None:
-        """Takes part in the collectives of a microbatch for which this rank has no samples."""
         for action in (
             action
-            for action in self._actions
+            for action in self.plan.actions
             if action.microbatch == microbatch and action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS)
         ):
-            self._unshard_block(block_of(action.subject))
+            self.unshard_block(block_of(action.subject))
 
 
 def _is_non_finite(tensor: torch.Tensor) -> bool:

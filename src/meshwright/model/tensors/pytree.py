@@ -3,6 +3,7 @@
 Containers are tuples, lists, dicts, dataclasses and transformers' ModelOutput. A tensor inside any other
 object is not found: it keeps its graph and crosses block boundaries uncut. These walkers run for every block
 call of every step, so they are written out instead of using torch.utils._pytree, which flattens and rebuilds.
+It also takes dataclasses, and subclasses of list and dict, for leaves: their tensors would be lost.
 """
 
 from collections import OrderedDict

@@ -57,15 +57,17 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
     """The convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the ranks of
     `axis`.
     """
-    sharding = runtime.plan.sharding
+    sequence_sharding = runtime.plan.sharding.sequence_sharding
+    if sequence_sharding is None:
+        raise RuntimeError("a convolution needs the tokens of neighbours, and the plan shards no sequence")
     known, share = call.conv_spec, call.token_shard
-    edges = _edges(call.local_input, share.spans, known, sharding.sequence_sharding.max_ranges)
+    edges = _edges(call.local_input, share.spans, known, sequence_sharding.max_ranges)
     dim, spans = edges.ndim - 1, with_padding(share.spans)
     met = F.pad(
-        runtime.redistribute(edges, axis, S(dim), R), (0, 1)
+        runtime.collectives.redistribute(edges, axis, S(dim), R), (0, 1)
     )  # behind all, a zero for what is not in the row
     columns = torch.tensor(
-        _halo_columns(sharding.sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
+        _halo_columns(sequence_sharding, share.length, spans, (known.left_halo, known.right_halo)),
         device=met.device,
     )
     around, made, at = (

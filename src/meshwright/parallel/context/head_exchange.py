@@ -112,12 +112,12 @@ class HeadExchange:
 
         def move(tensor: torch.Tensor, src: Placement, dst: Placement) -> torch.Tensor:
             return (
-                runtime.redistribute_uncached(tensor, axis, src, dst, near)
+                runtime.collectives.redistribute_uncached(tensor, axis, src, dst, near)
                 if sequence_sharding.num_inner_ranks > 1
                 else tensor
             )
 
-        sharding: ShardingPlan = runtime.plan.sharding
+        sharding = runtime.plan.sharding
         return cls(sequence_sharding, dict(sharding.coordinate)[axis], move, has_masks_by_query(sharding))
 
     def gather_inputs(

@@ -156,8 +156,8 @@ class HybridContextParallel(ContextParallel):
         exchange = HeadExchange.along_axis(
             self.axis, self.sequence_sharding(runtime.plan.sharding.mesh.size(self.axis)), runtime
         )
-        runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
-        runtime.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
+        runtime.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.sequence_runner.set_attention(partial(self._attention, runtime, exchange, MaskCache()))
         return {}
 
     def _attention(
@@ -175,7 +175,7 @@ class HybridContextParallel(ContextParallel):
                     sequence_sharding.inner_group_ranges(call.key_shard.length, first)
                     for first in range(0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks)
                 ),
-                shift=lambda output, tensor: runtime.shift(
+                shift=lambda output, tensor: runtime.collectives.shift(
                     output, tensor, self.axis, offset=sequence_sharding.num_inner_ranks
                 ),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,

@@ -112,8 +112,8 @@ class RingAttention(ContextParallel):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        runtime.set_convolution(partial(convolve_with_halo, runtime, self.axis))
-        runtime.set_attention(partial(self._attention, runtime, MaskCache()))
+        runtime.sequence_runner.set_convolution(partial(convolve_with_halo, runtime, self.axis))
+        runtime.sequence_runner.set_attention(partial(self._attention, runtime, MaskCache()))
         return {}
 
     def _forward_transfers(
@@ -153,7 +153,7 @@ class RingAttention(ContextParallel):
                     sequence_sharding.token_ranges(call.key_shard.length, index)
                     for index in range(sequence_sharding.num_ranks)
                 ),
-                shift=lambda output, tensor: runtime.shift(output, tensor, self.axis),
+                shift=lambda output, tensor: runtime.collectives.shift(output, tensor, self.axis),
                 comm_dtype=torch.bfloat16 if self.comm_dtype else None,
                 **kwargs,
             ),

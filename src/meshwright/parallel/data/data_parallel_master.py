@@ -97,7 +97,7 @@ class DataParallelMaster(Strategy):
         return program.edit(lambda actions: self._insert_exchanges(actions, sharding, job, num_samples))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return {"REDUCE": runtime.start_collective}
+        return {"REDUCE": runtime.state.start_collective}
 
     def _insert_exchanges(
         self, actions: list[Action], sharding: ShardingPlan, job: Job, rows: int

@@ -82,7 +82,7 @@ class DDP(Strategy):
         return program.edit(lambda actions: self._insert_buckets(actions, buckets, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return {"REDUCE": runtime.start_collective}
+        return {"REDUCE": runtime.state.start_collective}
 
     def _insert_buckets(
         self, actions: list[Action], buckets: Iterable[Sequence[ParamGroup]], sharding: ShardingPlan, job: Job

@@ -68,7 +68,7 @@ class NaiveDDP(Strategy):
         return program.edit(lambda actions: self._insert_reduces(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return {"REDUCE": runtime.start_collective}
+        return {"REDUCE": runtime.state.start_collective}
 
     def _insert_reduces(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
         for microbatch in stepped_microbatches(actions) or (

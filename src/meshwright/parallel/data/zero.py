@@ -205,8 +205,8 @@ class ZeRO(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        words = {"UNSHARD": runtime.unshard, "RESHARD": _no_op, "WAIT": _no_op}
-        return {**words, "REDUCE": runtime.reduce, "ACCUMULATE": runtime.accumulate}
+        words = {"UNSHARD": runtime.params.unshard, "RESHARD": _no_op, "WAIT": _no_op}
+        return {**words, "REDUCE": runtime.params.reduce, "ACCUMULATE": runtime.params.accumulate}
 
     @staticmethod
     def _unshard_action(

@@ -36,7 +36,7 @@ Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05
 recomputation).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import inf
@@ -57,7 +57,7 @@ from meshwright.plan.step.single_device import (
     samples_per_microbatch,
     saved_activations_name,
 )
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy import Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,6 @@ class ActivationCheckpointing(Strategy):
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return program.edit(lambda actions: self._checkpoint(actions, sharding, job))
-
-    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return {"RECOMPUTE": runtime.recompute}
 
     def _checkpoint(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
         chosen = self._choose_block_calls(actions, sharding, job)

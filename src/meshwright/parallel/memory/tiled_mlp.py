@@ -84,7 +84,7 @@ class TiledMLP(Strategy):
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
         for name in dict.fromkeys(mlp.name for mlp in _find_mlps(runtime.plan.sharding.model_spec)):
-            runtime.wrap_forward(name, partial(run_tiled, name, self.num_tiles))
+            runtime.patches.wrap_forward(name, partial(run_tiled, name, self.num_tiles))
         return {}
 
     def _tile_memory(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:

@@ -42,20 +42,20 @@ Paper: Narayanan et al. 2019, "PipeDream", SOSP (section 3.3); Harlap et al. 201
 Efficient Pipeline Parallel DNN Training", arXiv 1806.03377.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, check_counts
+from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, with_waits
 from meshwright.plan.step.single_device import StageCalls, stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy import Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)
@@ -159,9 +159,6 @@ class PipeDream(Strategy):
         )
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
 
-    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return self._pipeline.bind(runtime)
-
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
         """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""
         return self._pipeline.build_schedule(sharding, num_microbatches)
@@ -234,11 +231,6 @@ def max_versions_kept(schedule: Schedule) -> list[int]:
                 del used[stage, microbatch]
                 seen[stage] += 1
     return most
-
-
-def check_pipedream(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)
 
 
 def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:

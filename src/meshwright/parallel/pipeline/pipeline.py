@@ -73,7 +73,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_values import StageValueShards, stage_value_diagnostics
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import StageCalls
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy import Strategy, StrategyPhase
 
 
 def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:
@@ -269,11 +269,6 @@ class Pipeline(Strategy):
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:
         return (("file", self._file_digest),) if self._file_digest else ()
-
-    def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        return dict.fromkeys(
-            ("SEND", "RECV", "CONCAT", "SEND_GRAD", "RECV_GRAD", "CONCAT_GRAD"), runtime.start_send_recv
-        )
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
         """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""

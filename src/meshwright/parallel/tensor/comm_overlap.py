@@ -39,10 +39,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from meshwright.comm.collectives.redistribute import DeferredCalls
+from meshwright.comm.collectives.redistribute import DeferredCalls, OverlapFn
 from meshwright.plan.sharding.placement import Placement
 
-OverlapFn = Callable[[], None] | None
 SendFn = Callable[[torch.Tensor, OverlapFn], torch.Tensor]
 
 

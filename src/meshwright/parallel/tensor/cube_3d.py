@@ -49,7 +49,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     layer_key,
     linear,
     module_forward,
-    shard_param,
+    shard_params,
 )
 from meshwright.parallel.tensor.optimus_2d import (
     EMBEDDING_ROLES,
@@ -165,10 +165,9 @@ class TensorParallel3D(Strategy):
         return layer_shardings
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        layer_shardings, side = self.layer_shardings(sharding), sharding.mesh.size(DEPTH_AXIS)
+        side = sharding.mesh.size(DEPTH_AXIS)
 
-        def divided(param_sharding: ParamSharding) -> ParamSharding:
-            param_sharding = shard_param(param_sharding, layer_shardings)
+        def refined(param_sharding: ParamSharding) -> ParamSharding:
             fine = param_sharding.param.role in MATMUL_ROLES and len(param_sharding.param.shape) > 1
             cuts = tuple(
                 _refined_cut(cut, side) if cut.side == "out" else cut
@@ -180,7 +179,8 @@ class TensorParallel3D(Strategy):
                 else param_sharding
             )
 
-        sharding = sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
+        sharding = shard_params(sharding, self.layer_shardings(sharding))
+        sharding = sharding.map_param_shardings(refined).map_param_shardings(refined, frozen=True)
         return sharding.with_residual_placement(DEPTH_AXIS, WIDTH_SHARD).with_residual_placement(
             self.axis, WIDTH_SHARD
         )

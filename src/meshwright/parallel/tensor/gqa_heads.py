@@ -105,15 +105,15 @@ def bind_local_heads(runtime: Runtime, *axes: str) -> None:
     """Patch modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
     sharded along `axes`.
     """
-    sharding: ShardingPlan = runtime.plan.sharding
+    sharding = runtime.plan.sharding
     index, ranks = sharding.mesh.index(dict(sharding.coordinate), axes), sharding.mesh.group_size(axes)
     numbers: dict[str, list[SizeAttribute]] = {}
     for number in sharding.model_spec.size_attributes:
         numbers.setdefault(number.module, []).append(number)
     for name, each in numbers.items():
-        runtime.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
+        runtime.patches.replace_forward(name, partial(_forward_with_local_numbers, each, index, ranks, {}))
     for portion in sharding.model_spec.per_head_inputs:
-        runtime.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
+        runtime.patches.wrap_forward(portion.block, partial(_forward_with_portion, portion, index, ranks))
 
 
 def _select_rows(

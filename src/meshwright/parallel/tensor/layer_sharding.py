@@ -27,11 +27,10 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.comm.collectives.redistribute import deferred_backward_calls
+from meshwright.comm.collectives.redistribute import OverlapFn, deferred_backward_calls
 from meshwright.model.tensor_parallel.layer_pairs import is_weight_transposed
 from meshwright.parallel.tensor.comm_overlap import (
     JointSumMember,
-    OverlapFn,
     add_summand,
     joint_sum_members,
     linear_deferring_weight_grad,
@@ -176,8 +175,13 @@ def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> d
     return {layer: tuple(layers) for layers in found.values() if len(layers) > 1 for layer in layers}
 
 
-def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) -> ParamSharding:
-    """`param_sharding` as the sharding of its layer requires."""
+def shard_params(sharding: ShardingPlan, layer_shardings: LayerShardings) -> ShardingPlan:
+    """`sharding` with every parameter, trained or frozen, as the sharding of its layer requires."""
+    shard = partial(_shard_param, layer_shardings)
+    return sharding.map_param_shardings(shard).map_param_shardings(shard, frozen=True)
+
+
+def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding) -> ParamSharding:
     layer_sharding = find_layer_sharding(
         layer_shardings, param_sharding.param.layers[0], param_sharding.param.role
     )
@@ -203,7 +207,7 @@ def shard_param(param_sharding: ParamSharding, layer_shardings: LayerShardings) 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
     """Patch every layer to compute as its sharding says."""
-    sharding: ShardingPlan = runtime.plan.sharding
+    sharding = runtime.plan.sharding
     came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = (
         params_by_layer(sharding.param_shardings),
@@ -218,7 +222,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                 for axis in layer_sharding.shared_param_axes
                 for leaf, _ in unsharded_params(parameters.get(call.name, ()), axis)
             )
-            runtime.replace_forward(
+            runtime.patches.replace_forward(
                 call.name,
                 partial(_layer_forward, runtime, layer_sharding, leaves, came, turns.get(call.name)),
             )
@@ -231,7 +235,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
                     dict.fromkeys(call.outer_args, layer_sharding.input_redistribution)
                 )
     for gate, moves in gates.items():
-        runtime.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
+        runtime.patches.wrap_forward(gate, partial(_gate_with_redistributions, runtime, moves, came))
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
@@ -267,7 +271,7 @@ def redistribute(
         if redistribution.in_param_dtype or redistribution.at_least_float32
         else nullcontext()
     ):
-        return runtime.redistribute(
+        return runtime.collectives.redistribute(
             tensor, redistribution.axis, redistribution.src, redistribution.dst, overlap
         )
 
@@ -303,7 +307,7 @@ def _layer_forward(
     x = x if given is not x else redistribute(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
-        held[leaf] = runtime.redistribute(held[leaf], axis, I, R)
+        held[leaf] = runtime.collectives.redistribute(held[leaf], axis, I, R)
     biases = [held["bias"]] if layer_sharding.output_is_partial and held.get("bias") is not None else []
     held |= {"bias": None} if biases else {}  # added once, to the sum
 
@@ -338,7 +342,7 @@ def _saved_for_backward(
     return (
         nullcontext()
         if move is None or not layer_sharding.regather
-        else runtime.redistribute_in_backward(given, move.axis, move.src, move.dst)
+        else runtime.collectives.redistribute_in_backward(given, move.axis, move.src, move.dst)
     )
 
 

@@ -49,7 +49,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     bind_layers,
     layer_key,
     module_forward,
-    shard_param,
+    shard_params,
 )
 from meshwright.parallel.tensor.validation import (
     check_gathered_layers,
@@ -60,7 +60,6 @@ from meshwright.parallel.tensor.validation import (
 )
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
@@ -131,12 +130,7 @@ class TensorParallel(Strategy):
         return layer_shardings | shared_kv_shardings(sharding, self.axis, layer_shardings)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        layer_shardings = self.layer_shardings(sharding)
-
-        def divided(param_sharding: ParamSharding) -> ParamSharding:
-            return shard_param(param_sharding, layer_shardings)
-
-        return sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
+        return shard_params(sharding, self.layer_shardings(sharding))
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return reduce_token_count_along(
@@ -144,7 +138,7 @@ class TensorParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding: ShardingPlan = runtime.plan.sharding
+        sharding = runtime.plan.sharding
         bind_layers(runtime, with_kv_row_selection(sharding, self.axis, self.layer_shardings(sharding)))
         bind_local_heads(runtime, self.axis)
         return {}

@@ -55,14 +55,13 @@ from meshwright.parallel.tensor.layer_sharding import (
     layer_key,
     module_forward,
     redistribute,
-    shard_param,
+    shard_params,
 )
 from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.layer_calls import LayerCall, NormFormula
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
-from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import FLAT, I, P, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
@@ -150,16 +149,8 @@ class TensorParallel2D(Strategy):
         }
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        layer_shardings = self.layer_shardings(sharding)
-
-        def divided(param_sharding: ParamSharding) -> ParamSharding:
-            return shard_param(param_sharding, layer_shardings)
-
-        return (
-            sharding.map_param_shardings(divided)
-            .map_param_shardings(divided, frozen=True)
-            .with_residual_placement(self.axis, WIDTH_SHARD)
-        )
+        sharded = shard_params(sharding, self.layer_shardings(sharding))
+        return sharded.with_residual_placement(self.axis, WIDTH_SHARD)
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return reduce_token_count_along(

@@ -160,10 +160,10 @@ class SequenceParallel(Strategy):
         return program.edit(lambda actions: self._insert_stream_comm(actions, sharding, job))
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding: ShardingPlan = runtime.plan.sharding
+        sharding = runtime.plan.sharding
         bind_layers(runtime, self.layer_shardings(sharding))
         for residual_flow, first, last in self._stream_borders(sharding):
-            runtime.wrap_forward(
+            runtime.patches.wrap_forward(
                 residual_flow.block_call,
                 partial(_block_with_stream_comm, runtime, residual_flow, first, last),
             )

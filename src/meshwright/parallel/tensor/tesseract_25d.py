@@ -26,15 +26,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from meshwright.parallel.tensor.optimus_2d import (
-    ROW_AXIS,
     TensorParallel2D,
     check_even_units,
-    check_roles,
-    check_square_mesh,
     check_weight_shards,
     sharded_sides,
 )
-from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -59,14 +55,8 @@ class TensorParallel25D(Strategy):
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        location = "strategies.tensor_parallel"
-        if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", location)
-            return
-        yield from check_sharded_once(sharding, self.axis, location)
-        yield from check_roles(sharding, location)
-        yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
-        if sharding.mesh.size(DEPTH_AXIS) == 1:
+        yield from self._square_2d.check(job, sharding)
+        if self.axis == "tp" and sharding.mesh.size(DEPTH_AXIS) == 1:
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"
             yield Diagnostic(
                 text,

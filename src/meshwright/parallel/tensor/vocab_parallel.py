@@ -43,13 +43,12 @@ from meshwright.parallel.tensor.layer_sharding import (
     bind_layers,
     layer_key,
     linear,
-    shard_param,
+    shard_params,
 )
 from meshwright.parallel.tensor.validation import check_units, wrong_axis_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
-from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
@@ -110,13 +109,9 @@ class VocabParallel(Strategy):
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         layer_shardings = self.layer_shardings(sharding)
-
-        def divided(param_sharding: ParamSharding) -> ParamSharding:
-            return shard_param(param_sharding, layer_shardings)
-
         if sharding.model_spec.logits is not None:
             sharding = sharding.with_logits_placement(self.axis, WIDTH_SHARD)
-        return sharding.map_param_shardings(divided).map_param_shardings(divided, frozen=True)
+        return shard_params(sharding, layer_shardings)
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         program = add_planned_comm(program, self.layer_shardings(sharding), sharding, job)
@@ -125,7 +120,7 @@ class VocabParallel(Strategy):
         )
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        sharding: ShardingPlan = runtime.plan.sharding
+        sharding = runtime.plan.sharding
         layer_shardings = dict(self.layer_shardings(sharding))
         whole = [param_sharding.param for param_sharding in sharding.global_plan.param_shardings]
         named = {name: weight for weight in whole for name in weight.names}

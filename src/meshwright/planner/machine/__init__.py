@@ -3,6 +3,8 @@
 machine           Machine: the devices, the hosts and their rates
 efficiency        MachineRates: the fitted constants (rates.toml)
 roofline          seconds of a matmul, of attention, of memory operations and of collectives
+device_profile    DeviceProfile: what a device was measured to do
+cost_fit          time as a sum of features, corrected by measurements
 from_benchmark    rates from `bench device` and `bench network`
 from_run          rates corrected by a previous run
 """

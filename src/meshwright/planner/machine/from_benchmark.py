@@ -1,6 +1,6 @@
 """A machine's rates from measurements of one of its devices, and of its links.
 
-    device.toml     matmuls, attention, memory, calls of one device (plan/hardware/device_profile.py)
+    device.toml     matmuls, attention, memory, calls of one device (planner/machine/device_profile.py)
     cluster.toml    all-reduces among a few ranks (plan/hardware/network_model.py): rate and latency of links
 
 What no measurement covers keeps the values of the kind of device (efficiency.py): memory passes between
@@ -22,11 +22,11 @@ from scipy.optimize import least_squares
 
 from meshwright.comm.algorithms import BACKEND
 from meshwright.comm.tuning.autoselect import predict_all_reduce_s
-from meshwright.plan.hardware.cost_fit import nonnegative_least_squares
-from meshwright.plan.hardware.device_profile import HALF_DTYPES, DeviceProfile
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError
+from meshwright.planner.machine.cost_fit import nonnegative_least_squares
+from meshwright.planner.machine.device_profile import HALF_DTYPES, DeviceProfile
 from meshwright.planner.machine.efficiency import MachineRates, load_rates
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import matmul_seconds

@@ -1,6 +1,6 @@
 """Predicts the seconds of single operations on a device, from measurements or from the rates of its kind.
 
-    measured     DeviceProfile (plan/hardware/device_profile.py), from `meshwright bench device`. On a CPU
+    measured     DeviceProfile (planner/machine/device_profile.py), from `meshwright bench device`. On a CPU
                  launches are synchronous: each call takes its time, and the next one waits for it
     rated        RatedDeviceTime, by the roofline model (planner/machine/roofline.py): a share of the maker's
                  peaks. Launches are asynchronous, so short operations wait for the host

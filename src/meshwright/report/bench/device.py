@@ -5,8 +5,8 @@ from statistics import median
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.job.errors import format_nbytes
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.report.table import Column, Table
 
 SPREAD, ERROR = Column("spread", "{:.0f} %"), Column("fit", "{:+.0f} %")

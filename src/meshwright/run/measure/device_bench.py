@@ -28,7 +28,7 @@ from torch.nn import functional
 
 from meshwright.comm.tuning.allreduce_bench import relative_spread
 from meshwright.engine.runtime.cpu_allocator import MAX_MMAP_THRESHOLD
-from meshwright.plan.hardware.device_profile import (
+from meshwright.planner.machine.device_profile import (
     AttentionTiming,
     ElementwiseTiming,
     MatmulTiming,

@@ -29,9 +29,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.hardware.device_specs import DTYPES, DeviceSpec, find_device, known_devices
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.efficiency import RATE_NAMES, load_rates
 from meshwright.planner.machine.from_benchmark import measured_device, measured_rates
 from meshwright.planner.machine.machine import Machine, make_machine

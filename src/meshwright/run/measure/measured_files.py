@@ -6,7 +6,7 @@ device.toml is written by `meshwright bench device` for people, and read by the 
     version, date, kind, device, torch, threads, ranks, memory      what was measured, when and how
     call_s, call_backward_s                                         the least seconds of an operation
     matmuls, attention, memory_ops, elementwise_ops, lag_samples    the measurements:
-                                                                    plan/hardware/device_profile.py
+                                                                    planner/machine/device_profile.py
 """
 
 import json
@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from meshwright.plan.hardware.device_profile import DeviceProfile
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
+from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.run.config.schema import SchemaCheck
 from meshwright.run.telemetry.trace import replace_file
 

@@ -27,8 +27,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from meshwright.plan.hardware.device_profile import MIN_MEASUREMENTS
 from meshwright.plan.hardware.stragglers import LagSample
+from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS
 
 UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes of operands, and how many of them
 MAX_OPERATION_S = 1.0  # slower operations, and larger sizes, are left out

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import ScheduleGPipe
 
-from meshwright.parallel.pipeline.schedules.gpipe import check_gpipe, gpipe_schedule
+from meshwright.parallel.pipeline.schedules.gpipe import gpipe_schedule
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, noticed, swapped, theirs, unlike
 
@@ -43,5 +44,7 @@ def test_two_swapped_slots_are_noticed():
 
 
 def test_no_micro_batch_is_refused():
-    assert [fault.problem for fault in check_gpipe(2, 0)] == ["0 micro-batches; needed is at least one"]
-    assert list(check_gpipe(4, 3)) == []
+    assert [fault.problem for fault in SCHEDULES["gpipe"].check(2, 0)] == [
+        "0 micro-batches; needed is at least one"
+    ]
+    assert list(SCHEDULES["gpipe"].check(4, 3)) == []

@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel.pipeline.schedules.model_parallel import (
-    check_model_parallel,
     model_parallel_schedule,
 )
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, noticed, swapped, unlike
 
@@ -40,4 +40,5 @@ def test_two_swapped_slots_are_noticed():
 
 
 def test_no_rank_is_refused():
-    assert [fault.problem for fault in check_model_parallel(0, 1)] == ["0 ranks; needed is at least one"]
+    check = SCHEDULES["model_parallel"].check
+    assert [fault.problem for fault in check(0, 1)] == ["0 ranks; needed is at least one"]

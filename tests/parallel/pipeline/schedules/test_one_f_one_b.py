@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import Schedule1F1B
 
 from meshwright.parallel.pipeline.schedules import gpipe
-from meshwright.parallel.pipeline.schedules.one_f_one_b import check_one_f_one_b, one_f_one_b_schedule
+from meshwright.parallel.pipeline.schedules.one_f_one_b import one_f_one_b_schedule
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, noticed, swapped, theirs, unlike
 
@@ -45,5 +46,5 @@ def test_two_swapped_slots_are_noticed_wherever_they_stand():
 
 
 def test_no_count_is_refused_but_zero_and_all_at_once():
-    assert [fault.location for fault in check_one_f_one_b(0, 0)] == ["mesh.pp", "micro_batch"]
-    assert list(check_one_f_one_b(5, 2)) == []
+    assert [fault.location for fault in SCHEDULES["1f1b"].check(0, 0)] == ["mesh.pp", "micro_batch"]
+    assert list(SCHEDULES["1f1b"].check(5, 2)) == []

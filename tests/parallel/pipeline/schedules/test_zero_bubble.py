@@ -12,9 +12,9 @@ from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from meshwright.parallel.pipeline.schedules import one_f_one_b
 from meshwright.parallel.pipeline.schedules.list_scheduler import longest_rank_time
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, StageCosts, simulate
 from meshwright.parallel.pipeline.schedules.zero_bubble import (
-    check_zero_bubble,
     zb_2p_schedule,
     zb_h1_schedule,
     zb_h2_schedule,
@@ -173,6 +173,6 @@ def test_w_before_its_time_is_noticed():
 
 
 def test_no_ranks_and_no_micro_batches_are_refused():
-    assert [fault.location for fault in check_zero_bubble(0, 0)] == ["mesh.pp", "micro_batch"]
+    assert [fault.location for fault in SCHEDULES["zb_h1"].check(0, 0)] == ["mesh.pp", "micro_batch"]
     with pytest.raises(PlanError, match="needed is at least one"):
         zb_h1_schedule(2, 0)

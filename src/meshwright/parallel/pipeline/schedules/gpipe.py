@@ -19,10 +19,7 @@ Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (section 2.3: bubble O((K - 
 partitions).
 """
 
-from collections.abc import Iterator
-
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, check_counts
-from meshwright.plan.job.errors import Diagnostic
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction
 
 
 def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -37,8 +34,3 @@ def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
         ]
         for rank in range(num_ranks)
     )
-
-
-def check_gpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)

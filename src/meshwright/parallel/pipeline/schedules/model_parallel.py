@@ -19,10 +19,7 @@ enough.
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (figure 2b shows it as what not to do).
 """
 
-from collections.abc import Iterator
-
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, check_counts
-from meshwright.plan.job.errors import Diagnostic
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction
 
 
 def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -35,8 +32,3 @@ def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
         ]
         for rank in range(num_ranks)
     )
-
-
-def check_model_parallel(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)

@@ -22,8 +22,7 @@ Paper: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training",
 
 from collections.abc import Iterator
 
-from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction, check_counts
-from meshwright.plan.job.errors import Diagnostic
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction
 
 
 def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -40,8 +39,3 @@ def _rank_actions(rank: int, ahead: int, micros: int) -> Iterator[ScheduleAction
         yield ScheduleAction("F", rank, microbatch + ahead)
         yield ScheduleAction("B", rank, microbatch)
     yield from (ScheduleAction("B", rank, microbatch) for microbatch in range(micros - ahead, micros))
-
-
-def check_one_f_one_b(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)

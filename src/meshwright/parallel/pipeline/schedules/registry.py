@@ -41,7 +41,7 @@ class ScheduleEntry:
     """
 
     build: ScheduleBuilder
-    check: CountCheck
+    check: CountCheck = check_counts
     num_virtual_stages: int = 1
     default_virtual_stages: int = 1
     source: str = ""
@@ -56,40 +56,37 @@ class ScheduleEntry:
 
 
 def _fixed_entry(
-    schedule: Callable[[int, int], Schedule], refuse: CountCheck, chunks: int = 1
+    schedule: Callable[[int, int], Schedule], check: CountCheck = check_counts, chunks: int = 1
 ) -> ScheduleEntry:
     return ScheduleEntry(
         lambda num_ranks, num_microbatches, _chunks, _costs: schedule(num_ranks, num_microbatches),
-        refuse,
+        check,
         chunks,
     )
 
 
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
     {
-        "model_parallel": _fixed_entry(
-            model_parallel.model_parallel_schedule, model_parallel.check_model_parallel
-        ),
-        "gpipe": _fixed_entry(gpipe.gpipe_schedule, gpipe.check_gpipe),
-        "1f1b": _fixed_entry(one_f_one_b.one_f_one_b_schedule, one_f_one_b.check_one_f_one_b),
+        "model_parallel": _fixed_entry(model_parallel.model_parallel_schedule),
+        "gpipe": _fixed_entry(gpipe.gpipe_schedule),
+        "1f1b": _fixed_entry(one_f_one_b.one_f_one_b_schedule),
         "interleaved": ScheduleEntry(
             lambda ranks, micros, chunks, _costs: interleaved.interleaved_schedule(ranks, micros, chunks),
             interleaved.check_interleaved,
             num_virtual_stages=0,
             default_virtual_stages=2,
         ),
-        "zb_h1": _fixed_entry(zero_bubble.zb_h1_schedule, zero_bubble.check_zero_bubble),
-        "zb_h2": _fixed_entry(zero_bubble.zb_h2_schedule, zero_bubble.check_zero_bubble),
+        "zb_h1": _fixed_entry(zero_bubble.zb_h1_schedule),
+        "zb_h2": _fixed_entry(zero_bubble.zb_h2_schedule),
         "zb_2p": ScheduleEntry(
             lambda ranks, micros, _chunks, costs: zero_bubble.zb_2p_schedule(ranks, micros, costs),
-            zero_bubble.check_zero_bubble,
         ),
-        "zb_v": _fixed_entry(zb_v.zb_v_schedule, zb_v.check_zb_v, chunks=2),
-        "zb_v_half": _fixed_entry(zb_v.zb_v_half_schedule, zb_v.check_zb_v, chunks=2),
-        "zb_v_min": _fixed_entry(zb_v.zb_v_min_schedule, zb_v.check_zb_v, chunks=2),
+        "zb_v": _fixed_entry(zb_v.zb_v_schedule, chunks=2),
+        "zb_v_half": _fixed_entry(zb_v.zb_v_half_schedule, chunks=2),
+        "zb_v_min": _fixed_entry(zb_v.zb_v_min_schedule, chunks=2),
         "dualpipe": _fixed_entry(dualpipe.dualpipe_schedule, dualpipe.check_dualpipe),
-        "dualpipev": _fixed_entry(dualpipe.dualpipev_schedule, check_counts, chunks=2),
-        "automatic": ScheduleEntry(search.automatic_schedule, check_counts, num_virtual_stages=0),
+        "dualpipev": _fixed_entry(dualpipe.dualpipev_schedule, chunks=2),
+        "automatic": ScheduleEntry(search.automatic_schedule, num_virtual_stages=0),
     }
 )
 

@@ -42,7 +42,7 @@ from meshwright.parallel.pipeline.schedules.schedule import (
     check_counts,
     simulate,
 )
-from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.plan.job.errors import raise_diagnostics
 
 ACTIONS_PER_MICROBATCH = 6  # slots of a rank per micro-batch: F, I and W of two parts
 StagePass = tuple[PassKind, int]  # and the part, or the stage
@@ -66,7 +66,7 @@ def v_shaped_placement(num_ranks: int) -> tuple[VirtualStage, ...]:
 
 def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule ZB-V: the memory of 1F1B on every rank, no bubble if all passes take the same time."""
-    raise_diagnostics(check_zb_v(num_ranks, num_microbatches))
+    raise_diagnostics(check_counts(num_ranks, num_microbatches))
     return Schedule(
         v_shaped_placement(num_ranks),
         tuple(
@@ -90,11 +90,6 @@ def zb_v_min_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
     )
-
-
-def check_zb_v(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)
 
 
 def repeat_passes(count: int, *acts: StagePass) -> tuple[StagePass, ...]:
@@ -130,7 +125,7 @@ def _first_microbatches(acts: Iterator[StagePass], micros: int) -> tuple[Schedul
 
 
 def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Schedule:
-    raise_diagnostics(check_zb_v(ranks, micros))
+    raise_diagnostics(check_counts(ranks, micros))
     lists = []
     for rank in range(ranks):
         begins = _begin_times(rank, ranks, pattern)

@@ -47,7 +47,7 @@ from meshwright.parallel.pipeline.schedules.schedule import (
     check_counts,
     simulate,
 )
-from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.plan.job.errors import raise_diagnostics
 
 PRIORITY_RULES = tuple(
     PriorityRule(kinds, ahead, patience)
@@ -84,7 +84,7 @@ def zb_schedule_within_memory(
     No rank holds more than `max_microbatches` micro-batches of its stage; ZB-1p has `num_ranks`. Without
     `costs.activation_memory`, a micro-batch holds one unit until W.
     """
-    raise_diagnostics(check_zero_bubble(num_ranks, num_microbatches))
+    raise_diagnostics(check_counts(num_ranks, num_microbatches))
     if not costs.activation_memory:
         costs = replace(costs, activation_memory=[1.0] * num_ranks, weight_grad_memory=[1.0] * num_ranks)
     limits = [max_microbatches * held for held in costs.activation_memory]
@@ -102,15 +102,10 @@ def zb_schedule_within_memory(
     ).schedule
 
 
-def check_zero_bubble(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
-    """Yields why these counts cannot work."""
-    yield from check_counts(num_ranks, num_microbatches)
-
-
 def _handcrafted(
     ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]
 ) -> Schedule:
-    raise_diagnostics(check_zero_bubble(ranks, micros))
+    raise_diagnostics(check_counts(ranks, micros))
     return Schedule.with_looped_placement(
         _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros)
         for rank in range(ranks)

@@ -3,7 +3,7 @@ overhead.
 
 A manufacturer's peak is an upper bound, a profile is what a device reaches. `meshwright bench device`
 measures it and writes device.toml (`run/measure/measured_files.py`). It predicts seconds for every size,
-measured or not (`plan/hardware/cost_fit.py`):
+measured or not (`planner/machine/cost_fit.py`):
 
     matmul_seconds       [m, k] by [k, n], `batch` of them      call + a m n k + b m k + c k n + d m n
     attention_seconds    batch x heads, queries by keys         call + a pairs head_dim + b pairs + c elements
@@ -21,10 +21,10 @@ from itertools import pairwise
 from math import inf, log
 from statistics import median
 
-from meshwright.plan.hardware.cost_fit import CostFit, Sample, holdout_error
 from meshwright.plan.hardware.stragglers import LagSample, straggler_delay
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS, AttentionSize
+from meshwright.planner.machine.cost_fit import CostFit, Sample, holdout_error
 
 VERSION = 1
 MIN_MEASUREMENTS = 6  # of products of a dtype, and of attention: a fit has five features

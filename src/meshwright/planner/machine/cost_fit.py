@@ -8,7 +8,7 @@ operands and its result. Unlike a table, the model extrapolates. Near measuremen
 logarithms of measured over modelled time are averaged with a Gaussian kernel over log2 of the sizes, which
 fades with distance.
 
-Method: least squares of the relative errors with costs >= 0, by coordinate descent.
+Method: least squares of the relative errors with costs >= 0, scipy.optimize.nnls.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from functools import cached_property
 from math import exp, log, log2
 from statistics import median
 
+from scipy.optimize import nnls
+
 KERNEL_WIDTH_OCTAVES = 1.0  # width of the kernel over sizes, in doublings
 PRIOR_WEIGHT = 0.05  # weight of the linear model against nearby samples
-MAX_SWEEPS = 4000
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,5 @@ def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, .
     # Columns differ by many powers of ten.
     scales = [max(column) or 1.0 for column in zip(*rows, strict=True)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]
-    columns = list(zip(*scaled, strict=True))
-    gram = [[sum(a * b for a, b in zip(one, other, strict=True)) for other in columns] for one in columns]
-    target = [sum(column) for column in columns]
-    solution = [0.0] * len(columns)
-    for _ in range(MAX_SWEEPS):
-        change = 0.0
-        for i, line in enumerate(gram):
-            if line[i] == 0:
-                continue
-            slope = sum(a * x for a, x in zip(line, solution, strict=True)) - target[i]
-            value = max(0.0, solution[i] - slope / line[i])
-            change, solution[i] = max(change, abs(value - solution[i])), value
-        if change < 1e-10:
-            break
-    return tuple(value / scale for value, scale in zip(solution, scales, strict=True))
+    solution, _ = nnls(scaled, [1.0] * len(rows))
+    return tuple(value / scale for value, scale in zip(solution.tolist(), scales, strict=True))

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.plan.hardware.stragglers import LagSample
 from meshwright.plan.job.errors import PlanError
-from tests.plan.hardware.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
+from tests.planner.machine.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
 
 FOUND = profile()
 

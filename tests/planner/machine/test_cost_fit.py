@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.plan.hardware.cost_fit import CostFit, Sample, holdout_error, nonnegative_least_squares
+from meshwright.planner.machine.cost_fit import CostFit, Sample, holdout_error, nonnegative_least_squares
 
 COSTS = (1e-5, 2e-11, 3e-9)
 SIZES = [(n, k) for n in (16, 64, 256, 1024) for k in (8, 128, 2048)]

@@ -1,6 +1,6 @@
 """Builds the profile of a fictitious device whose numbers follow from formulas."""
 
-from meshwright.plan.hardware.device_profile import (
+from meshwright.planner.machine.device_profile import (
     VERSION,
     AttentionTiming,
     DeviceProfile,
