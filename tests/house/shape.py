@@ -12,7 +12,6 @@ LONG_FILES = {
     "model/analysis/analyze.py": 455,
     "model/pipeline/liveness.py": 500,
     "model/sequence_analysis/block_trace.py": 455,
-    "model/tensor_parallel/feature_rules.py": 510,
     "plan/sharding/sharding_plan.py": 505,
     "plan/step/single_device.py": 455,
 }
