@@ -14,7 +14,6 @@ LONG_FILES = {
     "model/sequence_analysis/block_trace.py": 455,
 }
 LONG_FUNCTIONS = {
-    "engine/step/executor.py": 80,
     "model/analysis/analyze.py": 110,
     "model/pipeline/forward_graph.py": 72,
     "model/pipeline/stage_forward.py": 65,

@@ -17,7 +17,7 @@ from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.model_spec.sequence_info import SequenceSharding
 from meshwright.plan.model_spec.stage_boundaries import StageSpec
-from meshwright.plan.sharding.flat_param import FlatParamSpec
+from meshwright.plan.sharding.flat_param import FlatParamSpec, ShardAlignment
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.placement import I, Layout, Placement, R
@@ -394,6 +394,14 @@ class ShardingPlan:
                     group.name, group.params, axes, ranks, alignment, full_numels
                 )
         return found
+
+    def shard_alignments(self) -> dict[str, ShardAlignment]:
+        """How finely the optimizer lets the parameters be cut that are sharded or sliced, by name."""
+        return {
+            each.param.name: each.shard_alignment
+            for each in self.param_shardings
+            if each.flat_shard_axes or each.sliced_dims
+        }
 
     def unreduced_params(self) -> Iterator[ParamSharding]:
         """The parameters whose gradients would reach the optimizer as partial sums."""
