@@ -3,22 +3,11 @@
 The checks read the action list of every role and report, all at once: names that are not unique, waits for
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
-out, memory that is not freed, messages that are sent and received in different orders, and deadlocks.
-
-Deadlocks are checked twice. A backend may buffer what is sent, or have both sides meet: gloo announces,
-NCCL's kernels wait for each other. So a send counts as complete only when its receive has begun:
-
-    pp0   SEND x        F waits for SEND x         ...
-    pp1   ...           B before RECV x            B needs what pp0 sends after that F: both wait for ever
-
-Sums of tied gradients along pp are checked too: which ranks take part, when, and in which order. A sum that
-leaves out a user of a weight, or begins before another sum of the same gradients has ended, gives wrong
-numbers without an error; ranks that reach their sums in different orders wait for ever.
+out, memory that is not freed, what pipeline ranks do not agree on (pipeline_checks.py), and deadlocks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, zip_longest
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
@@ -32,127 +21,14 @@ from meshwright.plan.step.single_device import (
     PARAM_USE_KINDS,
     WEIGHT_GRAD_KINDS,
     reads_summed_grads,
-    role_of,
     stepped_microbatches,
 )
-from meshwright.plan.step.tied_params import sums_grads
 from meshwright.plan.step.weight_stashing import version_conflicts
-
-
-def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields every problem of the sums of tied gradients along pp, each with its role."""
-    lists = [
-        [action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles
-    ]
-    if not any(lists):
-        return
-    for tied_sums, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
-        users = {
-            param_sharding.param.name: view.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in view.sharding.logical_param_shardings
-        }
-        for tied_sum in tied_sums:
-            yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
-    for one, other in combinations(range(len(lists)), 2):
-        own_names, other_names = (
-            list(_tied_sums_with(lists[a], b, plan)) for a, b in ((one, other), (other, one))
-        )
-        for left, right in zip_longest(own_names, other_names):
-            if left != right:
-                differing = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
-                text = (
-                    f"its sums with {role_of({'pp': other})} along pp differ: {differing} are at the "
-                    "same place"
-                )
-                yield role_of({"pp": one}), text
-                break
-
-
-def _check_tied_sum(
-    tied_sum: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan
-) -> Iterator[str]:
-    members = _member_ranks(tied_sum, plan)
-    wrong_names = [name for name in tied_sum.tensors if users.get(name) != members]
-    if wrong_names:
-        text = f"{tied_sum.name} sums the gradient of {wrong_names[0]} over pp ranks {_as_text(members)}"
-        yield f"{text}, and pp ranks {_as_text(users.get(wrong_names[0], ()))} use it"
-    awaited_names = transitive_waits(actions, tied_sum)
-    for other in actions:
-        if (
-            other != tied_sum
-            and sums_grads(other)
-            and set(tied_sum.tensors).intersection(other.tensors)
-            and other.name not in awaited_names
-        ):
-            yield (
-                f"{tied_sum.name} does not wait for {other.name}, which changes the gradient of "
-                f"{tied_sum.tensors[0]}"
-            )
-
-
-def _tied_sums_with(tied_sums: Sequence[Action], other: int, plan: Plan) -> Iterator[tuple[str, int, str]]:
-    """Yields name, bytes and dtype of the sums in which the rank at `other` takes part.
-
-    They must be equal on both.
-    """
-    for tied_sum in tied_sums:
-        if tied_sum.transfer is not None and other in _member_ranks(tied_sum, plan):
-            yield tied_sum.name, tied_sum.transfer.nbytes, tied_sum.transfer.dtype
-
-
-def _member_ranks(tied_sum: Action, plan: Plan) -> tuple[int, ...]:
-    return () if tied_sum.transfer is None else tied_sum.transfer.member_indices or tuple(range(plan.mesh.pp))
-
-
-def _as_text(indices: Sequence[int]) -> str:
-    return " and ".join(map(str, indices)) or "none"
-
-
-def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
-    """Yields the ranks that wait for ever if a send completes only when its receive has begun."""
-    lists, partners = dict(program.roles), _message_partners(program)
-    cursors, issued = dict.fromkeys(lists, 0), set[str]()
-    moved = bool(partners)
-    while moved:
-        before = sum(cursors.values())
-        for role, actions in lists.items():
-            while cursors[role] < len(actions) and not _missing_messages(
-                role, actions[cursors[role]], partners, issued
-            ):
-                issued.add(qualified_name(role, actions[cursors[role]].name))
-                cursors[role] += 1
-        moved = sum(cursors.values()) > before
-    for role, actions in lists.items() if partners else ():
-        if cursors[role] < len(actions):
-            at = actions[cursors[role]]
-            missing_messages = ", ".join(_missing_messages(role, at, partners, issued))
-            yield (
-                f"{role} stops at {at.name} and waits for ever for {missing_messages}, whose other side "
-                "does not begin"
-            )
-
-
-def _message_partners(program: Program) -> Mapping[str, str]:
-    """Returns the receive of each send, and the send of each receive, by full names."""
-    found: dict[str, str] = {}
-    for role, actions in program.roles:
-        for action in (action for action in actions if action.stream == "recv"):
-            for wait in action.waits:
-                found[wait], found[qualified_name(role, action.name)] = (
-                    qualified_name(role, action.name),
-                    wait,
-                )
-    return found
-
-
-def _missing_messages(
-    role: str, action: Action, partners: Mapping[str, str], issued: set[str]
-) -> Sequence[str]:
-    """Returns the messages that `action` waits for and of which one side has not begun."""
-    waits = () if action.stream == "recv" else action.waits
-    names = (qualified_name(role, wait) for wait in waits if "/" not in wait.split("(")[0])
-    return [name for name in names if name in partners and not {name, partners[name]} <= issued]
-
+from meshwright.verifier.pipeline_checks import (
+    check_message_order,
+    check_tied_params,
+    find_unbuffered_deadlocks,
+)
 
 _FIX = (
     "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "
@@ -162,30 +38,26 @@ _FIX = (
 
 def static_checks(plan: Plan) -> list[Diagnostic]:
     """Returns every diagnostic of the plan's program; an empty list is the proof."""
-    diagnostics: list[Diagnostic] = []
-    for (role, actions), view in zip(plan.program.roles, plan.role_plans(), strict=True):
-        diagnostics += [
-            Diagnostic(text, _FIX, f"program.{role}") for text in _check_order(plan.program, role, actions)
-        ]
-        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_memory(actions)]
-        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_updates(view, actions)]
-        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_gradients(view, actions)]
-        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_copies(view, actions)]
-        diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for text in _check_uses(view, actions)]
-        diagnostics += [
-            Diagnostic(text, _FIX, f"program.{role}") for text in _check_whole_batch(view, actions)
-        ]
-        diagnostics += [
-            Diagnostic(text, _FIX, f"program.{role}")
-            for text in _check_message_order(plan.program, role, actions)
-        ]
-    diagnostics += [Diagnostic(text, _FIX, f"program.{role}") for role, text in check_tied_params(plan)]
-    diagnostics += [Diagnostic(text, _FIX, "program") for text in find_unbuffered_deadlocks(plan.program)]
+    program, found = plan.program, list[tuple[str, str]]()  # location, and what is wrong there
+    for (role, actions), view in zip(program.roles, plan.role_plans(), strict=True):
+        checks = (
+            _check_order(program, role, actions),
+            _check_memory(actions),
+            _check_updates(view, actions),
+            _check_gradients(view, actions),
+            _check_copies(view, actions),
+            _check_uses(view, actions),
+            _check_whole_batch(view, actions),
+            check_message_order(program, role, actions),
+        )
+        found += [(f"program.{role}", text) for texts in checks for text in texts]
+    found += [(f"program.{role}", text) for role, text in check_tied_params(plan)]
+    found += [("program", text) for text in find_unbuffered_deadlocks(program)]
     try:
-        simulate(plan.program)
+        simulate(program)
     except SimulationDeadlock as stuck:
-        diagnostics.append(Diagnostic(str(stuck), _FIX, "program"))
-    return diagnostics
+        found.append(("program", str(stuck)))
+    return [Diagnostic(text, _FIX, location) for location, text in found]
 
 
 def _check_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
@@ -273,18 +145,20 @@ def _check_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     ):
         yield f"{action.name} comes before {actions[last].name} has added to the gradients"
     for kind, action in found.items():
-        left_out = [
-            weight.name
-            for weight in plan.sharding.model_spec.trainable
-            if weight.name not in set(action.tensors)
-        ]
+        left_out = _weights_missing_in(plan, action.tensors)
         if left_out:
-            yield f"{kind} leaves out {len(left_out)} weights ({left_out[0]}...)"
+            yield f"{kind} leaves out {left_out}"
     awaited_names = transitive_waits(actions, found["STEP"])
     if found["CLIP"].name not in awaited_names:
         yield "STEP does not wait for CLIP"
     elif "TOKEN_COUNT()" not in awaited_names:
         yield "STEP does not wait for TOKEN_COUNT"
+
+
+def _weights_missing_in(plan: Plan, names: Iterable[str]) -> str:
+    present = set(names)
+    missing = [weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in present]
+    return f"{len(missing)} weights ({missing[0]}...)" if missing else ""
 
 
 def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
@@ -304,13 +178,9 @@ def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator
                 )
             pending_microbatch = action.microbatch
         elif action.kind == "STEP":
-            left_out = [
-                weight.name
-                for weight in plan.sharding.model_spec.trainable
-                if weight.name not in set(action.tensors)
-            ]
+            left_out = _weights_missing_in(plan, action.tensors)
             if left_out:
-                yield f"{action.name} leaves out {len(left_out)} weights ({left_out[0]}...)"
+                yield f"{action.name} leaves out {left_out}"
             if action.microbatch != pending_microbatch:
                 yield (
                     f"{action.name} finds the gradients of "
@@ -462,15 +332,9 @@ def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
             for action in actions
             if _has_transfer(action, "broadcast", axis) and "STEP()" in transitive_waits(actions, action)
         ]
-        holders = {name for action in broadcasts for name in action.tensors}
-        left_out = [
-            weight.name for weight in plan.sharding.model_spec.trainable if weight.name not in holders
-        ]
+        left_out = _weights_missing_in(plan, [name for action in broadcasts for name in action.tensors])
         if left_out:
-            yield (
-                f"{len(left_out)} weights ({left_out[0]}...) are not broadcast over {axis} after STEP: "
-                "one rank alone has them"
-            )
+            yield f"{left_out} are not broadcast over {axis} after STEP: one rank alone has them"
 
 
 def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
@@ -491,39 +355,6 @@ def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
         missing = [name for name in needed_names if name not in arrived]
         if missing:
             yield f"{loss.name} needs all samples of {', '.join(missing)} and waits for no GATHER of them"
-
-
-def _check_message_order(program: Program, role: str, actions: Sequence[Action]) -> Iterator[str]:
-    """Yields messages of one rank to another that are not received in the order of sending, each once."""
-    received = [
-        wait
-        for action in actions
-        if action.stream == "recv"
-        for wait in action.waits
-        if "/" in wait.split("(")[0]
-    ]
-    for sender, listed in program.roles:
-        sent = [
-            qualified_name(sender, action.name)
-            for action in listed
-            if action.stream == "send" and _sends_to(action, role)
-        ]
-        received_here = [wait for wait in received if wait.startswith(f"{sender}/")]
-        if sent != received_here:
-            pairs = list(zip_longest(sent, received_here, fillvalue="nothing"))
-            at = next(number for number, (one, other) in enumerate(pairs) if one != other)
-            yield (
-                f"what {sender} sends {role} is received in another order: {pairs[at][0]} meets the "
-                f"receive for {pairs[at][1]}"
-            )
-
-
-def _sends_to(action: Action, role: str) -> bool:
-    return (
-        action.transfer is not None
-        and action.transfer.peer is not None
-        and role_of({"pp": action.transfer.peer}) == role
-    )
 
 
 def _has_transfer(action: Action, collective: str, axis: str) -> bool:

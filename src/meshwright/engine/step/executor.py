@@ -91,21 +91,15 @@ class Executor:
         self.flat_params = FlatParams(plan, state)
         self._vocab_parallel_logits = VocabParallelLogits(plan, state)
         weights = {weight.name: weight for weight in plan.model_spec.trainable}
-        shard_alignments = {
-            param_sharding.param.name: param_sharding.shard_alignment
-            for param_sharding in plan.sharding.param_shardings
-            if param_sharding.flat_shard_axes or param_sharding.sliced_dims
-        }
+        alignments = plan.sharding.shard_alignments()
         self.optimizers = make_optimizers(
-            plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, shard_alignments
+            plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, alignments
         )
         self._base_lrs = [group["lr"] for group in all_param_groups(self.optimizers)]
         self._initial_group_numbers = param_group_numbers(self.optimizers)
         self._block_collectives = BlockCollectives(state)
-        self._module_patches, self._sequence_runner = (
-            ModulePatches(state.trained_module.module),
-            make_sequence_runner(plan, state),
-        )
+        self._module_patches = ModulePatches(state.trained_module.module)
+        self._sequence_runner = make_sequence_runner(plan, state)
         self._chunked_loss = ChunkedLossRuntime(plan, state, self._module_patches)
         runtime = Runtime(
             plan,
@@ -116,9 +110,8 @@ class Executor:
             self._sequence_runner,
         )
         bound: dict[str, Handler] = {}
-        for (
-            strategy
-        ) in plan.strategies:  # before blocks' forwards are replaced: a block may be a patched layer itself
+        # before the driver replaces the forwards of blocks: a block may be a patched layer itself
+        for strategy in plan.strategies:
             bound |= strategy.bind(runtime)
         self._module_patches.apply_wrappers()
         self._driver = ForwardDriver(
@@ -143,27 +136,16 @@ class Executor:
             self._sequence_runner,
         )
         self._gradient_noise = GradientNoiseScale(plan, state, self._actions)
-        handlers: dict[str, Handler] = (
-            self._actions.handlers
-            | self._gradient_noise.handlers
-            | self.flat_params.matrix_owners.handlers
-            | bound
-        )
+        handlers: dict[str, Handler] = self._actions.handlers | self._gradient_noise.handlers
+        handlers |= self.flat_params.matrix_owners.handlers | bound
         handlers |= {kind: self._with_state(handler) for kind, handler in (extra_handlers or {}).items()}
         self._entries = self._resolve(plan.actions, handlers)
-        forwards = [
-            (i, action) for i, (action, _, _) in enumerate(self._entries) if action.kind in FORWARD_KINDS
-        ]
+        forwards = [(i, action) for i, action in enumerate(plan.actions) if action.kind in FORWARD_KINDS]
         self._forward_positions = {(action.subject, action.microbatch): i for i, action in forwards}
-        first_block_calls = (
-            {plan.sharding.model_spec.block_calls[0]}
-            if self._stage_io is None
-            else self._stage_io.first_block_calls
-        )
-        # positions where a forward of the model starts
-        self._forward_starts = [i for i, action in forwards if action.subject in first_block_calls]
-        # the entries of this step, profiled or not
-        self._current_entries: Sequence[ResolvedAction] = self._entries
+        first_calls = plan.sharding.model_spec.block_calls[:1]
+        first_calls = first_calls if self._stage_io is None else self._stage_io.first_block_calls
+        self._forward_starts = [i for i, action in forwards if action.subject in first_calls]
+        self._current_entries: Sequence[ResolvedAction] = self._entries  # of this step, profiled or not
 
     def step(self, batch: LocalBatch, *, stop: bool = False, profiler: StepProfiler | None = None) -> Metrics:
         """Trains one global step on this rank's samples; returns the same metrics on every rank.

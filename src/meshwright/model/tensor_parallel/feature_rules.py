@@ -172,55 +172,96 @@ def _view_groups(old: list[int], new: list[int]) -> Iterable[tuple[slice, slice]
         yield slice(first, i), slice(start, j)
 
 
-def _add_pairs(
-    ids_of_inputs: list[tuple[FeatureIds, FeatureIds]], first: FeatureIds, second: FeatureIds
-) -> None:
+def _add_pairs(pairs: list[tuple[FeatureIds, FeatureIds]], first: FeatureIds, second: FeatureIds) -> None:
     tied_id, other = np.broadcast_arrays(first, second)
     differs = (tied_id != other) & (tied_id != NO_FEATURE) & (other != NO_FEATURE)
     if differs.any():
-        ids_of_inputs.append((tied_id[differs], other[differs]))
+        pairs.append((tied_id[differs], other[differs]))
 
 
-FeatureRule = Callable[[CarriedFeatures, Any, Sequence[Any], Mapping[str, Any], Any], None]
 aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FeatureOp:
+    """One call of a torch operation with its result `out`, which carries what its inputs carry."""
+
+    carried: CarriedFeatures
+    func: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    out: Any
+
+    @property
+    def packet(self) -> Any:
+        """The operation, without its overload."""
+        return self.func._overloadpacket
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All tensors among the arguments."""
+        return tree_tensors((self.args, self.kwargs))
+
+    @property
+    def first_ids(self) -> FeatureIds:
+        """The ids of the first argument, as by `ids_of`."""
+        return self.ids_of(self.args[0])
+
+    @property
+    def dim(self) -> Any:
+        """The argument `dim` or `dims`; None if the operation has none."""
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.name in ("dim", "dims"):
+                by_name = self.kwargs.get(argument.name, argument.default_value)
+                return self.args[position] if position < len(self.args) else by_name
+        return None
+
+    def ids_of(self, tensor: torch.Tensor) -> FeatureIds:
+        """Returns the ids that `tensor` carries; NO_FEATURE if it carries none."""
+        numbers = self.carried.get(tensor)
+        return np.full((1,) * tensor.ndim, NO_FEATURE) if numbers is None else numbers
+
+    def record(self, numbers: FeatureIds | None) -> None:
+        """Notes what the result carries."""
+        self.carried.record(self.out, numbers)
+
+
+FeatureRule = Callable[[FeatureOp], None]
 
 
 def propagate_features(
     carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 ) -> None:
     """Sets the features of the results `out` of one operation."""
-    packet = func._overloadpacket
-    if packet in CONSTANT_OPS:
+    op = FeatureOp(carried, func, args, kwargs, out)
+    if op.packet in CONSTANT_OPS:
         carried.set_constant(out)
         return
-    given = tree_tensors((args, kwargs))
-    if not any(carried.is_known(tensor) for tensor in given):
+    inputs = op.inputs
+    if op.packet in UNINITIALIZED_OPS or not any(map(carried.is_known, inputs)):
         return
-    if packet in UNINITIALIZED_OPS:
-        return
-    effect = FEATURE_RULES.get(packet)
-    if effect is None:
-        effect = _pointwise if torch.Tag.pointwise in func.tags else _tie_everything
-    if packet in COPY_OPS or effect is _pointwise or any(carried.get(tensor) is not None for tensor in given):
+    rule = FEATURE_RULES.get(op.packet)
+    if rule is None:
+        rule = _pointwise if torch.Tag.pointwise in func.tags else _tie_everything
+    if op.packet in COPY_OPS or rule is _pointwise or any(carried.get(each) is not None for each in inputs):
         try:
-            effect(carried, func, args, kwargs, out)
+            rule(op)
         except (IndexError, KeyError, TypeError, ValueError):  # called with unknown arguments
-            _tie_everything(carried, func, args, kwargs, out)
+            _tie_everything(op)
 
 
-def _pointwise(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
+def _pointwise(op: FeatureOp) -> None:
+    out, carried = op.out, op.carried
     if not isinstance(out, torch.Tensor):
-        _tie_everything(carried, func, args, kwargs, out)
+        _tie_everything(op)
         return
-    given = [tensor for tensor in tree_tensors((args, kwargs)) if tensor.ndim <= out.ndim]
+    inputs = [tensor for tensor in op.inputs if tensor.ndim <= out.ndim]
     ids_of_inputs = [
         add_leading_dims(numbers, out.ndim)
-        for tensor in given
+        for tensor in inputs
         if (numbers := carried.get(tensor)) is not None
     ]
-    without_features = [tensor for tensor in given if carried.get(tensor) is None]
+    without_features = [tensor for tensor in inputs if carried.get(tensor) is None]
     if not ids_of_inputs:
         varying = [False] * out.ndim
         for tensor in without_features:
@@ -230,219 +271,145 @@ def _pointwise(
         return
     for tensor in without_features:
         ids_of_inputs = [carried.tie_to_other(numbers, tensor, out.ndim) for numbers in ids_of_inputs]
+    merged = ids_of_inputs[0]  # the first id at each position
     for other in ids_of_inputs[1:]:
         carried.ties.tie(ids_of_inputs[0], other)
-    carried.record(out, _merge_features(ids_of_inputs))
-
-
-def _merge_features(ids_of_inputs: Sequence[FeatureIds]) -> FeatureIds:
-    """Returns the first id at each position."""
-    merged = ids_of_inputs[0]
-    for other in ids_of_inputs[1:]:
-        merged, other = np.broadcast_arrays(merged, other)
         merged = np.where(merged == NO_FEATURE, other, merged)
-    return merged
+    op.record(merged)
 
 
-def _copy(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    if carried.get(args[0]) is None:
-        carried.set_constant(out, carried.varying_dims(args[0]))
+def _copy(op: FeatureOp) -> None:
+    """Copies all ids; `expand` adds leading dims."""
+    if op.carried.get(op.args[0]) is None:
+        varying = op.carried.varying_dims(op.args[0])
+        op.carried.set_constant(op.out, (*[False] * (op.out.ndim - len(varying)), *varying))
     else:
-        carried.record(out, carried.get(args[0]))
+        op.record(add_leading_dims(op.first_ids, op.out.ndim))
 
 
-def _view(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    if out.numel():
-        carried.record(out, view_features(_first_features(carried, args), args[0].shape, out.shape))
+def _view(op: FeatureOp) -> None:
+    if op.out.numel():
+        op.record(view_features(op.first_ids, op.args[0].shape, op.out.shape))
 
 
-def _transpose(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    carried.record(out, np.swapaxes(_first_features(carried, args), args[1], args[2]))
+def _transpose(op: FeatureOp) -> None:
+    op.record(np.swapaxes(op.first_ids, op.args[1], op.args[2]))
 
 
-def _permute(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    carried.record(out, np.transpose(_first_features(carried, args), args[1] if len(args) > 1 else None))
+def _permute(op: FeatureOp) -> None:
+    op.record(np.transpose(op.first_ids, op.args[1] if len(op.args) > 1 else None))
 
 
-def _expand(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    if carried.get(args[0]) is None:
-        varying = carried.varying_dims(args[0])
-        carried.set_constant(out, (*[False] * (out.ndim - len(varying)), *varying))
-    else:
-        carried.record(out, add_leading_dims(_first_features(carried, args), out.ndim))
-
-
-def _slice(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    numbers = _first_features(carried, args)
-    given: tuple[Any, ...] = (*args[1:], *(0, None, None, 1)[len(args) - 1 :])
+def _slice(op: FeatureOp) -> None:
+    numbers = op.first_ids
+    given: tuple[Any, ...] = (*op.args[1:], *(0, None, None, 1)[len(op.args) - 1 :])
     dim, start, end, step = given
     if numbers.shape[dim] > 1:
-        positions = range(args[0].shape[dim])[start:end:step]
+        positions = range(op.args[0].shape[dim])[start:end:step]
         numbers = numbers.take(list(positions), axis=dim)
-    carried.record(out, numbers)
+    op.record(numbers)
 
 
-def _select(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    numbers, dim, index = _first_features(carried, args), args[1], args[2]
-    carried.record(out, numbers.take(index if numbers.shape[dim] > 1 else 0, axis=dim))
+def _select(op: FeatureOp) -> None:
+    numbers, dim, index = op.first_ids, op.args[1], op.args[2]
+    op.record(numbers.take(index if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
-def _split(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    numbers, dim, start = _first_features(carried, args), _dim_argument(func, args, kwargs), 0
-    for part in out:
+def _split(op: FeatureOp) -> None:
+    numbers, dim, start = op.first_ids, op.dim, 0
+    for part in op.out:
         end = start + part.shape[dim]
-        carried.record(
-            part, numbers if numbers.shape[dim] == 1 else numbers.take(range(start, end), axis=dim)
-        )
+        part_ids = numbers if numbers.shape[dim] == 1 else numbers.take(range(start, end), axis=dim)
+        op.carried.record(part, part_ids)
         start = end
 
 
-def _unbind(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    numbers, dim = _first_features(carried, args), _dim_argument(func, args, kwargs)
-    for i, part in enumerate(out):
-        carried.record(part, numbers.take(i if numbers.shape[dim] > 1 else 0, axis=dim))
+def _unbind(op: FeatureOp) -> None:
+    numbers, dim = op.first_ids, op.dim
+    for i, part in enumerate(op.out):
+        op.carried.record(part, numbers.take(i if numbers.shape[dim] > 1 else 0, axis=dim))
 
 
-def _cat(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    dim = _dim_argument(func, args, kwargs)
-    _concatenate(carried, [part for part in args[0] if part.ndim == out.ndim], dim % out.ndim, out)
-
-
-def _stack(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    dim = _dim_argument(func, args, kwargs) % out.ndim
-    ids_of_inputs = [carried.get(part) for part in args[0]]
-    ndim = out.ndim - 1
-    shapes = np.broadcast_shapes(*(numbers.shape for numbers in ids_of_inputs if numbers is not None))
-    parts_ids = [
-        np.full((1,) * ndim, NO_FEATURE) if numbers is None else numbers for numbers in ids_of_inputs
-    ]
-    carried.record(out, np.stack([np.broadcast_to(numbers, shapes) for numbers in parts_ids], axis=dim))
-
-
-def _concatenate(
-    carried: CarriedFeatures, parts: Sequence[torch.Tensor], dim: int, out: torch.Tensor
-) -> None:
-    ids_of_inputs = [carried.get(part) for part in parts]
-    shape = list(
-        np.broadcast_shapes(
-            *(_shape_without_dim(numbers.shape, dim) for numbers in ids_of_inputs if numbers is not None)
-        )
-    )
+def _cat(op: FeatureOp) -> None:
+    parts, dim = [part for part in op.args[0] if part.ndim == op.out.ndim], op.dim % op.out.ndim
+    known = [numbers for part in parts if (numbers := op.carried.get(part)) is not None]
+    shape = [*np.broadcast_shapes(*((*ids.shape[:dim], 1, *ids.shape[dim + 1 :]) for ids in known))]
     parts_ids = []
-    for part, numbers in zip(parts, ids_of_inputs, strict=True):
+    for part in parts:
         shape[dim] = part.shape[dim]
-        parts_ids.append(
-            np.broadcast_to(np.full((1,) * out.ndim, NO_FEATURE) if numbers is None else numbers, shape)
-        )
-    carried.record(out, np.concatenate(parts_ids, axis=dim))
+        parts_ids.append(np.broadcast_to(op.ids_of(part), shape))
+    op.record(np.concatenate(parts_ids, axis=dim))
 
 
-def _shape_without_dim(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return tuple(1 if i == dim else size for i, size in enumerate(shape))
+def _stack(op: FeatureOp) -> None:
+    parts_ids = np.broadcast_arrays(*map(op.ids_of, op.args[0]))
+    op.record(np.stack(parts_ids, axis=op.dim % op.out.ndim))
 
 
-def _reduce(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
+def _reduce(op: FeatureOp) -> None:
     """Ties all ids along the dims of a sum, norm or softmax."""
-    numbers = _first_features(carried, args)
-    dims = _dim_argument(func, args, kwargs)
+    numbers, ndim, dims = op.first_ids, op.args[0].ndim, op.dim
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
-        dims = range(args[0].ndim)
-    dims = [
-        dim % max(1, args[0].ndim) for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])
-    ]
-    numbers = carried.ties.tie_along(numbers, [dim for dim in dims if dim < numbers.ndim])
-    for each in tree_tensors(out):
+        dims = range(ndim)
+    dims = [dim % max(1, ndim) for dim in (dims if isinstance(dims, (list, tuple, range)) else [dims])]
+    numbers = op.carried.ties.tie_along(numbers, [dim for dim in dims if dim < numbers.ndim])
+    for each in tree_tensors(op.out):
         fits = each.ndim == numbers.ndim
-        carried.record(each, numbers if fits else np.squeeze(numbers, axis=tuple(dims)))
+        op.carried.record(each, numbers if fits else np.squeeze(numbers, axis=tuple(dims)))
 
 
-def _layer_norm(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    numbers = _first_features(carried, args)
-    ndim = len(args[1])
-    ids_of_inputs = carried.ties.tie_along(numbers, range(numbers.ndim - ndim, numbers.ndim))
-    for each in tree_tensors(out):
-        if each.ndim == ids_of_inputs.ndim:
-            carried.record(each, ids_of_inputs)
+def _layer_norm(op: FeatureOp) -> None:
+    numbers = op.first_ids
+    numbers = op.carried.ties.tie_along(numbers, range(numbers.ndim - len(op.args[1]), numbers.ndim))
+    for each in tree_tensors(op.out):
+        if each.ndim == numbers.ndim:
+            op.carried.record(each, numbers)
 
 
-def _product(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    left, right = args[-2:] if func._overloadpacket in (aten.mm, aten.bmm) else args[1:3]
+def _product(op: FeatureOp) -> None:
+    carried, ties, adds = op.carried, op.carried.ties, op.packet not in (aten.mm, aten.bmm)
+    left, right = op.args[1:3] if adds else op.args[-2:]
     first, second = carried.get(left), carried.get(right)
-    if (
-        func._overloadpacket not in (aten.mm, aten.bmm)
-        and kwargs.get("beta", 1) != 0
-        and carried.get(args[0]) is not None
-    ):
-        _tie_everything(carried, func, args, kwargs, out)
+    if adds and op.kwargs.get("beta", 1) != 0 and carried.get(op.args[0]) is not None:
+        _tie_everything(op)
         return
-    first = None if first is None else carried.ties.tie_along(first, [-1])
-    second = None if second is None else carried.ties.tie_along(second, [-2])
+    first = None if first is None else ties.tie_along(first, [-1])
+    second = None if second is None else ties.tie_along(second, [-2])
     if first is not None and second is not None:
-        carried.ties.tie_reader(first, carried.ties.tie_along(second, [-1]))
-    elif out.ndim == 3 and first is not None:
-        first = carried.ties.tie_along(first, [0] if right.shape[0] > 1 else [])
-    elif out.ndim == 3 and second is not None:
-        second = carried.ties.tie_along(second, [0] if left.shape[0] > 1 else [])
-    carried.record(out, second if first is None else first)
+        ties.tie_reader(first, ties.tie_along(second, [-1]))
+    elif op.out.ndim == 3 and first is not None:
+        first = ties.tie_along(first, [0] if right.shape[0] > 1 else [])
+    elif op.out.ndim == 3 and second is not None:
+        second = ties.tie_along(second, [0] if left.shape[0] > 1 else [])
+    op.record(second if first is None else first)
 
 
-def _glu(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
-    numbers, dim = _first_features(carried, args), _dim_argument(func, args, kwargs)
+def _glu(op: FeatureOp) -> None:
+    numbers, dim = op.first_ids, op.dim
     if numbers.shape[dim] > 1:
         numbers, gate = np.split(numbers, 2, axis=dim)
-        carried.ties.tie(numbers, gate)
-    carried.record(out, numbers)
+        op.carried.ties.tie(numbers, gate)
+    op.record(numbers)
 
 
-def _index(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
+def _index(op: FeatureOp) -> None:
     """Picks entries along one dim, by a known or unknown index."""
-    numbers = _first_features(carried, args)
-    if func._overloadpacket is aten.index:
-        indexed_dims = [(dim, index) for dim, index in enumerate(args[1]) if index is not None]
+    numbers = op.first_ids
+    if op.packet is aten.index:
+        indexed_dims = [(dim, index) for dim, index in enumerate(op.args[1]) if index is not None]
     else:
-        indexed_dims = [(args[1], args[2])]
+        indexed_dims = [(op.args[1], op.args[2])]
     if len(indexed_dims) != 1 or indexed_dims[0][1].ndim != 1 or indexed_dims[0][1].dtype == torch.bool:
-        _tie_everything(carried, func, args, kwargs, out)
+        _tie_everything(op)
         return
     ((dim, index),) = indexed_dims
     if numbers.shape[dim] > 1:
         positions = _known_index(index)
-        numbers = (
-            carried.ties.tie_along(numbers, [dim]) if positions is None else numbers.take(positions, axis=dim)
-        )
-    carried.record(out, numbers)
+        if positions is None:
+            numbers = op.carried.ties.tie_along(numbers, [dim])
+        else:
+            numbers = numbers.take(positions, axis=dim)
+    op.record(numbers)
 
 
 def _known_index(index: torch.Tensor) -> list[int] | None:
@@ -452,56 +419,25 @@ def _known_index(index: torch.Tensor) -> list[int] | None:
         return None if known is None else known.tolist()
 
 
-def _tie_everything(
-    carried: CarriedFeatures, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
-) -> None:
+def _tie_everything(op: FeatureOp) -> None:
     """Ties all inputs; the result carries nothing."""
-    input_ids = [
-        numbers for tensor in tree_tensors((args, kwargs)) if (numbers := carried.get(tensor)) is not None
+    ids_of_inputs = [numbers for tensor in op.inputs if (numbers := op.carried.get(tensor)) is not None]
+    tied_ids = [
+        op.carried.ties.tie_along(numbers, range(numbers.ndim)).reshape(()) for numbers in ids_of_inputs
     ]
-    tied_ids = [carried.ties.tie_along(numbers, range(numbers.ndim)).reshape(()) for numbers in input_ids]
     for tied_id in tied_ids[1:]:
-        carried.ties.tie(tied_ids[0], tied_id)
-    for each in tree_tensors(out):
-        carried.record(each, None)
+        op.carried.ties.tie(tied_ids[0], tied_id)
+    for each in tree_tensors(op.out):
+        op.carried.record(each, None)
 
 
-def _first_features(carried: CarriedFeatures, args: Sequence[Any]) -> FeatureIds:
-    numbers = carried.get(args[0])
-    return np.full((1,) * args[0].ndim, NO_FEATURE) if numbers is None else numbers
-
-
-def _dim_argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dim", "dims"):
-            return (
-                args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            )
-    return None
-
-
-CONSTANT_OPS = {
-    aten.zeros,
-    aten.ones,
-    aten.full,
-    aten.scalar_tensor,
-    aten.new_zeros,
-    aten.new_ones,
-    aten.new_full,
-}
-CONSTANT_OPS |= {aten.zeros_like, aten.ones_like, aten.full_like}
-UNINITIALIZED_OPS = {
-    aten.empty_like,
-    aten.new_empty,
-    aten.new_empty_strided,
-    aten.rand_like,
-    aten.randn_like,
-    torch.ops.prim.device,
-}
+CONSTANT_OPS = {aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like}
+CONSTANT_OPS |= {aten.new_zeros, aten.new_ones, aten.new_full, aten.scalar_tensor}
+UNINITIALIZED_OPS = {aten.empty_like, aten.new_empty, aten.new_empty_strided, aten.rand_like, aten.randn_like}
+UNINITIALIZED_OPS |= {torch.ops.prim.device}
 FEATURE_RULES: Mapping[Any, FeatureRule] = {
-    **dict.fromkeys(
-        (aten.clone, aten.detach, aten.alias, aten._to_copy, aten.lift_fresh, aten.contiguous), _copy
-    ),
+    **dict.fromkeys((aten.clone, aten.detach, aten.alias, aten._to_copy, aten.contiguous), _copy),
+    **dict.fromkeys((aten.lift_fresh, aten.expand), _copy),
     **dict.fromkeys(
         (aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.squeeze, aten.unsqueeze), _view
     ),
@@ -517,7 +453,6 @@ FEATURE_RULES: Mapping[Any, FeatureRule] = {
     **dict.fromkeys((aten.index, aten.index_select), _index),
     **dict.fromkeys((aten.masked_fill_, aten.copy_), _pointwise),
     aten.transpose: _transpose,
-    aten.expand: _expand,
     aten.slice: _slice,
     aten.select: _select,
     aten.unbind: _unbind,
@@ -526,4 +461,4 @@ FEATURE_RULES: Mapping[Any, FeatureRule] = {
     aten.native_layer_norm: _layer_norm,
     aten.glu: _glu,
 }
-COPY_OPS = {packet for packet, effect in FEATURE_RULES.items() if effect in (_copy, _expand)}
+COPY_OPS = {packet for packet, rule in FEATURE_RULES.items() if rule is _copy}

@@ -113,72 +113,51 @@ def find_shardable_calls(
     without a rowwise layer, those in `gather_output_layers` are sharded alone, and their outputs are
     gathered.
     """
+    uses, splits = layer_uses.uses, known_splits or {}
     parts: dict[str, ParamSplit] = {}
-    splits = known_splits or {}
-    sharded_ids = {
-        id(layer_use)
-        for layer_use in layer_uses.uses
-        if layer_use.name in splits or roles[layer_use.name] == "between_pair"
-    }
-    for layer_use in (layer_use for layer_use in layer_uses.uses if id(layer_use) in sharded_ids):
-        parts |= _param_splits(
-            layer_use.name,
-            module.get_submodule(layer_use.name),
-            roles[layer_use.name],
-            splits.get(layer_use.name),
-        )
-    for pair in find_layer_pairs(layer_uses, roles):
-        if any(id(layer_use) in sharded_ids for layer_use in (*pair.colwise, pair.rowwise)):
+    sharded_ids = {id(use) for use in uses if use.name in splits or roles[use.name] == "between_pair"}
+    for use in uses:
+        if id(use) in sharded_ids:
+            parts |= _param_splits(module, use.name, roles[use.name], splits.get(use.name))
+    pairs = list(find_layer_pairs(layer_uses, roles))
+    for pair in pairs:
+        members = (*pair.colwise, pair.rowwise)
+        if any(id(use) in sharded_ids for use in members):
             continue
         units = _num_units(module, pair)
-        if units:
-            sharded_ids |= {id(layer_use) for layer_use in (*pair.colwise, pair.rowwise)}
-            for layer_use in (*pair.colwise, pair.rowwise):
-                layer, role = module.get_submodule(layer_use.name), roles[layer_use.name]
-                width = _in_out_features(layer)[common_side(role) == "out"]
-                parts |= _param_splits(layer_use.name, layer, role, DimSplit(0, units, (width,)))
+        for use in members if units else ():
+            role = roles[use.name]
+            width = _in_out_features(module.get_submodule(use.name))[common_side(role) == "out"]
+            parts |= _param_splits(module, use.name, role, DimSplit(0, units, (width,)))
+            sharded_ids.add(id(use))
     gathered_alone = {
-        layer_use.name
-        for layer_use in layer_uses.uses
-        if layer_use.name in gather_output_layers and roles[layer_use.name] == "colwise"
+        use.name for use in uses if use.name in gather_output_layers and roles[use.name] == "colwise"
     }
-    gathered_alone -= {layer_use.name for layer_use in layer_uses.uses if id(layer_use) in sharded_ids}
+    gathered_alone -= {use.name for use in uses if id(use) in sharded_ids}
     # it has a partner whose units do not match
-    gathered_alone -= {
-        layer_use.name for pair in find_layer_pairs(layer_uses, roles) for layer_use in pair.colwise
-    }
+    gathered_alone -= {use.name for pair in pairs for use in pair.colwise}
     roles = {**roles, **dict.fromkeys(gathered_alone, "colwise_gather_output")}
-    unpaired_uses = [layer_use for layer_use in layer_uses.uses if roles[layer_use.name] in UNPAIRED_ROLES]
-    for layer_use in unpaired_uses:
-        parts |= {
-            name: part
-            for name, part in _param_splits(
-                layer_use.name, module.get_submodule(layer_use.name), roles[layer_use.name]
-            ).items()
-            if name not in parts
-        }
     sources: dict[tuple[str, int], int] = {}
     calls = []
-    for layer_use in layer_uses.uses:
-        if id(layer_use) in sharded_ids or roles[layer_use.name] in UNPAIRED_ROLES:
-            source = sources.setdefault((layer_use.block_call, layer_use.input_id), len(sources))
-            sizes = layer_use.in_numel // num_samples, layer_use.out_numel // num_samples
-            formula = (
-                find_norm_formula(module.get_submodule(layer_use.name))
-                if roles[layer_use.name] == "norm"
-                else None
+    for use in uses:
+        role = roles[use.name]
+        if role in UNPAIRED_ROLES:
+            for name, part in _param_splits(module, use.name, role).items():
+                parts.setdefault(name, part)
+        elif id(use) not in sharded_ids:
+            continue
+        calls.append(
+            LayerCall(
+                use.name,
+                use.block_call,
+                role,
+                sources.setdefault((use.block_call, use.input_id), len(sources)),
+                use.in_numel // num_samples,
+                use.out_numel // num_samples,
+                use.input_needs_grad,
+                find_norm_formula(module.get_submodule(use.name)) if role == "norm" else None,
             )
-            calls.append(
-                LayerCall(
-                    layer_use.name,
-                    layer_use.block_call,
-                    roles[layer_use.name],
-                    source,
-                    *sizes,
-                    layer_use.input_needs_grad,
-                    formula,
-                )
-            )
+        )
     return tuple(calls), parts
 
 
@@ -209,9 +188,10 @@ def is_weight_transposed(layer: nn.Module) -> bool:
 
 
 def _param_splits(
-    name: str, layer: nn.Module, role: str, dim_split: DimSplit | None = None
+    module: nn.Module, name: str, role: str, dim_split: DimSplit | None = None
 ) -> dict[str, ParamSplit]:
-    """The splits of a layer's parameters; a layer between a pair has none unless its split is known."""
+    """The splits of the parameters of layer `name`; one between a pair has none unless its split is known."""
+    layer = module.get_submodule(name)
     return {
         f"{name}.{leaf}": ParamSplit(
             role,

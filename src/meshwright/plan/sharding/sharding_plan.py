@@ -17,7 +17,7 @@ from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.model_spec.sequence_info import SequenceSharding
 from meshwright.plan.model_spec.stage_boundaries import StageSpec
-from meshwright.plan.sharding.flat_param import FlatParamSpec
+from meshwright.plan.sharding.flat_param import FlatParamSpec, ShardAlignment
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.placement import I, Layout, Placement, R
@@ -101,15 +101,14 @@ class ShardingPlan:
         """Whether `call` takes slices of the residual stream; a head that is a block of its own may too."""
         if call.block_call in self.sequence_sliced_calls or not call.takes_residual:
             return call.takes_residual
-        producers = [
-            flow.block_call
-            for flow in self.global_plan.model_spec.residual_flows
-            if flow.consumer == call.block_call
-        ]
         return (
             call.role == "lm_head"
             and call.name == call.block_call
-            and any(block_call in self.sequence_sliced_calls for block_call in producers)
+            and any(
+                flow.block_call in self.sequence_sliced_calls
+                for flow in self.global_plan.model_spec.residual_flows
+                if flow.consumer == call.block_call
+            )
         )
 
     def sequence_slice_ends(self) -> dict[str, tuple[bool, bool]]:
@@ -117,29 +116,21 @@ class ShardingPlan:
         be gathered.
         """
         logical = self.global_plan  # the next stage decides whether this one hands on slices
-        sliced = {
-            name
-            for param_sharding in logical.param_shardings
-            if param_sharding.sliced_dims
-            for name in param_sharding.param.names
+        sliced_params = {
+            name for each in logical.param_shardings if each.sliced_dims for name in each.param.names
         }
-        heads = [
-            call
+        sliced_calls = set(self.sequence_sliced_calls)
+        takes_slices = sliced_calls.union(
+            call.block_call
             for call in logical.model_spec.layer_calls
-            if call.role == "lm_head" and f"{call.name}.weight" in sliced
-        ]
-        slices = {
-            *self.sequence_sliced_calls,
-            *(call.block_call for call in heads if self.takes_sequence_slices(call)),
-        }
-        flows = [
-            flow
-            for flow in logical.model_spec.residual_flows
-            if flow.block_call in self.sequence_sliced_calls
-        ]
+            if call.role == "lm_head"
+            and f"{call.name}.weight" in sliced_params
+            and self.takes_sequence_slices(call)
+        )
         return {
-            flow.block_call: (flow.producer not in self.sequence_sliced_calls, flow.consumer not in slices)
-            for flow in flows
+            flow.block_call: (flow.producer not in sliced_calls, flow.consumer not in takes_slices)
+            for flow in logical.model_spec.residual_flows
+            if flow.block_call in sliced_calls
         }
 
     def map_param_shardings(
@@ -151,8 +142,7 @@ class ShardingPlan:
         return replace(
             self,
             param_shardings=tuple(
-                change(param_sharding) if param_sharding.param.trainable != frozen else param_sharding
-                for param_sharding in self.param_shardings
+                change(each) if each.param.trainable != frozen else each for each in self.param_shardings
             ),
         )
 
@@ -170,40 +160,27 @@ class ShardingPlan:
             self, block_calls_by_pp_rank=tuple(block_calls_by_pp_rank), split_points=split_points
         )
 
-        def shared(param_sharding: ParamSharding) -> ParamSharding:
-            tied = len(pipelined.pp_ranks_using(param_sharding.param)) > 1
-            return (
-                replace(
-                    param_sharding,
-                    layout=param_sharding.layout.with_placement("pp", R),
-                    grad_layout=param_sharding.grad_layout.with_placement("pp", I),
-                )
-                if tied
-                else param_sharding
-            )
+        def sum_if_tied(each: ParamSharding) -> ParamSharding:
+            if len(pipelined.pp_ranks_using(each.param)) == 1:
+                return each
+            layout = each.layout.with_placement("pp", R)
+            return replace(each, layout=layout, grad_layout=each.grad_layout.with_placement("pp", I))
 
-        return pipelined.map_param_shardings(shared)
+        return pipelined.map_param_shardings(sum_if_tied)
 
     def pp_ranks_using(self, param: ParamSpec) -> tuple[int, ...]:
         """The ranks along pp that use `param`, in a block or in glue."""
-        needing = (
-            set(self.global_plan.model_spec.block_calls_needing(param))
-            if self.block_calls_by_pp_rank
-            else set()
-        )
-        return tuple(
-            i for i, stage in enumerate(self.block_calls_by_pp_rank) if not needing.isdisjoint(stage)
-        ) or (0,)
+        if not self.block_calls_by_pp_rank:
+            return (0,)
+        needing = set(self.global_plan.model_spec.block_calls_needing(param))
+        users = (i for i, calls in enumerate(self.block_calls_by_pp_rank) if not needing.isdisjoint(calls))
+        return tuple(users) or (0,)
 
     @property
     def logical_param_shardings(self) -> tuple[ParamSharding, ...]:
         """The shardings of this rank's parameters before they were sliced."""
-        local = {param_sharding.param.name for param_sharding in self.param_shardings}
-        return tuple(
-            param_sharding
-            for param_sharding in self.global_plan.param_shardings
-            if param_sharding.param.name in local
-        )
+        local = {each.param.name for each in self.param_shardings}
+        return tuple(each for each in self.global_plan.param_shardings if each.param.name in local)
 
     @property
     def stages(self) -> tuple[StageSpec, ...]:
@@ -250,9 +227,9 @@ class ShardingPlan:
         """
         sliced = {
             axis
-            for param_sharding in self.global_plan.param_shardings
-            if param_sharding.param.trainable
-            for axis in param_sharding.grad_layout.axes_with("S")
+            for each in self.global_plan.param_shardings
+            if each.param.trainable
+            for axis in each.grad_layout.axes_with("S")
         }
         return tuple(
             axis for axis in AXES if axis in sliced or (axis == "pp" and self.block_calls_by_pp_rank)
@@ -261,9 +238,7 @@ class ShardingPlan:
     @property
     def param_slice_axes(self) -> tuple[str, ...]:
         """The axes along which ranks have slices of parameters, outermost first."""
-        sliced = {
-            axis for param_sharding in self.global_plan.param_shardings for axis in param_sharding.sliced_dims
-        }
+        sliced = {axis for each in self.global_plan.param_shardings for axis in each.sliced_dims}
         return tuple(axis for axis in AXES if axis in sliced)
 
     @property
@@ -313,56 +288,36 @@ class ShardingPlan:
         if logical.block_calls_by_pp_rank:
             model_spec = model_spec.restricted_to(logical.block_calls_by_pp_rank[coordinate["pp"]])
             local = {param.name: param.block_calls for param in model_spec.params}
-            kept = (
-                param_sharding for param_sharding in param_shardings if param_sharding.param.name in local
-            )
             param_shardings = tuple(
-                replace(
-                    param_sharding,
-                    param=replace(param_sharding.param, block_calls=local[param_sharding.param.name]),
-                )
-                for param_sharding in kept
+                replace(each, param=replace(each.param, block_calls=local[each.param.name]))
+                for each in param_shardings
+                if each.param.name in local
             )
-        param_shardings = tuple(
-            logical._sliced(param_sharding, coordinate) for param_sharding in param_shardings
-        )
         return replace(
             logical,
             model_spec=model_spec,
-            param_shardings=param_shardings,
+            param_shardings=tuple(logical._sliced(each, coordinate) for each in param_shardings),
             all_ranks=logical,
             coordinate=tuple(coordinate.items()),
         )
 
     def slice_range(self, name: str, axis: str) -> tuple[int, int]:
         """The index range of this rank of parameter `name` along the dim that is sliced over `axis`."""
-        param_sharding = next(
-            param_sharding
-            for param_sharding in self.global_plan.param_shardings
-            if param_sharding.param.name == name
-        )
-        (found,) = param_sharding.param.dim_split(param_sharding.sliced_dims[axis]).ranges(
-            dict(self.coordinate)[axis], self.mesh.size(axis)
-        )
-        return found
+        found = next(each for each in self.global_plan.param_shardings if each.param.name == name)
+        dim_split = found.param.dim_split(found.sliced_dims[axis])
+        (index_range,) = dim_split.ranges(dict(self.coordinate)[axis], self.mesh.size(axis))
+        return index_range
 
     def dim_shards(
         self, param_sharding: ParamSharding, coordinate: Mapping[str, int]
     ) -> tuple[DimShard, ...]:
         """The shard of the rank at `coordinate` for each sliced dim of a parameter."""
-        found = []
-        for dim in dict.fromkeys(
-            param_sharding.sliced_dims[axis] for axis in AXES if axis in param_sharding.sliced_dims
-        ):
-            axes = tuple(axis for axis in AXES if param_sharding.sliced_dims.get(axis) == dim)
-            found.append(
-                DimShard(
-                    axes,
-                    param_sharding.param.dim_split(dim),
-                    self.mesh.group_size(axes),
-                    self.mesh.index(coordinate, axes),
-                )
-            )
+        found, sliced_dims = list[DimShard](), param_sharding.sliced_dims
+        for dim in dict.fromkeys(sliced_dims[axis] for axis in AXES if axis in sliced_dims):
+            axes = tuple(axis for axis in AXES if sliced_dims.get(axis) == dim)
+            dim_split = param_sharding.param.dim_split(dim)
+            index = self.mesh.index(coordinate, axes)
+            found.append(DimShard(axes, dim_split, self.mesh.group_size(axes), index))
         return tuple(found)
 
     def _sliced(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
@@ -397,40 +352,27 @@ class ShardingPlan:
         equal groups.
         """
         found: dict[tuple, list[ParamSharding]] = {}
-        logical_shardings = self.logical_param_shardings
-        logical = {param_sharding.param.name: param_sharding.param for param_sharding in logical_shardings}
-        uneven_names = {
-            param_sharding.param.name
-            for param_sharding in logical_shardings
-            if self._is_uneven(param_sharding)
-        }
-        for param_sharding in self.param_shardings:
-            if param_sharding.param.trainable != frozen:
-                param = param_sharding.param
-                alignment = (
-                    (param_sharding.shard_alignment, param_sharding.owner_axes)
-                    if param_sharding.flat_shard_axes
-                    else ()
-                )
-                is_own_group, reductions = param.name in uneven_names, param_sharding.grad_reductions()
-                users = (
-                    (logical[param.name].block_calls, self.pp_ranks_using(logical[param.name]))
-                    if "pp" in reductions
-                    else (param.block_calls, ())
-                )
-                key = (
-                    users,
-                    param.dtype,
-                    tuple(reductions.items()),
-                    param_sharding.flat_shard_axes,
-                    param_sharding.is_stored_sharded,
-                    alignment,
-                    is_own_group,
-                )
-                found.setdefault(key, []).append(param_sharding)
+        logical = {each.param.name: each for each in self.logical_param_shardings}
+        for each in self.param_shardings:
+            if each.param.trainable == frozen:
+                continue
+            unsliced, reductions = logical[each.param.name], each.grad_reductions()
+            users = (each.param.block_calls, ())
+            if "pp" in reductions:
+                users = (unsliced.param.block_calls, self.pp_ranks_using(unsliced.param))
+            key = (
+                users,
+                self._is_uneven(unsliced),
+                each.param.dtype,
+                tuple(reductions.items()),
+                each.flat_shard_axes,
+                each.is_stored_sharded,
+                (each.shard_alignment, each.owner_axes) if each.flat_shard_axes else (),
+            )
+            found.setdefault(key, []).append(each)
         groups = [
-            self._param_group(param_shardings, *key[0], uneven=param_shardings[0].param.name in uneven_names)
-            for key, param_shardings in found.items()
+            self._param_group(members, *users, uneven=uneven)
+            for (users, uneven, *_), members in found.items()
         ]
         return tuple(sorted(groups, key=self._completion))
 
@@ -443,10 +385,7 @@ class ShardingPlan:
         S(flat).
         """
         found = {}
-        full_numels = {
-            param_sharding.param.name: param_sharding.param.numel
-            for param_sharding in self.global_plan.param_shardings
-        }
+        full_numels = {each.param.name: each.param.numel for each in self.global_plan.param_shardings}
         for group in self.all_param_groups():
             axes = group.param_shardings[0].flat_shard_axes
             if axes:
@@ -456,12 +395,18 @@ class ShardingPlan:
                 )
         return found
 
+    def shard_alignments(self) -> dict[str, ShardAlignment]:
+        """How finely the optimizer lets the parameters be cut that are sharded or sliced, by name."""
+        return {
+            each.param.name: each.shard_alignment
+            for each in self.param_shardings
+            if each.flat_shard_axes or each.sliced_dims
+        }
+
     def unreduced_params(self) -> Iterator[ParamSharding]:
         """The parameters whose gradients would reach the optimizer as partial sums."""
         return (
-            param_sharding
-            for param_sharding in self.param_shardings
-            if param_sharding.param.trainable and param_sharding.grad_layout.axes_with("P")
+            each for each in self.param_shardings if each.param.trainable and each.grad_layout.axes_with("P")
         )
 
     def _is_uneven(self, param_sharding: ParamSharding) -> bool:

@@ -34,11 +34,7 @@ FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
 FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that run in the model's forward, block by block
 INPUT_GRAD_KINDS = ("B", "I")  # kinds that compute the input gradient of a block call
-# Kinds that compute parameter gradients and free saved activations.
-WEIGHT_GRAD_KINDS = (
-    "B",
-    "W",
-)
+WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that compute parameter gradients and free saved activations
 PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that use the parameters of their block
 BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
 COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64
@@ -229,37 +225,20 @@ class _StageCallActions:
         self.scratch_in_use: tuple[str, ...] = ()
 
     def actions(self, stage_calls: StageCalls) -> list[Action]:
-        if stage_calls.kind == "F":
-            return [
-                self._forward(block_call, stage_calls.microbatch) for block_call in stage_calls.block_calls
-            ]
-        if stage_calls.kind == "STEP":
+        kind, block_calls, microbatch = stage_calls
+        if kind == "F":
+            return [self._forward(block_call, microbatch) for block_call in block_calls]
+        if kind == "STEP":
             return self._step(stage_calls)
-        if stage_calls.kind == "W":
-            return [
-                self._backward(block_call, stage_calls.microbatch, "W", ())
-                for block_call in reversed(stage_calls.block_calls)
-            ]
-        ends = (
-            self._sharding.computes_loss
-            and self._sharding.model_spec.block_calls[-1] in stage_calls.block_calls
-        )
-        loss = [self._loss(stage_calls.microbatch)] if ends else []
+        at_end = self._sharding.computes_loss and self._sharding.model_spec.block_calls[-1] in block_calls
+        loss = [self._loss(microbatch)] if at_end and kind != "W" else []
         waits = tuple(action.name for action in loss)
-        if stage_calls.kind == "I":
-            return [
-                *loss,
-                *(
-                    self._inputs(block_call, stage_calls.microbatch, waits)
-                    for block_call in reversed(stage_calls.block_calls)
-                ),
-            ]
+        if kind == "I":
+            inputs = [self._inputs(block_call, microbatch, waits) for block_call in reversed(block_calls)]
+            return [*loss, *inputs]
         return [
             *loss,
-            *(
-                self._backward(block_call, stage_calls.microbatch, "B", waits)
-                for block_call in reversed(stage_calls.block_calls)
-            ),
+            *(self._backward(block_call, microbatch, kind, waits) for block_call in reversed(block_calls)),
         ]
 
     def _step(self, stage_calls: StageCalls) -> list[Action]:
@@ -401,23 +380,15 @@ class _StageCallActions:
         frees, self.scratch_in_use = (*frees, *self.scratch_in_use), (SCRATCH,)
         share, num_samples = self._shares[block_call], self._micro_batch
         if kind == "W":
-            flops = share.weight_grad_flops * num_samples
-            return Action(
-                "W",
-                block_call,
-                microbatch,
-                waits=(f"I({block_call}, {microbatch})",),
-                flops=flops,
-                allocations=tuple(allocations),
-                frees=frees,
-            )
-        waits = (f"F({block_call}, {microbatch})", *waits)
+            waits, flops = (f"I({block_call}, {microbatch})",), share.weight_grad_flops
+        else:
+            waits, flops = (f"F({block_call}, {microbatch})", *waits), 2 * share.flops
         return Action(
-            "B",
+            kind,
             block_call,
             microbatch,
             waits=waits,
-            flops=2 * share.flops * num_samples,
+            flops=flops * num_samples,
             allocations=tuple(allocations),
             frees=frees,
         )
