@@ -1,7 +1,7 @@
 """Measures how many planted faults the test suite notices: mutation testing with faults chosen by hand.
 
     python -m benchmarks.mutants                      every mutant, first the default tier, then the full one
-    python -m benchmarks.mutants --tier default       the default tier alone
+    python -m benchmarks.mutants --until nearest      the stages mirrored and importers alone
     python -m benchmarks.mutants --only NAME ...      these mutants alone
     python -m benchmarks.mutants --check              apply every mutant and compile it; run no test
 
@@ -20,6 +20,9 @@ first failure:
 A test that fails catches a mutant only if it passes in a copy without the fault; else it is deselected and
 the stage runs again. A hang (the timeout of a test, or of a whole stage) counts as caught and is recorded
 as such.
+
+All mutants meet the nearest tests before a survivor meets the others, and those of the default tier before
+the full one.
 
 Cost: seconds for most mutants, the time of both tiers for one that survives. Rows are kept in
 benchmarks/scratch by commit, so a run goes on where it was stopped. The result `suite_power` is written
@@ -64,6 +67,12 @@ PASSED, NOTHING_COLLECTED, INTERNAL_ERROR, USAGE_ERROR = 0, 5, 3, 4  # exit code
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 TIMEOUT_WORDS = ("from pytest-timeout", "+ Timeout +")
 How = Literal["", "test", "timeout", "error"]
+Depth = Literal["nearest", "default", "full"]
+PASSES: dict[Depth, tuple[str, ...]] = {
+    "nearest": ("mirrored", "importers"),
+    "default": ("rest",),
+    "full": ("full",),
+}  # stages of the passes over all mutants: what is caught cheaply is caught first
 Row = Mapping[str, object]
 
 
@@ -226,16 +235,16 @@ class Runner:
     num_processes: int = 1
     _fail_anyway: set[str] = field(default_factory=set)
 
-    def run(self, mutant: Mutant, tier: Tier, before: Row | None = None) -> dict[str, object]:
-        """Returns the row of a mutant after the stages of `tier`; `before` is its row of the default tier."""
+    def run(self, mutant: Mutant, depth: Depth, before: Row | None = None) -> dict[str, object]:
+        """Returns the row of a mutant after the stages of a pass; `before` is its row of the pass before."""
         spent_s = float(str(before["seconds"])) if before else 0.0
-        started, row = time.monotonic(), _row(mutant, f"survived {tier}")
+        started, row = time.monotonic(), _row(mutant, f"survived {depth}")
         with self.mutated.planted(mutant):
             for stage in stages(mutant.path, self.graph, self.tiers):
-                outcome = self._run_stage(stage) if stage.tier == tier else Outcome("")
+                outcome = self._run_stage(stage) if stage.name in PASSES[depth] else Outcome("")
                 if outcome.how:
                     caught_by = outcome.test or outcome.tail[-200:]
-                    row |= {"tier": tier, "stage": stage.name, "how": outcome.how, "caught_by": caught_by}
+                    row |= {"tier": stage.tier, "stage": stage.name, "how": outcome.how, "caught_by": caught_by}
                     break
         return {**row, "seconds": round(spent_s + time.monotonic() - started, 1)}
 
@@ -283,13 +292,11 @@ def known_rows(rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> dict[str, 
     return {name: row for name, row in rows.items() if digests.get(name) == row["digest"]}
 
 
-def run_all(mutants: Sequence[Mutant], tier: Tier, num_processes: int, num_workers: int) -> dict[str, Row]:
+def run_all(mutants: Sequence[Mutant], last: Depth, num_processes: int, num_workers: int) -> dict[str, Row]:
     """Runs what no stored row answers, `num_workers` mutants at a time; returns all rows that are known."""
     kept, graph, files = Kept(NAME), ImportGraph(ROOT), tracked_files()
     known = known_rows(kept.read(), mutants)
     tiers = tomllib.loads((ROOT / "tests" / "tiers.toml").read_text(encoding="utf-8"))
-    # the default tier of every mutant comes before the full tier of a survivor
-    passes: list[Tier] = ["default", "full"] if tier == "full" else ["default"]
     with TemporaryDirectory(prefix="mutants-") as folder:
         runners: SimpleQueue[Runner] = SimpleQueue()
         for number in range(num_workers):
@@ -297,10 +304,10 @@ def run_all(mutants: Sequence[Mutant], tier: Tier, num_processes: int, num_worke
             mutated, unchanged = (Copy(each, files) for each in folders)
             runners.put(Runner(mutated, unchanged, graph, tiers, num_processes))
 
-        def run_one(mutant: Mutant, tier: Tier) -> None:
+        def run_one(mutant: Mutant, depth: Depth) -> None:
             runner = runners.get()
             try:
-                row = runner.run(mutant, tier, known.get(mutant.name))
+                row = runner.run(mutant, depth, known.get(mutant.name))
             finally:
                 runners.put(runner)
             kept.add(row)
@@ -309,14 +316,22 @@ def run_all(mutants: Sequence[Mutant], tier: Tier, num_processes: int, num_worke
             print(f"{words}  {row['caught_by']}", flush=True)
 
         with ThreadPoolExecutor(num_workers) as pool:
-            for each in passes:
-                todo = [mutant for mutant in mutants if not _is_answered(known.get(mutant.name), each)]
-                list(pool.map(partial(run_one, tier=each), todo))
+            for depth in PASSES:
+                if _rank(depth) <= _rank(last):
+                    todo = [mutant for mutant in mutants if not _is_answered(known.get(mutant.name), depth)]
+                    list(pool.map(partial(run_one, depth=depth), todo))
     return known
 
 
-def _is_answered(row: Row | None, tier: Tier) -> bool:
-    return row is not None and (tier == "default" or row["tier"] != "survived default")
+def _rank(depth: object) -> int:
+    return [*PASSES].index(depth)
+
+
+def _is_answered(row: Row | None, depth: Depth) -> bool:
+    if row is None:
+        return False
+    survived = str(row["tier"]).removeprefix("survived ")
+    return survived == row["tier"] or _rank(survived) >= _rank(depth)
 
 
 def shares(rows: Iterable[Row]) -> dict[Tier, float]:
@@ -364,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=CLAIM)
     option = parser.add_argument
     option("--only", nargs="+", default=(), metavar="NAME", help="run these mutants alone")
-    option("--tier", choices=("default", "full"), default="full", help="the last tier to run")
+    option("--until", choices=list(PASSES), default="full", help="the last pass: nearest tests, a whole tier")
     option("--workers", type=int, default=1, help="mutants at a time")
     option("--processes", type=int, default=1, help="of pytest, for the stages rest and full")
     option("--check", action="store_true", help="apply every mutant, and run no test")
@@ -379,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(mutants)} mutants apply and compile")
         return 0
     chosen = [mutant for mutant in mutants if not args.only or mutant.name in args.only]
-    rows = run_all(chosen, args.tier, args.processes, args.workers)
+    rows = run_all(chosen, args.until, args.processes, args.workers)
     share = shares(rows.values())
     caught = ", ".join(f"the {tier} tier catches {part:.1%}" for tier, part in share.items())
     print(f"{len(rows)} mutants: {caught}")

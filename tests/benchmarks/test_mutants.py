@@ -90,19 +90,19 @@ def test_two_mutants_of_one_name_are_refused(tmp_path: Path):
 
 
 def test_a_fault_is_caught_by_the_first_test_that_passes_without_it(runner: Runner):
-    row = runner.run(SUM, "default")
+    row = runner.run(SUM, "nearest")
     assert (row["tier"], row["stage"], row["how"]) == ("default", "mirrored", "test")
     assert row["caught_by"] == ADD, "the other test fails without the fault too"
     assert (runner.mutated.root / SUM.path).read_text() == TREE[SUM.path], "the file is restored"
 
 
 def test_a_fault_that_no_test_sees_survives(runner: Runner):
-    row = runner.run(replace(SUM, old="return a\n", new="return -a\n"), "default")
-    assert (row["tier"], row["caught_by"]) == ("survived default", "")
+    row = runner.run(replace(SUM, old="return a\n", new="return -a\n"), "nearest")
+    assert (row["tier"], row["caught_by"]) == ("survived nearest", "")
 
 
 def test_a_hang_counts_as_caught_and_is_recorded_as_one(runner: Runner):
-    row = runner.run(replace(SUM, old="return a\n", new="while a: pass\n"), "default")
+    row = runner.run(replace(SUM, old="return a\n", new="while a: pass\n"), "nearest")
     assert (row["tier"], row["how"], row["caught_by"]) == ("default", "timeout", "no end after 900.0 s")
 
 

@@ -97,18 +97,11 @@ class Executor:
         )
         self._base_lrs = [group["lr"] for group in all_param_groups(self.optimizers)]
         self._initial_group_numbers = param_group_numbers(self.optimizers)
-        self._block_collectives = BlockCollectives(state)
-        self._module_patches = ModulePatches(state.trained_module.module)
-        self._sequence_runner = make_sequence_runner(plan, state)
-        self._chunked_loss = ChunkedLossRuntime(plan, state, self._module_patches)
-        runtime = Runtime(
-            plan,
-            state,
-            self.flat_params,
-            self._block_collectives,
-            self._module_patches,
-            self._sequence_runner,
-        )
+        collectives = self._block_collectives = BlockCollectives(state)
+        patches = self._module_patches = ModulePatches(state.trained_module.module)
+        runner = self._sequence_runner = make_sequence_runner(plan, state)
+        self._chunked_loss = ChunkedLossRuntime(plan, state, patches)
+        runtime = Runtime(plan, state, self.flat_params, collectives, patches, runner)
         bound: dict[str, Handler] = {}
         # before the driver replaces the forwards of blocks: a block may be a patched layer itself
         for strategy in plan.strategies:
@@ -122,7 +115,7 @@ class Executor:
         self._update = OptimizerUpdate(
             plan, state, self.flat_params, self.optimizers, is_user_made=optimizer is not None
         )
-        self._stage_io = make_stage_io(plan, state, self._driver, self._sequence_runner)
+        self._stage_io = make_stage_io(plan, state, self._driver, runner)
         self._lockstep_forward = LockstepForward(plan, state, self._driver)
         self._actions = ActionHandlers(
             plan,
@@ -130,10 +123,10 @@ class Executor:
             self.flat_params,
             self._update,
             self._driver,
-            self._block_collectives,
+            collectives,
             stateless_rng,
             self._stage_io,
-            self._sequence_runner,
+            runner,
         )
         self._gradient_noise = GradientNoiseScale(plan, state, self._actions)
         handlers: dict[str, Handler] = self._actions.handlers | self._gradient_noise.handlers
