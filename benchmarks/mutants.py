@@ -244,7 +244,12 @@ class Runner:
                 outcome = self._run_stage(stage) if stage.name in PASSES[depth] else Outcome("")
                 if outcome.how:
                     caught_by = outcome.test or outcome.tail[-200:]
-                    row |= {"tier": stage.tier, "stage": stage.name, "how": outcome.how, "caught_by": caught_by}
+                    row |= {
+                        "tier": stage.tier,
+                        "stage": stage.name,
+                        "how": outcome.how,
+                        "caught_by": caught_by,
+                    }
                     break
         return {**row, "seconds": round(spent_s + time.monotonic() - started, 1)}
 
@@ -323,8 +328,8 @@ def run_all(mutants: Sequence[Mutant], last: Depth, num_processes: int, num_work
     return known
 
 
-def _rank(depth: object) -> int:
-    return [*PASSES].index(depth)
+def _rank(depth: str) -> int:
+    return [str(each) for each in PASSES].index(depth)
 
 
 def _is_answered(row: Row | None, depth: Depth) -> bool:
@@ -379,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=CLAIM)
     option = parser.add_argument
     option("--only", nargs="+", default=(), metavar="NAME", help="run these mutants alone")
-    option("--until", choices=list(PASSES), default="full", help="the last pass: nearest tests, a whole tier")
+    option("--until", choices=list(PASSES), default="full", help="the last pass over the mutants")
     option("--workers", type=int, default=1, help="mutants at a time")
     option("--processes", type=int, default=1, help="of pytest, for the stages rest and full")
     option("--check", action="store_true", help="apply every mutant, and run no test")
