@@ -19,7 +19,6 @@ LONG_FUNCTIONS = {
     "model/pipeline/stage_forward.py": 65,
     "model/sequence_analysis/analysis.py": 68,
     "model/sequence_analysis/block_trace.py": 82,
-    "model/trial/trial.py": 68,
 }
 HOMELESS = frozenset({"util", "utils", "helper", "helpers", "common", "misc", "base", "manager", "managers"})
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.Match, ast.AsyncFor, ast.AsyncWith)

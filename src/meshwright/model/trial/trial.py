@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -204,32 +204,22 @@ def _run_trial(
         findings.layer_uses.live_inputs.clear()
         for handle in handles:
             handle.remove()
-    findings.outputs, findings.table_uses, findings.untracked_write_lines = (
-        outputs,
-        tables.uses,
-        observer.untracked_writes.lines,
-    )
+    findings.outputs, findings.table_uses = outputs, tables.uses
+    findings.untracked_write_lines = observer.untracked_writes.lines
     findings.written_buffers = [
         name for name, now in _buffer_versions(module).items() if now != versions_before.get(name)
     ]
     findings.flops = [(end - start) // PROBE_BATCH for start, end in pairwise(totals)]
-    findings.output_numel = [
-        sum(leaf.numel() for _, leaf in block_call.outputs) // PROBE_BATCH
-        for block_call in forward_pass.block_calls.values()
-    ]
-    saved_activations.exclude([*module.parameters(), *module.buffers()])
-    saved_activations.exclude(
-        leaf for block_call in forward_pass.block_calls.values() for _, leaf in block_call.outputs
-    )
+    block_outputs = [[leaf for _, leaf in each.outputs] for each in forward_pass.block_calls.values()]
+    findings.output_numel = [sum(leaf.numel() for leaf in found) // PROBE_BATCH for found in block_outputs]
+    saved_activations.exclude([*module.parameters(), *module.buffers(), *chain(*block_outputs)])
     findings.saved_numel = [numel // PROBE_BATCH for numel in saved_activations.numel(findings.block_calls)]
     findings.layer_ranges, findings.saved_storages = layer_ranges, saved_activations.saved_storages()
     findings.num_captured = dict(Counter(forward_pass.side_channels.values()))
     leaf_users = split_graph(forward_pass, final_call).users
     findings.param_users = {name: set(leaf_users.get(key, ())) for key, name in names.items()}
-    for tensor in tree_tensors(
-        outputs
-    ):  # a parameter among the outputs takes its gradient straight from the loss
-        if id(tensor) in names:
+    for tensor in tree_tensors(outputs):
+        if id(tensor) in names:  # a parameter among the outputs takes its gradient straight from the loss
             findings.param_users[names[id(tensor)]].add(ROOT)
     return findings
 
