@@ -42,7 +42,7 @@ from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
-from meshwright.model.trial.divisible_layers import find_divisible_layers, traced_roles
+from meshwright.model.trial.divisible_layers import DivisibleLayers, find_divisible_layers, traced_roles
 from meshwright.model.trial.trial import (
     PROBE_BATCH,
     TrialFindings,
@@ -64,12 +64,9 @@ SECOND_BATCH_SIZE = 5
 # findings, draw sites, and the outputs that the loss reads
 TrialResult = tuple[TrialFindings, DrawSites, tuple[BatchTensor, ...]]
 NUMPY_RANDOM_NOTE = (
-    "the forward draws numbers with numpy.random: if they reach its outputs, "
-    "results depend on the plan; draw with"
-)
-NUMPY_RANDOM_NOTE += (
-    " torch.rand, or turn off what draws (in transformers' models of speech "
-    "apply_spec_augment, or a layer drop)"
+    "the forward draws numbers with numpy.random: if they reach its outputs, results depend on the plan; "
+    "draw with torch.rand, or turn off what draws (in transformers' models of speech apply_spec_augment, or "
+    "a layer drop)"
 )
 FindLossInputs = Callable[[Any, Any], tuple[BatchTensor, ...]]
 
@@ -209,6 +206,7 @@ def analyze(
     plan = loaded_model.deferred_init
     _check_example(example)
     inputs = {key: value for key, value in example.items() if key not in target_names}
+    targets = {key: value for key, value in example.items() if key in target_names}
     module = plan.instantiate()
     names = tuple(find_blocks(module, loaded_model.blocks or ()))
     loss_spec = loss_spec or LossSpec(_missing_loss, target_names)
@@ -223,18 +221,55 @@ def analyze(
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
-    owners_by_id = param_owners(module, get_blocks(module, names))
-    holders = {name: owners_by_id.get(id(parameter), []) for name, parameter in module.named_parameters()}
-    hidden = hidden_matrices(module)
     divisible = find_divisible_layers(
         module, findings, layer_roles, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs)
     )
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
-    weights = tuple(
+    model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
+    model_spec = replace(
+        add_residual_stream(model_spec, plan, names, inputs),
+        has_dropout=bool(sites.layouts),
+        inputs=batch_columns(inputs),
+        targets=batch_columns(targets),
+        outputs=outputs,
+        needs_global_batch=other,
+        loss_saved_numel=loss_saved_numel(loss_spec, example_samples, findings.outputs) // PROBE_BATCH,
+    )
+    unused = (each.name for each in model_spec.trainable if not findings.param_users[each.name])
+    clear_fake_caches(module)
+    return AnalyzedModel(
+        plan,
+        names,
+        model_spec,
+        sites,
+        {key: value.detach()[:1].clone() for key, value in example.items()},
+        loaded_model,
+        written_buffers=tuple(findings.written_buffers),
+        attention_calls=tuple(dict.fromkeys(findings.attention_calls)),
+        num_captured=findings.num_captured,
+        unused_params=tuple(unused),
+        example_samples={key: value.detach() for key, value in example_samples.items()},
+        loss_spec=loss_spec,
+        table_uses=tuple(findings.table_uses),
+        untracked_write_lines=tuple(findings.untracked_write_lines),
+    )
+
+
+def _build_model_spec(
+    loaded_model: LoadedModel,
+    module: nn.Module,
+    block_names: tuple[str, ...],
+    findings: TrialFindings,
+    divisible: DivisibleLayers,
+) -> ModelSpec:
+    plan, hidden = loaded_model.deferred_init, hidden_matrices(module)
+    owners_by_id = param_owners(module, get_blocks(module, block_names))
+    owners = {name: owners_by_id.get(id(parameter), []) for name, parameter in module.named_parameters()}
+    params = tuple(
         ParamSpec(
             name,
             entry.shape,
-            param_block_calls(holders[name], findings.param_users[name], findings.block_calls),
+            param_block_calls(owners[name], findings.param_users[name], findings.block_calls),
             entry.requires_grad,
             entry.aliases,
             str(entry.dtype).removeprefix("torch.") if plan.keeps_dtype(name) else "",
@@ -246,73 +281,22 @@ def analyze(
         )
         for name, entry in plan.logical_params.items()
     )
-    numel, flops = tuple(findings.output_numel), tuple(findings.flops)
-    notes = (
-        tuple(_model_notes(names == (WHOLE_MODEL,) and not loaded_model.blocks, weights, findings))
-        + divisible.notes
-    )
-    model_spec = ModelSpec(
+    in_one_block = block_names == (WHOLE_MODEL,) and not loaded_model.blocks
+    return ModelSpec(
         loaded_model.name,
         tuple(findings.block_calls),
-        weights,
-        numel,
-        flops,
-        bool(sites.layouts),
-        findings.writes_in_place,
-        notes,
-    )
-    targeted = {key: value for key, value in example.items() if key in target_names}
-    batch = batch_columns(inputs), batch_columns(targeted)
-    model_spec = replace(
-        model_spec,
-        inputs=batch[0],
-        targets=batch[1],
-        outputs=outputs,
-        needs_global_batch=other,
+        params,
+        tuple(findings.output_numel),
+        tuple(findings.flops),
+        writes_in_place=findings.writes_in_place,
+        notes=(*_model_notes(in_one_block, params, findings), *divisible.notes),
         pretrained_source=plan.pretrained_source,
-    )
-    model_spec = replace(
-        model_spec,
         saved_numel=tuple(findings.saved_numel),
+        user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         layer_calls=divisible.calls,
         logits=divisible.logits,
-    )
-    model_spec = replace(
-        model_spec,
         size_attributes=divisible.size_attributes,
         per_head_inputs=divisible.per_head_inputs,
-        user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
-    )
-    model_spec = replace(
-        add_residual_stream(model_spec, plan, names, inputs),
-        loss_saved_numel=loss_saved_numel(loss_spec, example_samples, findings.outputs) // PROBE_BATCH,
-    )
-    one_sample = {key: value.detach()[:1].clone() for key, value in example.items()}
-    unused = tuple(
-        name
-        for name, entry in plan.logical_params.items()
-        if entry.requires_grad and not findings.param_users[name]
-    )
-    example_samples = {key: value.detach() for key, value in example_samples.items()}
-    clear_fake_caches(module)
-    remaining = (
-        tuple(findings.written_buffers),
-        tuple(dict.fromkeys(findings.attention_calls)),
-        findings.num_captured,
-        unused,
-    )
-    return AnalyzedModel(
-        plan,
-        names,
-        model_spec,
-        sites,
-        one_sample,
-        loaded_model,
-        *remaining,
-        example_samples,
-        loss_spec,
-        tuple(findings.table_uses),
-        tuple(findings.untracked_write_lines),
     )
 
 
