@@ -21,7 +21,7 @@ def test_so_many_turns_as_hands_time_every_cell_once_and_make_a_profile():
     sizes = bench_sizes("cpu")
     assert len(keys) == len(set(keys))
     assert {each for kind, each in keys if kind == "product"} == {
-        each for each in sizes.products if prod(each) <= MOST
+        each for each in sizes.matmuls if prod(each) <= MOST
     }
     assert {each for kind, each in keys if kind == "both"} == set(sizes.attention)
     assert {each for kind, each in keys if kind == "computed"} == set(COMPUTE_HEAVY_OPS)

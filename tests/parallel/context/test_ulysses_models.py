@@ -138,5 +138,5 @@ def test_layers_that_are_frozen_in_part_send_gradients_of_what_learns() -> None:
         parameter.requires_grad_("q_proj" in name or "head" in name)
     reading = analyze(model, batches(1, ROWS)[0])
     first, second = reading.sequence_info.attention_calls
-    assert (first.learns, second.learns) == ((True, False, False), (True, True, True))
+    assert (first.qkv_need_grad, second.qkv_need_grad) == ((True, False, False), (True, True, True))
     equal(reading, Mesh(cp=3), Ulysses(), COPIES)
