@@ -9,11 +9,9 @@ from tests.house.source import PACKAGE, Finding, Rule, Source
 MAX_FILE, MAX_FUNCTION, MAX_NESTING = 450, 60, 4
 # What is over the limit today. A number may only go down; an entry goes when its file or function fits.
 LONG_FILES = {
-    "model/pipeline/liveness.py": 500,
     "model/sequence_analysis/block_trace.py": 455,
 }
 LONG_FUNCTIONS = {
-    "model/pipeline/forward_graph.py": 72,
     "model/pipeline/stage_forward.py": 65,
     "model/sequence_analysis/analysis.py": 68,
     "model/sequence_analysis/block_trace.py": 82,
