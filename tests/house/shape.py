@@ -12,7 +12,6 @@ LONG_FILES = {
     "model/sequence_analysis/block_trace.py": 455,
 }
 LONG_FUNCTIONS = {
-    "model/pipeline/stage_forward.py": 65,
     "model/sequence_analysis/analysis.py": 68,
     "model/sequence_analysis/block_trace.py": 82,
 }
