@@ -9,7 +9,7 @@ or a glue operation. A rank that runs one stage replaces the block calls of othe
     layers.1   returns (ValueRef("layers.1"), ValueRef(input_index=3))        the second is its input number 3
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -109,6 +109,15 @@ class ForwardRecord:
     boundary_blockers: list[tuple[str, str | None, str, str]] = field(default_factory=list)
     root_params: dict[str, list[str]] = field(default_factory=dict)
 
+    def close_boundaries(self, first: str, why: str, fix: str, last: str | None = None) -> None:
+        """Closes the boundaries after block call `first`, up to that before `last` (None: to the end)."""
+        self.boundary_blockers.append((first, last, why, fix))
+
+    def in_order(self, block_calls: Iterable[str]) -> tuple[str, ...]:
+        """Returns `block_calls` in the order of the forward, each once."""
+        index = {block_call: number for number, block_call in enumerate(self.block_calls)}
+        return tuple(sorted(set(block_calls), key=index.__getitem__))
+
     def closed_boundaries(self) -> Iterator[ClosedBoundary]:
         """Yields each closed boundary once, with its first reason."""
         index = {block_call: number for number, block_call in enumerate(self.block_calls)}
@@ -171,61 +180,58 @@ def build_forward_graph(
         name: tuple(_fit_dim_sizes(value.shape, second_record.values[name].shape, batch_sizes))
         for name, value in first_record.values.items()
     }
-    index = {block_call: number for number, block_call in enumerate(first_record.block_calls)}
-    used = {name: list(block_calls) for name, block_calls in first_record.consumers.items()}
-    for name in reversed(first_record.values):  # a use of a view is a use of its base
-        base = first_record.values[name].base_value
-        if base:
-            used.setdefault(base, []).extend(used.pop(name, []))
     values = []
-    for name, value in first_record.values.items():
-        users = sorted(set(used.get(name, ())), key=index.__getitem__)
-        if users and index[users[-1]] > index[value.producer]:
-            if any(fixed < 0 for fixed, _ in dims[name]):
-                shapes = (
-                    f"{list(value.shape)} of {batch_sizes[0]} samples and "
-                    f"{list(second_record.values[name].shape)} of "
-                    f"{batch_sizes[1]}"
-                )
-                what = (
-                    f"'{name}', which is live there, has the shape {shapes}: it compares samples "
-                    f"with each other"
-                )
-                first_record.boundary_blockers.append(
-                    (value.producer, users[-1], what, "compare samples in the loss")
-                )
-            dtype = str(value.dtype).removeprefix("torch.")
-            recorded = value if sharded_record is None else sharded_record.values.get(name)
-            if recorded is None or len(recorded.shape) != len(value.shape):
-                what = f"which tokens a rank has of '{name}', which is live there, is not known"
-                first_record.boundary_blockers.append(
-                    (value.producer, users[-1], what, "write x = x + y for x += y between blocks")
-                )
-            along = None if recorded is None else recorded.sequence_dim
-            values.append(
-                StageValue(
-                    name,
-                    value.producer,
-                    tuple(users),
-                    dims[name],
-                    dtype,
-                    value.needs_grad,
-                    value.op,
-                    value.source_line,
-                    along,
-                )
+    for name, users in _users_by_value(first_record).items():
+        value, last = first_record.values[name], users[-1]
+        if first_record.in_order((value.producer, last))[-1] == value.producer:
+            continue  # no boundary lies between
+        if any(fixed < 0 for fixed, _ in dims[name]):
+            shapes = (
+                f"{list(value.shape)} of {batch_sizes[0]} samples and "
+                f"{list(second_record.values[name].shape)} of {batch_sizes[1]}"
             )
-    roots = tuple(
-        (name, tuple(sorted(set(users), key=index.__getitem__)))
-        for name, users in first_record.root_params.items()
-    )
-    borders = StageBoundaries(
+            what = (
+                f"'{name}', which is live there, has the shape {shapes}: it compares samples with each other"
+            )
+            first_record.close_boundaries(value.producer, what, "compare samples in the loss", last)
+        recorded = value if sharded_record is None else sharded_record.values.get(name)
+        if recorded is None or len(recorded.shape) != len(value.shape):
+            what = f"which tokens a rank has of '{name}', which is live there, is not known"
+            fix = "write x = x + y for x += y between blocks"
+            first_record.close_boundaries(value.producer, what, fix, last)
+        values.append(
+            StageValue(
+                name,
+                value.producer,
+                users,
+                dims[name],
+                str(value.dtype).removeprefix("torch."),
+                value.needs_grad,
+                value.op,
+                value.source_line,
+                None if recorded is None else recorded.sequence_dim,
+            )
+        )
+    roots = tuple((name, first_record.in_order(users)) for name, users in first_record.root_params.items())
+    boundaries = StageBoundaries(
         tuple(first_record.block_calls), tuple(values), tuple(first_record.closed_boundaries()), roots
     )
     rewritten = frozenset(
         old for ops in first_record.ops.values() for op in ops for old, _ in op.renamed_values
     )
-    return ForwardGraph(borders, first_record.stubs, first_record.ops, dims, first_record.values, rewritten)
+    return ForwardGraph(
+        boundaries, first_record.stubs, first_record.ops, dims, first_record.values, rewritten
+    )
+
+
+def _users_by_value(record: ForwardRecord) -> dict[str, tuple[str, ...]]:
+    """Returns the block calls that use each value, in order; a use of a view is a use of its base."""
+    users = {name: list(block_calls) for name, block_calls in record.consumers.items()}
+    for name in reversed(record.values):
+        base = record.values[name].base_value
+        if base:
+            users.setdefault(base, []).extend(users.pop(name, []))
+    return {name: record.in_order(users[name]) for name in record.values if users.get(name)}
 
 
 def with_value_refs(value: Any, value_refs: Mapping[int, ValueRef]) -> Any:

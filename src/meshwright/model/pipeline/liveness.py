@@ -21,7 +21,7 @@ miss them:
 The boundary after such a line is closed.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,6 +60,8 @@ from meshwright.plan.model_spec.model_spec import block_call_name
 
 TENSOR_HOOKS = frozenset(("register_hook",))
 LATE_GRAD_FIX = f"begin no stage after that line, or {LARGER_BLOCK_FIX}"
+VALUE_READ_FIX = f"compute with tensors there, or {LARGER_BLOCK_FIX}"
+IN_PLACE_FIX = "write x = x + y for x += y"
 HOOK_FIX = "register it where the model is called, or on a tensor that the block makes"
 
 
@@ -104,25 +106,20 @@ class LateGrads:
             for name in names
         )
 
-    def boundary_blockers(self) -> Iterator[tuple[str, str | None, str, str]]:
-        """Yields the boundaries from the producer of each such value to the block call after the change; to
+    def close_boundaries(self) -> None:
+        """Closes the boundaries from the producer of each such value to the block call after the change; to
         the end if it changes twice.
         """
         block_calls, names = self._record.block_calls, [name for name, _, _ in self._found]
         for name, later_producer, what in self._found:
-            producers, recorder = self._record.values[name].producer, block_calls.index(later_producer) + 1
-            if recorder < len(block_calls):
-                last = block_calls[recorder] if names.count(name) == 1 else None
-                yield (
-                    producers,
-                    last,
+            following = block_calls[block_calls.index(later_producer) + 1 :]
+            if following:
+                self._record.close_boundaries(
+                    self._record.values[name].producer,
                     f"{what}, which a stage that ends before it would miss",
                     LATE_GRAD_FIX,
+                    following[0] if names.count(name) == 1 else None,
                 )
-
-
-VALUE_READ_FIX = f"compute with tensors there, or {LARGER_BLOCK_FIX}"
-IN_PLACE_FIX = "write x = x + y for x += y"
 
 
 def record_forward(
@@ -142,10 +139,8 @@ def record_forward(
     block call; `used_outputs` are the indices of the model outputs that are used (None: all). With
     `sharded_forward` the forward runs on a sequence shard.
     """
-    driver, recorder = (
-        ForwardDriver(blocks, cut_graph=False),
-        _ForwardRecorder(module, on_block_call, count_draws, sharded_forward),
-    )
+    driver = ForwardDriver(blocks, cut_graph=False)
+    recorder = _ForwardRecorder(module, on_block_call, count_draws, sharded_forward)
     on_block_call("")
     try:
         with recorder, driver.use_interceptor(recorder.run_block):
@@ -169,18 +164,9 @@ class _ForwardRecorder(TorchFunctionMode):
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self._on_block_call, self._count_draws, self._sharded_forward = enter, drawn, sharded_forward
-        # block call with the last random draws (in it or in glue after it), and who drew
-        self._last_draw = (
-            "",
-            "",
-        )
-        self._grad_enabled = torch.is_grad_enabled()
-        # the last block call
-        self._calls, self._paused, self._block_call = (
-            dict[str, int](),
-            False,
-            "",
-        )
+        self._last_draw = "", ""  # block call with the last draws (in it or in glue after it), and who drew
+        self._grad_enabled, self._paused = torch.is_grad_enabled(), False
+        self._calls, self._block_call = dict[str, int](), ""  # how often each block ran; the last block call
         self._input_ids: set[int] | None = None  # input ids of the running block call; None: glue runs
         self._names = WeakIdKeyDictionary()  # tensor -> name of the value
         self._made_in = WeakIdKeyDictionary()  # tensor -> block call that made it
@@ -210,19 +196,11 @@ class _ForwardRecorder(TorchFunctionMode):
         self._input_ids, self._paused = None, True
         self._last_draw = (block_call, "the block draws") if self._count_draws() else self._last_draw
         if [tensor._version for tensor in inputs] != versions:
-            self._block_boundaries(
-                block_call,
-                None,
-                f"'{block_call}' writes into an input, which other stages use too",
-                IN_PLACE_FIX,
-            )
+            what = f"'{block_call}' writes into an input, which other stages use too"
+            self.record.close_boundaries(block_call, what, IN_PLACE_FIX)
         if [id(tensor) for tensor in tree_tensors((args, kwargs))] != [id(tensor) for tensor in inputs]:
-            self._block_boundaries(
-                block_call,
-                None,
-                f"'{block_call}' writes into a list or dict among its inputs",
-                "return what it adds",
-            )
+            what = f"'{block_call}' writes into a list or dict among its inputs"
+            self.record.close_boundaries(block_call, what, "return what it adds")
         outputs = outputs if self._sharded_forward is None else self._sharded_forward.leave_block(outputs)
         self._record_outputs(
             block_call, outputs, input_leaves, [(mark.channel, mark.added_tensors) for mark in side_channels]
@@ -236,37 +214,48 @@ class _ForwardRecorder(TorchFunctionMode):
         for index, tensor in enumerate(distinct_tensors(outputs)):
             if used_outputs is None or index in used_outputs:
                 self._record_use(tensor, glue=True)
-        self.record.boundary_blockers += self._late_grads.boundary_blockers()
+        self._late_grads.close_boundaries()
 
     def _record_outputs(
         self, block_call: str, outputs: Any, inputs: Sequence[Any], captured: list[tuple[str, list[Any]]]
     ) -> None:
-        places = {
-            id(leaf): ValueRef(input_index=number)
-            for number, leaf in enumerate(inputs)
-            if not is_constant(leaf)
-        }
-        result_tensors, number = tree_tensors([outputs, *(added for _, added in captured)]), 0
-        for tensor in result_tensors:
-            if tensor in self._names:
-                places[id(tensor)] = ValueRef(self._names[tensor])
-            elif id(tensor) not in places:
-                name = f"{block_call}:{number}" if number else block_call
-                number += 1
-                self._add_value(tensor, name)
-                places[id(tensor)] = ValueRef(name)
-        opaque = [leaf for leaf in value_leaves(outputs) if not is_constant(leaf) and id(leaf) not in places]
+        results = tree_tensors([outputs, *(added for _, added in captured)])
+        refs = self._value_refs(inputs, results, block_call)
+        opaque = [leaf for leaf in value_leaves(outputs) if not is_constant(leaf) and id(leaf) not in refs]
         if opaque:
             what = f"'{block_call}' returns a {type(opaque[0]).__name__}, whose contents cannot be followed"
-            self._block_boundaries(
-                block_call, None, what, "return tensors bare, in tuples, lists, dicts or dataclasses"
-            )
+            fix = "return tensors bare, in tuples, lists, dicts or dataclasses"
+            self.record.close_boundaries(block_call, what, fix)
         self.record.stubs[block_call] = BlockCallStub(
-            with_value_refs(outputs, places),
-            tuple((channel, with_value_refs(added, places)) for channel, added in captured),
-            tuple(places[id(tensor)] for tensor in result_tensors),
+            with_value_refs(outputs, refs),
+            tuple((channel, with_value_refs(added, refs)) for channel, added in captured),
+            tuple(refs[id(tensor)] for tensor in results),
         )
         self.record.ops[block_call] = []
+
+    def _value_refs(
+        self,
+        inputs: Sequence[Any],
+        results: Sequence[torch.Tensor],
+        name: str,
+        func: str = "",
+        source_line: str = "",
+        values: Sequence[torch.Tensor] = (),
+    ) -> dict[int, ValueRef]:
+        """Returns references by id for the inputs and results of a call; new tensors become values `name`,
+        `name`:1, ...
+        """
+        refs = {id(leaf): ValueRef(input_index=i) for i, leaf in enumerate(inputs) if not is_constant(leaf)}
+        num_new = 0
+        for tensor in results:
+            if tensor not in self._names:
+                if id(tensor) in refs:
+                    continue
+                new, base = f"{name}:{num_new}" if num_new else name, self._find_base(func, values, tensor)
+                self._add_value(tensor, new, func, source_line, base)
+                num_new += 1
+            refs[id(tensor)] = ValueRef(self._names[tensor])
+        return refs
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -277,12 +266,8 @@ class _ForwardRecorder(TorchFunctionMode):
         if self._input_ids is None:
             return self._run_glue(func, args, kwargs)
         if func.__name__ in TENSOR_HOOKS and id(args[0]) in self._input_ids:
-            self._block_boundaries(
-                self.record.block_calls[0],
-                None,
-                f"'{self._block_call}' registers a hook on the gradient of an input",
-                HOOK_FIX,
-            )
+            what = f"'{self._block_call}' registers a hook on the gradient of an input"
+            self.record.close_boundaries(self.record.block_calls[0], what, HOOK_FIX)
         for tensor in tree_tensors((args, kwargs)):
             if id(tensor) not in self._input_ids:
                 self._paused = True
@@ -308,32 +293,23 @@ class _ForwardRecorder(TorchFunctionMode):
             outcome = func(*args, **kwargs)
             if self._count_draws() > num_draws and self._last_draw[0] == self._block_call:
                 what = (
-                    f"the glue after '{self._block_call}' draws numbers for all stages (at "
-                    f"{caller_line()}), after others that "
+                    f"the glue after '{self._block_call}' draws numbers for all stages (at {caller_line()}), "
+                    f"after others that {self._last_draw[1]}, which later stages do not"
                 )
-                self._block_boundaries(
-                    self._block_call,
-                    None,
-                    f"{what}{self._last_draw[1]}, which later stages do not",
-                    RANDOM_GLUE_FIX,
-                )
+                self.record.close_boundaries(self._block_call, what, RANDOM_GLUE_FIX)
             self._paused = False
             return outcome
         versions, value_reads = [tensor._version for tensor in inputs], ValueReadMode()
         with value_reads:
             outcome = func(*args, **kwargs)
-        self._last_draw = (
-            (self._block_call, "it draws for values") if self._count_draws() > num_draws else self._last_draw
-        )
+        if self._count_draws() > num_draws:
+            self._last_draw = self._block_call, "it draws for values"
         written_tensors = {
             id(t): t for t, version in zip(inputs, versions, strict=True) if t._version != version
         }
         if func.__name__ in TENSOR_HOOKS:
-            self._late_grads.note_hook(
-                [self._names[each] for each in values.values() if each in self._names],
-                self._block_call,
-                caller_line(),
-            )
+            hooked = [self._names[each] for each in values.values() if each in self._names]
+            self._late_grads.note_hook(hooked, self._block_call, caller_line())
         if value_reads.reads_values or func.__name__ in VALUE_READS:
             self._record_read(function_title(func), values)
         elif tree_tensors(outcome) or written_tensors:
@@ -349,7 +325,7 @@ class _ForwardRecorder(TorchFunctionMode):
             f"the glue after '{self._block_call}' reads the value of {names} ({func} at {caller_line()}), "
             f"and every later stage needs it"
         )
-        self._block_boundaries(self._block_call, None, what, VALUE_READ_FIX)
+        self.record.close_boundaries(self._block_call, what, VALUE_READ_FIX)
 
     def _record_op(
         self,
@@ -383,27 +359,13 @@ class _ForwardRecorder(TorchFunctionMode):
                 became.append((number, f"{op_name}={number}"))
                 self._written_storages.add(storage_id(leaf))
                 self._add_value(leaf, became[-1][1], func, source_line)
-        places = {
-            id(leaf): ValueRef(input_index=number)
-            for number, leaf in enumerate(input_leaves)
-            if not is_constant(leaf)
-        }
-        result_tensors, number = tree_tensors(outcome), 0
-        for tensor in result_tensors:
-            if tensor in self._names:
-                places[id(tensor)] = ValueRef(self._names[tensor])
-            elif id(tensor) not in places:
-                name = f"{op_name}:{number}" if number else op_name
-                number += 1
-                self._add_value(
-                    tensor, name, func, source_line, self._find_base(func, list(values.values()), tensor)
-                )
-                places[id(tensor)] = ValueRef(name)
+        results = tree_tensors(outcome)
+        refs = self._value_refs(input_leaves, results, op_name, func, source_line, list(values.values()))
         ops.append(
             GlueOp(
                 func,
-                with_value_refs(outcome, places),
-                tuple(places[id(tensor)] for tensor in result_tensors),
+                with_value_refs(outcome, refs),
+                tuple(refs[id(tensor)] for tensor in results),
                 tuple(renamed),
                 tuple(became),
             )
@@ -411,27 +373,21 @@ class _ForwardRecorder(TorchFunctionMode):
         return outcome
 
     def _rename_written(
-        self, tensor: torch.Tensor, name: str, num_draws: int, func: str, source_line: str
+        self, tensor: torch.Tensor, name: str, first_number: int, func: str, source_line: str
     ) -> list[tuple[str, str]]:
         """Gives new names to all values in the storage that was written through `tensor`."""
-        index = {block_call: number for number, block_call in enumerate(self.record.block_calls)}
         storage = storage_id(tensor)
         self._written_storages.add(storage)
         same_storage = [t for t in self._names if storage_id(t) == storage]
         producers = {id(t): self.record.values[self._names[t]].producer for t in same_storage}
+        views = [t for t in same_storage if t is not tensor]
         renamed = []
-        for number, tensor_in_storage in enumerate(
-            [tensor, *(t for t in same_storage if t is not tensor)], num_draws
-        ):
-            old, new = self._names[tensor_in_storage], f"{name}~{number}" if number else f"{name}~"
-            self._add_value(tensor_in_storage, new, func, source_line)
+        for number, each in enumerate([tensor, *views], first_number):
+            old, new = self._names[each], f"{name}~{number}" if number else f"{name}~"
+            self._add_value(each, new, func, source_line)
             renamed.append((old, new))
-            if tensor_in_storage is not tensor:
-                later_producer = max(
-                    producers[id(tensor_in_storage)],
-                    producers.get(id(tensor), ""),
-                    key=lambda block_call: index.get(block_call, -1),
-                )
+            if each is not tensor:
+                later_producer = self.record.in_order((producers[id(each)], producers[id(tensor)]))[-1]
                 self._inseparable[new] = later_producer, self._block_call, source_line
         return renamed
 
@@ -472,27 +428,21 @@ class _ForwardRecorder(TorchFunctionMode):
             if self._block_call not in users:
                 users.append(self._block_call)
             if name in self._inseparable:
-                first_by_storage, last, source_line = self._inseparable[name]
+                first, last, source_line = self._inseparable[name]
                 what = (
                     f"'{name}' and a view of it are written in place together after '{last}' "
                     f"({source_line}), and would be sent separately"
                 )
-                self._block_boundaries(first_by_storage, last, what, IN_PLACE_FIX)
+                self.record.close_boundaries(first, what, IN_PLACE_FIX, last)
         elif made_in is not None and (glue or made_in != self._block_call):
             user = f"the glue after '{self._block_call}'" if glue else f"'{self._block_call}'"
             buffer = self._buffers.get(id(tensor))
-            what, fix = (
-                f"{user} uses a tensor that '{made_in}' made and did not return",
-                "return it among the outputs",
-            )
+            what = f"{user} uses a tensor that '{made_in}' made and did not return"
+            fix = f"return it among the outputs, or {LARGER_BLOCK_FIX}"
             if buffer is not None:
-                what, fix = (
-                    f"{user} uses the buffer '{buffer}', which '{made_in}' writes",
-                    "give each block a buffer of its own",
-                )
-            self._block_boundaries(
-                made_in, None if glue else self._block_call, what, f"{fix}, or {LARGER_BLOCK_FIX}"
-            )
+                what = f"{user} uses the buffer '{buffer}', which '{made_in}' writes"
+                fix = f"give each block a buffer of its own, or {LARGER_BLOCK_FIX}"
+            self.record.close_boundaries(made_in, what, fix, None if glue else self._block_call)
         elif (
             self._written_storages
             and storage_id(tensor) in self._written_storages
@@ -501,7 +451,7 @@ class _ForwardRecorder(TorchFunctionMode):
             what = (
                 f"'{self._block_call}' uses a view, made before, of a tensor into which values were written"
             )
-            self._block_boundaries(self.record.block_calls[0], None, what, IN_PLACE_FIX)
+            self.record.close_boundaries(self.record.block_calls[0], what, IN_PLACE_FIX)
         else:
             self._record_root_params(tensor)
 
@@ -515,6 +465,3 @@ class _ForwardRecorder(TorchFunctionMode):
         )
         for name in filter(None, names):
             self.record.root_params.setdefault(name, []).append(self._block_call)
-
-    def _block_boundaries(self, first_by_storage: str, last: str | None, why: str, fix: str) -> None:
-        self.record.boundary_blockers.append((first_by_storage, last, why, fix))

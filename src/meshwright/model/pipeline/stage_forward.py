@@ -109,26 +109,16 @@ def run_stage(
         copy = leaves[name].detach().clone()
         payload[name] = GradAlias.apply(leaves[name], copy) if name in needed else copy
     received_values = {name: leaves[name] for name in needed}
-    if sharded_forward is not None:
-        sharded_inputs = (
-            (each.name, each.sequence_dim) for each in stage.inputs if each.sequence_dim is not None
-        )
-        payload |= {
-            name: sharded_forward.wrap_local(
-                payload[name], along, forward_graph.shape(name, num_samples)[along]
-            )
-            for name, along in sharded_inputs
-        }
+    for each in stage.inputs:
+        if sharded_forward is not None and each.sequence_dim is not None:
+            length = forward_graph.shape(each.name, num_samples)[each.sequence_dim]
+            payload[each.name] = sharded_forward.wrap_local(payload[each.name], each.sequence_dim, length)
     seeds = (*(payload[value.name] for value in stage.inputs), *(inputs or {}).values())
     key = stage.block_calls[0], *(inputs or ()), *((seed.shape, seed.dtype) for seed in seeds)
     script = script_cache.find(key) if script_cache is not None and grad else None
     if script is not None:
-        return _stage_result(
-            driver,
-            stage,
-            received_values,
-            *driver.forward(before_block, partial(_replay, driver, script, seeds), after_block),
-        )
+        result = driver.forward(before_block, partial(_replay, driver, script, seeds), after_block)
+        return _stage_result(driver, stage, received_values, *result)
     recorder = script_cache.start_recording(key, seeds) if script_cache is not None and grad else None
     placeholders = PlaceholderEnv(
         forward_graph,
@@ -150,13 +140,12 @@ def run_stage(
         return outputs
 
     with driver.use_interceptor(stage_run.run_block):
-        outputs, closing_call, forward_pass = (
-            driver.forward(before_block, run_and_record, after_block)
-            if grad
-            else (run_and_record(), None, None)
-        )
+        if grad:
+            result = driver.forward(before_block, run_and_record, after_block)
+        else:
+            result = run_and_record(), None, None
     stage_run.finish()
-    return _stage_result(driver, stage, received_values, outputs, closing_call, forward_pass)
+    return _stage_result(driver, stage, received_values, *result)
 
 
 def _stage_result(
@@ -184,31 +173,23 @@ class _StageRun:
 
     def __init__(
         self,
-        drive: ForwardDriver,
+        driver: ForwardDriver,
         forward_graph: ForwardGraph,
-        part: StageSpec,
-        standing: PlaceholderEnv,
-        skip: BlockCallCallback | None,
-        writer: ScriptRecorder | None,
+        stage: StageSpec,
+        placeholders: PlaceholderEnv,
+        on_skipped_call: BlockCallCallback | None,
+        recorder: ScriptRecorder | None,
         sharded_forward: ShardedForward | None,
     ) -> None:
-        self._driver, self._forward_graph, self._stage, self._placeholders, self._on_skipped_call = (
-            drive,
-            forward_graph,
-            part,
-            standing,
-            skip,
-        )
-        self._recorder, self._sharded_forward = writer, sharded_forward
+        self._driver, self._forward_graph, self._stage = driver, forward_graph, stage
+        self._placeholders, self._on_skipped_call = placeholders, on_skipped_call
+        self._recorder, self._sharded_forward = recorder, sharded_forward
         self._call_index = forward_graph.boundaries.index
-        self._first, self._last = (
-            self._call_index[part.block_calls[0]],
-            self._call_index[part.block_calls[-1]],
-        )
-        self._missing = {value.name for value in part.outputs}
+        self._first, self._last = (self._call_index[stage.block_calls[end]] for end in (0, -1))
+        self._missing = {value.name for value in stage.outputs}
         self._sent_values: dict[str, torch.Tensor] = {}
         # glue makes some of the sent values
-        self._tracks_values = any(value.op for value in part.outputs)
+        self._tracks_values = any(value.op for value in stage.outputs)
         self._live_tensors: dict[int, torch.Tensor] = {}  # by id
         self._tensors_by_name: dict[str, torch.Tensor] = {}
         self._calls: dict[str, int] = {}
@@ -216,7 +197,7 @@ class _StageRun:
         self._current, self._finished = -1, False
         earlier_calls = forward_graph.boundaries.block_calls[: self._first]
         follows_glue = (
-            writer is not None
+            recorder is not None
             or self._tracks_values
             or any(forward_graph.ops[block_call] for block_call in earlier_calls)
         )

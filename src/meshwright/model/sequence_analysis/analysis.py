@@ -75,35 +75,12 @@ def analyze_sequence(
     """
     trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss_spec)
     input_lengths = _sequence_lengths(inputs)
-    whole, first_reason = None, ""
-    for lengths_tried in dict.fromkeys(
-        (input_lengths, input_lengths[:1])
-    ):  # with several lengths, the others may not be sequences
-        found, reason = trials.first_trace(lengths_tried)
-        if found is not None and (whole is None or not _mixes_tokens(found)):
-            whole = found
-        first_reason = first_reason or reason
-        if whole is not None and not _mixes_tokens(whole):
-            break
-    lengths = tuple(
-        dict.fromkeys(
-            (*input_lengths[:1], *(whole.trial_lengths.planned_lengths.values() if whole is not None else ()))
-        )
-    )
+    whole, reason = trials.best_trace(input_lengths)
+    planned_lengths = () if whole is None else whole.trial_lengths.planned_lengths.values()
+    lengths = tuple(dict.fromkeys((*input_lengths[:1], *planned_lengths)))
+    without_trace = tuple(BlockSequenceInfo(name, not_sequence_parallel=reason) for name in block_calls)
     if not lengths:
-        return (
-            None
-            if not first_reason
-            else SequenceInfo(
-                1,
-                (),
-                (),
-                tuple(
-                    BlockSequenceInfo(block_call, not_sequence_parallel=first_reason)
-                    for block_call in block_calls
-                ),
-            )
-        )
+        return SequenceInfo(1, (), (), without_trace) if reason else None
     num_tokens_by_key = {
         key: value.shape[1] for key, value in {**inputs, **targets}.items() if _has_tokens(value, lengths)
     }
@@ -111,31 +88,22 @@ def analyze_sequence(
         lengths[0],
         tuple(filter(num_tokens_by_key.get, inputs)),
         tuple(filter(num_tokens_by_key.get, targets)),
-    )
-    found = replace(
-        found,
+        without_trace,
         other_lengths=tuple(
-            (key, length) for key, length in num_tokens_by_key.items() if length != found.length
+            (key, length) for key, length in num_tokens_by_key.items() if length != lengths[0]
         ),
     )
     if whole is None:
-        return replace(
-            found,
-            block_calls=tuple(
-                BlockSequenceInfo(block_call, not_sequence_parallel=first_reason)
-                for block_call in block_calls
-            ),
-        )
+        return found
     block_infos = _check_other_lengths(whole, trials.other_traces(whole))
     if len(lengths) == 1:
-        block_infos = tuple(
-            replace(passing, input_num_tokens=(), output_num_tokens=()) for passing in block_infos
-        )
-    found = replace(found, attention_calls=tuple(whole.attention_calls), conv_calls=tuple(whole.conv_calls))
+        block_infos = tuple(replace(each, input_num_tokens=(), output_num_tokens=()) for each in block_infos)
     gathers, varying_reason = trials.find_gathers(whole)
     return replace(
         found,
         block_calls=block_infos,
+        attention_calls=tuple(whole.attention_calls),
+        conv_calls=tuple(whole.conv_calls),
         gathers=gathers,
         batch_dependent_reason=varying_reason,
         reads_values=whole.reads_values,
@@ -153,6 +121,22 @@ class _SequenceTrials:
     module: nn.Module
     make_trial: TrialFactory
     loss_spec: LossSpec | None
+
+    def best_trace(self, input_lengths: Sequence[int]) -> tuple[BlockTrace | None, str]:
+        """Returns the trace of a forward on sequences of all `input_lengths`, or why there is none.
+
+        If blocks mix tokens there, only the first length may be one of sequences: the trace with that one
+        counts if in it no block does.
+        """
+        best, first_reason = None, ""
+        for lengths_tried in dict.fromkeys((tuple(input_lengths), tuple(input_lengths[:1]))):
+            found, reason = self.first_trace(lengths_tried)
+            first_reason = first_reason or reason
+            if found is not None and (best is None or not _mixes_tokens(found)):
+                best = found
+            if best is not None and not _mixes_tokens(best):
+                break
+        return best, first_reason
 
     def first_trace(self, input_lengths: Sequence[int]) -> tuple[BlockTrace | None, str]:
         """Returns the trace of a forward on sequences of `input_lengths` tokens, or why there is none.

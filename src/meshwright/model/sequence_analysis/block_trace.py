@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.blocks.inplace_writes import UNTRACKED_ACCESS, GatheredTensors
 from meshwright.model.hf.metadata import sdpa_advice
-from meshwright.model.hf.output_capture import capture_marks
+from meshwright.model.hf.output_capture import CaptureMark, capture_marks
 from meshwright.model.sequence_analysis.block_inputs import (
     BlockInputs,
     TracedBlockCall,
@@ -87,10 +87,8 @@ class BlockTrace(TorchFunctionMode):
         super().__init__()
         self._block_call: TracedBlockCall | None = None
         self._last_block_call = ""
-        self._gathered_tensors, self.gathers = (
-            GatheredTensors(SequenceShardedTensor),
-            GatherTrace(self.trial_lengths),
-        )
+        self._gathered_tensors = GatheredTensors(SequenceShardedTensor)
+        self.gathers = GatherTrace(self.trial_lengths)
         self._num_calls: Counter[str] = Counter()
 
     @property
@@ -226,23 +224,9 @@ class BlockTrace(TorchFunctionMode):
         self._num_calls[name] += 1
         block_call = TracedBlockCall(block_call_name(name, self._num_calls[name]), [(name, block)])
         arg_paths = tuple(slot for slot, _ in named_tensors((args, kwargs)))
-        block_inputs = analyze_block_inputs(
-            (args, kwargs),
-            self.trial_lengths,
-            self.token_layouts,
-            starts_tokens=block_call.name in self.starting_calls,
-        )
-        self.gathers.enter_block(
-            self._last_block_call, (args, kwargs), block_inputs.token_dims, block_inputs.replacements
-        )
-        self._note(block_call, block_inputs.not_sequence_parallel)
-        replacements, has_no_sharded_inputs = (
-            block_inputs.replacements,
-            not find_sharded_tensors((args, kwargs)),
-        )
-        self._note(block_call, "" if has_no_sharded_inputs else recompute_reason())
-        args, kwargs = replace_tensors((args, kwargs), replacements)
-        block_call.replicated_masks = frozenset(block_inputs.replicated_masks)
+        is_sharded = bool(find_sharded_tensors((args, kwargs)))
+        block_inputs = self._enter_block(block_call, (args, kwargs), is_sharded=is_sharded)
+        args, kwargs = replace_tensors((args, kwargs), block_inputs.replacements)
         self._block_call, self._last_block_call, side_channels = block_call, block_call.name, capture_marks()
         self.on_block_call(block_call.name)
         try:
@@ -250,31 +234,11 @@ class BlockTrace(TorchFunctionMode):
                 outputs = forward(*args, **kwargs)
         finally:
             self._block_call = None
-        replace_tensors(
-            (args, kwargs),
-            {
-                id(replacements[id(each)]): each
-                for each in tree_tensors((args, kwargs))
-                if id(each) in replacements
-            },
-        )
         for mark in side_channels:
-            for each in tree_tensors(mark.added_tensors):
-                block_call.leaks_tokens = block_call.leaks_tokens or bool(
-                    find_token_dims(each, self.prime_product)
-                )
-                self._note(
-                    block_call,
-                    f"hands {mark.channel} on other than in its outputs" if block_call.leaks_tokens else "",
-                )
-                self.token_layouts.pop(each, None)
+            self._check_side_channel(block_call, mark)
         output_dims = tuple(self._output_token_dims(block_call, each) for each in tree_tensors(outputs))
-        self._note(
-            block_call,
-            "attends to something else than its own tokens"
-            if block_call.attends_elsewhere and block_inputs.has_tokens
-            else "",
-        )
+        if block_call.attends_elsewhere and block_inputs.has_tokens:
+            self._note(block_call, "attends to something else than its own tokens")
         block_info = BlockSequenceInfo(
             block_call.name,
             tuple(block_inputs.token_dims),
@@ -283,24 +247,54 @@ class BlockTrace(TorchFunctionMode):
             arg_paths,
             input_num_tokens=tuple(block_inputs.num_tokens),
         )
-        has_attention = (
-            block_call.calls_attention
-            if has_no_sharded_inputs
-            else any(each.block_call == block_call.name for each in self.attention_calls)
-        )
-        if block_call.not_sequence_parallel and not block_call.leaks_tokens and not has_attention:
-            block_info = (
-                self._try_replicated(block_info, outputs, block_inputs)
-                if has_no_sharded_inputs or not block_call.reads_tokens
-                else self._try_replicated_pooling(block_info, outputs)
+        if block_info.not_sequence_parallel and not block_call.leaks_tokens:
+            block_info = self._try_full_sequences(
+                block_call, block_info, block_inputs, outputs, is_sharded=is_sharded
             )
-            self.conv_calls = [
-                each
-                for each in self.conv_calls
-                if block_info.not_sequence_parallel or each.block_call != block_call.name
-            ]
         self.gathers.leave_block(block_call.name, outputs, is_replicated=block_info.is_replicated)
         return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
+
+    def _enter_block(self, block_call: TracedBlockCall, inputs: Any, *, is_sharded: bool) -> BlockInputs:
+        """Returns what is known of the inputs of a block call; `is_sharded`: some are sharded."""
+        starts_tokens = block_call.name in self.starting_calls
+        block_inputs = analyze_block_inputs(
+            inputs, self.trial_lengths, self.token_layouts, starts_tokens=starts_tokens
+        )
+        self.gathers.enter_block(
+            self._last_block_call, inputs, block_inputs.token_dims, block_inputs.replacements
+        )
+        self._note(block_call, block_inputs.not_sequence_parallel)
+        self._note(block_call, recompute_reason() if is_sharded else "")
+        block_call.replicated_masks = frozenset(block_inputs.replicated_masks)
+        return block_inputs
+
+    def _check_side_channel(self, block_call: TracedBlockCall, mark: CaptureMark) -> None:
+        for each in tree_tensors(mark.added_tensors):
+            block_call.leaks_tokens |= bool(find_token_dims(each, self.prime_product))
+            if block_call.leaks_tokens:
+                self._note(block_call, f"hands {mark.channel} on other than in its outputs")
+            self.token_layouts.pop(each, None)
+
+    def _try_full_sequences(
+        self,
+        block_call: TracedBlockCall,
+        block_info: BlockSequenceInfo,
+        block_inputs: BlockInputs,
+        outputs: Any,
+        *,
+        is_sharded: bool,
+    ) -> BlockSequenceInfo:
+        """A block call without attention that cannot run on a shard may run on all tokens, on every rank."""
+        own_attention = any(each.block_call == block_call.name for each in self.attention_calls)
+        if own_attention if is_sharded else block_call.calls_attention:
+            return block_info
+        if is_sharded and block_call.reads_tokens:
+            block_info = self._try_replicated_pooling(block_info, outputs)
+        else:
+            block_info = self._try_replicated(block_info, outputs, block_inputs)
+        if not block_info.not_sequence_parallel:
+            self.conv_calls = [each for each in self.conv_calls if each.block_call != block_call.name]
+        return block_info
 
     def _wrap_outputs(self, block_info: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
         """Returns the outputs of a block call as glue sees them."""

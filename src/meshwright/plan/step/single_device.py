@@ -380,15 +380,23 @@ class _StageCallActions:
         frees, self.scratch_in_use = (*frees, *self.scratch_in_use), (SCRATCH,)
         share, num_samples = self._shares[block_call], self._micro_batch
         if kind == "W":
-            waits, flops = (f"I({block_call}, {microbatch})",), share.weight_grad_flops
-        else:
-            waits, flops = (f"F({block_call}, {microbatch})", *waits), 2 * share.flops
+            flops = share.weight_grad_flops * num_samples
+            return Action(
+                "W",
+                block_call,
+                microbatch,
+                waits=(f"I({block_call}, {microbatch})",),
+                flops=flops,
+                allocations=tuple(allocations),
+                frees=frees,
+            )
+        waits = (f"F({block_call}, {microbatch})", *waits)
         return Action(
-            kind,
+            "B",
             block_call,
             microbatch,
             waits=waits,
-            flops=flops * num_samples,
+            flops=2 * share.flops * num_samples,
             allocations=tuple(allocations),
             frees=frees,
         )
