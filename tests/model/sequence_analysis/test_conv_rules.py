@@ -87,7 +87,7 @@ REFUSED: dict[str, tuple[Rule, str]] = {
     ),
     "more behind": (
         along(lambda self, x: conv(self, x, padding=3)[..., 2:-2]),
-        "of which more stand behind than its kernel reaches",
+        "with more padding before them than its kernel reaches",
     ),
     "in steps": (
         along(

@@ -167,7 +167,7 @@ MIXING: dict[str, tuple[Rule, str]] = {
     ),
     "moved": (
         lambda self, x: x.view(x.shape[0], 2, x.shape[1], 4).transpose(1, 2).reshape(x.shape),
-        "from token to token (view)",
+        "moves elements between tokens (view)",
     ),
     "paired": (lambda self, x: x + (x[:, :, None] * x[:, None]).sum(2), "pairs tokens with tokens (mul)"),
     "padded": (lambda self, x: F.pad(x, (0, 0, 1, 0))[:, :-1], "pads tokens"),
