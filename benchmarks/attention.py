@@ -26,8 +26,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward.block_collectives import BlockCollectives
-from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall, describe_mask
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, describe_mask
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig

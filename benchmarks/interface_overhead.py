@@ -51,7 +51,7 @@ from benchmarks.ranks import Build, Ranks
 from benchmarks.result import Result
 from benchmarks.workloads import HEAVY, fresh_store, joined, ours
 from meshwright.comm.backends.process_group import TorchGroup
-from meshwright.comm.collectives.announce import announce
+from meshwright.comm.collectives.collective_call import announce
 from meshwright.plan.sharding.mesh import AXES
 
 CLAIM = (

@@ -40,7 +40,7 @@ from benchmarks.attention import Seat, Sizes, mask_named, stated
 from benchmarks.result import Result
 from benchmarks.tensor_families import ODD, batches, loss_of, model_of, named
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.comm.collectives.announce import min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.hybrid import HybridContextParallel

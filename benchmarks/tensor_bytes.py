@@ -19,7 +19,7 @@ from benchmarks.result import Result
 from benchmarks.tensor_families import batches, loss_of
 from benchmarks.tensor_laws import Case, cases
 from meshwright.api import parallelize
-from meshwright.comm.collectives.announce import min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError

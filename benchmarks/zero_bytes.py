@@ -31,7 +31,7 @@ from fractions import Fraction
 from benchmarks.result import Result
 from benchmarks.shards import Case, llama, player_of, rows
 from meshwright.api import select_local_batch
-from meshwright.comm.collectives.announce import min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import PrecisionConfig

@@ -12,7 +12,7 @@ from torch import nn
 
 import meshwright.engine.step.actions
 import meshwright.engine.step.executor
-import meshwright.model.blocks.driver
+import meshwright.model.blocks.forward_driver
 from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
@@ -79,8 +79,8 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
     case = case_of(reading, plan_of(reading, 3))
     monkeypatch.setattr(meshwright.engine.step.executor.Executor, "__init__", broken)
     monkeypatch.setattr(meshwright.engine.step.actions.ActionHandlers, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.blocks.driver.ForwardDriver, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.blocks.driver, "backward", broken)
+    monkeypatch.setattr(meshwright.model.blocks.forward_driver.ForwardDriver, "__init__", broken)
+    monkeypatch.setattr(meshwright.model.blocks.forward_driver, "backward", broken)
     assert len(run_reference(case, 2).steps) == 2
 
 

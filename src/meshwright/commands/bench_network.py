@@ -25,7 +25,7 @@ from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.report.bench.allreduce_lesson import lesson_view
+from meshwright.report.bench.allreduce_table import allreduce_view
 from meshwright.report.bench.network import network_page, network_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
@@ -185,7 +185,7 @@ def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
     console.print(network_view(cluster))
     if lesson:
         console.print()
-        console.print(lesson_view(cluster))
+        console.print(allreduce_view(cluster))
 
 
 def write_page(cluster: Cluster, path: Path) -> None:

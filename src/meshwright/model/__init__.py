@@ -7,7 +7,7 @@ pipeline              stages of a forward: recorded graph, live values, replay
 rng                   dropout masks that do not depend on the plan
 loading               model sources, deferred initialization, pretrained weights
 tensor_parallel       which layers can be sharded, and how features flow between them
-sequence_parallel     runs a forward on a shard of each sequence
+context_parallel      runs a forward on a shard of each sequence
 blocks                finds blocks, runs them with the graph cut between them
 hf                    code for the Hugging Face libraries
 tensors               building blocks: modes, random numbers, nested containers

@@ -5,7 +5,7 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.params.param_slices import ParamSlices
-from meshwright.model.tensors.lazy_tensors import LazyTensors
+from meshwright.model.tensors.lazy_mapping import LazyTensors
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads

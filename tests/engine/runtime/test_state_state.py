@@ -6,7 +6,7 @@ from torch import nn
 from meshwright.api import single_rank_world
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.engine.runtime.state import GradBucket, RankState, TrainedModule
-from meshwright.model.blocks.driver import BlockCall, ForwardPass
+from meshwright.model.blocks.forward_driver import BlockCall, ForwardPass
 from meshwright.plan.model_spec.model_spec import ModelSpec
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.model.blocks.driver import BlockCall, ForwardDriver, backward, backward_from
+from meshwright.model.blocks.forward_driver import BlockCall, ForwardDriver, backward, backward_from
 from meshwright.model.blocks.split_backward import input_backward
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_share import block_shares

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.driver import ForwardDriver, backward
+from meshwright.model.blocks.forward_driver import ForwardDriver, backward
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.model.tensors.pytree import tree_tensors

@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.blocks.driver import ForwardDriver, backward
+from meshwright.model.blocks.forward_driver import ForwardDriver, backward
 from meshwright.model.pipeline.replay_script import ScriptCache
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.model.tensors.pytree import tree_tensors

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.model.analysis.analyze import analyze
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.loading.loader import Model, load_factory
 from meshwright.model.pipeline.stage_forward import run_stage

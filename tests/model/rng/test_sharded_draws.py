@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from meshwright.model.rng.draw_sites import DrawSites, StatelessRNG
 from meshwright.model.rng.sharded_draws import DrawSharding, find_slice
-from meshwright.model.rng.sites import DrawSites, StatelessRNG
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.dim_split import DimSplit
 

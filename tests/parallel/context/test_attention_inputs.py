@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context.attention_inputs import attention_inputs
 from meshwright.plan.job.errors import PlanError
 

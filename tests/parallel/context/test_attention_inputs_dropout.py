@@ -8,10 +8,10 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
-from meshwright.model.rng import sites
+from meshwright.model.rng import draw_sites
+from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout, keep_mask
 from meshwright.model.rng.sharded_draws import DrawRegion
-from meshwright.model.rng.sites import StatelessRNG
 from meshwright.parallel.context.attention_kernel import (
     AttentionDropout,
     math_attention,
@@ -78,7 +78,7 @@ def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tupl
 
 
 def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sites, "locate_region", lambda part, whole, local, divisions, site: None)
+    monkeypatch.setattr(draw_sites, "locate_region", lambda part, whole, local, divisions, site: None)
     assert not judged(gpt2(), Mesh(cp=2), RingAttention()).passed
 
 

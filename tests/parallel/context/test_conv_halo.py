@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.group import LedgerEntry, World
-from meshwright.model.sequence_parallel.conv_call import Conv1dArguments, ShardedConv1dCall
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.conv_call import Conv1dArguments, ShardedConv1dCall
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context import conv_halo
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention

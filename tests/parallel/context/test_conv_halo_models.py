@@ -12,8 +12,8 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, trace, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.context_parallel import conv_call
 from meshwright.model.loading.loader import Model
-from meshwright.model.sequence_parallel import conv_call
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses

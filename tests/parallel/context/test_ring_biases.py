@@ -8,8 +8,8 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
+from meshwright.model.context_parallel import hf_attention
 from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
-from meshwright.model.sequence_parallel import hf_attention
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses

@@ -14,7 +14,7 @@ from meshwright.engine.forward.evaluation import Evaluation
 from meshwright.engine.forward.sequence_sharding import ShardedSequenceRunner
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.pipeline_trial import add_stage_boundaries
-from meshwright.model.sequence_parallel.sharded_activation import make_sharded_tensor
+from meshwright.model.context_parallel.sharded_activation import make_sharded_tensor
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.model.sequence_parallel.sharded_forward import ShardedForward
+from meshwright.model.context_parallel.sharded_forward import ShardedForward
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses

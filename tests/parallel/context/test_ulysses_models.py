@@ -7,7 +7,7 @@ import torch
 
 from meshwright.api import analyze, make_plan, trace, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit

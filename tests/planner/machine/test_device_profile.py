@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.hardware.stragglers import LagSample
+from meshwright.plan.hardware.straggler_delay import LagSample
 from meshwright.plan.job.errors import PlanError
 from tests.planner.machine.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
 

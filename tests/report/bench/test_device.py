@@ -5,7 +5,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.stragglers import LagSample
+from meshwright.plan.hardware.straggler_delay import LagSample
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.report.bench.device import profile_view
 from tests.planner.machine.synthetic_device import profile

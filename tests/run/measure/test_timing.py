@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.plan.hardware.stragglers import straggler_delay
+from meshwright.plan.hardware.straggler_delay import straggler_delay
 from meshwright.run.measure.timing import (
     MIN_WINDOWS,
     NUM_QUICK_BATCHES,

@@ -25,7 +25,7 @@ from meshwright.comm.backends.async_work import CollectiveWait, P2PWork, StreamW
 from meshwright.comm.backends.comm_thread import CommThread
 from meshwright.comm.backends.fake import CompletedWork, copy_to_output
 from meshwright.comm.backends.gloo_paths import BackendWork, ReceiveBuffers, broadcast_all_gather, sum_into
-from meshwright.comm.collectives.announce import POINT_TO_POINT, CollectiveCall, announce, rank_slices
+from meshwright.comm.collectives.collective_call import POINT_TO_POINT, CollectiveCall, announce, rank_slices
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog

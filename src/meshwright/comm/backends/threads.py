@@ -24,7 +24,7 @@ import torch
 from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.backends.algorithm_player import run_all_ranks
 from meshwright.comm.backends.fake import FakeGroup
-from meshwright.comm.collectives.announce import (
+from meshwright.comm.collectives.collective_call import (
     POINT_TO_POINT,
     CollectiveCall,
     announce,

@@ -1,7 +1,7 @@
 """One memory segment that the ranks of a group share, seen from one of them.
 
 The Python interface of memory.c. Whether a rank is still running is seen from outside
-(comm/watchdog/host.py).
+(comm/watchdog/host_process.py).
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 
 from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
-from meshwright.comm.watchdog.host import HostProcess
+from meshwright.comm.watchdog.host_process import HostProcess
 
 DONE, PENDING, MISMATCH = range(3)  # answers, as in bell.h
 MAX_RANKS = 256  # as in chunks.h

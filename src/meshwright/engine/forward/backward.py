@@ -17,7 +17,7 @@ from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
 from meshwright.engine.forward.stage_io import StageIO
 from meshwright.engine.forward.stateless_rng import StepRNG
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.blocks.driver import BlockCall, ForwardDriver, ForwardPass, backward
+from meshwright.model.blocks.forward_driver import BlockCall, ForwardDriver, ForwardPass, backward
 from meshwright.model.blocks.graph_check import split_graph
 from meshwright.model.blocks.split_backward import WeightBackward, input_backward
 from meshwright.plan.step.action import Action

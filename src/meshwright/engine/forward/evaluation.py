@@ -24,9 +24,9 @@ from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
 from meshwright.engine.runtime.loss import Loss
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.forward_driver import ForwardDriver
+from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout
-from meshwright.model.rng.sites import StatelessRNG
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

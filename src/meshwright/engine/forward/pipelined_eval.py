@@ -30,7 +30,7 @@ from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError

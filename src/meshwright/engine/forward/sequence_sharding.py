@@ -22,16 +22,16 @@ from torch import nn
 from meshwright.comm.collectives.redistribute import redistribute
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.sequence_parallel.attention_call import (
+from meshwright.model.context_parallel.attention_call import (
     AttentionImpl,
     AttentionMode,
     ShardedAttentionCall,
 )
-from meshwright.model.sequence_parallel.conv_call import Conv1dImpl, Conv1dMode
-from meshwright.model.sequence_parallel.hf_attention import patch_attention
-from meshwright.model.sequence_parallel.sharded_activation import OutputShards, wrap_block_outputs
-from meshwright.model.sequence_parallel.sharded_forward import SequenceLengths, ShardedForward
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.conv_call import Conv1dImpl, Conv1dMode
+from meshwright.model.context_parallel.hf_attention import patch_attention
+from meshwright.model.context_parallel.sharded_activation import OutputShards, wrap_block_outputs
+from meshwright.model.context_parallel.sharded_forward import SequenceLengths, ShardedForward
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.model.tensors.token_slices import span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
@@ -78,7 +78,7 @@ class FullSequenceRunner:
         return nullcontext()
 
     def sharded_forward(self) -> ShardedForward | None:
-        """Returns what stages run around their blocks (model/sequence_parallel/sharded_forward.py).
+        """Returns what stages run around their blocks (model/context_parallel/sharded_forward.py).
 
         None: nothing.
         """

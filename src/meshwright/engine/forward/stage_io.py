@@ -22,7 +22,7 @@ from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.state import RankState
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.driver import BeforeBlock, ForwardDriver, backward, run_backward
+from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver, backward, run_backward
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.replay_script import ScriptCache
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage

@@ -20,10 +20,10 @@ from meshwright.engine.optim.optimizers import (
     load_local_optimizer_state,
     local_optimizer_state,
 )
-from meshwright.engine.optim.rule import PerParamOptimizer, get_blockwise_state_keys
+from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer, get_blockwise_state_keys
 from meshwright.engine.params.flat_params import FlatParams
 from meshwright.engine.runtime.state import TrainedModule
-from meshwright.model.tensors.lazy_tensors import LazyTensors, tensor_shape
+from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.model_spec.model_spec import block_of

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
-from meshwright.engine.optim.rule import PerParamOptimizer
+from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer
 from meshwright.engine.params.flat_param import UpdateGroup
 from meshwright.engine.params.flat_params import FlatParams
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm

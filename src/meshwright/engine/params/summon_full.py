@@ -12,7 +12,7 @@ from functools import partial
 
 from meshwright.engine.params.flat_params import FlatParams
 from meshwright.engine.runtime.state import TrainedModule
-from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.plan.model_spec.model_spec import block_of
 
 UnshardFn = Callable[[str], None]  # gathers the weights of a block

@@ -31,8 +31,8 @@ from meshwright.engine.step.spike_diagnosis import (
     StageReplay,
     diagnose_spike,
 )
-from meshwright.model.blocks.driver import BeforeBlock, ForwardDriver, backward, backward_from
-from meshwright.model.rng.sites import StatelessRNG
+from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver, backward, backward_from
+from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Handler

@@ -17,7 +17,7 @@ import torch
 from meshwright.engine.forward.block_collectives import BlockCollectives
 from meshwright.engine.forward.evaluation import Evaluation
 from meshwright.engine.forward.graph_check import needs_graph_cuts
-from meshwright.engine.forward.lockstep_forward import LockstepForward
+from meshwright.engine.forward.pipelined_forward import PipelinedForward
 from meshwright.engine.forward.sequence_sharding import make_sequence_runner
 from meshwright.engine.forward.stage_io import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
@@ -56,9 +56,9 @@ from meshwright.engine.runtime.step_profiler import (
 from meshwright.engine.step.actions import ActionHandlers
 from meshwright.engine.step.gather_full import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
-from meshwright.model.blocks.driver import BeforeBlock, ForwardDriver
-from meshwright.model.rng.sites import StatelessRNG
-from meshwright.model.tensors.lazy_tensors import strip_prefix
+from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver
+from meshwright.model.rng.draw_sites import StatelessRNG
+from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
@@ -116,7 +116,7 @@ class Executor:
             plan, state, self.flat_params, self.optimizers, is_user_made=optimizer is not None
         )
         self._stage_io = make_stage_io(plan, state, self._driver, runner)
-        self._lockstep_forward = LockstepForward(plan, state, self._driver)
+        self._pipelined_forward = PipelinedForward(plan, state, self._driver)
         self._actions = ActionHandlers(
             plan,
             state,
@@ -234,7 +234,7 @@ class Executor:
         subject = self.state.trained_module
         full_logits, lockstep = (
             self._vocab_parallel_logits.full_logits(subject.module, action),
-            self._lockstep_forward.run_in_lockstep(action),
+            self._pipelined_forward.run_in_lockstep(action),
         )
         with (
             summon_full_params(subject, self.flat_params, self._driver, action),

@@ -28,7 +28,7 @@ from meshwright.engine.params.summon_full import unshard_in_order
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.loss_guard import RankSpikeReport, StepPhase
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.blocks.driver import BeforeBlock, BlockCall, backward, backward_from
+from meshwright.model.blocks.forward_driver import BeforeBlock, BlockCall, backward, backward_from
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

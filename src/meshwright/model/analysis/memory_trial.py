@@ -28,10 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.model.analysis.extra_trials import repeat_samples
-from meshwright.model.blocks.driver import BlockCall, ForwardDriver, ForwardPass, backward, backward_from
+from meshwright.model.blocks.forward_driver import (
+    BlockCall,
+    ForwardDriver,
+    ForwardPass,
+    backward,
+    backward_from,
+)
 from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import record_draw_sites
-from meshwright.model.rng.sites import StatelessRNG
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.trial.op_counter import CAUSAL_ARGUMENTS, OpCounter
 from meshwright.model.trial.trial import depends_on_values

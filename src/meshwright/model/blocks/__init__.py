@@ -1,7 +1,7 @@
 """Blocks: finds them in a model, and runs a forward and a backward whose graph is cut between them.
 
 discovery             finds the chain of blocks in the module tree
-driver                runs the model's own forward with the autograd graph cut at block boundaries
+forward_driver        runs the model's own forward with the autograd graph cut at block boundaries
 checkpointing         activation checkpointing of one block call
 split_backward        splits a block's backward into input gradients (I) and weight gradients (W)
 graph_check           which block call uses which parameter; tensors that bypass a block's outputs

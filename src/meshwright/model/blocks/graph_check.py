@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.blocks.driver import LARGER_BLOCK_FIX, BlockCall, ForwardPass
+from meshwright.model.blocks.forward_driver import LARGER_BLOCK_FIX, BlockCall, ForwardPass
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT
 

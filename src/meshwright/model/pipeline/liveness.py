@@ -30,9 +30,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.model.blocks.driver import LARGER_BLOCK_FIX, ForwardDriver
+from meshwright.model.blocks.forward_driver import LARGER_BLOCK_FIX, ForwardDriver
 from meshwright.model.blocks.graph_check import reachable_leaf_names
 from meshwright.model.blocks.loss_inputs import distinct_tensors
+from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
+from meshwright.model.context_parallel.sharded_forward import ShardedForward
 from meshwright.model.hf.output_capture import capture_marks
 from meshwright.model.pipeline.forward_graph import (
     BlockCallStub,
@@ -42,8 +44,6 @@ from meshwright.model.pipeline.forward_graph import (
     ValueRef,
     with_value_refs,
 )
-from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor
-from meshwright.model.sequence_parallel.sharded_forward import ShardedForward
 from meshwright.model.tensors.fake_cache import clear_caches_with_fakes, lru_caches
 from meshwright.model.tensors.function_modes import (
     RANDOM_GLUE_FIX,

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
-from meshwright.model.blocks.driver import BeforeBlock, BlockCall, ForwardDriver, ForwardPass
+from meshwright.model.blocks.forward_driver import BeforeBlock, BlockCall, ForwardDriver, ForwardPass
+from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
+from meshwright.model.context_parallel.sharded_forward import ShardedForward
 from meshwright.model.hf.output_capture import capture_marks
 from meshwright.model.pipeline.forward_graph import BlockCallStub, ForwardGraph, ValueRef
 from meshwright.model.pipeline.replay_script import ReplayScript, ScriptCache, ScriptRecorder
 from meshwright.model.pipeline.stage_values import CONTROL_FLOW_FIX, GlueShape, PlaceholderEnv
-from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor
-from meshwright.model.sequence_parallel.sharded_forward import ShardedForward
 from meshwright.model.tensors.function_modes import InterceptMode, call_unchanged
 from meshwright.model.tensors.grad_alias import GradAlias, aliased_leaf
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves

@@ -1,7 +1,7 @@
 """Random numbers of a slice: a rank with a slice of a tensor draws the numbers of that slice.
 
-The trial runs the unsharded model, so it knows the full shape that each site draws (model/rng/sites.py), and
-between which layers the site lies. A rank whose tensor is smaller determines the sharded dims, and which
+The trial runs the unsharded model, so it knows the full shape that each site draws (model/rng/draw_sites.py),
+and between which layers the site lies. A rank whose tensor is smaller determines the sharded dims, and which
 elements of the full tensor it has:
 
     full shape, per sample    (heads 6, 9, 9)    between colwise layers in 3 units and a rowwise layer

@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.model.context_parallel.attention_call import (
+    SDPAArguments,
+    describe_mask,
+    split_bias_and_mask,
+)
+from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor, find_sharded_tensors
 from meshwright.model.sequence_analysis.lengths import TrialLengths
 from meshwright.model.sequence_analysis.token_rules import (
     MADE_IN_BLOCK,
@@ -21,12 +27,6 @@ from meshwright.model.sequence_analysis.token_rules import (
     TokenLayouts,
     find_token_dims,
 )
-from meshwright.model.sequence_parallel.attention_call import (
-    SDPAArguments,
-    describe_mask,
-    split_bias_and_mask,
-)
-from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor, find_sharded_tensors
 from meshwright.model.tensors.grad_alias import make_alias
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves
 from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec

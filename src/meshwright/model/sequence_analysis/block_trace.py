@@ -21,6 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.blocks.inplace_writes import UNTRACKED_ACCESS, GatheredTensors
+from meshwright.model.context_parallel.attention_call import SDPAArguments
+from meshwright.model.context_parallel.hf_attention import patch_attention
+from meshwright.model.context_parallel.sharded_activation import (
+    SequenceShardedTensor,
+    find_sharded_tensors,
+    wrap_block_outputs,
+)
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.hf.metadata import sdpa_advice
 from meshwright.model.hf.output_capture import CaptureMark, capture_marks
 from meshwright.model.sequence_analysis.block_inputs import (
@@ -44,14 +52,6 @@ from meshwright.model.sequence_analysis.token_rules import (
     TokenOp,
     find_token_dims,
 )
-from meshwright.model.sequence_parallel.attention_call import SDPAArguments
-from meshwright.model.sequence_parallel.hf_attention import patch_attention
-from meshwright.model.sequence_parallel.sharded_activation import (
-    SequenceShardedTensor,
-    find_sharded_tensors,
-    wrap_block_outputs,
-)
-from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.function_modes import function_title
 from meshwright.model.tensors.grad_alias import make_alias

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor, to_local_tensors
 from meshwright.model.sequence_analysis.lengths import TrialLengths
-from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor, to_local_tensors
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.sequence_info import GlueGather
 

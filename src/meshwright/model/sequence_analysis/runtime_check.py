@@ -25,14 +25,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from meshwright.model.context_parallel.attention_call import AttentionMode, ShardedAttentionCall
+from meshwright.model.context_parallel.conv_call import Conv1dMode, ShardedConv1dCall
+from meshwright.model.context_parallel.hf_attention import patch_attention
+from meshwright.model.context_parallel.sharded_forward import SequenceLengths, ShardedForward
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.sequence_analysis.analysis import Example, TrialFactory, resize_sequence
 from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
 from meshwright.model.sequence_analysis.token_dims import MAX_TRIAL_LENGTH
-from meshwright.model.sequence_parallel.attention_call import AttentionMode, ShardedAttentionCall
-from meshwright.model.sequence_parallel.conv_call import Conv1dMode, ShardedConv1dCall
-from meshwright.model.sequence_parallel.hf_attention import patch_attention
-from meshwright.model.sequence_parallel.sharded_forward import SequenceLengths, ShardedForward
-from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.function_modes import InterceptMode, function_title
 from meshwright.model.trial.slice_trial import silence_fake_errors

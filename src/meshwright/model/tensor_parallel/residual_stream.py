@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.tensors.op_tables import is_full_view, reads_values, tokenwise_problem
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.layer_calls import LayerCall, ResidualFlow

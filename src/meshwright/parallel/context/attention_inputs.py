@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.model.rng.dropout_mode import keep_mask as thinned
 from meshwright.model.rng.sharded_draws import DrawRegion
-from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
 from meshwright.model.tensors.token_slices import span_positions
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import TokenRange, num_positions

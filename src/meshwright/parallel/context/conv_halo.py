@@ -17,7 +17,7 @@ convolves each span without padding. In backward, each edge gets the sum over al
       backward    as much                 one reduce_scatter, of gradients
 
 It works with ring, ulysses and hybrid alike, and is no strategy of its own: with a sharded sequence,
-convolutions are replaced so (model/sequence_parallel/conv_call.py). A convolution that is made causal by
+convolutions are replaced so (model/context_parallel/conv_call.py). A convolution that is made causal by
 padding both sides and slicing the output (y[..., :n]) still has elements to slice. The model analysis finds
 those calls.
 Cost: memory for P s (l + r) tokens during the convolution, and an exposed wait. With kernels of 3 or 4 that
@@ -39,7 +39,7 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.conv_call import ShardedConv1dCall
+from meshwright.model.context_parallel.conv_call import ShardedConv1dCall
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job

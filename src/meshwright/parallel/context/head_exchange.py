@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
+from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
 from meshwright.parallel.context.attention_inputs import AttentionInputs
 from meshwright.parallel.context.sequence_sharding import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError

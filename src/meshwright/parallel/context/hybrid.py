@@ -36,7 +36,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
+from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.head_exchange import (

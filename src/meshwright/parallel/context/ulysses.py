@@ -36,7 +36,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.attention_call import ShardedAttentionCall
+from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import (
     AttentionInputs,
     AttentionRing,

@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import inf, log
 from statistics import median
 
-from meshwright.plan.hardware.stragglers import LagSample, straggler_delay
+from meshwright.plan.hardware.straggler_delay import LagSample, straggler_delay
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS, AttentionSize
 from meshwright.planner.machine.cost_fit import CostFit, Sample, holdout_error

@@ -4,7 +4,7 @@ action_cost        seconds of each action
 device_time        seconds of single operations on a device
 network_time       seconds of collectives and messages
 core_contention    ranks that share the cores of a host
-stragglers         waits for the slowest rank of a collective
+straggler_waits    waits for the slowest rank of a collective
 prediction         seconds of a step, and where they go
 memory             bytes of the model states, and the peak of a step
 """

@@ -19,7 +19,7 @@ from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, 
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores, simulate_shared
 from meshwright.planner.program_cost.device_time import ExecutionTarget
-from meshwright.planner.program_cost.stragglers import with_straggler_waits
+from meshwright.planner.program_cost.straggler_waits import with_straggler_waits
 
 OPTIMIZER_KINDS = ("CLIP", "LOCAL_NORM", "STEP", "GRAD_SQNORM", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 NO_TRIAL_NOTE = (

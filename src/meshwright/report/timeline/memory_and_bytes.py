@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.collectives.announce import min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
 from meshwright.plan.step.action import Action, Program
 from meshwright.report.timeline.run_record import RunRecord
 

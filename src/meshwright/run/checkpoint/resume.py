@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.collectives.announce import REDUCING
+from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError

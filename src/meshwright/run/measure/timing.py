@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from meshwright.plan.hardware.stragglers import LagSample
+from meshwright.plan.hardware.straggler_delay import LagSample
 from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS
 
 UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes of operands, and how many of them

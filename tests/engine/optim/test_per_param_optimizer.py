@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright.engine.optim.adamw_8bit import AdamW8bit
 from meshwright.engine.optim.muon import Muon
-from meshwright.engine.optim.rule import (
+from meshwright.engine.optim.per_param_optimizer import (
     ELEMENTWISE_OPTIMIZERS,
     check_shard_alignments,
     get_blockwise_state_keys,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.model.blocks.driver import ForwardDriver, backward
+from meshwright.model.blocks.forward_driver import ForwardDriver, backward
 from tests.model.block_backward import Block, Chain, Forward, both_ways
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6)}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.sequence_parallel.sharded_activation import (
+from meshwright.model.context_parallel.sharded_activation import (
     OutputShards,
     SequenceShardedTensor,
     make_sharded_tensor,
@@ -14,7 +14,7 @@ from meshwright.model.sequence_parallel.sharded_activation import (
     to_local_tensors,
     wrap_block_outputs,
 )
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.grad_alias import make_alias
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError

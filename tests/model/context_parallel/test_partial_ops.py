@@ -8,8 +8,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.sharded_activation import make_sharded_tensor
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.sharded_activation import make_sharded_tensor
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.model_spec.sequence_info import SequenceSharding
 
 LENGTH = 7

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.comm.collectives.announce import (
+from meshwright.comm.collectives.collective_call import (
     CollectiveCall,
     announce,
     ordered_axes,

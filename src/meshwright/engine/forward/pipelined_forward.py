@@ -29,7 +29,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshwright.engine.runtime.state import RankState
-from meshwright.model.blocks.driver import ForwardDriver
+from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.hf.output_capture import capture_marks
 from meshwright.model.pipeline.forward_graph import ValueRef
 from meshwright.model.tensors.fake_cache import clear_caches_with_fakes, lru_caches
@@ -47,7 +47,7 @@ BROADCAST_DTYPES = (
 MAX_DIMS = 9  # of a tensor, at most
 
 
-class LockstepForward:
+class PipelinedForward:
     """Runs blocks in lockstep within `run_in_lockstep`; a rank that has the whole model runs it as usual."""
 
     def __init__(self, plan: Plan, state: RankState, driver: ForwardDriver) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, ConvSpec
 

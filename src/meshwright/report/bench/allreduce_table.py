@@ -41,7 +41,7 @@ COMMON_CLAIMS = (
 )
 
 
-def lesson_view(cluster: Cluster) -> RenderableType:
+def allreduce_view(cluster: Cluster) -> RenderableType:
     """Returns the counts at 2 to 9 ranks, the measured times beside the formula's, and common claims."""
     return Group(
         counts_table(),

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward import lockstep_forward
+from meshwright.engine.forward import pipelined_forward
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -214,12 +214,12 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
             }
 
     sent = {name: nbytes for each in run_on_threads(rank, plan.mesh) for name, nbytes in each.items()}
-    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_forward.MAX_DIMS)
+    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + pipelined_forward.MAX_DIMS)
     assert sent["GATHER_FULL(model.layers.1)"] == hidden + header
     assert sent["GATHER_FULL(lm_head)"] == 3 * 9 * 67 * 8 + header
 
 
 def test_numbers_that_do_not_come_are_noticed(monkeypatch):
-    monkeypatch.setattr(lockstep_forward, "replace_tensors", lambda value, new: value)
+    monkeypatch.setattr(pipelined_forward, "replace_tensors", lambda value, new: value)
     with pytest.raises(Exception, match=r"(?i)fake|without numbers|another rank"):
         used(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])

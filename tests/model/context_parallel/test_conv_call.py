@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.sequence_parallel.conv_call import Conv1dArguments, Conv1dMode, ShardedConv1dCall
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.conv_call import Conv1dArguments, Conv1dMode, ShardedConv1dCall
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import ConvSpec
 

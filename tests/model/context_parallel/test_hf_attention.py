@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.sequence_parallel.hf_attention import ATTENTION_NAME, patch_attention, sharded_attention
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.hf_attention import ATTENTION_NAME, patch_attention, sharded_attention
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 
 SIZES = {

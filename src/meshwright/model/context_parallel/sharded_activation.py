@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from meshwright.model.blocks.inplace_writes import glue_write_error, written_tensor
-from meshwright.model.sequence_parallel.partial_ops import SUM_OPS, partial_index, partial_sum
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.partial_ops import SUM_OPS, partial_index, partial_sum
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.op_tables import TOKENWISE_OPS
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import copy_containers, named_tensors, replace_tensors, tree_tensors

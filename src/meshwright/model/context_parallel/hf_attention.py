@@ -31,9 +31,9 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
+from meshwright.model.context_parallel.attention_call import combine_bias_and_mask
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.hf.metadata import is_transformers_model
-from meshwright.model.sequence_parallel.attention_call import combine_bias_and_mask
-from meshwright.model.sequence_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 
 ATTENTION_NAME = "meshwright"  # name of `sharded_attention` in the registries of transformers

@@ -9,7 +9,7 @@ from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores
 from meshwright.planner.program_cost.prediction import predict_step, step_breakdown
-from meshwright.planner.program_cost.stragglers import with_straggler_waits
+from meshwright.planner.program_cost.straggler_waits import with_straggler_waits
 from tests.parallel.tensor.odd_llama import known, planned
 from tests.planner.simple_machine import ground
 

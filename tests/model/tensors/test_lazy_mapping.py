@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.model.tensors.lazy_tensors import LazyTensors, strip_prefix
+from meshwright.model.tensors.lazy_mapping import LazyTensors, strip_prefix
 
 
 def test_only_asking_makes_a_tensor_and_each_time_another():

@@ -5,8 +5,8 @@ what has tokens.
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.sharded_activation import SequenceShardedTensor
-from meshwright.model.sequence_parallel.sharded_forward import SingleRankForward
+from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
+from meshwright.model.context_parallel.sharded_forward import SingleRankForward
 from meshwright.model.tensors.placeholder import PlaceholderTensor, make_placeholder
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo

@@ -16,10 +16,10 @@ from meshwright.plan.hardware.network_model import (
     NetworkModel,
     SizeBand,
 )
-from meshwright.report.bench.allreduce_lesson import (
+from meshwright.report.bench.allreduce_table import (
     LESSON_ALGORITHMS,
     MAX_NUM_RANKS,
-    lesson_view,
+    allreduce_view,
     round_counts,
 )
 
@@ -60,7 +60,7 @@ def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loos
         (*times, AllReduceSeries("backend", 3, SIZES, (1e-3,) * 3, (0.0,) * 3)),
     )
     console = Console(width=140, record=True, file=StringIO())
-    console.print(lesson_view(cluster))
+    console.print(allreduce_view(cluster))
     text = console.export_text()
     assert "2/1/2  4/1.33/4" in text
     assert "a = 100 us and B = 1.00 GB/s" in text

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from meshwright.plan.hardware.stragglers import LagSample, expected_maximum, straggler_delay
+from meshwright.plan.hardware.straggler_delay import LagSample, expected_maximum, straggler_delay
 
 MEASURED = (LagSample(0.01, 0.06), LagSample(0.04, 0.04), LagSample(0.16, 0.03))
 

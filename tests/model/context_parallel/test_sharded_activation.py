@@ -5,14 +5,14 @@ on one device.
 import pytest
 import torch
 
-from meshwright.model.sequence_parallel.sharded_activation import (
+from meshwright.model.context_parallel.sharded_activation import (
     SequenceShardedTensor,
     make_sharded_tensor,
     shard_block_inputs,
     to_local_tensors,
     wrap_block_outputs,
 )
-from meshwright.model.sequence_parallel.token_shard import TokenShard
+from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceSharding
 
