@@ -1,8 +1,8 @@
 """Bubbles and peaks of every schedule, played on paper with equal stages, held against the closed forms:
 exactly.
 
-F, I, W are the times of a rank for one micro-batch (forward, backward for inputs, for weights), T their sum;
-p ranks, m micro-batches, v chunks per rank, M what a rank keeps of a micro-batch. A rank's cost runs from its
+F, I, W are the times of a rank for one microbatch (forward, backward for inputs, for weights), T their sum;
+p ranks, m microbatches, v chunks per rank, M what a rank keeps of a microbatch. A rank's cost runs from its
 first slot to its last, as published rates count it; what is above m T is its bubble. The costliest rank and
 the fullest rank count.
 
@@ -22,7 +22,7 @@ the fullest rank count.
 
 M stays until W, as the closed forms have it. For ZB-2p what stays from I to W is 32 / 74 of it, as in the
 paper (34 h + 5 a s and 32 h of a layer, 5 a s = 40 h at its sizes): the last rank puts off W for (p - 1) (F +
-I) / W micro-batches, and had it to hold all of M so long, twice the memory of 1F1B would do only where F = I
+I) / W microbatches, and had it to hold all of M so long, twice the memory of 1F1B would do only where F = I
 = W.
 
 DualPipe's own formula counts a forward and a backward that overlap as one act of FB: (p / 2 - 1) (FB + B - 3
@@ -58,7 +58,7 @@ EQUAL = TIMES[0]
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, micro-batches, parts per rank, the times of a rank, and the share of what it keeps that stays
+    """Ranks, microbatches, parts per rank, the times of a rank, and the share of what it keeps that stays
     from I to W.
     """
 
@@ -70,12 +70,12 @@ class Case:
 
     @property
     def total(self) -> int:
-        """What a rank works for a micro-batch."""
+        """What a rank works for a microbatch."""
         return sum(self.times)
 
     @property
     def costs(self) -> StageCosts:
-        """Of its parts; one keeps one unit, so a rank keeps `v` of a micro-batch."""
+        """Of its parts; one keeps one unit, so a rank keeps `v` of a microbatch."""
         parts = self.p * self.v
         return replace(
             StageCosts.uniform(parts, *(time / self.v for time in self.times)),

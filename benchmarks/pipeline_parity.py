@@ -10,7 +10,7 @@ magnitude in its block.
     schedules   all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 parts per rank where a schedule leaves
                 that open
     beside      nothing; copies (DDP); shards (ZeRO-1, 2, 3); matrices and the sequence divided over 2 ranks
-    batches     a number of micro-batches that the ranks do not divide, where the schedule takes one; of 1 or
+    batches     a number of microbatches that the ranks do not divide, where the schedule takes one; of 1 or
                 2 rows
 
 All of these together are some thousands. Of them as many are drawn, by a seed that is printed, as it takes to
@@ -63,7 +63,7 @@ NAME = "pipeline_parity"
 CLAIM = (
     "pipelines of unmodified models equal one device to 1e-10 in float64 after three steps: Llama, GPT-2 "
     "(tied), T5, ViT, a U-Net with skips over every part, and CLIP (two inputs), in every exact schedule, "
-    "on 2, 3 and 4 ranks with 1 to 3 parts each and odd numbers of micro-batches, alone, with DDP, with "
+    "on 2, 3 and 4 ranks with 1 to 3 parts each and odd numbers of microbatches, alone, with DDP, with "
     "ZeRO-1, 2 and 3, and with matrices and the sequence divided"
 )
 RANKS, CHUNKS, STEPS, TOLERANCE, SEED = (2, 3, 4), (1, 2, 3), 3, 1e-10, 7
@@ -145,7 +145,7 @@ def cases() -> Iterator[Case]:
 
 
 def _micros(schedule: str, ranks: int) -> list[int]:
-    """Numbers of micro-batches that the schedule takes: such as the ranks do not divide, if there are any."""
+    """Numbers of microbatches that the schedule takes: such as the ranks do not divide, if there are any."""
     taken = [n for n in range(ranks + 1, 2 * ranks + 5) if not list(SCHEDULES[schedule].check(ranks, n))]
     return [n for n in taken if n % ranks] or taken
 

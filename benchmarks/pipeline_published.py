@@ -5,9 +5,9 @@ data/bubble_rates.csv holds the rates, data/bubble_profiles.csv the machine they
 milliseconds of F, I and W of a stage, and of a transfer, one line per model. Nothing is fitted to a rate.
 What a row needs beyond its model's line follows:
 
-    F, I, W     in proportion to micro-batch and layers per stage: (layers + 2) / p, as the paper leaves out a
+    F, I, W     in proportion to microbatch and layers per stage: (layers + 2) / p, as the paper leaves out a
                 layer at both ends
-    transfer    in proportion to micro-batch: messages of 10 MB and more, over the same links
+    transfer    in proportion to microbatch: messages of 10 MB and more, over the same links
     memory      for 1p and 2p: F holds 34 h + 5 a s, of which 32 h stay from I to W (h hidden, a heads, s
                 tokens; table 1 there)
     rate      = (cost - m (F + I + W)) / cost, cost the longest that a rank takes from its first slot to its
@@ -70,7 +70,7 @@ class Profile:
 
     @property
     def late(self) -> float:
-        """The share of a micro-batch's memory that stays from I to W."""
+        """The share of a microbatch's memory that stays from I to W."""
         return 32 * self.hidden / (34 * self.hidden + 5 * self.heads * self.sequence)
 
     @property

@@ -23,21 +23,21 @@ from meshwright.plan.sharding.mesh import Mesh
 
 NAME = "pipeline_scale"
 CLAIM = (
-    "64 stages x 512 micro-batches, and 16 stages of 64 chunks x 64 micro-batches on 16,384 ranks: "
+    "64 stages x 512 microbatches, and 16 stages of 64 chunks x 64 microbatches on 16,384 ranks: "
     "made, checked and played in 2 s"
 )
 BAR_S, REPEATS = 2.0, 7
 WIDE = Mesh(pp=16, dp_shard=128, tp=8)
 
 CASES: Mapping[str, tuple[Mesh, Callable[[], Schedule]]] = {
-    "GPipe, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: gpipe.gpipe_schedule(64, 512)),
-    "1F1B, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: one_f_one_b.one_f_one_b_schedule(64, 512)),
-    "ZB-H1, 64 stages x 512 micro-batches": (Mesh(pp=64), lambda: zb_h1_schedule(64, 512)),
-    "interleaved, 16 stages x 64 chunks x 64 micro-batches, 16,384 ranks": (
+    "GPipe, 64 stages x 512 microbatches": (Mesh(pp=64), lambda: gpipe.gpipe_schedule(64, 512)),
+    "1F1B, 64 stages x 512 microbatches": (Mesh(pp=64), lambda: one_f_one_b.one_f_one_b_schedule(64, 512)),
+    "ZB-H1, 64 stages x 512 microbatches": (Mesh(pp=64), lambda: zb_h1_schedule(64, 512)),
+    "interleaved, 16 stages x 64 chunks x 64 microbatches, 16,384 ranks": (
         WIDE,
         lambda: interleaved.interleaved_schedule(16, 64, 64),
     ),
-    "interleaved, 16 stages x 8 chunks x 8 micro-batches, 16,384 ranks": (
+    "interleaved, 16 stages x 8 chunks x 8 microbatches, 16,384 ranks": (
         WIDE,
         lambda: interleaved.interleaved_schedule(16, 8, 8),
     ),

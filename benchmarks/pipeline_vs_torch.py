@@ -11,7 +11,7 @@ processes over gloo.
     parts that sleep            4 processes, every schedule: the share of a step in which ranks wait, within 3
                                 points of paper
 
-8 layers of width 512, a batch of 8 x 256 tokens, 8 micro-batches; the toy is as thin as `workloads` has it. A
+8 layers of width 512, a batch of 8 x 256 tokens, 8 microbatches; the toy is as thin as `workloads` has it. A
 second loop of theirs is the twin that shows the noise. CPU seconds leave out waiting.
 
     python -m benchmarks.pipeline_vs_torch           some twenty minutes

@@ -39,7 +39,7 @@ WARM = 3  # steps before any is timed; in the last of them bytes are counted
 
 @dataclass(frozen=True)
 class Case:
-    """A plan: a family of models, the mesh, what divides the work, and the rows of a micro-batch (0: all at
+    """A plan: a family of models, the mesh, what divides the work, and the rows of a microbatch (0: all at
     once).
     """
 
@@ -53,7 +53,7 @@ SHARDS, COPIES = BatchSplit("dp_shard"), (BatchSplit(), DDP())
 CASES: Mapping[str, Case] = {
     "llama, 2 copies": Case("llama", Mesh(dp_replicate=2), COPIES),
     "bert, ZeRO 1 on 2": Case("bert", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=1))),
-    "gpt2, ZeRO 2 on 2, 2 micro-batches": Case("gpt2", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=2)), 2),
+    "gpt2, ZeRO 2 on 2, 2 microbatches": Case("gpt2", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=2)), 2),
     "llama, ZeRO 3 on 4": Case("llama", Mesh(dp_shard=4), (SHARDS, ZeRO(stage=3))),
     "gpt2, matrices on 2": Case("gpt2", Mesh(tp=2), (TensorParallel(), VocabParallel())),
     "llama, matrices on 2, 2 copies": Case(

@@ -8,7 +8,7 @@ products: by the bytes of arXiv 2205.05198 at 337 GB/s,
 DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473, table
 2, are what they
                compute, their bytes at the cards' rate, and 14 us for each rank, gather and weight,
-                   whatever the micro-batch
+                   whatever the microbatch
 recomputing    where a row says nothing of it, and the run would have needed half as much memory again as
 there is: all layers,
                unless its devices read their host's memory at the rate of links, and keep activations there
@@ -110,7 +110,7 @@ def layout_of(
     if not batch and micro and times:
         batch = micro * dp * times
     if not micro or not batch:
-        raise Lacks("no micro-batch or no global batch")
+        raise Lacks("no microbatch or no global batch")
     habits = next(habits for name, habits in HABITS if source.startswith(name))
     notes, states = row.get("notes", ""), row.get("zero_fsdp", "").lower()
     return ParallelConfig(

@@ -3,7 +3,7 @@
 Each code base has its habits (planner/habits.py), read in its source or its paper; where runs had to be
 asked, it says so:
 
-    Aleph-Alpha     the head gathers all logits on every tensor rank, and another micro-batch's output waits:
+    Aleph-Alpha     the head gathers all logits on every tensor rank, and another microbatch's output waits:
                     14 + 2 bytes;
                     inputs of matrices are kept gathered; norms are one kernel or several. From pairs of
                         runs of which one

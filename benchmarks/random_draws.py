@@ -88,7 +88,7 @@ TECHNIQUES: Mapping[str, str] = (
                 )
             },
             **dict.fromkeys(SCHEDULES, "pipeline"),
-            **{name: name for name in ("scatter", "activation_checkpointing", "micro-batches", "clipping")},
+            **{name: name for name in ("scatter", "activation_checkpointing", "microbatches", "clipping")},
             **{name: name for name in ("chunked_loss", "tiled_mlp", "dropout", "guard", "missing rows")},
         }
     )
@@ -138,7 +138,7 @@ class Draw:
         all of them.
         """
         found = [named for strategy in self.strategies for named in _names(strategy)]
-        found += ["micro-batches"] if self.micros > 1 else []
+        found += ["microbatches"] if self.micros > 1 else []
         found += ["clipping"] if self.clip else []
         found += ["dropout"] if KNOWN[self.model].random else []
         found += ["guard"] if self.guard else []
@@ -213,7 +213,7 @@ def _sizes(rng: Random, known: Known, matrices: str) -> Sizes:
 
 
 def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple[list[Strategy], int]:
-    """The strategies for a mesh of these sizes, and how many micro-batches they are given."""
+    """The strategies for a mesh of these sizes, and how many microbatches they are given."""
     found: list[Strategy] = [BatchSplit(axis) for axis in DATA_AXES if sizes[axis] > 1]
     micros = rng.choice((1, 1, 2, 3))
     if sizes["pp"] > 1:
@@ -264,7 +264,7 @@ def _tiles(rng: Random, known: Known, matrices: str) -> list[Strategy]:
 
 
 def _pipeline(rng: Random, known: Known, ranks: int) -> tuple[Strategy, int]:
-    """A pipeline of so many ranks whose parts the model has, and micro-batches that its schedule takes."""
+    """A pipeline of so many ranks whose parts the model has, and microbatches that its schedule takes."""
     most = known.parts // ranks
     fitting = [name for name, schedule in SCHEDULES.items() if max(1, schedule.num_virtual_stages) <= most]
     schedule = rng.choice([name for name in fitting if not list(SCHEDULES[name].check(ranks, 1))])

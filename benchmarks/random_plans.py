@@ -2,7 +2,7 @@
 device computes.
 
 Of each number under a seed one plan follows (benchmarks/random_draws.py): a model, a mesh of up to 24 ranks,
-strategies with options of their own, micro-batches, clipping. `make_plan` refuses it, each fault with a
+strategies with options of their own, microbatches, clipping. `make_plan` refuses it, each fault with a
 repair, or it is compared, its ranks as threads, with one ordinary PyTorch loop in float64, as `verify` does:
 samples, loss, every gradient, the norm and every parameter after each of two SGD steps; from a third, which
 does harm, a guard must spare them. Nothing else may happen. What does is a finding:
@@ -57,7 +57,7 @@ from meshwright.verifier.verdict import Verdict
 NAME = "random_plans"
 CLAIM = (
     "2,000 plans drawn by chance (any techniques, up to 24 ranks, odd sizes, several "
-    "micro-batches; Llama, GPT-2, T5 and a "
+    "microbatches; Llama, GPT-2, T5 and a "
     "model with two inputs) are each refused with a repair or equal one device to 1e-10 in "
     "float64; nothing else"
 )

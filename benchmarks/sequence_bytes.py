@@ -1,7 +1,7 @@
 """What attention sends where tokens are on several ranks, by the ledgers of real ranks, held against the
 laws: to the byte.
 
-Per rank, layer and micro-batch, in elements. B rows, a heads of queries and k of keys and values, each w
+Per rank, layer and microbatch, in elements. B rows, a heads of queries and k of keys and values, each w
 wide, h = a w; P ranks, n = N/P tokens, or what the rank with most of them has:
 
     ring      forward     2 B n h (k/a) (P-1)
@@ -61,14 +61,14 @@ from meshwright.testing.ranks import run_on_threads
 
 NAME = "sequence_bytes"
 CLAIM = (
-    "bytes sent per rank, layer and micro-batch by ring attention, Ulysses and their hybrid, "
+    "bytes sent per rank, layer and microbatch by ring attention, Ulysses and their hybrid, "
     "forward and backward, with grouped "
     "queries and masks, are the laws', exactly"
 )
 HALF, FLOAT = PrecisionConfig(compute="bfloat16"), PrecisionConfig()
 KEYS = {"llama": ODD["keys"], "gpt2": ODD["heads"]}
 LAYERS = {"llama": "model.layers.1", "gpt2": "transformer.h.1"}
-ROWS = 2  # of a micro-batch
+ROWS = 2  # of a microbatch
 COPIES = DDP(axis="cp")
 MASKED = ("causal", "window", "documents", "bias")
 Bytes = Mapping[str, Fraction]
@@ -163,7 +163,7 @@ class Case:
     precision: PrecisionConfig = FLOAT
 
     def __str__(self) -> str:
-        micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
+        micros = f", {self.micros} microbatches" if self.micros > 1 else ""
         more = "".join(f", {each}" for each in (self.more, self.precision.compute) if each)
         mask = "" if self.mask == "causal" else f", {self.mask}"
         return f"{self.model}, {self.how}{mask}, {self.tokens} tokens{micros}{more}"

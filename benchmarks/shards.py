@@ -35,7 +35,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` micro-batches of
+    """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` microbatches of
     one sample.
     """
 

@@ -102,7 +102,7 @@ class Update:
         self._optimizer.zero_grad(set_to_none=True)
 
     def end(self, losses: Sequence[torch.Tensor], micros: int) -> float:
-        """Clip, step, and the mean loss; `losses` of the micro-batches, on the last rank."""
+        """Clip, step, and the mean loss; `losses` of the microbatches, on the last rank."""
         norms = torch._foreach_norm([each.grad for each in self._parameters if each.grad is not None])
         told = torch.stack([torch.stack(norms).square().sum(), sum(losses, start=torch.zeros(()))]).detach()
         dist.all_reduce(told)
@@ -113,7 +113,7 @@ class Update:
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens of a micro-batch."""
+    """The mean over the tokens of a microbatch."""
     return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.reshape(-1))
 
 
@@ -170,7 +170,7 @@ def _looped(
     labels: Sequence[torch.Tensor],
     shape: tuple[int, ...],
 ) -> list[torch.Tensor]:
-    """Play this rank's slots; the losses of the micro-batches, where this rank takes them."""
+    """Play this rank's slots; the losses of the microbatches, where this rank takes them."""
     size, last, micros = order.num_ranks, order.num_stages - 1, len(ids)
     under_way: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     sent, losses = [], []
@@ -235,7 +235,7 @@ def timed(rank: int, size: int, workload: str, store: str, schedule: str, micros
 
 
 def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step:
-    """The seconds that hidden states of a micro-batch take from one rank to the next: half of a way there and
+    """The seconds that hidden states of a microbatch take from one rank to the next: half of a way there and
     back.
     """
     join(rank, size, store)

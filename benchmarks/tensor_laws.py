@@ -1,6 +1,6 @@
 """The laws of what divided matrices send, and the cases that `tensor_bytes` holds against them.
 
-    1-D, per layer and micro-batch, t ranks, S = b s h elements of the stream, w bytes each on the wire:
+    1-D, per layer and microbatch, t ranks, S = b s h elements of the stream, w bytes each on the wire:
         m forward sums, d backward ones, each 2 S w (t-1)/t: m sums end in the stream, and d tensors are
             taken in by columns
         layers. Llama, GPT-2 2 and 2; parallel residuals 1 and as many as there are norms: NeoX and Falcon
@@ -15,7 +15,7 @@
         stream, which a T5 decoder takes whole, is summed as in 1-D
         of fewer keys than ranks: 2 n w' (t-1)/t, n the elements of their weights
         recompute: the forward once more
-    grids, per layer and micro-batch, |X| = b s times the widths that its linears take in, b of the global
+    grids, per layer and microbatch, |X| = b s times the widths that its linears take in, b of the global
         batch, |Y| give out:
         2-D     3 (q-1)/q^2 (|X| + |W|)
         2.5-D   3 (q-1)/q^2 (|X|/d + |W|) + 2 (d-1)/(d q^2) |W|
@@ -110,7 +110,7 @@ class Case:
     even: bool = False
 
     def __str__(self) -> str:
-        micros = f", {self.micros} micro-batches" if self.micros > 1 else ""
+        micros = f", {self.micros} microbatches" if self.micros > 1 else ""
         wire = f", {self.precision.compute}" if self.precision.compute else ""
         kind = f" {self.layer.kind}" if self.layer.kind else ""
         return f"{self.layer.family}{kind}, {self.how}, {self.mesh.world_size} ranks{micros}{wire}"
@@ -122,7 +122,7 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """The samples of a global batch: two per rank that has samples of its own, and micro-batch."""
+        """The samples of a global batch: two per rank that has samples of its own, and microbatch."""
         return 2 * self.mesh.dp_shard * self.mesh.dp_replicate * self.micros
 
     @property
@@ -228,7 +228,7 @@ def _streams(case: Case) -> Fraction:
 
 
 def _gradients(case: Case, numel: int) -> Fraction:
-    """Sums of the gradients of so many elements, per micro-batch."""
+    """Sums of the gradients of so many elements, per microbatch."""
     return case.micros * _summed(numel * FLOAT_NBYTES[case.precision.parameters], case.mesh.tp)
 
 

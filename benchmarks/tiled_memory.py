@@ -89,7 +89,7 @@ class Case:
     def __str__(self) -> str:
         model = f"{WORDS[self.wide]:,} words, MLPs of {INNER[self.wide]:,}"
         return (
-            f"{model}, {self.way}, {self.compute}, {self.micros} micro-batches, tiles: loss "
+            f"{model}, {self.way}, {self.compute}, {self.micros} microbatches, tiles: loss "
             f"{self.tiles}, mlp {self.mlp}"
         )
 

@@ -5,15 +5,15 @@
 
                                   weights, per step         gradients, per step
     stage 1                       a                         a
-    stage 2                       a                         m a                    m micro-batches
+    stage 2                       a                         m a                    m microbatches
     stage 3, gathered per step    a                         m a
-    stage 3, per micro-batch      m a - (m-1) a_first       m a
+    stage 3, per microbatch      m a - (m-1) a_first       m a
     stage 3, per use              m (2 a - a_last) - (m-1) a_first                 m a
     hybrid, r replicas            as its stage over the n ranks of a replica, and once 2 (r-1)/r ceil(N/n) w
                                   per bundle
 
 The law of the paper is 2 m a for weights per use. Two places send less, because uses that follow each other
-are one stay: the last block's backward follows its forward (a_last), and the next micro-batch begins with the
+are one stay: the last block's backward follows its forward (a_last), and the next microbatch begins with the
 block that the last one ended with (a_first). A tied embedding is first and last at once: gathered for its
 forward, for the head's two acts, and for its backward. Weights travel in their own dtype, sums in `reduce`;
 sums across replicas in the dtype of the gradients.
@@ -175,7 +175,7 @@ def rows_of(several: Sequence[Case], pool: ProcessPool) -> Iterator[dict[str, ob
             for what in law:
                 row[what] = {"law": float(law[what]), "ledgers": [ledger[what] for ledger in ledgers]}
             row["beside"] = round(ledgers[0]["beside"], 3)
-            row["per use and micro-batch, as the paper counts"] = _as_the_paper(case)
+            row["per use and microbatch, as the paper counts"] = _as_the_paper(case)
             print(f"{case}: off {off:g}", file=sys.stderr)
             yield row
 

@@ -10,7 +10,7 @@ paper; the buffers of fixed size that a plan has besides are shown.
 14.02 GiB, here from two plans. What torchtitan measured between them (data/fsdp_memory.csv) stands beside:
 peaks, with all that comes and goes.
 
-*Live.* 2 and 4 processes over gloo play a Llama of 4.9 M parameters, two micro-batches of one short sample.
+*Live.* 2 and 4 processes over gloo play a Llama of 4.9 M parameters, two microbatches of one short sample.
 Live are all tensor storages that Python reaches (benchmarks/live.py), less those from before: after the third
 step, beside the states and buffers of the plan; and at the fullest moment within it, beside the same and what
 the program holds at its fullest: the gradients of the block whose backward runs, and activations. Each may

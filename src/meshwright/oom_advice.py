@@ -3,11 +3,11 @@
     planned   states to the byte, buffers, and activations as the memory trial found them
     live      what this rank had of them when it failed, and the whole process
     changes   in order of their cost in time: shards of optimizer states, and of gradients; a schedule with
-              fewer micro-batches in flight; half the micro-batch; shards of the parameters; activation
+              fewer microbatches in flight; half the microbatch; shards of the parameters; activation
               checkpointing; sequence sharding over the data-parallel ranks
 
 The first change below the limit is named, if there is a limit: the memory of the device, or what the system
-grants the process. Memory that the plan does not know is assumed to shrink with the micro-batch, and else to
+grants the process. Memory that the plan does not know is assumed to shrink with the microbatch, and else to
 stay.
 """
 
@@ -52,7 +52,7 @@ LEANER_SCHEDULES = (
     "1f1b",
     "zb_v_half",
     "zb_v_min",
-)  # schedules, each with fewer micro-batches in flight and a larger bubble than the previous one
+)  # schedules, each with fewer microbatches in flight and a larger bubble than the previous one
 
 
 class OutOfMemory(RuntimeError):
@@ -81,7 +81,7 @@ class MemoryUsage:
 
     def expected_nbytes(self, change: PlanChange, plan: Plan, message: str) -> float:
         """Returns the expected memory of the process under `change`: unplanned memory shrinks with the
-        micro-batch.
+        microbatch.
         """
         unplanned = max(0, self.used + requested_nbytes(message) - self.baseline - sum(self.live.values()))
         return self.baseline + change.nbytes + unplanned * change.plan.micro_batch / plan.micro_batch
@@ -291,7 +291,7 @@ def _fewer_in_flight(plan: Plan) -> Iterator[CandidateChange]:
 
 
 def _smaller(plan: Plan) -> Iterator[CandidateChange]:
-    """Uses the next smaller micro-batch that divides the local batch."""
+    """Uses the next smaller microbatch that divides the local batch."""
     divisors = [n for n in range(1, plan.micro_batch // 2 + 1) if plan.local_batch % n == 0]
     if divisors:
         yield f"micro_batch = {divisors[-1]}", plan.strategies, divisors[-1]

@@ -9,7 +9,7 @@ from meshwright.plan.sharding.mesh import Mesh
 
 
 def test_a_case_is_made_checked_played_and_placed():
-    mesh, make = CASES["interleaved, 16 stages x 8 chunks x 8 micro-batches, 16,384 ranks"]
+    mesh, make = CASES["interleaved, 16 stages x 8 chunks x 8 microbatches, 16,384 ranks"]
     assert mesh.world_size == 16_384
     found = dict(planned(mesh, make))
     assert list(found) == ["made", "checked", "played", "placed"]

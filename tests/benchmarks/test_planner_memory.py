@@ -44,7 +44,7 @@ def test_sources_whose_code_is_known_are_near(runs: list[Run]):
 
 
 def test_a_planner_that_forgets_micro_batches_under_way_is_noticed(runs: list[Run]):
-    """The planted bug: every rank along pp is taken to hold one micro-batch."""
+    """The planted bug: every rank along pp is taken to hold one microbatch."""
     some = [run for run in runs if run.source == "Zero Bubble PP"]
     blind = [replace(run, layout=replace(run.layout, num_microbatches=1)) for run in some]
     assert errors(groups(blind))["Zero Bubble PP"] > 0.3

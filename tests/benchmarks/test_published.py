@@ -76,7 +76,7 @@ def test_a_row_becomes_a_shape_a_layout_and_a_machine(table):
         ({"hardware": "TPU v3"}, "a device that is not known: 'TPU v3'"),
         ({"zero_fsdp": "ZeRO-2 + Offload"}, "memory of the host, which is not built yet"),
         ({"hidden": "", "heads": "?"}, "no hidden, heads"),
-        ({"micro_batch": ""}, "no micro-batch or no global batch"),
+        ({"micro_batch": ""}, "no microbatch or no global batch"),
         (
             {"step_time_s": "0.001"},
             "faster than the peak of its devices: its batch or its time is of another run",

@@ -7,7 +7,7 @@ from benchmarks.sequence_bytes import DEALS, Asked, cases, compared, law, planne
 CASES = {str(case): case for case in cases()}
 LEDGERS = (
     "llama, ring of 3, 13 tokens",
-    "gpt2, ulysses on 3, 12 tokens, 2 micro-batches, recompute",
+    "gpt2, ulysses on 3, 12 tokens, 2 microbatches, recompute",
     "llama, hybrid, 2 x 2, 12 tokens, line",
     "attention, hybrid, 3 x 2, documents, 37 tokens",
 )

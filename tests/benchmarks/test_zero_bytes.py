@@ -21,7 +21,7 @@ def test_bundles_hold_every_parameter_once():
 def test_the_law_by_hand():
     law = Law((10, 7, 4), ranks=3, weight=4, wire=2, gradient=4)  # shards of 4, 3 and 2
     assert law.weights(1, "use", 4) == law.weights(3, "step", 4) == 2 * (4 + 3 + 2) * 4
-    assert law.weights(3, "microbatch", 4) == 4 * 72 - 3 * 32, "the first block between two micro-batches"
+    assert law.weights(3, "microbatch", 4) == 4 * 72 - 3 * 32, "the first block between two microbatches"
     assert law.weights(3, "use", 4) == 4 * (2 * 72 - 16) - 3 * 32, "and the last block's forward and backward"
     assert law.gradients(1, 4, 1) == 2 * 9 * 2
     assert law.gradients(2, 4, 1) == 4 * 36

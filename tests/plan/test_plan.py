@@ -264,7 +264,7 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         ),
         (
             {"micro_batch": -1},
-            "micro_batch: micro_batch = -1\n  repair: write the samples per micro-batch and rank, or 0",
+            "micro_batch: micro_batch = -1\n  repair: write the samples per microbatch and rank, or 0",
         ),
         (
             {"micro_batch": 3},

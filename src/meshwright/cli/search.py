@@ -1,4 +1,4 @@
-"""The command `search`: chooses mesh, strategies and micro-batch for a model and a machine."""
+"""The command `search`: chooses mesh, strategies and microbatch for a model and a machine."""
 
 from math import inf
 from pathlib import Path

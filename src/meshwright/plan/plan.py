@@ -130,7 +130,7 @@ class Plan:
         )
 
     def with_micro_batch(self, micro_batch: int) -> "Plan":
-        """This rank's plan with micro-batches of another size: what it executes on a last, smaller batch."""
+        """This rank's plan with microbatches of another size: what it executes on a last, smaller batch."""
         train = replace(self.job.train, batch=micro_batch * self.num_microbatches * self.num_data)
         job = replace(self.job, train=train)
         program = _program(job, self.sharding, self.strategies, micro_batch)
@@ -172,7 +172,7 @@ class Plan:
 
     @property
     def num_microbatches(self) -> int:
-        """The micro-batches of one rank in a step."""
+        """The microbatches of one rank in a step."""
         return self.local_batch // self.micro_batch
 
     @property
@@ -192,7 +192,7 @@ class Plan:
         return self.mesh.index(self.mesh.coordinate(rank), self.sharding.data_axes)
 
     def microbatch_starts(self, index: int) -> list[int]:
-        """The first sample of each micro-batch of data index `index`, in the global batch."""
+        """The first sample of each microbatch of data index `index`, in the global batch."""
         num_data = self.num_data
         return [
             (microbatch * num_data + index) * self.micro_batch for microbatch in range(self.num_microbatches)
@@ -206,7 +206,7 @@ class Plan:
         return not any(coordinate[axis] for axis in self.sharding.primary_rank_axes)
 
     def samples_read(self, rank: int) -> list[int]:
-        """The samples of the global batch that `rank` reads, micro-batch by micro-batch.
+        """The samples of the global batch that `rank` reads, microbatch by microbatch.
 
         A primary rank reads those of all its ranks, in the order of the batch; they read none.
         """

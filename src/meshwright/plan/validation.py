@@ -126,12 +126,12 @@ def _used(sharding: ShardingPlan, axis: str) -> bool:
 
 
 def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
-    """Yields a batch that cannot be split over the ranks, or into micro-batches."""
+    """Yields a batch that cannot be split over the ranks, or into microbatches."""
     num_data, batch = sharding.mesh.group_size(sharding.data_axes), job.train.batch
     if micro_batch < 0:
         yield Diagnostic(
             f"micro_batch = {micro_batch}",
-            "write the samples per micro-batch and rank, or 0 for all of them at once",
+            "write the samples per microbatch and rank, or 0 for all of them at once",
             "micro_batch",
         )
     elif 0 < batch < num_data:

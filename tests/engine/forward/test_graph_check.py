@@ -19,7 +19,7 @@ from tests.tiny_model import reading_of, tiny_job
 @pytest.mark.parametrize(
     ("mesh", "strategies", "cuts"),
     [
-        (Mesh(), (), True),  # a loss, and forwards, stand between the backwards of two micro-batches
+        (Mesh(), (), True),  # a loss, and forwards, stand between the backwards of two microbatches
         (Mesh(pp=2), (Pipeline(),), False),
         (Mesh(pp=2), (Pipeline(schedule="interleaved"),), False),
         (Mesh(pp=2), (Pipeline(schedule="zb_h1"),), True),

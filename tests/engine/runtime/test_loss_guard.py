@@ -90,7 +90,7 @@ def guarded(action: str, **more: float) -> dict[str, LossGuard]:
 
 
 def poison(player: Executor, at: int, micro: int | None = None) -> None:
-    """Have the loss of step `at` on this player's rows (of one micro-batch) be NaN; later ones are as they
+    """Have the loss of step `at` on this player's rows (of one microbatch) be NaN; later ones are as they
     should be.
     """
     usual = player.state.loss

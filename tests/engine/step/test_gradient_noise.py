@@ -172,7 +172,7 @@ def test_noise_that_is_known_is_found(
     """Rows of variance 1 in 8 dims, a vector of squared length 1/2: S = 8, |G|^2 = 1/2, 16 samples.
 
     The means of the estimates of 400 steps of 12 samples have the standard errors 0.03 for |G|^2 and 0.14 for
-    S on three ranks, 0.04 and 0.32 where one micro-batch stands for all three; the bounds are four of them.
+    S on three ranks, 0.04 and 0.32 where one microbatch stands for all three; the bounds are four of them.
     """
     rows_of = {"x": torch.randn(4800, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))}
     reading = analyze(Shifts, {"x": rows_of["x"][:2]}, loss=HALF_SQUARES)

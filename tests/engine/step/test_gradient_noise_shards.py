@@ -28,7 +28,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(layout: str, micro_batch: int):
-    """Stage 1 sums what a rank has accumulated, stages 2 and 3 each micro-batch: these are then the parts."""
+    """Stage 1 sums what a rank has accumulated, stages 2 and 3 each microbatch: these are then the parts."""
     mesh, strategies = LAYOUTS[layout]
     plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
     outcome, models = played(mesh, strategies, micro_batch)

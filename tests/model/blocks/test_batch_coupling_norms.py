@@ -83,7 +83,7 @@ def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
 def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
     strategies = (Dealt(), DDP(axis="cp"))
     with pytest.raises(
-        PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 micro-batches\)"
+        PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 microbatches\)"
     ):
         mw.make_plan(analyze_model(lambda: Normed(nn.BatchNorm1d(6))), tiny_job(), mw.Mesh(cp=3), strategies)
 
@@ -115,7 +115,7 @@ def test_only_norms_that_mix_samples_are_found():
 def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], nn.Module]):
     analyzed = mw.analyze(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
     with pytest.raises(
-        PlanError, match=r"1 spectral norms \(norm.*\) iterate in every forward: 3 micro-batches"
+        PlanError, match=r"1 spectral norms \(norm.*\) iterate in every forward: 3 microbatches"
     ):
         mw.make_plan(analyzed, tiny_job(), micro_batch=4)
     verdict = mw.verify(

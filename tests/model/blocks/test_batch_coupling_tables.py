@@ -102,7 +102,7 @@ def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Modu
 
 
 def test_micro_batches_divide_counts_and_leave_norms_alone():
-    with pytest.raises(PlanError, match="1 ranks x 3 micro-batches"):
+    with pytest.raises(PlanError, match="1 ranks x 3 microbatches"):
         mw.make_plan(analyze_model(counted), tiny_job(), micro_batch=4)
     with pytest.raises(
         PlanError, match="with max_norm is written"

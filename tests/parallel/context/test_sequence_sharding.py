@@ -97,7 +97,7 @@ def test_beside_other_techniques(make: type[nn.Module], mesh: Mesh, strategies: 
 
 
 def moves(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
-    """What the actions of a kind move between ranks with other tokens, apart from attention, each micro-batch
+    """What the actions of a kind move between ranks with other tokens, apart from attention, each microbatch
     the same.
     """
     found = [

@@ -44,7 +44,7 @@ def deep() -> AnalyzedModel:
 def planned(
     reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9
 ) -> Plan:
-    """Micro-batches of one row."""
+    """Microbatches of one row."""
     train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
     return make_plan(
         reading,

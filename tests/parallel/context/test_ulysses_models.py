@@ -85,7 +85,7 @@ MIXED = [
 
 
 def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
-    """What becomes of three steps of micro-batches of one row, of which one needs no mask, and the others do
+    """What becomes of three steps of microbatches of one row, of which one needs no mask, and the others do
     in some.
     """
     model = make()

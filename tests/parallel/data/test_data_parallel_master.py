@@ -290,7 +290,7 @@ def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_o
             "gradients travel in float32 here",
         ),
     ],
-    ids=["micro-batches", "another axis", "guard", "another dtype on the wire"],
+    ids=["microbatches", "another axis", "guard", "another dtype on the wire"],
 )
 def test_what_it_cannot_do_is_refused_with_the_repair(
     reading: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, said: str

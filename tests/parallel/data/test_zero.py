@@ -83,7 +83,7 @@ def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: 
         assert static_checks(plan) == []
         spared = (
             (gathers - 1) * unit(plan, precision.parameters) // 5
-        )  # the first block ends one micro-batch and begins the next
+        )  # the first block ends one microbatch and begins the next
         assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters) - spared, zero
         assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce), zero
 
@@ -92,7 +92,7 @@ def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: 
 def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_block(micro: int):
     plan = on_paper(ZeRO(), 3, 4 // micro, Paper(layers=5, numel=77))
     one = 2 * -(-77 // 3) * 4
-    # the last block's backward follows its forward, and the next micro-batch's first forward the first
+    # the last block's backward follows its forward, and the next microbatch's first forward the first
     # block's backward
     assert sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
 

@@ -65,7 +65,7 @@ STORES = {
         f"shards of tokens alone, stage {stage}": (THREE, (DEALT, ZeRO(axis=CP, stage=stage)))
         for stage in (1, 2, 3)
     },
-    "shards for a micro-batch": (BOTH, (SHARD, DEALT, ZeRO(gather="microbatch"))),
+    "shards for a microbatch": (BOTH, (SHARD, DEALT, ZeRO(gather="microbatch"))),
     "shards for a step": (Mesh(dp_shard=3, cp=2), (DEALT, SHARD, ZeRO(gather="step"))),
     "shards over copies": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),

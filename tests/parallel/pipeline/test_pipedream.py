@@ -40,9 +40,9 @@ def test_without_stashing_a_backward_meets_the_newest_weights():
 
 
 def test_a_replay_of_the_versions_is_descent_with_delay():
-    # two parts of one weight each, loss = (b a x)^2 / 2: by hand, with the weights of the listed versions
+    # two stages of one weight each, loss = (b a x)^2 / 2: by hand, with the weights of the listed versions
     rate, inputs, p = 0.01, [1.0, 2.0, -1.0, 0.5], 2
-    history = [[1.5], [0.5]]  # weights of each part after each update
+    history = [[1.5], [0.5]]  # weights of each stage after each update
     met = {
         (each.microbatch, each.virtual_stage): each
         for each in weight_versions(pipedream_schedule(p, len(inputs)))

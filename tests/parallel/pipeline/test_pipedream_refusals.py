@@ -1,4 +1,4 @@
-"""What PipeDream refuses: all that needs one step per batch, and weights that parts share."""
+"""What PipeDream refuses: all that needs one step per batch, and weights that stages share."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ from tests.tiny_model import reading_of
 @pytest.mark.parametrize(
     ("job", "mesh", "beside", "said"),
     [
-        (JOB, Mesh(pp=2), (), "train.clip = 0.5: every micro-batch is an update of its own"),
+        (JOB, Mesh(pp=2), (), "train.clip = 0.5: every microbatch is an update of its own"),
         (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
         (
             replace(EACH, train=TrainConfig(batch=ROWS, clip=0.0, noise_scale=True)),
@@ -55,7 +55,7 @@ def test_what_needs_one_step_per_batch_is_refused(
 
 
 def test_weights_that_parts_share_are_refused():
-    with pytest.raises(PlanError, match="used by parts on several ranks, which would step them apart"):
+    with pytest.raises(PlanError, match="used by stages on several ranks, which would step them apart"):
         planned(reading_of(tied=True), Mesh(pp=2))
 
 

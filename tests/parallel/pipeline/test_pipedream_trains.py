@@ -128,7 +128,7 @@ def test_its_optimizer_steps_once_per_micro_batch(ranks: int, rule: str):
 
 
 def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Plain PyTorch: per micro-batch the gradient at the versions that the lists state, and a step of the
+    """Plain PyTorch: per microbatch the gradient at the versions that the lists state, and a step of the
     newest weights.
     """
     model, _, newest = known().make_module(torch.device("cpu"), torch.float64)
@@ -242,8 +242,7 @@ def test_a_backward_with_the_newest_weights_is_noticed():
     change = without("LOAD_STASHED", "LOAD_LATEST")
     faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
     text = (
-        "B(model.layers.0, 1) uses the weights after 1 steps, and the forward of its "
-        "micro-batch those after 0"
+        "B(model.layers.0, 1) uses the weights after 1 steps, and the forward of its microbatch those after 0"
     )
     assert text in faults
     verdict = judged(change)

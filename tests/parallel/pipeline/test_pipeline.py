@@ -109,7 +109,7 @@ def test_a_budget_of_bytes_saves_gathers_until_each_weight_is_gathered_once():
     assert counts == sorted(counts, reverse=True)
     assert counts[-1] == bundles
     assert all(first > last for first, last in zip(counts[0], bundles, strict=True)), (
-        "two micro-batches, there and back"
+        "two microbatches, there and back"
     )
     assert len({*map(tuple, counts)}) > 3
 
@@ -147,8 +147,8 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
     ("pipeline", "ranks", "said"),
     [
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
-        (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one part per rank"),
-        (Pipeline(), 9, "9 ranks for a model that can be cut into 7 parts"),
+        (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one stage per rank"),
+        (Pipeline(), 9, "9 ranks for a model that can be cut into 7 stages"),
         (
             Pipeline(split_points=("model.layers.1", "model.layers.2")),
             2,
@@ -161,14 +161,14 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         (
             Pipeline(schedule="zb_v"),
             4,
-            'set mesh.pp to 3 at most, or take a schedule of one part per rank, as "1f1b"$',
+            'set mesh.pp to 3 at most, or take a schedule of one stage per rank, as "1f1b"$',
         ),
         (Pipeline(schedule="interleaved", virtual_stages=5), 2, "repair: set virtual_stages to 3 at most$"),
         (Pipeline(split_points=("model.layers.1", "model.layers.2")), 2, "repair: name 1 block, or none"),
         (
             Pipeline(schedule="1f2b", split_points=("model.layer.1",)),
             9,
-            r"(?s)no schedule '1f2b'.*into 7 parts.*not a block call",
+            r"(?s)no schedule '1f2b'.*into 7 stages.*not a block call",
         ),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_search_folds_two_parts_per_rank():
 
 
 def held(plan: Plan) -> list[int]:
-    """How many micro-batches of its first visit each rank keeps at most."""
+    """How many microbatches of its first visit each rank keeps at most."""
     found = []
     for _, actions in plan.program.roles:
         first, now, most = next(action.subject for action in actions if action.kind == "F"), 0, 0
@@ -230,11 +230,11 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (to_csv(zb_h1_schedule(2, 4)), "is for 4 micro-batches, and the plan has 3"),
+        (to_csv(zb_h1_schedule(2, 4)), "is for 4 microbatches, and the plan has 3"),
         (to_csv(zb_h1_schedule(3, 3)), "has 3 rows, and the pipeline 2 ranks"),
         (
             "0F0,0F1,0F2,0B0,0B1,0B2\n1B0,1F0,1F1,1B1,1F2,1B2\n",
-            "rank 1: slot 0 of 6, B0 of stage 1, waits for F0 of part 1  <--",
+            "rank 1: slot 0 of 6, B0 of virtual stage 1, waits for F0 of stage 1  <--",
         ),
         ("0F0,0X1\n", "'0X1' is no act of a rank"),
     ],
@@ -257,7 +257,7 @@ def test_a_function_that_moves_parts_is_refused(tmp_path: Path):
         "    return interleaved.interleaved_schedule(ranks, micros)",
     ]
     path.write_text("\n".join(lines))
-    with pytest.raises(PlanError, match="puts parts on other ranks for 3 micro-batches than for 2"):
+    with pytest.raises(PlanError, match="puts stages on other ranks for 3 microbatches than for 2"):
         planned(llama(), Mesh(pp=2), Pipeline(schedule=f"{path}:moves"), micro_batch=2)
 
 

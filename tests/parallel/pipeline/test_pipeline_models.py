@@ -1,4 +1,4 @@
-"""Models that are no chain of equal layers: what runs in parts as it is,
+"""Models that are no chain of equal layers: what runs in stages as it is,
 and what is refused with the repair.
 """
 
@@ -88,14 +88,14 @@ def test_on_a_v_whose_cuts_mirror_each_other_the_skips_of_a_u_net_stay_on_their_
         actions = (action for _, listed in plan.program.roles for action in listed if action.kind == "SEND")
         sent[schedule] = {action.tensors[0] for action in actions}
     skips = {f"down.{number}" for number in range(6)}
-    assert skips & sent["interleaved"] == skips - {"down.5"}  # which the glue of its own part takes
-    assert skips & sent["zb_v"] == {"down.2"}  # what part 0 hands on anyway
+    assert skips & sent["interleaved"] == skips - {"down.5"}  # which the glue of its own stage takes
+    assert skips & sent["zb_v"] == {"down.2"}  # what stage 0 hands on anyway
 
 
 def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
     with pytest.raises(
         PlanError,
-        match=r"cut into 1 parts(?s:.*)declare blocks: Model\(..., blocks=\['first', 'second', 'third'",
+        match=r"cut into 1 stages(?s:.*)declare blocks: Model\(..., blocks=\['first', 'second', 'third'",
     ):
         planned(analyze(Tree, PAIRS, loss=DISTANCE), 2)
     blocks = ["first", "second", "third", "last"]
@@ -110,7 +110,7 @@ def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work(
         r"layers.1\+0 \(item at "
         r"test_pipeline_mod"
     )
-    with pytest.raises(PlanError, match=f"cut into 2 parts(?s:.*){said}(?s:.*)compute with tensors there"):
+    with pytest.raises(PlanError, match=f"cut into 2 stages(?s:.*){said}(?s:.*)compute with tensors there"):
         planned(reading, 3)
     with pytest.raises(PlanError, match=r"no stage can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):
         planned(reading, 2, Pipeline(split_points=("layers.3",)))
@@ -128,7 +128,7 @@ def test_batch_norms_take_one_micro_batch_and_are_refused_with_more(
     reading = analyze(build, rows, loss=DISTANCE)
     with pytest.raises(
         PlanError,
-        match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 micro-batches",
+        match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 microbatches",
     ):
         planned(reading, 2)
     found = verdict(reading, planned(reading, 2, Pipeline(schedule="model_parallel"), micro_batch=0), rows)

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining as a second oracle: the same stages, weights and micro-batches give the same
+"""torch.distributed.pipelining as a second oracle: the same stages, weights and microbatches give the same
 gradients.
 """
 

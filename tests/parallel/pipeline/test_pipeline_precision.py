@@ -1,4 +1,4 @@
-"""Values cross between parts in the dtype that they have, under autocast too; all ranks of a pipeline scale
+"""Values cross between stages in the dtype that they have, under autocast too; all ranks of a pipeline scale
 the loss alike.
 """
 
@@ -46,7 +46,7 @@ class Chain(nn.Module):
 
 
 class Toned(Chain):
-    """What glue makes is in the dtype of what another part gives out."""
+    """What glue makes is in the dtype of what another stage gives out."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](self.embed(input_ids))

@@ -1,4 +1,4 @@
-"""Parts on processes, where a sum is there only when it has been waited for."""
+"""Stages on processes, where a sum is there only when it has been waited for."""
 
 import pytest
 
@@ -17,21 +17,21 @@ from meshwright.verifier.reference import run_reference
 from tests.tiny_model import reading_of, rows, tiny_job
 
 MESHES = {
-    "three parts": Mesh(pp=3),
-    "parts in shards": Mesh(pp=2, dp_shard=2),
+    "three stages": Mesh(pp=3),
+    "stages in shards": Mesh(pp=2, dp_shard=2),
     "backwards in halves": Mesh(pp=2),
     "there and back": Mesh(pp=2, dp_shard=2),
     "tied, in shards": Mesh(pp=2, dp_shard=2),
     "tied, of three": Mesh(pp=3),
-    "every part twice": Mesh(pp=2, dp_shard=2),
+    "every stage twice": Mesh(pp=2, dp_shard=2),
 }
-SCHEDULES = {"backwards in halves": "zb_h1", "there and back": "zb_v", "every part twice": "dualpipe"}
+SCHEDULES = {"backwards in halves": "zb_h1", "there and back": "zb_v", "every stage twice": "dualpipe"}
 STEPS = 2
 
 
 def compared(world: World, name: str) -> RankReport:
     reading, mesh = (
-        reading_of(tied=name in ("tied, in shards", "tied, of three", "every part twice")),
+        reading_of(tied=name in ("tied, in shards", "tied, of three", "every stage twice")),
         MESHES[name],
     )
     shards = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if mesh.dp_shard > 1 else ()

@@ -1,4 +1,4 @@
-"""A checkpoint of parts is that of the model: any other plan takes it up, moments included,
+"""A checkpoint of stages is that of the model: any other plan takes it up, moments included,
 and vice versa.
 """
 
@@ -17,19 +17,19 @@ from tests.parallel.checkpoint_crossing import crosses
 from tests.parallel.tensor.odd_llama import known, planned
 
 MESHES = {
-    "two parts": Mesh(pp=2),
-    "three parts": Mesh(pp=3),
-    "parts in shards": Mesh(pp=2, dp_shard=2),
+    "two stages": Mesh(pp=2),
+    "three stages": Mesh(pp=3),
+    "stages in shards": Mesh(pp=2, dp_shard=2),
     "copies": Mesh(dp_replicate=2),
     "alone": Mesh(),
-    "every part twice": Mesh(pp=2),
+    "every stage twice": Mesh(pp=2),
 }
 
 
 def plan_on(name: str, reading: AnalyzedModel) -> Plan:
     """With the default strategies, and a pipeline where the mesh has one."""
     mesh = MESHES[name]
-    schedule = "dualpipe" if name == "every part twice" else "1f1b"
+    schedule = "dualpipe" if name == "every stage twice" else "1f1b"
     pipeline = (Pipeline(schedule=schedule),) if mesh.pp > 1 else ()
     others = (each for each in default_strategies(mesh, reading.model_spec) if not isinstance(each, Pipeline))
     return planned(reading, mesh, (*pipeline, *others), 1)[1]
@@ -38,10 +38,10 @@ def plan_on(name: str, reading: AnalyzedModel) -> Plan:
 @pytest.mark.parametrize(
     ("saved", "taken"),
     [
-        ("two parts", "alone"),
-        ("alone", "three parts"),
-        ("three parts", "copies"),
-        ("parts in shards", "two parts"),
+        ("two stages", "alone"),
+        ("alone", "three stages"),
+        ("three stages", "copies"),
+        ("stages in shards", "two stages"),
     ],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
@@ -51,10 +51,10 @@ def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("saved", "taken"),
     [
-        ("three parts", "alone"),
-        ("parts in shards", "three parts"),
-        ("every part twice", "copies"),
-        ("copies", "every part twice"),
+        ("three stages", "alone"),
+        ("stages in shards", "three stages"),
+        ("every stage twice", "copies"),
+        ("copies", "every stage twice"),
     ],
 )
 def test_a_tied_table_stands_in_it_once(saved: str, taken: str, tmp_path: Path):

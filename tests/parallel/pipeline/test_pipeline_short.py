@@ -1,4 +1,4 @@
-"""Data that end within a micro-batch: parts take the rows that are there, and what they send is what is
+"""Data that end within a microbatch: stages take the rows that are there, and what they send is what is
 stated of so many.
 """
 
@@ -82,7 +82,7 @@ def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_pas
 
 
 def trained(world: World, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and parameters of an epoch of 17 samples: a last batch of 5, of micro-batches of 2."""
+    """The losses and parameters of an epoch of 17 samples: a last batch of 5, of microbatches of 2."""
     feed = open_feed(ExampleDataset(rows(17)), plan, world.rank)
     with parallelize(reading_of(), plan, world=world) as engine:
         losses = [engine.step(feed.batch(step)).loss for step in range(feed.num_steps or 0)]

@@ -1,5 +1,5 @@
-"""Matrices and the stream in slices inside the parts of a pipeline: one device's numbers, and every byte
-between parts.
+"""Matrices and the stream in slices inside the stages of a pipeline: one device's numbers, and every byte
+between stages.
 """
 
 from dataclasses import replace
@@ -47,7 +47,7 @@ CASES = {
         Mesh(pp=2, tp=2),
         (Pipeline(), TensorParallel(), SequenceParallel(regather=True), ActivationCheckpointing()),
     ),
-    "two parts each": (Mesh(pp=2, tp=2), (Pipeline(schedule="interleaved", virtual_stages=2), *SLICES)),
+    "two stages each": (Mesh(pp=2, tp=2), (Pipeline(schedule="interleaved", virtual_stages=2), *SLICES)),
     "stage 1": (Mesh(pp=2, dp_shard=2, tp=2), (Pipeline(), *SLICES, SHARD, ZeRO(stage=1))),
     "stage 3": (Mesh(pp=2, dp_shard=3, tp=2), (Pipeline(), *SLICES, SHARD, ZeRO())),
     "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), TensorParallel())),
@@ -77,7 +77,7 @@ def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
 
 
 def sent(plan: Plan, kind: str) -> dict[str, set[int]]:
-    """What is sent between parts by actions of that kind, and the bytes that each rank puts in."""
+    """What is sent between stages by actions of that kind, and the bytes that each rank puts in."""
     found: dict[str, set[int]] = {}
     for action in (action for _, actions in plan.program.roles for action in actions if action.kind == kind):
         found.setdefault(action.subject, set()).update(move.nbytes for move in action.transfers)

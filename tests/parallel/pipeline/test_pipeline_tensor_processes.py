@@ -1,4 +1,4 @@
-"""Slices and pieces between parts on processes, where what was sent is there only when it has been waited
+"""Slices and pieces between stages on processes, where what was sent is there only when it has been waited
 for.
 """
 

@@ -1,4 +1,4 @@
-"""Weights that parts on several ranks use: one weight, counted once, the same to the bit wherever it is."""
+"""Weights that stages on several ranks use: one weight, counted once, the same to the bit wherever it is."""
 
 from collections.abc import Callable
 from functools import cache
@@ -290,7 +290,7 @@ def test_two_copies_of_every_part_are_one_model(
 
 def test_two_copies_need_two_micro_batches():
     with pytest.raises(
-        PlanError, match="dualpipe has no micro-batch for part 0 on rank 1 of the pipeline, but 1 in all"
+        PlanError, match="dualpipe has no microbatch for stage 0 on rank 1 of the pipeline, but 1 in all"
     ) as told:
         planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=ROWS)
     assert "a smaller micro_batch" in str(told.value)

@@ -1,4 +1,4 @@
-"""On which ways values go between parts, and that what one rank sends another is received in that order."""
+"""On which ways values go between stages, and that what one rank sends another is received in that order."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +36,7 @@ MICROS = 5
 
 
 def of_z(made: str, used: str, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The hops of a value beside the chain, where each visit is a part and part k lies on `ranks[k]`."""
+    """The hops of a value beside the chain, where each visit is a stage and part k lies on `ranks[k]`."""
     z = StageValue("z", made, tuple(used), ((0, 1),), "float32")
     parts = StageBoundaries(VISITS, (*CHAIN, z)).stages(VISITS[1:])
     return [(hop.source, hop.target) for hop in stage_transfers(parts, ranks) if hop.value is z]

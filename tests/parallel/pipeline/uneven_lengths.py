@@ -1,4 +1,4 @@
-"""Micro-batches of one step whose rows differ in length, the last of fewer rows; and what one device makes of
+"""Microbatches of one step whose rows differ in length, the last of fewer rows; and what one device makes of
 them.
 """
 
@@ -16,7 +16,7 @@ from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor.odd_llama import known
 from tests.tiny_model import VOCABULARY, reading_of, tiny_job
 
-Steps = Sequence[Sequence[tuple[int, int]]]  # by step, the (tokens, rows) of each micro-batch
+Steps = Sequence[Sequence[tuple[int, int]]]  # by step, the (tokens, rows) of each microbatch
 STEPS, MICRO_BATCH = (((9, 2), (5, 2), (12, 1)), ((5, 2), (9, 1))), 2
 READINGS = {"tiny": reading_of, "llama": known}  # read with rows of 5 tokens, and of 9
 Parameters = dict[str, torch.Tensor]

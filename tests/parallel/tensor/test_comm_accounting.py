@@ -1,4 +1,4 @@
-"""What is booked of a visit is found once for each direction, however many micro-batches there are."""
+"""What is booked of a visit is found once for each direction, however many microbatches there are."""
 
 import pytest
 

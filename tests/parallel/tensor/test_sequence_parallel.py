@@ -58,7 +58,7 @@ def planned_in_slices(
 
 
 def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
-    """The collectives within that action of the first micro-batch, and the bytes put in."""
+    """The collectives within that action of the first microbatch, and the bytes put in."""
     actions = [
         each
         for each in plan.program.actions(FIRST_ROLE)

@@ -76,8 +76,7 @@ def test_one_batch_size_alone_is_refused():
             plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
         text = str(caught.value)
         assert (
-            "one data rank runs the 12 samples of a step as one micro-batch: there is no smaller batch"
-            in text
+            "one data rank runs the 12 samples of a step as one microbatch: there is no smaller batch" in text
         )
         assert "set micro_batch to a smaller divisor of train.batch, raise mesh.dp_replicate, or set" in text
 

@@ -1,4 +1,4 @@
-"""Weight versions of micro-batches, read from a list, and lists in which a micro-batch has several."""
+"""Weight versions of microbatches, read from a list, and lists in which a microbatch has several."""
 
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
@@ -53,7 +53,7 @@ def test_a_backward_with_other_weights_than_its_forward_is_reported():
     actions = [action for action in RIGHT if action.kind not in ("LOAD_STASHED", "LOAD_LATEST")]
     text = list(version_conflicts(actions))
     assert (
-        text[0] == "B(x, 1) uses the weights after 1 steps, and the forward of its micro-batch those after 0"
+        text[0] == "B(x, 1) uses the weights after 1 steps, and the forward of its microbatch those after 0"
     )
     assert len(text) == 2
 

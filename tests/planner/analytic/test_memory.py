@@ -86,7 +86,7 @@ def test_the_fullest_rank_along_pp_is_the_one_with_most():
     words = replace(deep, vocab=500_000)
     assert (
         estimate_memory(deep, ParallelConfig(pp=4, num_microbatches=16)).logits == 0
-    )  # the first, with four micro-batches under way
+    )  # the first, with four microbatches under way
     assert (
         estimate_memory(
             words, ParallelConfig(pp=4, num_microbatches=16, recompute="layers", micro_batch=4)

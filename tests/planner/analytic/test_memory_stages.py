@@ -1,4 +1,4 @@
-"""What ranks along pp have: their layers by how code bases cut, and the micro-batches under way by how they
+"""What ranks along pp have: their layers by how code bases cut, and the microbatches under way by how they
 take turns.
 """
 

@@ -106,7 +106,7 @@ def test_attention_that_writes_its_scores_out_takes_longer():
 
 
 def test_tensor_ranks_divide_the_work_and_meet_for_it():
-    """Their all-reduces send 8 b s h (t - 1) / t elements per layer and micro-batch (arXiv 2104.04473,
+    """Their all-reduces send 8 b s h (t - 1) / t elements per layer and microbatch (arXiv 2104.04473,
     section 3.2).
     """
     given = replace(MACHINE, rates=replace(MACHINE.rates, latency_s=0.0))
@@ -148,7 +148,7 @@ def test_moments_in_shards_are_stepped_by_their_owners_alone():
 
 
 def test_parts_that_are_folded_have_both_ends_on_one_rank():
-    """Embedding and head of the same rank: each micro-batch pays for both there."""
+    """Embedding and head of the same rank: each microbatch pays for both there."""
     wide = replace(SHAPE, vocab=128_000)
     ends = (head_time(wide, ParallelConfig(), FREE) + embedding_time(wide, ParallelConfig(), FREE)).total
     straight, folded = (

@@ -144,7 +144,7 @@ def test_what_passes_is_the_gradients_of_one_block_and_activations():
     later = Plan.make(job_of(), Mesh(), Paper(layers=5, numel=1200).anatomy, (), 1)
     assert (
         transient_nbytes(later) == activations + 1200 * 4
-    )  # a second micro-batch's gradient, until it is added
+    )  # a second microbatch's gradient, until it is added
 
 
 def test_the_last_ranks_hold_padding_and_fewer_moments():

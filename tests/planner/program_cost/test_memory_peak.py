@@ -52,7 +52,7 @@ def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
 @pytest.mark.parametrize(
     ("mesh", "micro", "sizes"),
     [(Mesh(tp=2), 0, WORDS), (Mesh(tp=2), 4, WORDS), (Mesh(tp=3), 0, DEEP), (Mesh(), 4, DEEP)],
-    ids=["words", "words, micro-batches", "layers", "one device"],
+    ids=["words", "words, microbatches", "layers", "one device"],
 )
 def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str, int]):
     reading, plan = planned(llama(**sizes), mesh, micro=micro, rows=8)

@@ -25,7 +25,7 @@ def compute(kind: str, subject: str, micro: int, *waits: str) -> Action:
 
 
 def two_stages(micros: int) -> Program:
-    """Forwards of all micro-batches, then their backwards, over two ranks."""
+    """Forwards of all microbatches, then their backwards, over two ranks."""
     first = [compute("F", "a", at) for at in range(micros)]
     sends = [Action("SEND", "x", at, "send", (f"F(a, {at})",), transfer=MOVE) for at in range(micros)]
     back = [compute("B", "a", at, f"pp1/B(b, {at})") for at in range(micros)]

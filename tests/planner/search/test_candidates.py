@@ -81,7 +81,7 @@ def test_of_all_orders_those_that_were_allowed_are_laid():
 
 
 def test_no_layout_holds_less_than_the_leanest_and_more_rows_hold_more():
-    """Also where micro-batches enter at both ends of a pipeline, on meshes that have none: nothing lies there
+    """Also where microbatches enter at both ends of a pipeline, on meshes that have none: nothing lies there
     twice.
     """
     for orders in (ORDERS, {"dualpipe": (DUALPIPE, 1)}):

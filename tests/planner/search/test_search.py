@@ -180,7 +180,7 @@ def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
 
 
 def test_slow_links_make_the_search_send_less():
-    """Where nothing but a thin wire joins hosts, no micro-batch gathers weights over it."""
+    """Where nothing but a thin wire joins hosts, no microbatch gathers weights over it."""
     slow = DeviceSpec(
         "slow", "slow", {"bfloat16": 300e12}, 80 * 2**30, 2e12, 300e9, 0.05e9, 8, 108, "made up"
     )

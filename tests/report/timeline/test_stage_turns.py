@@ -72,7 +72,7 @@ def test_no_more_micro_batches_are_in_flight_than_the_schedule_keeps():
 
 
 def chain() -> Program:
-    """One micro-batch through two ranks and back."""
+    """One microbatch through two ranks and back."""
     there = Action("SEND", "x", 0, "send", ("F(a, 0)",))
     came = Action("RECV", "x", 0, "recv", ("pp0/SEND(x, 0)",), allocations=(Allocation("RECV(x, 0)", 8),))
     forward = Action(

@@ -90,7 +90,7 @@ def test_data_without_end_has_no_last_step():
 
 
 def test_a_short_step_gives_the_first_micro_batches_rows_first():
-    """31 rows in steps of 12: the third step has 7. Four shares of 3: two ranks, two micro-batches."""
+    """31 rows in steps of 12: the third step has 7. Four shares of 3: two ranks, two microbatches."""
     order = feeds(1, epochs=1)[0].batch(2)
     assert order is not None
     samples = order["labels"].tolist()

@@ -20,7 +20,7 @@ from meshwright.report.search.search_result import ranking_reasons
 
 MEMORY_FRACTIONS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # fractions of a device's memory
 MAX_CANDIDATES = 30  # of each
-NUM_ROUNDS = 2  # micro-batches in the drawing, in units of pp
+NUM_ROUNDS = 2  # microbatches in the drawing, in units of pp
 
 
 def write_plot(outcome: SearchOutcome, path: Path) -> None:
@@ -49,7 +49,7 @@ def plotted_candidates(outcome: SearchOutcome) -> list[Candidate]:
 
 
 def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
-    """Returns the timeline of the first micro-batches of a step under `best`, with times of the analytic
+    """Returns the timeline of the first microbatches of a step under `best`, with times of the analytic
     model.
     """
     layout, schedule = best.config, find_schedule(best.schedule)

@@ -7,8 +7,8 @@ import torch
 from meshwright.engine.runtime.loss import Batch
 from meshwright.plan.plan import Plan
 
-LocalBatch = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, or its micro-batches, or none
-BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]  # of the tensors of one micro-batch, by name
+LocalBatch = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, or its microbatches, or none
+BatchShapes = tuple[tuple[str, tuple[int, ...]], ...]  # of the tensors of one microbatch, by name
 
 
 def split_microbatches(
@@ -55,7 +55,7 @@ def _check_given(
         or any(num > plan.micro_batch for num in counts[-1:])
     ):
         text = (
-            f"micro-batches of {', '.join(map(str, counts))} rows; needed are at most "
+            f"microbatches of {', '.join(map(str, counts))} rows; needed are at most "
             f"{plan.num_microbatches} of {plan.micro_batch}"
         )
         raise ValueError(f"{text}; pass full ones, of which the last may have fewer samples")
@@ -71,7 +71,7 @@ def single_microbatch(
     """Returns all samples of a rank that may read for others as one microbatch, and their number."""
     if batch is not None and not isinstance(batch, Mapping):
         raise ValueError(
-            "a list of micro-batches, where one rank reads for others; pass all rows as one batch"
+            "a list of microbatches, where one rank reads for others; pass all rows as one batch"
         )
     num_samples = 0 if batch is None else count_samples(batch, plan)
     return [

@@ -7,10 +7,10 @@
     parameter write       a forward may write a parameter: w.copy_(normalize(w))
     buffer write          a forward may write a buffer: a counter, a running mean
 
-A rank, or a micro-batch, has some of the samples. Copies of a table that scales itself would diverge,
+A rank, or a microbatch, has some of the samples. Copies of a table that scales itself would diverge,
 gradients would be divided by other counts, and statistics would be those of a part of the batch. Frozen batch
 norms are harmless: in eval mode, with running statistics, every sample is scaled alike; one without running
-statistics uses those of its samples in eval mode too. Micro-batches are several forwards, so several steps of
+statistics uses those of its samples in eval mode too. Microbatches are several forwards, so several steps of
 power iteration, where one device does one.
 
 A parameter write is the same on all ranks if they have the whole weight and keep it. A master copy in another
@@ -58,13 +58,13 @@ def norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
     norms, ranks = batch_coupled_norms(module), plan.mesh.group_size(plan.sharding.grad_sum_axes)
     if not norms or (ranks == 1 and plan.num_microbatches == 1):
         return
-    parts = f"{ranks} ranks x {plan.num_microbatches} micro-batches"
+    parts = f"{ranks} ranks x {plan.num_microbatches} microbatches"
     text = (
         f"{len(norms)} batch norms ({next(iter(norms))}...) would take statistics of a part of the global "
         f"batch ({parts})"
     )
     if any(isinstance(norm, nn.SyncBatchNorm) for norm in norms.values()):
-        text += "; SyncBatchNorm communicates outside the plan, and does not join micro-batches"
+        text += "; SyncBatchNorm communicates outside the plan, and does not join microbatches"
     if all(norm.running_mean is not None for norm in norms.values()):
         fix = (
             "use group or layer norm, freeze them in the factory (model.train(), then norm.eval()), or "
@@ -85,7 +85,7 @@ def _spectral_norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagno
     if norms and plan.num_microbatches > 1:
         text = (
             f"{len(norms)} spectral norms ({next(iter(norms))}...) iterate in every forward: "
-            f"{plan.num_microbatches} micro-batches"
+            f"{plan.num_microbatches} microbatches"
         )
         text += " do as many steps of power iteration, and one device does one"
         fix = (
@@ -181,7 +181,7 @@ def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableU
     """Diagnostics of `plan` for `module` with these `table_uses` (parameter or location, kind of use)."""
     tied = {weight.name for weight in plan.model_spec.params if weight.aliases}
     batched = plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1 or plan.num_microbatches > 1
-    parts = f"{plan.mesh.world_size} ranks x {plan.num_microbatches} micro-batches"
+    parts = f"{plan.mesh.world_size} ranks x {plan.num_microbatches} microbatches"
     for name, how in table_uses:
         if how == GRAD_BY_FREQ and (plan.mesh.world_size > 1 or plan.num_microbatches > 1):
             text = (

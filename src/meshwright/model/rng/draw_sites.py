@@ -5,7 +5,7 @@ A *draw site* is the n-th draw within one block call of the forward. The number 
     (seed, step, site)  ->  key            (key, global sample id)  ->  the sample's key
     (the sample's key, logical index within the sample)  ->  64 bits  ->  keep if bits / 2^64 >= p
 
-so a sample gets the same masks however the batch is split over ranks and micro-batches, and a block that is
+so a sample gets the same masks however the batch is split over ranks and microbatches, and a block that is
 recomputed draws them again. The sample dim of a site cannot be read off its shape when the local batch is 1.
 Trial runs at one or more batch sizes determine it beforehand, and `DrawSites` keeps it:
 
@@ -98,7 +98,7 @@ def sample_shape(layout: SampleLayout, shape: torch.Size, batch: int) -> tuple[i
 class StatelessRNG:
     """The random numbers of one rank's forward, from the step, the samples and the current block call.
 
-    The engine calls `begin_forward` before each micro-batch and `enter_block` before each block. Draws
+    The engine calls `begin_forward` before each microbatch and `enter_block` before each block. Draws
     between blocks continue the numbering of the last block call; an engine that replaces blocks by stubs
     enters a block call of its own after each of them.
     """

@@ -12,7 +12,7 @@ convolves each span without padding. In backward, each edge gets the sum over al
       rank 1     4 5 6 7 8 9          sends 8 9 | - -       convolves 2 3 4 5 6 7 8 9
 
     layouts: tokens S(1); edges S, and R for the convolution; weights R, their gradients P like all others
-    sent per rank, micro-batch and convolution, in elements: c channels, b samples, s spans (zigzag: 2):
+    sent per rank, microbatch and convolution, in elements: c channels, b samples, s spans (zigzag: 2):
       forward     s b c (l + r) (P-1)     one all_gather
       backward    as much                 one reduce_scatter, of gradients
 

@@ -11,7 +11,7 @@ heads.
     ring                     0 -> 2 -> 4 -> 0 with the first half of the heads, 1 -> 3 -> 5 -> 1 the others
 
     layouts: tokens S(1), weights R, their gradients P: summed with those of other samples, in one collective
-    sent per rank, micro-batch and layer, in elements; k of a heads have keys, B samples, N tokens of width h,
+    sent per rank, microbatch and layer, in elements; k of a heads have keys, B samples, N tokens of width h,
     P = u r, u = ulysses_degree:
       exchange    (2 + 2 k/a) B N h / P x (u-1)/u     forward, if u divides k; backward as much
       ring        2 B N h / P x (k/a) (r-1)           forward; backward twice that (gradients float32)

@@ -30,7 +30,7 @@ from meshwright.plan.step.single_device import (
 
 @dataclass(frozen=True)
 class AttentionMemory:
-    """Bytes of attention in one block call and micro-batch: saved, and in addition during its backward."""
+    """Bytes of attention in one block call and microbatch: saved, and in addition during its backward."""
 
     saved_nbytes: int = 0
     backward_nbytes: int = 0

@@ -10,7 +10,7 @@ keys that pass by, one rank's after the other, and never holds those of more tha
     causal                      every step but the first attends to half of all pairs, on every rank: balanced
 
     layouts: tokens S(1), weights R, their gradients P: summed with those of other samples, in one collective
-    sent per rank, micro-batch and layer, in elements; k of a heads have keys, b samples, N tokens of width h:
+    sent per rank, microbatch and layer, in elements; k of a heads have keys, b samples, N tokens of width h:
       forward     2 b (N/P) h (k/a) (P-1)     P-1 shifts of keys and values, one message each
       backward    4 b (N/P) h (k/a) (P-1)     the same, and P-1 shifts of their gradients, in float32 at least
     activations: 1/P of those of one device, and two travelling blocks; backward four more, of gradients

@@ -10,7 +10,7 @@ with any mask.
                                                       attention  -->  o  --all_to_all-->    [B, a, N/P, w]
 
     layouts: tokens S(1), contiguous; weights R, their gradients P: summed with those of other samples
-    sent per rank, micro-batch and layer, in elements; k of a heads have keys, B samples, N tokens, h = a w:
+    sent per rank, microbatch and layer, in elements; k of a heads have keys, B samples, N tokens, h = a w:
       forward     (2 + 2 k/a) B N h / P x (P-1)/P     four all_to_alls: q and o with a heads, k and v with k
       backward    as much                             (k: if P divides it)
     activations: 1/P of one rank's, everywhere

@@ -24,7 +24,7 @@ or ring) and come in from n-1 ranks; x are the bytes of a rank's inputs, y those
 Cost: the bytes of the master grow with n; those of `ddp` stay below 4 S. The master holds the outputs of all
 samples (n y) and all optimizer states; nothing overlaps, and n-1 ranks idle while it takes the loss and
 steps.
-Limits: one micro-batch, no other axis. A loss that takes outputs which are not per sample is refused.
+Limits: one microbatch, no other axis. A loss that takes outputs which are not per sample is refused.
 Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), of which this
 is the case of one server that is a worker too; the documentation of torch.nn.DataParallel, which advises
 against it.

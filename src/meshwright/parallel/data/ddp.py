@@ -4,7 +4,7 @@ Why it works: each rank's gradient is a summand of the true one (see `batch_spli
 gradient makes all replicas equal, and equal replicas that take equal steps stay equal. The gradients of the
 last layers are complete first, so they travel while earlier layers still compute. Small gradients are
 coalesced into buckets of a given size, because a message has a fixed cost; nothing is sent while
-micro-batches accumulate. Each bucket has one REDUCE, which sums its gradients over the ranks along the axis.
+microbatches accumulate. Each bucket has one REDUCE, which sums its gradients over the ranks along the axis.
 
     compute   F0 F1 F2 LOSS B2 PACK(2) B1 PACK(1)  B0 PACK(0)            CLIP STEP
     comm                                   REDUCE(2, 1)     REDUCE(0)
@@ -15,10 +15,10 @@ micro-batches accumulate. Each bucket has one REDUCE, which sums its gradients o
 
 Cost: 2 (n-1)/n S bytes (`algorithm` may name one that sends more, in fewer rounds); memory of weights,
 gradients and optimizer states unchanged. A bucket is one contiguous buffer, allocated once: the first
-micro-batch's gradients are copied into it and later ones are added. Parameters that a step does not reach
+microbatch's gradients are copied into it and later ones are added. Parameters that a step does not reach
 are packed as zeros, so no rank waits for a gradient that never comes.
 Limits: weights, gradients and optimizer states must fit on every rank (ZeRO shards them). If links are
-slower than backward, the reduction is exposed: accumulate more micro-batches, or compress.
+slower than backward, the reduction is exposed: accumulate more microbatches, or compress.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and overlap, sections 3.2.2-3.2.3).
 """
 

@@ -15,7 +15,7 @@ computes every block on its own samples.
     bytes per rank, P elements of 2 (weight) + 2 (gradient) + 12 (master weights, optimizer states):
         4 P + 12 P/n (stage 1)      2 P + 14 P/n (2)      16 P/n + buffers (3)
     sent per rank, over parameter groups b of N_b elements: a = sum (n-1) ceil(N_b/n) * bytes per element
-        2 a (stage 1)      (m + 1) a (stage 2, m micro-batches)
+        2 a (stage 1)      (m + 1) a (stage 2, m microbatches)
         (2 m + m) a (stage 3, gather = "use")      (m + m) a ("microbatch")      (1 + m) a ("step")
 
     UNSHARD   all-gathers full weights from the shards of all ranks
@@ -28,7 +28,7 @@ early into a fixed number of buffers. Stages 2 and 3 reduce after every backward
 full gradient outlives its block. With `replicate_axis`, shards are replicated over a second axis (HSDP):
 reduce-scatter inside, all-reduce of the shard across. Ranks with other tokens of the same samples are among
 the n: sums and shards cover them and the axis together.
-Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if micro-batches accumulate), stage 3 half as
+Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if microbatches accumulate), stage 3 half as
 much again.
 Limits: an optimizer that reads more than one element needs shards at its shard alignment
 (plan/sharding/flat_param.py). Stage 3 needs fast links.

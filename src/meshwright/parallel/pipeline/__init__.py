@@ -3,5 +3,5 @@
 pipeline      the strategy Pipeline: stages, their balance, and the schedule
 pipedream     PipeDream: asynchronous 1F1B with weight stashing
 send_recv     routes of boundary activations between stages, and their sends and receives
-schedules     who runs which stage for which micro-batch: one file per schedule
+schedules     who runs which stage for which microbatch: one file per schedule
 """

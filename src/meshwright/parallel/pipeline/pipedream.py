@@ -1,20 +1,20 @@
-"""PipeDream: asynchronous 1F1B; every micro-batch is an update, and stages use weights of unlike age.
+"""PipeDream: asynchronous 1F1B; every microbatch is an update, and stages use weights of unlike age.
 
 Why it works: the bubble comes from the wait, at the end of a step, for all gradients. Here nobody waits: a
 stage updates its weights right after each backward, and the next forward uses the newest ones. If an update
-falls between the forward and the backward of a micro-batch, the two would use different weights; so a stage
+falls between the forward and the backward of a microbatch, the two would use different weights; so a stage
 keeps (stashes) those of every forward until its backward. The result is a gradient at weights that are
 slightly old on the first stages: descent with a bounded delay.
 
-    F3/1 is the forward of micro-batch 3 with weights after one update; the backward uses the same
+    F3/1 is the forward of microbatch 3 with weights after one update; the backward uses the same
     rank 0   F0/0  F1/0  F2/0  ....  ....  B0/0  F3/1  B1/0  F4/2  B2/0  F5/3  B3/1
     rank 1   ....  F0/0  F1/0  ....  B0/0  F2/1  B1/0  F3/2  B2/1  F4/3  B3/2  F5/4
     rank 2   ....  ....  F0/0  B0/0  F1/1  B1/1  F2/2  B2/2  F3/3  B3/3  F4/4  B4/4
 
-    micro-batch k, stage s of p:  w(s, k + 1) = w(s, k) - rate * gradient s at versions v(0, k) .. v(p - 1, k)
+    microbatch k, stage s of p:  w(s, k + 1) = w(s, k) - rate * gradient s at versions v(0, k) .. v(p - 1, k)
     v(s, k) = max(0, k - (p - 1 - s)): once the pipeline is full, p - 1 - s updates old
 
-A STEP stands behind each backward, of that micro-batch alone and over its own token count. STASH (keep the
+A STEP stands behind each backward, of that microbatch alone and over its own token count. STASH (keep the
 weights, because a backward will need them) stands before a STEP if forwards are in flight; LOAD_STASHED (put
 the kept weights into the model) and LOAD_LATEST (put the newest ones back) surround a backward whose forward
 used older ones:
@@ -22,21 +22,21 @@ used older ones:
     rank 0   F0 F1 F2  B0  STASH STEP  F3  LOAD_STASHED B1 LOAD_LATEST  STASH STEP  F4 ... STEP  LOSS_SUM
 
 A step of the run is `train.batch` samples, as everywhere; after it weights can be saved, evaluated and
-resumed under another plan. So at its end the pipeline drains, and the first micro-batches of the next step
-use weights that are new on all ranks. With n micro-batches a rank makes n updates per step: momentum,
+resumed under another plan. So at its end the pipeline drains, and the first microbatches of the next step
+use weights that are new on all ranks. With n microbatches a rank makes n updates per step: momentum,
 optimizer states and weight decay advance n times, and so does Adam's counter; the learning rate follows the
 schedule per step. An update without valid tokens is left out.
 
-Cost: no bubble but that of filling and draining, (p - 1) / (n + p - 1) of a step of n micro-batches: small
+Cost: no bubble but that of filling and draining, (p - 1) / (n + p - 1) of a step of n microbatches: small
 if n is much larger than p. Stage s keeps p - s versions of its weights, and all but the last copy them once
-per update; and the activations of as many micro-batches, so memory is even if weights need more memory than
+per update; and the activations of as many microbatches, so memory is even if weights need more memory than
 activations.
 Limits: the numbers are not those of one device, nor of a plain step: the delay needs a smaller rate or a
 warm-up. `verify` compares with a replay of these versions in one process. Refused, because they need all
 stages at once: clipping by the global norm, the loss guard, a loss scale for float16, tied weights across
 stages. Shards are refused too; replicas of the stages with other data are not, and their gradients are
 summed for each update. The reported norm is the root of the mean square of those of the updates. One stage
-per rank. Vertical sync, with one version for a micro-batch on all ranks, is not implemented: it would keep p
+per rank. Vertical sync, with one version for a microbatch on all ranks, is not implemented: it would keep p
 versions everywhere.
 Paper: Narayanan et al. 2019, "PipeDream", SOSP (section 3.3); Harlap et al. 2018, "PipeDream: Fast and
 Efficient Pipeline Parallel DNN Training", arXiv 1806.03377.
@@ -60,7 +60,7 @@ from meshwright.plan.strategy import Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class PipeDream(Strategy):
-    """Puts stages that begin at `split_points` on the ranks along `axis`; every micro-batch is an update
+    """Puts stages that begin at `split_points` on the ranks along `axis`; every microbatch is an update
     of its own.
     """
 
@@ -72,7 +72,7 @@ class PipeDream(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from (self._renamed(diagnostic) for diagnostic in self._pipeline.check(job, sharding))
-        each = "every micro-batch is an update of its own, and no rank has all gradients of one at a time"
+        each = "every microbatch is an update of its own, and no rank has all gradients of one at a time"
         for call, key, what, fix in (
             (job.train.clip > 0, "train.clip", f"train.clip = {job.train.clip}", "set train.clip = 0"),
             (
@@ -112,7 +112,7 @@ class PipeDream(Strategy):
         ]
         if tied:
             text = (
-                f"{len(tied)} parameters ({tied[0]}...) are used by parts on several ranks, "
+                f"{len(tied)} parameters ({tied[0]}...) are used by stages on several ranks, "
                 f"which would step them apart"
             )
             fix = (
@@ -131,7 +131,7 @@ class PipeDream(Strategy):
                 if shards
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
-            text = f"weights are {what}, which nobody does for single micro-batches"
+            text = f"weights are {what}, which nobody does for single microbatches"
             yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', location)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
@@ -160,7 +160,7 @@ class PipeDream(Strategy):
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""
+        """The schedule of all pipeline ranks for `num_microbatches` microbatches."""
         return self._pipeline.build_schedule(sharding, num_microbatches)
 
     @property
@@ -174,7 +174,7 @@ class PipeDream(Strategy):
 
 
 class WeightVersion(NamedTuple):
-    """The numbers of updates of the weights of `virtual_stage` that a micro-batch uses, in forward and in
+    """The numbers of updates of the weights of `virtual_stage` that a microbatch uses, in forward and in
     backward.
     """
 
@@ -190,7 +190,7 @@ def pipedream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[WeightVersion]:
-    """The weight versions that each stage uses for each micro-batch with an update after each backward, in
+    """The weight versions that each stage uses for each microbatch with an update after each backward, in
     that order.
 
     With `stashing`, a backward uses the weights of its forward; otherwise the newest ones.

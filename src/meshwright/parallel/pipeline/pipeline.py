@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the layers of a model on several ranks; micro-batches pass through them in turn.
+"""Pipeline parallelism: the layers of a model on several ranks; microbatches pass through them in turn.
 
 Why it works: a layer needs of the layers before it only their outputs, and of those behind it only its
 gradient. So runs of layers, *stages*, can live on ranks of their own, which hold no other weight, gradient
-or optimizer state. While one micro-batch is in the second stage, the next one is in the first: with many of
+or optimizer state. While one microbatch is in the second stage, the next one is in the first: with many of
 them all ranks are busy most of the time.
 
     rank 0   [ embed  layer 0  layer 1 ]  -- x -->  rank 1   [ layer 2  layer 3  head ]  --> loss
@@ -18,7 +18,7 @@ value that several later stages use goes from each to the next one, so no rank s
 returns the same way, and is summed on it. Values that depend on no other stage (masks, positions) are
 computed by each stage. Stages on the same rank pass values without sending.
 
-    bytes = 2 sum over micro-batches, boundaries and values of numel x itemsize     (and the gradient back)
+    bytes = 2 sum over microbatches, boundaries and values of numel x itemsize     (and the gradient back)
 
 In a split backward, I computes the gradients that other stages wait for, and W, any time later, those of
 weights (model/blocks/split_backward.py). `schedule` is a name, "automatic" (a search, for uneven stages), or
@@ -41,12 +41,12 @@ sends all of it over a link of its own; with `scatter` each sends one t-th, and 
 That pays if links between stages are slower than those within: stages on other hosts. Ranks that own whole
 matrices (Muon with slices) step those of their own stage (plan/step/matrix_owners.py).
 
-Evaluations go through the same stages, one micro-batch directly after the other. Any other forward,
+Evaluations go through the same stages, one microbatch directly after the other. Any other forward,
 `generate` with its cache too, is run by all ranks in lockstep inside `trainer.full_params()`, each block
 where its weights are. The loss guard replays a harmful step stage by stage. The noise scale is refused if
 several stages use a weight.
 
-Cost: the bubble of the schedule; activations of the micro-batches in flight. Stage boundaries balance the
+Cost: the bubble of the schedule; activations of the microbatches in flight. Stage boundaries balance the
 operations best, unless `split_points` names the blocks with which stages begin.
 Limits: as many stages as ranks times `virtual_stages`, and no more than blocks; no stage begins where glue
 reads numbers (plan/model_spec/stage_boundaries.py). A value whose sharding is unknown is refused by name,
@@ -159,7 +159,7 @@ class Pipeline(Strategy):
             self.virtual_stages and schedule.num_virtual_stages not in (0, self.virtual_stages)
         ):
             several = (
-                f"{schedule.num_virtual_stages} parts" if schedule.num_virtual_stages > 1 else "one part"
+                f"{schedule.num_virtual_stages} stages" if schedule.num_virtual_stages > 1 else "one stage"
             )
             text = f"virtual_stages = {self.virtual_stages}" + (
                 f", and {self.schedule} has {several} per rank" if schedule.num_virtual_stages else ""
@@ -180,10 +180,10 @@ class Pipeline(Strategy):
         )
         if (stages or sharding.mesh.pp) > known:
             num_ranks = f"{sharding.mesh.pp} ranks" + (
-                f" of {num_virtual_stages} parts each" if num_virtual_stages > 1 else ""
+                f" of {num_virtual_stages} stages each" if num_virtual_stages > 1 else ""
             )
             text = (
-                f"{num_ranks} for a model that can be cut into {known} parts "
+                f"{num_ranks} for a model that can be cut into {known} stages "
                 f"({len(boundaries.block_calls)} blocks)"
             )
             text += "".join(
@@ -223,7 +223,7 @@ class Pipeline(Strategy):
             fixes.append(
                 f"set virtual_stages to {known // ranks} at most"
                 if free
-                else 'take a schedule of one part per rank, as "1f1b"'
+                else 'take a schedule of one stage per rank, as "1f1b"'
             )
         return ", or ".join(fixes) or "set mesh.pp to 1, and remove the strategy"
 
@@ -271,13 +271,13 @@ class Pipeline(Strategy):
         return (("file", self._file_digest),) if self._file_digest else ()
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """The schedule of all pipeline ranks for `num_microbatches` micro-batches."""
+        """The schedule of all pipeline ranks for `num_microbatches` microbatches."""
         call = self._request(sharding, num_microbatches)
         schedule, idle = _cached_schedule(call), _idle_stages(call)
         if schedule.virtual_stages != self._placement(sharding):
             text = (
-                f"{self.schedule} puts parts on other ranks for {num_microbatches} "
-                f"micro-batches than for "
+                f"{self.schedule} puts stages on other ranks for {num_microbatches} "
+                f"microbatches than for "
                 f"{sharding.mesh.pp}"
             )
             raise PlanError(
@@ -288,7 +288,7 @@ class Pipeline(Strategy):
         if idle:
             stage, rank = idle[0]
             text = (
-                f"{self.schedule} has no micro-batch for part {stage} on rank {rank} of the pipeline, but "
+                f"{self.schedule} has no microbatch for stage {stage} on rank {rank} of the pipeline, but "
                 f"{num_microbatches} in all"
             )
             raise PlanError(text, fix="make more of them: a smaller micro_batch", location="micro_batch")

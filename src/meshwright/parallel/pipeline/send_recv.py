@@ -22,8 +22,8 @@ pieces:
 Users of a value forward it, and stages that do not use it never see it. In a V-shaped placement the skip
 connections of a U-Net stay on a rank if the splits are symmetric: nothing is sent. Each rank that needs a
 value receives it once on any route, so the bytes are the same; if the first stage sent all k copies, they
-would share one link for each micro-batch. A stage forwards a value as soon as it arrives, before it runs.
-Simulated (encoder-decoders of 6 stages on 6 ranks, 4 to 16 micro-batches; t the time of a transfer in units
+would share one link for each microbatch. A stage forwards a value as soon as it arrives, before it runs.
+Simulated (encoder-decoders of 6 stages on 6 ranks, 4 to 16 microbatches; t the time of a transfer in units
 of a layer's forward, links that carry one message at a time), the length of a step, forwarded / sent
 directly:
 
@@ -38,8 +38,8 @@ summed on it.
 Messages from one rank to another arrive in the order in which they are sent. A rank whose stages need them
 in another order receives them early, in the order of the sender, and keeps them:
 
-    rank 0 sends     x of micro-batch 1 to stage 1,  y of micro-batch 0 to stage 3
-    rank 1 needs     y of micro-batch 0 first:       RECV x, RECV y, F(stage 3, 0), F(stage 1, 1)
+    rank 0 sends     x of microbatch 1 to stage 1,  y of microbatch 0 to stage 3
+    rank 1 needs     y of microbatch 0 first:       RECV x, RECV y, F(stage 3, 0), F(stage 1, 1)
 """
 
 from collections import deque
@@ -64,7 +64,7 @@ from meshwright.plan.step.single_device import (
 
 
 class TransferRoutes:
-    """The routes of all values of every micro-batch between `stages` under `schedule`."""
+    """The routes of all values of every microbatch between `stages` under `schedule`."""
 
     def __init__(self, stages: Sequence[StageSpec], schedule: Schedule) -> None:
         self._parts, self._order = stages, schedule
@@ -77,11 +77,11 @@ class TransferRoutes:
         self._micros: dict[int, _MicrobatchTransfers] = {}
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs `stage` for the micro-batch."""
+        """The rank that runs `stage` for the microbatch."""
         return self._rank[stage, microbatch]
 
     def transfers(self, microbatch: int) -> list[StageTransfer]:
-        """The transfers of a micro-batch's values; stages on one rank pass values without sending."""
+        """The transfers of a microbatch's values; stages on one rank pass values without sending."""
         return self._microbatch_transfers(microbatch).transfers
 
     def transfers_into(self, stage: int, microbatch: int) -> list[StageTransfer]:

@@ -8,7 +8,7 @@ them.
                      used twice, are summed in I
 
 Of layers that end in one sum, the last has the redistribution of their output (comm_overlap.py). A block
-call is the same in every micro-batch, so its collectives are computed once per direction.
+call is the same in every microbatch, so its collectives are computed once per direction.
 """
 
 from collections import Counter

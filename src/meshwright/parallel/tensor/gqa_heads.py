@@ -14,7 +14,7 @@ are summed, because a rank's gradient is that of its rows alone.
     one rank computes k = x W_k[rows], dW_k = sum over ranks of (x^T dk placed at rows)
 
 Cost: with replicated keys, their weights, gradients and optimizer states on every rank, and one all_reduce
-of each gradient per micro-batch (2 (t-1)/t of its bytes). A rank whose heads use several keys computes each
+of each gradient per microbatch (2 (t-1)/t of its bytes). A rank whose heads use several keys computes each
 key as often as it uses it. A packed weight of queries, keys and values is replicated as one.
 Limits: at most as many ranks as query heads. In a tensor with a head dim, the batch is dim 0 and heads are
 dim 1.

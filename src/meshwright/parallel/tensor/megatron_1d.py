@@ -11,7 +11,7 @@ the ranks ends the pair.
     weights: A S(out), B S(in), its bias I (added once, after the sum); stream I: replicated on every rank
     forward: one all_reduce for each of the m sums in which pairs end
     backward: one for each of the d tensors that colwise layers take (q, k and v share one)
-    sent per rank, micro-batch and layer: 2 (m + d) b s h (t-1)/t elements = 4 k b s h (t-1)/t, k = (m + d)/2
+    sent per rank, microbatch and layer: 2 (m + d) b s h (t-1)/t elements = 4 k b s h (t-1)/t, k = (m + d)/2
     weights, gradients and optimizer states of the pairs: 1/t; norms, embedding and head: replicated
 
 Consecutive pairs end in sums of their own: k = 2 in a Llama layer. Parallel pairs, x + attention(n x) +

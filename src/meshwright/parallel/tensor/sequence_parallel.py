@@ -10,7 +10,7 @@ slices between the two, the same bytes travel.
 
     layouts: stream S(tokens) from the first block with a pair to the last, and through norms behind it
     norms and the biases of rowwise layers: used on slices, so I -> R; backward sums their gradients (P -> I)
-    sent per rank, micro-batch and layer = 4 k b s h (t-1)/t elements, k = (m + d)/2 as in megatron_1d.py:
+    sent per rank, microbatch and layer = 4 k b s h (t-1)/t elements, k = (m + d)/2 as in megatron_1d.py:
     m + d gathers and scatters either way; with `regather` d gathers more, 5 k b s h (t-1)/t if m = d
     saved for backward: norms, additions, dropout 1/t; inputs of colwise layers full, with `regather` 1/t
 
@@ -18,7 +18,7 @@ With `regather`, backward gathers the input of colwise layers once more, as the 
 saves the slice alone.
 Cost besides: the stream is gathered once at the end of the last block (forward) and once at the begin
 (backward), b s h (t-1)/t each, unless a head that is sharded by vocabulary takes slices; one sum per norm,
-block and micro-batch.
+block and microbatch.
 Limits: all blocks with pairs treat tokens one by one outside of their pairs, and are called once per
 forward; t divides the tokens. A module that asks a slice for its length is given all tokens if all its
 layers take the same input.

@@ -13,7 +13,7 @@ not, are sharded alike, so a rank steps the same rows of both.
     weights: embedding, head and its bias S(vocabulary); logits S(vocabulary), never gathered
 
 The vocabulary need not divide by the number of ranks: the first ranks have one more.
-Cost, per micro-batch of b samples of s tokens, on t ranks: one all_reduce of b s h in the forward, for the
+Cost, per microbatch of b samples of s tokens, on t ranks: one all_reduce of b s h in the forward, for the
 embedding, and one in the backward, for the head; two numbers of 4 bytes per token from each rank to each.
 Embedding, head, their gradients and optimizer states, and the logits: 1/t.
 Limits: an operation over all logits of a token between head and loss, a loss that cannot be taken in parts,

@@ -5,7 +5,7 @@ samples.
     attention     fused: batch, heads, query and key lengths, head dim
     memory_ops    all others: bytes read and written, and the outputs of compute-heavy ones
 
-Sizes are linear in the samples of a micro-batch, so they hold for any micro-batch. Equal operations are
+Sizes are linear in the samples of a microbatch, so they hold for any microbatch. Equal operations are
 counted. Quantities as large as parameters are kept apart, because they do not depend on samples: gradients of
 parameters and casts of them. They are sharded as the parameters are, which the rest may not be.
 """

@@ -68,11 +68,11 @@ class StageValue:
         return f"{self.name} ({self.op} at {self.source_line})" if self.op else self.name
 
     def shape(self, num_samples: int) -> tuple[int, ...]:
-        """The shape for a micro-batch of `num_samples` samples."""
+        """The shape for a microbatch of `num_samples` samples."""
         return tuple(fixed + boundary_info * num_samples for fixed, boundary_info in self.dim_sizes)
 
     def numel(self, num_samples: int) -> int:
-        """The number of elements for a micro-batch of `num_samples` samples."""
+        """The number of elements for a microbatch of `num_samples` samples."""
         return prod(self.shape(num_samples))
 
     @property
@@ -81,7 +81,7 @@ class StageValue:
         return next((width for end, width in ITEMSIZE_BY_SUFFIX.items() if self.dtype.endswith(end)), 1)
 
     def nbytes(self, num_samples: int) -> int:
-        """Bytes for a micro-batch of `num_samples` samples."""
+        """Bytes for a microbatch of `num_samples` samples."""
         return self.numel(num_samples) * self.itemsize
 
 

@@ -12,5 +12,5 @@ Modules:
     single_device      the step of one device, which strategies rewrite
     tied_params        all-reduce of gradients of tied parameters
     unshard_windows    when sharded parameters are gathered and freed
-    weight_stashing    weight versions of micro-batches (PipeDream)
+    weight_stashing    weight versions of microbatches (PipeDream)
 """

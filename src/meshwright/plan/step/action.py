@@ -1,7 +1,7 @@
 """Represents a training step as a list of actions per role, with a JSON form.
 
 An action names its kind (F forward, B backward, REDUCE, STEP...), its subject (a block call or a bucket), the
-micro-batch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
+microbatch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
 start in order and run beside them, and so do those on `send` and `recv`, which involve one other rank only.
 An action states what it waits for, what it communicates, how many operations it costs, and which memory it
 allocates and frees. The same list is priced, checked, drawn and executed.

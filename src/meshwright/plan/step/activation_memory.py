@@ -46,7 +46,7 @@ class ActivationMemory:
 
 
 def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
-    """The activation memory of every block call on this rank, in micro-batches of `num_samples`."""
+    """The activation memory of every block call on this rank, in microbatches of `num_samples`."""
     model_spec = sharding.model_spec
     width = FLOAT_NBYTES[job.precision.compute]
     loads = block_memories(sharding.model_spec)

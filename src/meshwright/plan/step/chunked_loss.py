@@ -19,7 +19,7 @@ MAX_CHUNK_NUMEL = 1 << 20  # elements of sharded logits that the loss reads at o
 
 @dataclass(frozen=True)
 class ChunkedLossCost:
-    """The LOSS of one micro-batch: bytes of the gradient it returns, bytes of its scratch memory, operations.
+    """The LOSS of one microbatch: bytes of the gradient it returns, bytes of its scratch memory, operations.
 
     `param_names` are the parameters it multiplies with.
     """
@@ -48,7 +48,7 @@ def num_local_logit_tokens(sharding: ShardingPlan) -> int:
 
 
 def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> ChunkedLossCost | None:
-    """The cost of LOSS on micro-batches of `num_samples`; None if it takes all logits at once.
+    """The cost of LOSS on microbatches of `num_samples`; None if it takes all logits at once.
 
     A chunk exists up to three times: what the loss saves, the gradient of that, and the gradient of the
     logits. Of sharded logits two of them have the dtype of the products; while the gradient of the weight is

@@ -5,16 +5,16 @@
     NOISE_SCALE    the gradient noise scale, from these small gradients and the norm of the full gradient
 
 A part of the batch is what one rank accumulates; a single data rank, which has nothing to compare with, uses
-the first micro-batch. `engine.step.gradient_noise` has the formulas. The list of a rank, with other ranks and
+the first microbatch. `engine.step.gradient_noise` has the formulas. The list of a rank, with other ranks and
 alone:
 
     B1 PACK(1) GRAD_SQNORM(0) REDUCE(0) B0 PACK(0) ... LOSS_SUM REDUCE_SQNORM CLIP STEP NOISE_SCALE
     F0 F1 LOSS B1 B0 GRAD_SQNORM  F0 F1 LOSS B1 B0     LOSS_SUM REDUCE_SQNORM CLIP STEP NOISE_SCALE
 
 Gradients that PACK takes away after a backward, to be scattered, are measured before it. If that happens for
-every micro-batch, each is a part of its own; a shard is not measured again when it is accumulated. Ranks with
+every microbatch, each is a part of its own; a shard is not measured again when it is accumulated. Ranks with
 slices of the same parameters, or with other layers, have the same part: its norm is summed over them,
-replicated parameters count once. A rank with several stages measures each after its first micro-batch. Cost:
+replicated parameters count once. A rank with several stages measures each after its first microbatch. Cost:
 one message of 24 bytes per rank and step, and one more pass over the gradients; nothing if it is off.
 """
 
@@ -51,7 +51,7 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
         text = "the loss compares all samples: the gradient of a part is not that of a smaller batch"
         yield Diagnostic(text, "set train.noise_scale = false", LOCATION)
     elif num_data == 1 and (not micro_batch or micro_batch >= batch):
-        text = f"one data rank runs the {batch} samples of a step as one micro-batch"
+        text = f"one data rank runs the {batch} samples of a step as one microbatch"
         text += ": there is no smaller batch to compare with"
         fix = "set micro_batch to a smaller divisor of train.batch, raise mesh.dp_replicate,"
         fix += " or set train.noise_scale = false"
@@ -72,7 +72,7 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
 def add_noise_scale_actions(program: Program, sharding: ShardingPlan) -> Program:
     """`program` with GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, if `noise_scale_diagnostics` yields nothing.
 
-    Raises PlanError if some gradient is never that of the first micro-batch alone, on a single data rank.
+    Raises PlanError if some gradient is never that of the first microbatch alone, on a single data rank.
     """
     axes = (*sharding.data_axes, *sharding.model_parallel_axes)
     total = (
@@ -139,7 +139,7 @@ def _measure_after_first_microbatch(actions: list[Action], sharding: ShardingPla
         others = [actions[i].name for i in backwards if actions[i].microbatch != 0 and i < at]
         if others or at < 0:
             why = f"{others[0]} comes before {actions[at].name}" if others else "this rank does not run it"
-            text = f"the gradient of '{param.name}' is never that of the first micro-batch alone: {why}"
+            text = f"the gradient of '{param.name}' is never that of the first microbatch alone: {why}"
             fix = 'choose schedule = "1f1b", raise mesh.dp_replicate, or set train.noise_scale = false'
             raise PlanError(text, fix=fix, location=LOCATION)
         params_after.setdefault(at, []).append(param.name)

@@ -4,11 +4,11 @@ S(flat).
 
     once per step        B1 PACK(1) ............ B1' ... REDUCE(1)    kept in one buffer of the group from the
                                                                       first backward; later ones add in place
-    every micro-batch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ACCUMULATE(1, 1)
+    every microbatch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ACCUMULATE(1, 1)
 
     PACK         gradients into a contiguous buffer, at the offsets of the flat parameter; frees them
     REDUCE       reduce-scatter over the ranks; then, along `replicate_axis`, an all-reduce of the shards
-    ACCUMULATE   adds a shard to the sum of earlier micro-batches, or casts it to the dtype of gradients
+    ACCUMULATE   adds a shard to the sum of earlier microbatches, or casts it to the dtype of gradients
     LOCAL_NORM   reads the sums: it waits for all of them
 
 Two buffers serve all groups in turn: one is packed while the other is sent. A buffer is packed again after
@@ -46,7 +46,7 @@ class _Buffer:
 
 
 class GradReduceScatter:
-    """Reductions over `axes` into shards, and of shards over `replicate_axis`; for every micro-batch, or once
+    """Reductions over `axes` into shards, and of shards over `replicate_axis`; for every microbatch, or once
     per step.
     """
 

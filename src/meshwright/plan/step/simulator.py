@@ -156,7 +156,7 @@ def qualified_name(role: str, wait: str) -> str:
 
 @dataclass(frozen=True)
 class TimelineSpan:
-    """One action of a rank: F, B, I or W of a micro-batch, or ~ while it waits for a message. Times in any
+    """One action of a rank: F, B, I or W of a microbatch, or ~ while it waits for a message. Times in any
     one unit.
 
     `virtual_stage` counts the stages of the rank. `memory` is held during the action, `memory_after` after

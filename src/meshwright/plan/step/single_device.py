@@ -1,7 +1,7 @@
 """Builds the step of a single device, before any technique: the list that strategies rewrite.
 
-    TOKEN_COUNT  the number of tokens of this step that count towards the loss (all micro-batches)
-    F            forward of one block call                 LOSS         loss of one micro-batch, its gradient
+    TOKEN_COUNT  the number of tokens of this step that count towards the loss (all microbatches)
+    F            forward of one block call                 LOSS         loss of one microbatch, its gradient
     B            backward of one block call                LOSS_SUM     the loss of the whole step
     I            the input-gradient half of a backward     W            the parameter-gradient half, later
     CLIP         the gradient norm, and clipping by it
@@ -9,7 +9,7 @@
     STEP         the optimizer; gradients are freed afterwards
 
 A rank may step more than once: then a list of `StageCalls` says after which backwards, each with the gradient
-of that micro-batch alone. LOCAL_NORM precedes each such STEP, nothing is clipped, and GLOBAL_NORM sums all
+of that microbatch alone. LOCAL_NORM precedes each such STEP, nothing is clipped, and GLOBAL_NORM sums all
 squares.
 
 If the loss needs the outputs of several ranks, GATHER (one output or target, from all ranks) precedes it.
@@ -48,10 +48,10 @@ GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
 class StageCalls(NamedTuple):
-    """Consecutive block calls, forward or backward, for one micro-batch. Backwards run in reverse order.
+    """Consecutive block calls, forward or backward, for one microbatch. Backwards run in reverse order.
 
-    "I" and "W" are the halves of a backward. "STEP" is an update with the gradients of that micro-batch;
-    without any, all micro-batches make one step together.
+    "I" and "W" are the halves of a backward. "STEP" is an update with the gradients of that microbatch;
+    without any, all microbatches make one step together.
     """
 
     kind: Literal["F", "B", "I", "W", "STEP"]
@@ -60,7 +60,7 @@ class StageCalls(NamedTuple):
 
 
 def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) -> list[StageCalls]:
-    """The calls of a rank that runs the whole model for one micro-batch after the other."""
+    """The calls of a rank that runs the whole model for one microbatch after the other."""
     kinds: tuple[Literal["F", "B"], ...] = ("F", "B")
     return [
         StageCalls(kind, block_calls, microbatch) for microbatch in range(num_microbatches) for kind in kinds
@@ -70,7 +70,7 @@ def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) 
 def single_device_program(
     sharding: ShardingPlan, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
 ) -> Program:
-    """The program of a rank that trains alone, on micro-batches of `micro_batch` samples, in the order of
+    """The program of a rank that trains alone, on microbatches of `micro_batch` samples, in the order of
     `stage_calls`.
     """
     builder = _StageCallActions(sharding, job, micro_batch)
@@ -107,7 +107,7 @@ def role_of(coordinate: Mapping[str, int]) -> str:
 
 
 def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, job: Job) -> int:
-    """The samples per micro-batch of a rank that executes `actions`."""
+    """The samples per microbatch of a rank that executes `actions`."""
     microbatches = {action.microbatch for action in actions if action.kind in WEIGHT_GRAD_KINDS}
     return job.train.batch // sharding.mesh.group_size(sharding.data_axes) // len(microbatches)
 
@@ -120,7 +120,7 @@ def reads_summed_grads(action: Action) -> bool:
 
 
 def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
-    """The micro-batches after which a rank steps with their gradients alone, in order; empty with one step
+    """The microbatches after which a rank steps with their gradients alone, in order; empty with one step
     for all.
     """
     return tuple(
@@ -421,7 +421,7 @@ def completing_backwards(
     block_calls: tuple[str, ...],
     microbatch: int | None = None,
 ) -> list[int]:
-    """The indices of the backwards that complete the gradients of `param_group`, one per micro-batch, in list
+    """The indices of the backwards that complete the gradients of `param_group`, one per microbatch, in list
     order.
 
     With `microbatch`, only its own.

@@ -1,14 +1,14 @@
 """Adds the all-reduce of gradients of parameters that several pipeline ranks use, such as tied embeddings.
 
 A tied embedding is used in the first stage and as the head of the last one; some schedules put every stage on
-two ranks, for different micro-batches. In both cases it is one parameter: each of its ranks holds its values,
+two ranks, for different microbatches. In both cases it is one parameter: each of its ranks holds its values,
 computes a summand of its gradient, and must update it as the others do. Without the sum, the copies would
 drift apart.
 
     rank 0  B(embed) ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP   counted here
     rank 2  B(head)  ... [REDUCE]  WAIT  REDUCE_TIED --+--  LOCAL_NORM  GLOBAL_NORM  CLIP  STEP   not here
 
-    WAIT         wait for the gradients of glue, and for reductions over other samples or micro-batches
+    WAIT         wait for the gradients of glue, and for reductions over other samples or microbatches
     REDUCE_TIED  all-reduce of the gradients of a group over the ranks along pp that use it
 
 The order matters: sums over other samples are equal on all their ranks, or in shards, of which each rank
@@ -59,7 +59,7 @@ def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job)
 
 
 def sums_grads(action: Action) -> bool:
-    """Whether `action` sums gradients over ranks or micro-batches."""
+    """Whether `action` sums gradients over ranks or microbatches."""
     return action.kind == "ACCUMULATE" or (
         action.transfer is not None and action.transfer.collective in REDUCTIONS
     )

@@ -5,7 +5,7 @@
     b2        (prefetch)[ F2   B2 ]                         consecutive uses share one window
 
 An *unshard window* lasts from one use to another. Joining two windows of the same parameters saves a gather
-and costs memory in between. Windows are joined always if no use lies between, within a micro-batch or a step
+and costs memory in between. Windows are joined always if no use lies between, within a microbatch or a step
 if so planned (`scope`), and else as far as a budget of bytes allows, the shortest gaps first. A window begins
 `prefetch` uses early, so that the gather overlaps them.
 
@@ -24,7 +24,7 @@ JoinScope = Literal["use", "microbatch", "step"]
 
 @dataclass(frozen=True)
 class ParamUse:
-    """One action of micro-batch `microbatch` that needs `param_groups` unsharded."""
+    """One action of microbatch `microbatch` that needs `param_groups` unsharded."""
 
     param_groups: tuple[str, ...]
     microbatch: int

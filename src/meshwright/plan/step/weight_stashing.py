@@ -1,4 +1,4 @@
-"""Tracks the weight version that each micro-batch uses if a rank steps more than once per training step
+"""Tracks the weight version that each microbatch uses if a rank steps more than once per training step
 (PipeDream).
 
     STASH         keep a copy of the weights before they are updated, for a later backward
@@ -44,7 +44,7 @@ def param_version_uses(actions: Sequence[Action]) -> Iterator[ParamVersionUse]:
 
 
 def forward_versions(actions: Sequence[Action]) -> dict[int, int]:
-    """By micro-batch, the weight version of its forward."""
+    """By microbatch, the weight version of its forward."""
     return {
         use.action.microbatch or 0: use.version
         for use in param_version_uses(actions)
@@ -65,14 +65,14 @@ def staleness(actions: Sequence[Action]) -> int:
 
 
 def version_conflicts(actions: Sequence[Action]) -> Iterator[str]:
-    """Yields errors in the versions of a rank's list: a micro-batch with several versions, or a step between
+    """Yields errors in the versions of a rank's list: a microbatch with several versions, or a step between
     them.
     """
     versions: dict[int, int] = {}
     for action, version in param_version_uses(actions):
         first = versions.setdefault(action.microbatch or 0, version)
         if version != first:
-            forward = f"the forward of its micro-batch those after {first}"
+            forward = f"the forward of its microbatch those after {first}"
             yield f"{action.name} uses the weights after {version} steps, and {forward}"
     stashed: set[str] = set()
     loaded = ""

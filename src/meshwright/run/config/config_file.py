@@ -1,7 +1,7 @@
 """Reads and writes config files and plan files (TOML). Both have one schema: a plan is a config with nothing
 left to resolve.
 
-    micro_batch = 2                      samples per micro-batch and rank; 0: the whole local batch at once
+    micro_batch = 2                      samples per microbatch and rank; 0: the whole local batch at once
     cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once,
                                          for the plan
 

@@ -2,7 +2,7 @@
 
     data      0 1 2 3 4 5 6 7 8 9 | 10 11        hold_out = 2: the first ten are shuffled for training, the
                                                  rest is evaluated
-    batch 0   10 11                              split over ranks and micro-batches like the samples of a step
+    batch 0   10 11                              split over ranks and microbatches like the samples of a step
 
 Evaluation samples keep their order, in batches of the training batch size. All ranks split the same list, so
 they have the same number of batches; a rank without samples has None. Decisions that follow from a result
@@ -97,7 +97,7 @@ class EvalSamples:
     data_rank: int
 
     def batches(self) -> Iterator[dict[str, torch.Tensor] | None]:
-        """Yields this rank's samples of each evaluation batch, micro-batch after micro-batch; None where it
+        """Yields this rank's samples of each evaluation batch, microbatch after microbatch; None where it
         has none.
         """
         plan, size, num = self.plan, self.plan.job.train.batch, self.num_samples

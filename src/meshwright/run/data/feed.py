@@ -1,6 +1,6 @@
 """From a global step to the samples of one rank: every plan trains on the same samples in the same order.
 
-The order of samples belongs to the job, not to the ranks. A rank reads its part of each micro-batch of the
+The order of samples belongs to the job, not to the ranks. A rank reads its part of each microbatch of the
 global batch, so the step is the only state of the data that a checkpoint needs.
 """
 
@@ -87,7 +87,7 @@ class Feed:
     rank: int
 
     def batch(self, step: int) -> dict[str, torch.Tensor] | None:
-        """Returns this rank's samples of global step `step` (from 0), micro-batch after micro-batch; None
+        """Returns this rank's samples of global step `step` (from 0), microbatch after microbatch; None
         when all are absent.
         """
         ids = self.order.ids(step, self.plan.job.train.batch)

@@ -95,14 +95,14 @@ class ShuffledOrder:
 def rank_sample_ids(
     ids: Sequence[int], microbatch: int, num_microbatches: int, data_rank: int, num_data_ranks: int
 ) -> list[int]:
-    """Returns the ids of data rank `data_rank` in micro-batch `microbatch`: a contiguous slice of `ids`.
+    """Returns the ids of data rank `data_rank` in microbatch `microbatch`: a contiguous slice of `ids`.
 
-    With k = len(ids) / (num_microbatches x num_data_ranks), rounded up, micro-batch m of rank r is the slice
+    With k = len(ids) / (num_microbatches x num_data_ranks), rounded up, microbatch m of rank r is the slice
     of k ids at (m x num_data_ranks + r) x k.
     """
     if not (0 <= microbatch < num_microbatches and 0 <= data_rank < num_data_ranks):
         raise ValueError(
-            f"micro-batch {microbatch} of {num_microbatches} on data rank {data_rank} of {num_data_ranks} "
+            f"microbatch {microbatch} of {num_microbatches} on data rank {data_rank} of {num_data_ranks} "
             f"does not exist; both count from 0, "
             "so pass numbers below their totals"
         )

@@ -62,7 +62,7 @@ class Trainer:
         """Trains one global step on this rank's samples (see `local_batch`); returns the same metrics on
         every rank.
 
-        A list contains micro-batches: each has the plan's number of samples, the last one at most that, and
+        A list contains microbatches: each has the plan's number of samples, the last one at most that, and
         any sequence length. Raises OutOfMemory on a rank that runs out of memory.
         """
         ledger = self.world.ledger
@@ -91,7 +91,7 @@ class Trainer:
             yield self.module
 
     def local_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Returns this rank's samples of a global batch, micro-batch after micro-batch; fewer if the batch
+        """Returns this rank's samples of a global batch, microbatch after microbatch; fewer if the batch
         is short.
         """
         return select_local_batch(batch, self.plan, self.world.rank)
@@ -152,8 +152,8 @@ class Trainer:
 
 
 def select_local_batch(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
-    """Returns the samples of a global batch that `rank` trains on under `plan`, micro-batch after
-    micro-batch.
+    """Returns the samples of a global batch that `rank` trains on under `plan`, microbatch after
+    microbatch.
 
     Raises PlanError when the batch has more samples than the plan's global batch.
     """

@@ -20,7 +20,7 @@ COUNTS = {"ranks": st.integers(1, 7), "micros": st.integers(1, 17)}
 
 @st.composite
 def unlike(draw: st.DrawFn, parts: int) -> StageCosts:
-    """Costs of parts of which no two need be alike, in whole units, so that sums are exact."""
+    """Costs of stages of which no two need be alike, in whole units, so that sums are exact."""
     times = st.lists(st.integers(1, 9), min_size=parts, max_size=parts)
     held = draw(times)
     return StageCosts(
@@ -88,7 +88,7 @@ def noticed(order: Schedule, costs: StageCosts, right: ScheduleTimeline) -> bool
 
 def theirs(pipeline_order: list[object]) -> list[tuple[str, int, int]]:
     """A rank's list as torch writes it, without pauses and what follows from it: (kind, stage,
-    micro-batch).
+    microbatch).
     """
     actions = [action for action in pipeline_order if action is not None]
     found = [

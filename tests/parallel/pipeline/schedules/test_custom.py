@@ -44,8 +44,8 @@ def test_pauses_and_what_follows_from_the_order_are_passed_over(write):
     made = load_schedule(source, 2, 2)
     assert made.virtual_stages == (VirtualStage(0, 0), VirtualStage(1, 1))
     assert [[str(slot) for slot in slots] for slots in made.actions] == [
-        ["F0 of stage 0", "F1 of stage 0", "B0 of stage 0", "B1 of stage 0"],
-        ["F0 of stage 1", "B0 of stage 1", "F1 of stage 1", "B1 of stage 1"],
+        ["F0 of virtual stage 0", "F1 of virtual stage 0", "B0 of virtual stage 0", "B1 of virtual stage 0"],
+        ["F0 of virtual stage 1", "B0 of virtual stage 1", "F1 of virtual stage 1", "B1 of virtual stage 1"],
     ]
 
 
@@ -76,7 +76,7 @@ def test_everything_that_cannot_be_read_is_said_at_once_with_row_and_column(writ
     assert faults_of(source, 2, 2) == [
         ("row 1, column 4", "'F2' is no act of a rank"),
         ("row 2, column 2", "'1X0' is no act of a rank"),
-        ("row 1, column 3", "F1 of stage 0 stands in column 2 already"),
+        ("row 1, column 3", "F1 of virtual stage 0 stands in column 2 already"),
         ("row 2, column 3", "stage 0 lies on the rank of row 1 already (column 1)"),
     ]
 
@@ -98,9 +98,9 @@ def test_what_is_missing_and_the_wrong_counts_are_said_together(write):
         1F0,1F1,1B0
         """)
     assert [what for _, what in faults_of(source, 3, 4)] == [
-        "micro-batch 1 has F in part 1: needed is one F, and one B or one I and one W",
+        "microbatch 1 has F in stage 1: needed is one F, and one B or one I and one W",
         f"{source} has 2 rows, and the pipeline 3 ranks",
-        f"{source} is for 2 micro-batches, and the plan has 4",
+        f"{source} is for 2 microbatches, and the plan has 4",
     ]
 
 
@@ -118,8 +118,8 @@ def test_a_deadlock_is_shown_with_its_arrow_and_its_cell(write):
     ((where, what),) = faults_of(source, 2, 2)
     assert where == "row 2, column 2"
     assert (
-        "rank 1: slot 0 of 4, B0 of stage 1, waits for F0 of part 1  <-- waits for ever: it does that itself"
-        in what
+        "rank 1: slot 0 of 4, B0 of virtual stage 1, waits for F0 of stage 1  <-- waits for ever: "
+        "it does that itself" in what
     )
     assert what.count("<--") == 1
 
@@ -150,10 +150,10 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
     assert (found.num_ranks, found.num_microbatches) == (3, 2)
     assert load_schedule(f"{source}:made", 1, 1).num_ranks == 1
     assert [what for _, what in faults_of(f"{source}:made", 2, 1)] == [
-        "rank 1 does F0 of stage 0, which lies on rank 0",
-        "rank 1 does B0 of stage 0, which lies on rank 0",
-        "micro-batch 0 has FFBB in part 0: needed is one F, and one B or one I and one W",
-        "micro-batch 0 has nothing in part 1: needed is one F, and one B or one I and one W",
+        "rank 1 does F0 of virtual stage 0, which lies on rank 0",
+        "rank 1 does B0 of virtual stage 0, which lies on rank 0",
+        "microbatch 0 has FFBB in stage 0: needed is one F, and one B or one I and one W",
+        "microbatch 0 has nothing in stage 1: needed is one F, and one B or one I and one W",
     ]
     assert [what for _, what in faults_of(f"{source}:odd", 1, 1)] == [
         "odd(1, 1) returned a value of type str"

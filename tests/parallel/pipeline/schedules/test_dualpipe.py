@@ -1,5 +1,5 @@
-"""DualPipe and DualPipeV against their closed forms, torch's lists, and on unlike parts; any number of
-micro-batches.
+"""DualPipe and DualPipeV against their closed forms, torch's lists, and on unlike stages; any number of
+microbatches.
 """
 
 from types import SimpleNamespace
@@ -85,7 +85,7 @@ def idle_of_pairs(order: Schedule, costs: StageCosts) -> list[float]:
 
 
 def paired(slots: tuple[ScheduleAction, ...]):
-    """The slots, with each B that stands behind an F of another micro-batch in one act with it."""
+    """The slots, with each B that stands behind an F of another microbatch in one act with it."""
     at = 0
     while at < len(slots):
         two = slots[at : at + 2]

@@ -1,4 +1,4 @@
-"""GPipe against its closed forms, torch's lists, and on unlike parts."""
+"""GPipe against its closed forms, torch's lists, and on unlike stages."""
 
 from types import SimpleNamespace
 
@@ -45,6 +45,6 @@ def test_two_swapped_slots_are_noticed():
 
 def test_no_micro_batch_is_refused():
     assert [fault.problem for fault in SCHEDULES["gpipe"].check(2, 0)] == [
-        "0 micro-batches; needed is at least one"
+        "0 microbatches; needed is at least one"
     ]
     assert list(SCHEDULES["gpipe"].check(4, 3)) == []

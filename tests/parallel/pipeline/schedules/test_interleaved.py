@@ -1,5 +1,5 @@
-"""Interleaved 1F1B against its closed forms, torch's lists, and on unlike parts;
-any number of micro-batches.
+"""Interleaved 1F1B against its closed forms, torch's lists, and on unlike stages;
+any number of microbatches.
 """
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""1F1B against its closed forms, torch's lists, and on unlike parts."""
+"""1F1B against its closed forms, torch's lists, and on unlike stages."""
 
 from types import SimpleNamespace
 

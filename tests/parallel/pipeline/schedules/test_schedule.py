@@ -29,24 +29,24 @@ def listed(*rows: str, chunks: int = 1) -> Schedule:
 def test_a_slot_twice_on_the_wrong_rank_or_of_no_stage_is_a_fault():
     order = listed("0F0 0B0 0B0 1F0 5F0", "1F0 1B0")
     assert list(order.errors()) == [
-        "rank 0 does B0 of stage 0 2 times",
-        "rank 0 does F0 of stage 1, which lies on rank 1",
-        "rank 0 does F0 of stage 5, and there are 2 stages",
-        "micro-batch 0 has FFB in part 1: needed is one F, and one B or one I and one W",
+        "rank 0 does B0 of virtual stage 0 2 times",
+        "rank 0 does F0 of virtual stage 1, which lies on rank 1",
+        "rank 0 does F0 of virtual stage 5, and there are 2 virtual stages",
+        "microbatch 0 has FFB in stage 1: needed is one F, and one B or one I and one W",
     ]
 
 
 def test_what_is_missing_is_said_once_for_alike_micro_batches():
     order = listed("0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3", "1F0 1B0 1F1 1I1 1F2 1F3")
     assert list(order.errors()) == [
-        "micro-batch 1 has FI in part 1: needed is one F, and one B or one I and one W",
-        "micro-batches 2, 3 have F in part 1: needed is one F, and one B or one I and one W",
+        "microbatch 1 has FI in stage 1: needed is one F, and one B or one I and one W",
+        "microbatches 2, 3 have F in stage 1: needed is one F, and one B or one I and one W",
     ]
 
 
 def test_micro_batches_are_numbered_without_gaps():
     order = listed("0F0 0B0 0F1 0B1 0F5 0B5")
-    assert list(order.errors()) == ["the micro-batches are 0, 1, 5: needed are 0 .. 2, each number once"]
+    assert list(order.errors()) == ["the microbatches are 0, 1, 5: needed are 0 .. 2, each number once"]
     assert format_numbers([0, 1, 2, 5, 7, 8]) == "0 .. 2, 5, 7, 8"
 
 
@@ -62,7 +62,7 @@ def test_two_ranks_may_run_a_part_but_not_for_one_micro_batch():
     assert list(both.errors()) == []
     assert (both.num_stages, both.num_ranks, both.num_microbatches) == (1, 2, 2)
     torn = Schedule(stages, ((ScheduleAction("F", 0, 0),), (ScheduleAction("B", 1, 0),)))
-    assert list(torn.errors()) == ["micro-batch 0 is split in part 0, over the stages 0, 1"]
+    assert list(torn.errors()) == ["microbatch 0 is split in stage 0, over the virtual stages 0, 1"]
 
 
 def test_the_arrow_stands_at_the_rank_that_waits_for_what_it_does_itself():
@@ -70,10 +70,10 @@ def test_the_arrow_stands_at_the_rank_that_waits_for_what_it_does_itself():
         simulate(listed("0F0 0B0", "1F0 1B0", "2B0 2F0"), StageCosts.uniform(3))
     assert str(stuck.value).splitlines() == [
         "no rank can proceed:",
-        "  rank 0: slot 1 of 2, B0 of stage 0, waits for B0 of part 1",
-        "  rank 1: slot 1 of 2, B0 of stage 1, waits for B0 of part 2",
+        "  rank 0: slot 1 of 2, B0 of virtual stage 0, waits for B0 of stage 1",
+        "  rank 1: slot 1 of 2, B0 of virtual stage 1, waits for B0 of stage 2",
         (
-            "  rank 2: slot 0 of 2, B0 of stage 2, waits for F0 of part 2  <-- waits for ever: it "
+            "  rank 2: slot 0 of 2, B0 of virtual stage 2, waits for F0 of stage 2  <-- waits for ever: it "
             "does that itself, later, in slot 1"
         ),
     ]
@@ -85,8 +85,8 @@ def test_the_arrow_stands_at_the_first_of_a_circle():
         simulate(listed("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"), StageCosts.uniform(3))
     assert [line for line in str(stuck.value).splitlines() if "<--" in line] == [
         (
-            "  rank 0: slot 1 of 4, B0 of stage 0, waits for B0 of part 1  <-- waits for ever: rank 0 for "
-            "rank 1 for rank 0"
+            "  rank 0: slot 1 of 4, B0 of virtual stage 0, waits for B0 of stage 1  <-- waits for ever: "
+            "rank 0 for rank 1 for rank 0"
         )
     ]
 
@@ -96,7 +96,7 @@ def test_the_arrow_stands_where_nobody_will_do_what_is_waited_for():
         simulate(listed("0F0 0B0", "1F0 1B0 1F1", "2F0 2B0"), StageCosts.uniform(3))
     assert stuck.value.rank == 1
     assert "  rank 0: finished" in str(stuck.value)
-    assert "waits for F1 of part 0  <-- waits for ever: nobody does it" in str(stuck.value)
+    assert "waits for F1 of stage 0  <-- waits for ever: nobody does it" in str(stuck.value)
 
 
 @settings(deadline=None)

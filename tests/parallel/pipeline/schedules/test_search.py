@@ -79,7 +79,7 @@ def test_on_two_ranks_with_few_micro_batches_it_is_the_least_of_all_orders(seed:
 def rank_lists(
     micros: int, forwards: int = 0, inputs: int = 0, weights: int = 0
 ) -> Iterator[list[tuple[PassKind, int]]]:
-    """All lists of a rank with one part, micro-batches in their order."""
+    """All lists of a rank with one stage, microbatches in their order."""
     if weights == micros:
         yield []
     if forwards < micros:
@@ -141,7 +141,7 @@ def test_limits_below_one_micro_batch_are_refused_with_the_smallest_that_work():
     with pytest.raises(PlanError) as caught:
         search_schedule(4, 8, costs, [2.0, 2.5, 8.0, 8.0])
     (fault,) = caught.value.diagnostics
-    assert fault.problem == "rank 1 may hold 2.5, and one micro-batch of its parts holds 3"
+    assert fault.problem == "rank 1 may hold 2.5, and one microbatch of its stages holds 3"
     assert fault.fix == "the smallest limits that work are 2, 3, 4, 5; or cut the model elsewhere"
 
 
@@ -163,7 +163,7 @@ def test_folded_limits_are_taken_where_dealt_out_ones_do_not_fit():
 @pytest.mark.parametrize(
     ("ranks", "parts", "limits", "what"),
     [
-        (3, 4, (), "costs of 4 parts on 3 ranks"),
+        (3, 4, (), "costs of 4 stages on 3 ranks"),
         (2, 2, (1.0,), "1 limits for 2 ranks"),
         (0, 2, (), "0 ranks; needed is at least one"),
     ],

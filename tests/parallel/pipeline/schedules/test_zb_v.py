@@ -1,5 +1,5 @@
-"""ZB-V, V-Half and V-Min against their closed forms, torch's lists, and on unlike parts; any number of
-micro-batches.
+"""ZB-V, V-Half and V-Min against their closed forms, torch's lists, and on unlike stages; any number of
+microbatches.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_idle_time_of_v_is_p_minus_1_times_f_minus_w(p: int, forward: int, weigh
     for m in (2 * p - 1, 3 * p, 3 * p + 1):
         found = idle(
             zb_v_schedule(p, m), StageCosts.uniform(2 * p, forward, forward, weights)
-        )  # times of a part: those of a rank are twice these
+        )  # times of a stage: those of a rank are twice these
         assert found == (p - 1) * 2 * (forward - weights)
 
 
@@ -107,5 +107,5 @@ def test_two_swapped_slots_are_noticed(make: Callable[[int, int], Schedule]):
 
 def test_no_micro_batches_are_refused():
     for make in (zb_v_schedule, zb_v_half_schedule, zb_v_min_schedule):
-        with pytest.raises(PlanError, match="0 micro-batches; needed is at least one"):
+        with pytest.raises(PlanError, match="0 microbatches; needed is at least one"):
             make(2, 0)

@@ -1,5 +1,5 @@
-"""ZB-H1, H2 and 2p against their closed forms, torch's lists, and on unlike parts; any number of
-micro-batches.
+"""ZB-H1, H2 and 2p against their closed forms, torch's lists, and on unlike stages; any number of
+microbatches.
 """
 
 from collections.abc import Callable

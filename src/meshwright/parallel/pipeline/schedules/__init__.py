@@ -1,9 +1,9 @@
-"""Pipeline schedules: who runs which stage for which micro-batch, and in which order.
+"""Pipeline schedules: who runs which stage for which microbatch, and in which order.
 
 schedule           Schedule, its checks, its simulation, and its drawing
 registry           the schedules by name
 gpipe              GPipe: all forwards, then all backwards
-model_parallel     one micro-batch at a time, without pipelining
+model_parallel     one microbatch at a time, without pipelining
 one_f_one_b        1F1B (PipeDream-flush)
 interleaved        interleaved 1F1B
 zero_bubble        ZB-H1, ZB-H2, ZB-2p

@@ -4,7 +4,7 @@ Why it works: a schedule is nothing but lists, so a list that a user wrote is as
 package makes. It is checked for missing and duplicate actions, simulated, drawn, priced, and only then run.
 All errors are reported at once, each with its row and column; for a deadlock, an arrow shows the root.
 
-    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, micro-batch; empty: a pause
+    0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, microbatch; empty: a pause
     ,1F0,1F1,1B0,1F2,1B1,,1B2,         kinds: F forward, B backward, or its halves I (inputs) and W (weights)
 
     rank of virtual stage s = the row in which its cells stand;  stage of virtual stage s = s
@@ -12,11 +12,11 @@ All errors are reported at once, each with its row and column; for a deadlock, a
 torch.distributed.pipelining writes and reads these tables. Cells for derived actions (UNSHARD, RESHARD,
 REDUCE_GRAD, SEND_F, RECV_F, SEND_B, RECV_B) may stand between the others and are skipped: the plan makes its
 own. A pair that torch would overlap, (0F4;7B1)OVERLAP_F_B, is its two actions one after the other. A
-function, file.py:function, is called with the numbers of ranks and of micro-batches and returns a list of
+function, file.py:function, is called with the numbers of ranks and of microbatches and returns a list of
 cells per rank, or a `Schedule`, which can also put a stage on two ranks. The placement of stages must not
-depend on the micro-batches: it is asked first for as many as there are ranks.
+depend on the microbatches: it is asked first for as many as there are ranks.
 Cost: that of the lists.
-Limits: a table is for one number of ranks and of micro-batches; a function may be for all. The plan names
+Limits: a table is for one number of ranks and of microbatches; a function may be for all. The plan names
 the file, not its text.
 Paper: Liang et al. 2024, "TorchTitan", arXiv 2410.06511 (schedules from tables).
 """
@@ -50,7 +50,7 @@ OVERLAP_PATTERN = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 SCHEDULE_KEY = f"{PIPELINE_KEY}.schedule"
 MAX_REPORTED = 12  # cells that cannot be read and are told one by one
 CELL_FORMAT = (
-    "write stage, kind and micro-batch, as in 1F0, where the kind is F, B, I or W; "
+    "write stage, kind and microbatch, as in 1F0, where the kind is F, B, I or W; "
     "leave a cell empty for a pause"
 )
 
@@ -70,7 +70,7 @@ class ScheduleCell(NamedTuple):
 
 def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of ranks and
-    micro-batches.
+    microbatches.
 
     Raises:
         PlanError: with all errors of the schedule.
@@ -101,7 +101,7 @@ def is_schedule_source(name: str) -> bool:
 
 
 def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]:
-    """The placement of stages in `source`; a function is called for as many micro-batches as ranks.
+    """The placement of stages in `source`; a function is called for as many microbatches as ranks.
 
     Raises:
         PlanError: it cannot be read, or is for another number of ranks.
@@ -143,13 +143,13 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
         fix = (
             suggest_name(function, functions)
             if functions
-            else "define a function of the numbers of ranks and of micro-batches"
+            else "define a function of the numbers of ranks and of microbatches"
         )
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SCHEDULE_KEY)
     try:
         rows = schedule[function](ranks, micros)
     except (Exception, SystemExit) as error:
-        fix = "repair the function; it takes the numbers of ranks and of micro-batches"
+        fix = "repair the function; it takes the numbers of ranks and of microbatches"
         raise PlanError(
             f"{function}({ranks}, {micros}) {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY
         ) from error
@@ -184,11 +184,11 @@ def _checked_schedule(
 ) -> Schedule:
     schedule, diagnostics, cells = _parse(given, source, ranks)
     if schedule.num_microbatches != micros:
-        text = f"{source} is for {schedule.num_microbatches} micro-batches, and the plan has {micros}"
+        text = f"{source} is for {schedule.num_microbatches} microbatches, and the plan has {micros}"
         diagnostics.append(
             Diagnostic(
                 text,
-                f"write it for {micros}, or set the micro-batches to {schedule.num_microbatches}",
+                f"write it for {micros}, or set the microbatches to {schedule.num_microbatches}",
                 SCHEDULE_KEY,
             )
         )

@@ -1,6 +1,6 @@
-"""DualPipe: micro-batches enter from both ends, so forwards and backwards hide each other's messages.
+"""DualPipe: microbatches enter from both ends, so forwards and backwards hide each other's messages.
 
-Why it works: half of the micro-batches enter at rank 0 and go up, half enter at the last rank and go down.
+Why it works: half of the microbatches enter at rank 0 and go up, half enter at the last rank and go down.
 So every rank has two stages of the model, one per direction, and in the steady state always a forward of one
 and a backward of the other: messages of one (of experts, of tensors) travel while the other computes. The
 way to the first gradient is half as long for every rank. DualPipeV is the same cut in half: ranks k and p -
@@ -15,10 +15,10 @@ weights.
     ranks that turn round: h = p / 2 (DualPipe, F, I and W of a stage), h = p (DualPipeV, one of two)
     idle time = (h - 1) (FB + I + W - 3 W)    if a pair is one action of FB = F + I + W (F <= I)
               = (h - 1) (F + I - W)           if B runs behind F, as simulated here (W <= I <= F <= I + W)
-    held by a rank = p + 1 micro-batches of a stage (DualPipe), 2 p + 1 of one of two (DualPipeV)
+    held by a rank = p + 1 microbatches of a stage (DualPipe), 2 p + 1 of one of two (DualPipeV)
 
-Any number of micro-batches works (2 or more, one per direction): the lists are those of at least p (2 p) per
-direction, and surplus micro-batches are left out.
+Any number of microbatches works (2 or more, one per direction): the lists are those of at least p (2 p) per
+direction, and surplus microbatches are left out.
 Cost: DualPipe keeps the weights twice, and sums the gradients of both copies: S bytes per rank and step for
 S bytes of weights on it, after all backwards. Messages between stages as 1F1B (DualPipe), twice (DualPipeV).
 Limits: DualPipe needs an even number of ranks. It is worth its weights if messages inside a stage are long.
@@ -45,7 +45,7 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule DualPipe. Virtual stage k is stage k on rank k (up), p + k is stage p - 1 - k on rank k
     (down).
 
-    The first half of the micro-batches goes up, one more if they are odd.
+    The first half of the microbatches goes up, one more if they are odd.
 
     Raises:
         PlanError: the number of ranks is odd.

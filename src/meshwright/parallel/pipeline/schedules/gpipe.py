@@ -1,18 +1,18 @@
-"""GPipe: all micro-batches forward, then all of them backward.
+"""GPipe: all microbatches forward, then all of them backward.
 
-Why it works: while a rank computes its stage of one micro-batch, the rank behind it computes the previous
-one. The p ranks are idle only until the first micro-batch has reached the last rank, and until the last
-gradient has returned. Gradients of all micro-batches are summed, and the optimizer steps once: the result is
+Why it works: while a rank computes its stage of one microbatch, the rank behind it computes the previous
+one. The p ranks are idle only until the first microbatch has reached the last rank, and until the last
+gradient has returned. Gradients of all microbatches are summed, and the optimizer steps once: the result is
 that of the whole batch on one device.
 
     rank 0   F0  F1  F2  F3  ..  ..  ..  ..  B0  B1  B2  B3
     rank 1   ..  F0  F1  F2  F3  ..  ..  B0  B1  B2  B3  ..
     rank 2   ..  ..  F0  F1  F2  F3  B0  B1  B2  B3  ..  ..
 
-    time = (m + p - 1) (F + B),  bubble = (p - 1) / (m + p - 1) of it, for m micro-batches on p ranks
+    time = (m + p - 1) (F + B),  bubble = (p - 1) / (m + p - 1) of it, for m microbatches on p ranks
 
-Cost: every rank holds the activations of all m micro-batches before its first backward. Activation
-checkpointing goes well with it: a rank then holds m inputs and one micro-batch's activations, and every
+Cost: every rank holds the activations of all m microbatches before its first backward. Activation
+checkpointing goes well with it: a rank then holds m inputs and one microbatch's activations, and every
 forward runs twice.
 Limits: a small bubble needs m well above p, and memory grows with m; 1F1B has the same bubble and holds p.
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (section 2.3: bubble O((K - 1)/(M + K - 1)) of K

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several small stages per rank instead of a large one, which shrinks the bubble.
 
-Why it works: at the start a rank waits until a micro-batch has passed the stages before its own, once round
+Why it works: at the start a rank waits until a microbatch has passed the stages before its own, once round
 the ranks. With v virtual stages (model chunks) per rank, assigned round-robin, each stage is v times
-smaller, and so is the wait; all else is 1F1B over p v stages. Micro-batches go round in groups: a group
+smaller, and so is the wait; all else is 1F1B over p v stages. Microbatches go round in groups: a group
 through chunk 0, then the same group through chunk 1, then the next.
 
     p = 2, v = 2: rank 0 has stages 0 and 2, rank 1 has 1 and 3; lower case is the second chunk
@@ -11,14 +11,14 @@ through chunk 0, then the same group through chunk 1, then the next.
 
     bubble = (p - 1) (F + B) / v of time, F and B those of a whole rank, if m >= p
              (p - 1 + (v - 1) (p - m)) (F + B) / v otherwise: a small group comes round to a waiting rank
-    rank 0 holds (v - 1) g + 2 (p - 1) + 1 chunks of micro-batches; g = p: p (1 + (p - 1) / (p v)) x a rank's
+    rank 0 holds (v - 1) g + 2 (p - 1) + 1 chunks of microbatches; g = p: p (1 + (p - 1) / (p v)) x a rank's
 
-Any number of micro-batches works: m are split into max(1, m // p) groups as even as possible, so no group is
+Any number of microbatches works: m are split into max(1, m // p) groups as even as possible, so no group is
 smaller than p unless m is, and none waits for its own chunk 0. If p divides m these are the groups of g = p
 of the paper.
 Cost: v times as many messages as 1F1B, each of the same size; more memory on the first rank, because
 forwards run further ahead; most, g < 2 p, if m is just below 2 p.
-Limits: the blocks are split into v p stages. With fewer micro-batches than ranks it gains little.
+Limits: the blocks are split into v p stages. With fewer microbatches than ranks it gains little.
 Paper: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
 Megatron-LM", arXiv 2104.04473 (section 2.2.2); Grattafiori et al. 2024, "The Llama 3 Herd of Models", arXiv
 2407.21783 (section 3.3.2, groups of any size).
@@ -60,7 +60,7 @@ def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stag
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """The numbers of micro-batches that go round together; larger groups first, sizes differ by one at
+    """The numbers of microbatches that go round together; larger groups first, sizes differ by one at
     most.
     """
     count = max(1, num_microbatches // num_ranks)

@@ -11,8 +11,8 @@ Greedy: whenever a rank is free it takes, of the actions that are ready, the one
     deepest_first         of several forwards, that of the later stage first
 
 Memory is counted while the list is made: a forward that does not fit waits, and W frees memory. A rank with
-several stages reserves memory for the rest of its oldest micro-batch, so that one can always go on, and then
-the next: no schedule made here deadlocks if one micro-batch fits.
+several stages reserves memory for the rest of its oldest microbatch, so that one can always go on, and then
+the next: no schedule made here deadlocks if one microbatch fits.
 
 Filling: the same forwards and input gradients in the same order, with W placed anew.
 
@@ -76,7 +76,7 @@ def greedy_schedule(
     """The schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of memory on
     each rank.
 
-    A rank's limit is at least the memory of one micro-batch on all its stages.
+    A rank's limit is at least the memory of one microbatch on all its stages.
     """
     return _ListScheduler(virtual_stages, num_microbatches, costs, rule, limits).run()
 

@@ -2,18 +2,18 @@
 
 Why it works: a stage needs only the output of the stage before it, and in backward only the gradient from
 the stage behind it. So a model that is too large for one device is split into runs of layers, one per rank,
-and every micro-batch goes through all of them and back before the next one starts. Nothing overlaps: every
+and every microbatch goes through all of them and back before the next one starts. Nothing overlaps: every
 pipeline schedule improves on this.
 
     rank 0   F0  ..  ..  ..  ..  B0  F1  ..  ..  ..  ..  B1
     rank 1   ..  F0  ..  ..  B0  ..  ..  F1  ..  ..  B1  ..
     rank 2   ..  ..  F0  B0  ..  ..  ..  ..  F1  B1  ..  ..
 
-    time = m p (F + B),  bubble = (p - 1) / p of it, for m micro-batches on p ranks with F and B of a stage
+    time = m p (F + B),  bubble = (p - 1) / p of it, for m microbatches on p ranks with F and B of a stage
 
-Cost: p - 1 of p devices are idle at any time, however many micro-batches there are; activations of one
-micro-batch, the least of all schedules. Sent, as in every pipeline: boundary activations, and their
-gradients, once per micro-batch.
+Cost: p - 1 of p devices are idle at any time, however many microbatches there are; activations of one
+microbatch, the least of all schedules. Sent, as in every pipeline: boundary activations, and their
+gradients, once per microbatch.
 Limits: none but the speed. For a model that fits no device and runs rarely, such as an evaluation, it is
 enough.
 Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (figure 2b shows it as what not to do).
@@ -23,7 +23,7 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAc
 
 
 def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule without pipelining: forward and backward of one micro-batch, then those of the next."""
+    """The schedule without pipelining: forward and backward of one microbatch, then those of the next."""
     return Schedule.with_looped_placement(
         [
             ScheduleAction(kind, rank, microbatch)

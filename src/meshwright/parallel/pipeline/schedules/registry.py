@@ -3,7 +3,7 @@
 1f1b, gpipe, model_parallel, zb_*    stage k on rank k
 interleaved                          stage k on rank k modulo the ranks; `virtual_stages` per rank
 zb_v, zb_v_half, zb_v_min, dualpipev stage k on rank k, and on 2 ranks - 1 - k behind the turn
-dualpipe                             stage k on rank k, and on ranks - 1 - k for half of the micro-batches
+dualpipe                             stage k on rank k, and on ranks - 1 - k for half of the microbatches
 automatic                            stage k on rank k; virtual_stages = 2: as zb_v; more: as interleaved
 file.csv, file.py:function           as the file says (custom.py)
 """
@@ -28,7 +28,7 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 
 ScheduleBuilder = Callable[
     [int, int, int, StageCosts], Schedule
-]  # of ranks, micro-batches, parts per rank and what the parts cost
+]  # of ranks, microbatches, stages per rank and what the stages cost
 CountCheck = Callable[[int, int], Iterator[Diagnostic]]
 
 
@@ -47,7 +47,7 @@ class ScheduleEntry:
     source: str = ""
 
     def virtual_stages(self, num_ranks: int, num_virtual_stages: int) -> tuple[VirtualStage, ...]:
-        """The placement of stages, for any number of micro-batches."""
+        """The placement of stages, for any number of microbatches."""
         if self.source:
             return custom.load_virtual_stages(self.source, num_ranks)
         return self.build(

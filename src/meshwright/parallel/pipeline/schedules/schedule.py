@@ -1,4 +1,4 @@
-"""A pipeline schedule: who runs which stage for which micro-batch, one after another; its checks and its
+"""A pipeline schedule: who runs which stage for which microbatch, one after another; its checks and its
 simulation.
 
     rank 0   F0  F1  F2  F3  ..  ..  B0  B1  B2  B3        F  forward             B  backward
@@ -35,10 +35,10 @@ COMPLETE_COUNTS = (KIND_UNITS["F"] + KIND_UNITS["B"], KIND_UNITS["F"] + KIND_UNI
 
 
 def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 1) -> Iterator[Diagnostic]:
-    """Yields counts that no schedule allows: no rank, no micro-batch, no virtual stage per rank."""
+    """Yields counts that no schedule allows: no rank, no microbatch, no virtual stage per rank."""
     for count, what, key in (
         (num_ranks, "ranks", "mesh.pp"),
-        (num_microbatches, "micro-batches", "micro_batch"),
+        (num_microbatches, "microbatches", "micro_batch"),
         (num_virtual_stages, "virtual stages per rank", f"{PIPELINE_KEY}.virtual_stages"),
     ):
         if count < 1:
@@ -48,7 +48,7 @@ def check_counts(num_ranks: int, num_microbatches: int, num_virtual_stages: int 
 def missing_actions(
     done: Mapping[tuple[int, int], int], num_stages: int, microbatches: Sequence[int]
 ) -> Iterator[str]:
-    """Yields actions that are missing or run too often; equal ones of several micro-batches in one line."""
+    """Yields actions that are missing or run too often; equal ones of several microbatches in one line."""
     wrong: dict[tuple[int, int], list[int]] = {}
     for stage in range(num_stages):
         for microbatch in microbatches:
@@ -61,9 +61,9 @@ def missing_actions(
             or "nothing"
         )
         several = (
-            f"micro-batches {format_numbers(which)} have" if len(which) > 1 else f"micro-batch {which[0]} has"
+            f"microbatches {format_numbers(which)} have" if len(which) > 1 else f"microbatch {which[0]} has"
         )
-        yield f"{several} {found} in part {stage}: needed is one F, and one B or one I and one W"
+        yield f"{several} {found} in stage {stage}: needed is one F, and one B or one I and one W"
 
 
 def format_numbers(sorted_numbers: Sequence[int]) -> str:
@@ -79,23 +79,23 @@ def format_numbers(sorted_numbers: Sequence[int]) -> str:
 
 PassKind = Literal["F", "B", "I", "W"]
 PASS_KINDS: tuple[PassKind, ...] = ("F", "B", "I", "W")
-Dependency = tuple[str, int, int]  # (F or I, part, micro)
+Dependency = tuple[str, int, int]  # (F or I, stage, micro)
 
 
 class ScheduleAction(NamedTuple):
-    """One action of a rank: a pass of `virtual_stage`, an index into the schedule's, for one micro-batch."""
+    """One action of a rank: a pass of `virtual_stage`, an index into the schedule's, for one microbatch."""
 
     kind: PassKind
     virtual_stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.microbatch} of stage {self.virtual_stage}"
+        return f"{self.kind}{self.microbatch} of virtual stage {self.virtual_stage}"
 
 
 class VirtualStage(NamedTuple):
     """A stage on a pipeline rank. Two virtual stages may run the same stage, on several ranks, for other
-    micro-batches.
+    microbatches.
     """
 
     pp_rank: int
@@ -136,11 +136,11 @@ class Schedule:
 
     @property
     def num_microbatches(self) -> int:
-        """The number of micro-batches."""
+        """The number of microbatches."""
         return len({action[2] for actions in self.actions for action in actions})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """What must end before `action`, as (F or I, stage, micro-batch); B counts as I, which gives the
+        """What must end before `action`, as (F or I, stage, microbatch); B counts as I, which gives the
         same gradient.
         """
         stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
@@ -163,9 +163,9 @@ class Schedule:
         """Yields errors of the lists: actions on the wrong rank, duplicate or missing. `simulate` finds
         deadlocks.
         """
-        stages, parts = self.virtual_stages, self.num_stages
-        done: dict[tuple[int, int], int] = {}  # (part, micro) -> how often each kind, as one number
-        place: dict[tuple[int, int], int] = {}  # (part, micro) -> the stage that does it
+        stages, num_stages = self.virtual_stages, self.num_stages
+        done: dict[tuple[int, int], int] = {}  # (stage, micro) -> how often each kind, as one number
+        place: dict[tuple[int, int], int] = {}  # (stage, micro) -> the virtual stage that does it
         split: dict[tuple[int, int], set[int]] = {}
         for rank, actions in enumerate(self.actions):
             once = dict.fromkeys(actions)
@@ -173,30 +173,29 @@ class Schedule:
                 yield from (
                     f"rank {rank} does {action} {n} times" for action, n in Counter(actions).items() if n > 1
                 )
-            for kind, stage, microbatch in once:
-                if not 0 <= stage < len(stages):
-                    yield (
-                        f"rank {rank} does {kind}{microbatch} of stage {stage}, and there are "
-                        f"{len(stages)} stages"
-                    )
+            for kind, number, microbatch in once:
+                if not 0 <= number < len(stages):
+                    what = f"{kind}{microbatch} of virtual stage {number}"
+                    yield f"rank {rank} does {what}, and there are {len(stages)} virtual stages"
                     continue
-                at, part = stages[stage]
+                at, stage = stages[number]
                 if at != rank:
-                    yield f"rank {rank} does {kind}{microbatch} of stage {stage}, which lies on rank {at}"
-                key = part, microbatch
+                    what = f"{kind}{microbatch} of virtual stage {number}"
+                    yield f"rank {rank} does {what}, which lies on rank {at}"
+                key = stage, microbatch
                 done[key] = done.get(key, 0) + KIND_UNITS[kind]
-                if place.setdefault(key, stage) != stage:
-                    split.setdefault(key, {place[key]}).add(stage)
+                if place.setdefault(key, number) != number:
+                    split.setdefault(key, {place[key]}).add(number)
         num_microbatches = sorted({microbatch for _, microbatch in done})
         if num_microbatches != list(range(len(num_microbatches))):
             yield (
-                f"the micro-batches are {format_numbers(num_microbatches)}: needed are 0 .. "
+                f"the microbatches are {format_numbers(num_microbatches)}: needed are 0 .. "
                 f"{len(num_microbatches) - 1}, each number once"
             )
-        yield from missing_actions(done, parts, num_microbatches)
-        for (part, microbatch), at in sorted(split.items()):
+        yield from missing_actions(done, num_stages, num_microbatches)
+        for (stage, microbatch), at in sorted(split.items()):
             yield (
-                f"micro-batch {microbatch} is split in part {part}, over the stages "
+                f"microbatch {microbatch} is split in stage {stage}, over the virtual stages "
                 f"{', '.join(map(str, sorted(at)))}"
             )
 
@@ -227,7 +226,7 @@ class StageCosts:
         transfer: float = 0.0,
         activation_memory: float = 1.0,
     ) -> "StageCosts":
-        """The costs of equal stages; a micro-batch holds `activation_memory` until W."""
+        """The costs of equal stages; a microbatch holds `activation_memory` until W."""
         each = [activation_memory] * num_stages
         return cls(
             [forward] * num_stages,
@@ -386,7 +385,7 @@ def _deadlock(schedule: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
     for rank, actions in enumerate(schedule.actions):
         if rank in stands:
             what = " and ".join(
-                f"{kinds.get(need, need[0])}{need[2]} of part {need[1]}" for need in needed[rank]
+                f"{kinds.get(need, need[0])}{need[2]} of stage {need[1]}" for need in needed[rank]
             )
             arrow = f"  <-- {why}" if rank == root else ""
             lines.append(

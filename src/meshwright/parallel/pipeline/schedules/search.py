@@ -13,9 +13,9 @@ many rules, and random changes of the best of these, within a budget.
     bubble = 1 - work of the busiest rank / time of the step         (what no schedule can avoid is not in it)
 
 Guaranteed: the result is never longer than the best named schedule that fits, holds at most the limit on
-every rank, is deterministic, and exists whenever any schedule fits: one micro-batch at a time needs the
+every rank, is deterministic, and exists whenever any schedule fits: one microbatch at a time needs the
 least memory, and the list scheduler falls back on that. The optimum over all schedules is not guaranteed (a
-job-shop problem); on two ranks with up to three micro-batches, where all schedules can be tried, it was
+job-shop problem); on two ranks with up to three microbatches, where all schedules can be tried, it was
 found. The work of the busiest rank bounds the distance to it. In a plan the times are the operations of its
 stages, all ranks wait for each other at the end, and two stages per rank are V-shaped.
 Cost: seconds while planning, none in the run: some 60 schedules (120 with several stages per rank) and
@@ -62,7 +62,7 @@ from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule, z
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 
 TimelineMeasure = Callable[[ScheduleTimeline], float]
-FORWARDS_IN_FLIGHT = (2 / 3, 1.0, 1.5, 2.0, 3.0, inf)  # for one part per rank; for more, that much less
+FORWARDS_IN_FLIGHT = (2 / 3, 1.0, 1.5, 2.0, 3.0, inf)  # for one stage per rank; for more, that much less
 PATIENCE = (0.0, 0.5, 1.0)
 KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 
@@ -103,7 +103,7 @@ def search_schedule(
         virtual_stages: the placement of stages; empty: the best one.
 
     Raises:
-        PlanError: the counts do not match, or one micro-batch does not fit; with the smallest limits that do.
+        PlanError: the counts do not match, or one microbatch does not fit; with the smallest limits that do.
     """
     raise_diagnostics(check_search(num_ranks, num_microbatches, costs, limits))
     room = list(limits) or [inf] * num_ranks
@@ -116,7 +116,7 @@ def search_schedule(
             best = found
     if best is None:
         raise RuntimeError(
-            "no rule fits: the clock takes one micro-batch at a time where the room is small, so one must"
+            "no rule fits: the clock takes one microbatch at a time where the room is small, so one must"
         )
     return _improve(best, costs, room, measure, num_trials)
 
@@ -151,17 +151,17 @@ def check_search(
     if counts:
         return
     if stages == 0 or stages % num_ranks:
-        text = f"costs of {stages} parts on {num_ranks} ranks; needed is the same number of parts on each"
+        text = f"costs of {stages} stages on {num_ranks} ranks; needed is the same number of stages on each"
         yield Diagnostic(
-            text, f"cut the model into {max(1, round(stages / num_ranks)) * num_ranks} parts", PIPELINE_KEY
+            text, f"cut the model into {max(1, round(stages / num_ranks)) * num_ranks} stages", PIPELINE_KEY
         )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
         text = (
             f"{len(limits)} limits for {num_ranks} ranks, with "
             f"{'' if costs.activation_memory else 'no '}word "
-            f"of what a micro-batch holds"
+            f"of what a microbatch holds"
         )
-        yield Diagnostic(text, "give a limit per rank, and costs.held per part", PIPELINE_KEY)
+        yield Diagnostic(text, "give a limit per rank, and costs.held per stage", PIPELINE_KEY)
     elif limits:
         least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, stages)]
         if not any(_covers(limits, each) for each in least):
@@ -173,7 +173,7 @@ def check_search(
             )
             rank = next(rank for rank in range(num_ranks) if limits[rank] * (1 + ROUNDING) < fewest[rank])
             text = (
-                f"rank {rank} may hold {limits[rank]:g}, and one micro-batch of its parts holds "
+                f"rank {rank} may hold {limits[rank]:g}, and one microbatch of its stages holds "
                 f"{fewest[rank]:g}"
             )
             smallest = ", ".join(f"{need:g}" for need in fewest)

@@ -1,26 +1,26 @@
 """V-shaped zero-bubble pipelines: each rank has two stages, one down and one back; W fills gaps.
 
 Why it works: stage k lies on rank k for k < p, and on rank 2 p - 1 - k after the turn. A rank that keeps a
-micro-batch long in one stage keeps it briefly in the other, so all ranks hold the same; and the loss is
-computed on the rank that began, which has work until then. Three schedules differ in how long a micro-batch
+microbatch long in one stage keeps it briefly in the other, so all ranks hold the same; and the loss is
+computed on the rank that began, which has work until then. Three schedules differ in how long a microbatch
 is in flight, and so in memory.
 
     p = 3, lower case is the second stage (5, 4, 3 on ranks 0, 1, 2)
     v       rank 0   F0 F1 F2 F3 F4 f0 i0 w0 f1 i1 w1 f2 i2 w2 F5 I0 W0 f3 i3 w3 ...
             rank 1   .. F0 F1 F2 f0 F3 f1 i0 w0 f2 i1 w1 F4 I0 W0 ...
             rank 2   .. .. F0 f0 F1 f1 F2 f2 i0 w0 F3 I0 W0 ...
-    half,   every 6 actions each rank runs each of F f i I for the next micro-batch, and W in the other two;
-    min     a micro-batch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), 1, 1, 1, 1
+    half,   every 6 actions each rank runs each of F f i I for the next microbatch, and W in the other two;
+    min     a microbatch goes from rank to rank by 1, 2, 1, 2 actions on its four ways (half), 1, 1, 1, 1
             (min)
 
     idle time of a rank, between its first and last action, F, I and W those of a rank with both stages:
         v     = (p - 1) (F - W)          if F = I >= W: none if all take the same time
         half <= (p - 1) (F + I + W) / 2  if F = I = W: half of that of 1F1B
         min  <= (p - 1) (F + I + W) 2/3
-    held by a rank, in micro-batches = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B: p
+    held by a rank, in microbatches = p (v), floor(p / 2) + 1 (half), ceil((p + 2) / 3) (min); 1F1B: p
 
 In `half` and `min` the lists are those of the pattern, with W moved to where ranks would be idle if all
-actions took the same time (list_scheduler.py). Any number of micro-batches works: few leave actions out.
+actions took the same time (list_scheduler.py). Any number of microbatches works: few leave actions out.
 Cost: twice the messages of 1F1B. The first and the last stage lie on one rank, so tied weights need no sum.
 Limits: the blocks are split into 2 p stages; with uneven times `half` and `min` idle more (search.py finds
 better schedules).
@@ -44,12 +44,12 @@ from meshwright.parallel.pipeline.schedules.schedule import (
 )
 from meshwright.plan.job.errors import raise_diagnostics
 
-ACTIONS_PER_MICROBATCH = 6  # slots of a rank per micro-batch: F, I and W of two parts
-StagePass = tuple[PassKind, int]  # and the part, or the stage
+ACTIONS_PER_MICROBATCH = 6  # slots of a rank per microbatch: F, I and W of two stages
+StagePass = tuple[PassKind, int]  # and the stage, or the stage
 
 
 class VSchedulePattern(NamedTuple):
-    """The actions a micro-batch takes from rank to rank on its four ways, and its waits before the last
+    """The actions a microbatch takes from rank to rank on its four ways, and its waits before the last
     three.
 
     The ways are: F down and back, I down and back.
@@ -142,7 +142,7 @@ def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Sched
 def _begin_times(rank: int, ranks: int, pattern: VSchedulePattern) -> dict[StagePass, int]:
     down, back, others = rank, 2 * ranks - 1 - rank, ranks - 1
     turn = others * pattern.steps[0] + 1 + pattern.waits[0]
-    end = turn + others * pattern.steps[1]  # the last part, on rank 0
+    end = turn + others * pattern.steps[1]  # the last stage, on rank 0
     begin = end + 1 + pattern.waits[1]
     again = begin + others * pattern.steps[2] + 1 + pattern.waits[2]
     begins: dict[StagePass, int] = {

@@ -2,7 +2,7 @@
 
 Why it works: the rank before needs the input gradient (I) at once; only the optimizer needs the weight
 gradient (W). So W stands where a rank would be idle. H1 keeps the memory of 1F1B and delays W so far that
-the last ranks hold as many micro-batches as the first; H2 also begins with more forwards, enough to fill the
+the last ranks hold as many microbatches as the first; H2 also begins with more forwards, enough to fill the
 way there and back, and if F = I = W no rank is idle between its first and its last action. 2p is made by
 list scheduling for given times (list_scheduler.py), within twice the memory of 1F1B.
 
@@ -15,16 +15,16 @@ list scheduling for given times (list_scheduler.py), within twice the memory of 
 
     idle time of a rank between its first and last action: (p - 1) (F + I - W) (H1),
     (p - 1) (F + I - 2 W) (H2), about 0 (2p)
-    held by the fullest rank = p micro-batches (H1), 2 p - 1 (H2), at most 2 p (2p); needs W <= F and W <= I
+    held by the fullest rank = p microbatches (H1), 2 p - 1 (H2), at most 2 p (2p); needs W <= F and W <= I
 
 Later ranks begin and end later: H2 and 2p have no bubble if each rank steps when its own work is done. If a
 step waits for all ranks, as for a norm over all gradients, it takes longer, with F = I = W by (p - 1) F, and
-H1 is then as short. Any number of micro-batches works; below p (H1) and 2 p - 1 (H2) the lists have fewer
+H1 is then as short. Any number of microbatches works; below p (H1) and 2 p - 1 (H2) the lists have fewer
 forwards ahead.
 Cost: all that a forward saves is held until W, and from I on the output gradients of layers, in a Llama
 block 0.6 of what it saves; a split backward launches more kernels. Bytes are those of 1F1B; sharded weights
 are gathered for W too.
-Limits: 2p needs about 3 p micro-batches and known times; stages whose I and W cannot be separated gain
+Limits: 2p needs about 3 p microbatches and known times; stages whose I and W cannot be separated gain
 nothing. Weights of a Python autograd function, such as colwise layers along tp, have their gradients in I.
 Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (sections 2 and 3, tables 1 and
 2).
@@ -70,7 +70,7 @@ def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> Schedule:
-    """The schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` micro-batches of its
+    """The schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` microbatches of its
     stage.
     """
     return zb_schedule_within_memory(num_ranks, num_microbatches, costs, 2 * num_ranks)
@@ -81,8 +81,8 @@ def zb_schedule_within_memory(
 ) -> Schedule:
     """The shortest schedule for these costs, of those of `PRIORITY_RULES`, H1 and H2.
 
-    No rank holds more than `max_microbatches` micro-batches of its stage; ZB-1p has `num_ranks`. Without
-    `costs.activation_memory`, a micro-batch holds one unit until W.
+    No rank holds more than `max_microbatches` microbatches of its stage; ZB-1p has `num_ranks`. Without
+    `costs.activation_memory`, a microbatch holds one unit until W.
     """
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     if not costs.activation_memory:
