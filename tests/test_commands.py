@@ -110,8 +110,16 @@ def test_an_edited_plan_is_refused_by_every_verb(config, say, tmp_path):
             "there is no file nowhere.json",
             "give a folder that holds config.json",
         ),
-        (["--run.keep", 0, "--train.steps", 0], "0 steps", "write at least 1"),
-        (["--run.keep", 0, "--train.steps", 0], "keep = 0: no checkpoint would stay", "keep at least 1"),
+        (
+            ["--run.keep", 0, "--train.steps", 0],
+            "steps = 0; needed is a whole number of at least 1",
+            "write steps = 1000",
+        ),
+        (
+            ["--run.keep", 0, "--train.steps", 0],
+            "keep = 0; needed is a whole number",
+            "keep at least 1; with 0 no checkpoint would stay",
+        ),
         (
             ["--run.folder", "/dev/null/run"],
             "cannot be made: Not a directory",

@@ -211,7 +211,7 @@ def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
         ),
         (
             {"mixture": [{"source": "rows.jsonl", "weight": 0.0}]},
-            "data.mixture.0.weight: a weight of 0.0",
+            "data.mixture.0.weight: weight = 0.0",
             "above 0",
         ),
         (
@@ -271,4 +271,4 @@ def test_an_example_batch_takes_no_words_about_text(config, say):
 
 def test_fewer_than_no_workers_are_refused(config, say):
     code, _, err = say("plan", config, "--run.workers", -1)
-    assert (code, "run.workers: -1 workers" in err) == (2, True)
+    assert (code, "run.workers: workers = -1" in err) == (2, True)

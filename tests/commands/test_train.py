@@ -53,7 +53,7 @@ def test_a_tracker_that_raises_is_said_once_and_the_run_goes_on(config, capsys, 
 def test_a_tracker_that_nobody_knows_is_refused_with_the_nearest(config, capsys):
     code, out, err = said(capsys, *alone(config, "--run.trackers", '["tensorbord"]'))
     assert (code, out) == (2, "")
-    assert "run.trackers: there is no tracker 'tensorbord'" in err
+    assert "run.trackers: trackers contains 'tensorbord'; needed is 'tensorboard', 'wandb'" in err
     assert "did you mean 'tensorboard'?" in err
 
 

@@ -131,12 +131,12 @@ def test_the_bytes_of_other_shapes_and_widths():
         ),
         (
             OptimizerConfig(groups=(ParamGroupConfig("*", name="muon"),)),
-            "optimizer.groups '*'",
+            "optimizer.groups.0.momentum",
             "muon without momentum",
         ),
         (
             OptimizerConfig(groups=(ParamGroupConfig("*", name="lion", momentum=0.9),)),
-            "optimizer.groups '*'",
+            "optimizer.groups.0.momentum",
             'momentum = 0.9 in a group that does not name "sgd" or "muon"',
         ),
     ],

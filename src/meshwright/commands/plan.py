@@ -23,10 +23,12 @@ from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
+from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import sort_by_phase
+from meshwright.plan.validation import strategy_field_diagnostics
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
@@ -170,6 +172,8 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
     chosen = (
         default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
     )
+    field_errors = strategy_field_diagnostics(chosen)
+    chosen = tuple(map(with_valid_fields, chosen))
     asked = mesh.pp > 1 or any(
         strategy.phase == "shard" and not isinstance(strategy, BatchSplit) for strategy in chosen
     )
@@ -197,6 +201,7 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
         space,
         asked,
         [
+            *field_errors,
             *diagnostics,
             *(diagnostic for strategy in dividing for diagnostic in strategy.check_combined(space)),
         ],

@@ -12,6 +12,7 @@ from hashlib import sha256
 from typing import Any
 
 from meshwright.plan.job.errors import raise_diagnostics
+from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
@@ -32,6 +33,7 @@ from meshwright.plan.validation import (
     precision_diagnostics,
     sharding_diagnostics,
     strategy_choice_diagnostics,
+    strategy_field_diagnostics,
 )
 
 
@@ -81,9 +83,11 @@ class Plan:
         diagnostics = [
             *job.diagnostics(),
             *run.diagnostics(),
+            *strategy_field_diagnostics(ordered),
             *strategy_choice_diagnostics(ordered),
             *model_diagnostics(model_spec),
         ]
+        ordered = tuple(map(with_valid_fields, ordered))
         for strategy in ordered:
             diagnostics += strategy.check(job, sharding)
             sharding = strategy.place(sharding)

@@ -12,6 +12,7 @@ from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.validation import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import ROWS, answered, case, issued, space_of, stated, worst
 from tests.parallel.context.dense_attention import mask_of
 from tests.parallel.context.test_ulysses import masked
@@ -120,17 +121,19 @@ def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_is_refused() -> None:
     space = space_of(Mesh(cp=4), [case(3, 3, 8).attend])
     strange = HybridContextParallel(ulysses_degree=3, load_balance="folded", comm_dtype="float8")
-    assert [str(fault) for fault in strange.check(None, space)] == [
+    assert [
+        str(fault) for fault in (*strange.check(None, space), *strategy_field_diagnostics([strange]))
+    ] == [
         "strategies.hybrid_context_parallel.ulysses_degree: ulysses_degree = 3, and cp has 4 "
         "ranks, which are to be groups of so many "
         "neighbours\n"
         "  repair: set ulysses_degree to 1 or 2 or 4",
         (
-            "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'\n  repair: choose "
-            "one of: contiguous, striped, zigzag"
+            "strategies.hybrid_context_parallel.load_balance: load_balance = 'folded'; needed is 'zigzag', "
+            "'contiguous' or 'striped'\n  repair: choose one of: contiguous, striped, zigzag"
         ),
-        "strategies.hybrid_context_parallel.comm_dtype: keys and values cannot travel in 'float8'\n"
-        '  repair: write comm_dtype = "bfloat16", or leave it out: they travel as they are',
+        "strategies.hybrid_context_parallel.comm_dtype: comm_dtype = 'float8'; needed is '' or 'bfloat16'\n"
+        "  repair: did you mean 'bfloat16'?",
     ]
     (fault,) = HybridContextParallel().check_combined(HybridContextParallel().place(space))
     assert str(fault) == (

@@ -231,18 +231,18 @@ def refusal(ranks: int, *strategies: Strategy, **more: Any) -> str:
 
 def test_an_axis_for_other_things_is_refused() -> None:
     said = refusal(2, RingAttention("dp_shard"))
-    assert (
-        "strategies.ring.axis: axis = 'dp_shard'; tokens are dealt along cp\n  repair: write axis = \"cp\""
-        in said
-    )
+    assert "strategies.ring.axis: axis = 'dp_shard'; needed is 'cp'\n  repair: write axis = \"cp\"" in said
 
 
 def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
     said = refusal(2, RingAttention(load_balance="zigzak", comm_dtype="float8"), DDP("cp"))  # type: ignore[arg-type]  # that is the point
-    assert "strategies.ring.load_balance: load_balance = 'zigzak'\n  repair: did you mean 'zigzag'?" in said
     assert (
-        "strategies.ring.comm_dtype: keys and values cannot travel in 'float8'\n  repair: write "
-        'comm_dtype = "bfloat16"'
+        "strategies.ring.load_balance: load_balance = 'zigzak'; needed is 'zigzag', 'contiguous' or "
+        "'striped'\n  repair: did you mean 'zigzag'?"
+    ) in said
+    assert (
+        "strategies.ring.comm_dtype: comm_dtype = 'float8'; needed is '' or 'bfloat16'\n"
+        "  repair: did you mean 'bfloat16'?"
     ) in said
 
 

@@ -3,7 +3,7 @@ and the split.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.parallel.context import mask_blocks
 from meshwright.parallel.context.attention_inputs import AttentionRing, ShiftFn
 from meshwright.parallel.context.mask_blocks import CPU_CALL_COST, IntervalMask, KeyIntervals
-from meshwright.parallel.context.ring import LOAD_BALANCES, ring_sharding
+from meshwright.parallel.context.ring import LoadBalance, ring_sharding
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.plan.model_spec.sequence_info import SequenceSharding, TokenRange
 from meshwright.plan.sharding.mesh import Mesh
@@ -89,7 +89,7 @@ def test_a_ring_computes_what_one_device_does(ranks: int, name: str, length: int
     if mask is not None and name == "learned":
         mask.requires_grad_()
     true = with_gradients(given, mask, causal=name == "causal", scale=SCALE)
-    for balance in LOAD_BALANCES:
+    for balance in get_args(LoadBalance):
         found = run(given, ranks, mask, causal=name == "causal", balance=balance)
         for mine, right in zip(found, true, strict=True):
             assert (mine is None) == (right is None)
@@ -229,7 +229,7 @@ def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
     assert sum(causal) == length * (length + 1) // 2
 
 
-@pytest.mark.parametrize("balance", LOAD_BALANCES)
+@pytest.mark.parametrize("balance", get_args(LoadBalance))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: str) -> None:
     draw = torch.Generator().manual_seed(ranks)

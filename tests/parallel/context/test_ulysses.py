@@ -7,6 +7,7 @@ from meshwright.parallel.context import head_exchange as exchange
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.validation import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import (
     ROWS,
     Case,
@@ -132,11 +133,8 @@ def test_heads_that_do_not_divide_are_refused_with_the_ring() -> None:
         "equal number\n"
         "  repair: take ring, which leaves heads together; or set mesh.cp to 1 or 2 or 3 or 6"
     )
-    (fault,) = Ulysses(axis="tp").check(None, space_of(Mesh(cp=4), [case(6, 3, LENGTH).attend]))
-    assert (
-        str(fault)
-        == "strategies.ulysses.axis: axis = 'tp'; tokens are dealt along cp\n  repair: write axis = \"cp\""
-    )
+    (fault,) = strategy_field_diagnostics([Ulysses(axis="tp")])
+    assert str(fault) == "strategies.ulysses.axis: axis = 'tp'; needed is 'cp'\n  repair: write axis = \"cp\""
 
 
 def test_heads_that_the_plan_did_not_know_of_are_refused_too() -> None:

@@ -74,7 +74,9 @@ def test_activations_of_a_rank_are_an_nth(ranks: int):
 def test_samples_are_not_split_along_the_axis_of_features():
     with pytest.raises(PlanError) as caught:
         plan_of(reading_of(), 2, [BatchSplit("tp")])
-    assert "strategies.batch_split.axis: samples cannot be split along 'tp'" in str(caught.value)
+    assert "strategies.batch_split.axis: axis = 'tp'; needed is 'dp_replicate' or 'dp_shard'" in str(
+        caught.value
+    )
     assert "choose one of: dp_replicate, dp_shard" in str(caught.value)
 
 

@@ -205,7 +205,10 @@ def test_its_program_is_proved(paper: Paper, precision: PrecisionConfig, micro_b
     [
         (
             DDP("tp"),
-            "strategies.ddp.axis: weights cannot be replicated along 'tp'\n  repair: choose one of: dp_rep",
+            (
+                "strategies.ddp.axis: axis = 'tp'; needed is 'dp_replicate', 'dp_shard' or 'cp'\n"
+                "  repair: choose one of: dp_rep"
+            ),
         ),
         (
             DDP("dp_shard"),
@@ -216,9 +219,12 @@ def test_its_program_is_proved(paper: Paper, precision: PrecisionConfig, micro_b
         ),
         (
             DDP(bucket_mb=0.0),
-            "strategies.ddp.bucket_mb: buckets of 0.0 MiB\n  repair: write a size above 0",
+            (
+                "strategies.ddp.bucket_mb: bucket_mb = 0.0; needed is a number above 0\n"
+                "  repair: write bucket_mb = 25.0"
+            ),
         ),
-        (DDP(bucket_mb=float("nan")), "strategies.ddp.bucket_mb: buckets of nan MiB"),
+        (DDP(bucket_mb=float("nan")), "strategies.ddp.bucket_mb: bucket_mb = nan; needed is a number"),
         (
             DDP(algorithm="rng"),
             "strategies.ddp.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you",

@@ -78,8 +78,8 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
         (
             NaiveDDP("tp"),
             (
-                "strategies.naive_ddp.axis: weights cannot be replicated along 'tp'\n  repair: choose one "
-                "of: dp_replicate"
+                "strategies.naive_ddp.axis: axis = 'tp'; needed is 'dp_replicate', 'dp_shard' or 'cp'\n"
+                "  repair: choose one of: dp_replicate"
             ),
         ),
         (

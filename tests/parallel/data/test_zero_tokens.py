@@ -319,7 +319,7 @@ REFUSED = {
     "one master": (
         Mesh(cp=2),
         (DEALT, DataParallelMaster(axis=CP)),
-        "strategies.data_parallel_master.axis: weights cannot be replicated along 'cp'",
+        "strategies.data_parallel_master.axis: axis = 'cp'; needed is 'dp_replicate' or 'dp_shard'",
     ),
     "masters": (
         Mesh(dp_replicate=2, cp=2),

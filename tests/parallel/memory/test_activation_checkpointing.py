@@ -156,7 +156,11 @@ def test_a_pattern_names_all_visits_of_a_block():
             Paper(1).anatomy,
             r"one block, 'layer0', whose backward follows its forward at once(?s:.*)declare its layers",
         ),
-        (ActivationCheckpointing(keep_mb=-1.0), None, r"keep_mb = -1\.0\n.*write a number from 0 up"),
+        (
+            ActivationCheckpointing(keep_mb=-1.0),
+            None,
+            r"keep_mb = -1\.0; .*\n.*write a number from 0 up",
+        ),
     ],
     ids=str,
 )

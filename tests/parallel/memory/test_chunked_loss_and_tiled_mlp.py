@@ -191,9 +191,15 @@ def test_a_loss_of_the_whole_batch_is_refused():
 @pytest.mark.parametrize(
     ("strategy", "text"),
     [
-        (ChunkedLoss(num_chunks=1), r"num_chunks = 1; needed are at least 2(?s:.*)remove the strategy"),
+        (
+            ChunkedLoss(num_chunks=1),
+            r"num_chunks = 1; needed is a whole number of at least 2(?s:.*)remove the strategy",
+        ),
         (ChunkedLoss(num_chunks=0), r"num_chunks = 0"),
-        (TiledMLP(num_tiles=1), r"num_tiles = 1; needed are at least 2(?s:.*)remove the strategy"),
+        (
+            TiledMLP(num_tiles=1),
+            r"num_tiles = 1; needed is a whole number of at least 2(?s:.*)remove the strategy",
+        ),
         (TiledMLP(num_tiles=2), r"no module between colwise and rowwise(?s:.*)remove the strategy tiled_mlp"),
     ],
 )

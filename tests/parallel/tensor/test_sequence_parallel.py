@@ -209,7 +209,7 @@ def test_a_length_that_does_not_divide_names_those_that_do():
 
 
 def test_another_axis_is_refused():
-    with pytest.raises(PlanError, match=r"tokens are divided along tp\n.*write axis"):
+    with pytest.raises(PlanError, match=r"sequence_parallel\.axis: .*; needed is 'tp'\n.*write axis"):
         planned_in_slices(
             Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(axis="dp_shard"), SHARDED, ZeRO())
         )

@@ -35,22 +35,30 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"data": DataConfig("x", sequence=0)},
             "data.sequence",
-            "a sample of 0 tokens; needed is at least 1",
+            "sequence = 0; needed is a whole number of at least 1",
         ),
-        ({"data": DataConfig("x", epochs=-1)}, "data.epochs", "-1 epochs"),
-        ({"train": TrainConfig(steps=0)}, "train.steps", "0 steps"),
-        ({"train": TrainConfig(batch=0)}, "train.batch", "a global batch of 0 samples"),
-        ({"train": TrainConfig(clip=-1.0)}, "train.clip", "a gradient norm of -1.0"),
-        ({"train": TrainConfig(clip=nan)}, "train.clip", "a gradient norm of nan"),
-        ({"optimizer": OptimizerConfig(lr=0.0)}, "optimizer.lr", "a learning rate of 0.0"),
-        ({"optimizer": OptimizerConfig(lr=nan)}, "optimizer.lr", "a learning rate of nan"),
-        ({"optimizer": OptimizerConfig(lr=inf)}, "optimizer.lr", "a learning rate of inf"),
+        (
+            {"data": DataConfig("x", epochs=-1)},
+            "data.epochs",
+            "epochs = -1; needed is a whole number of at least 0",
+        ),
+        ({"train": TrainConfig(steps=0)}, "train.steps", "steps = 0; needed is a whole number of at least 1"),
+        ({"train": TrainConfig(batch=0)}, "train.batch", "batch = 0; needed is a whole number of at least 1"),
+        ({"train": TrainConfig(clip=-1.0)}, "train.clip", "clip = -1.0; needed is a number of at least 0"),
+        ({"train": TrainConfig(clip=nan)}, "train.clip", "clip = nan; needed is a number of at least 0"),
+        ({"optimizer": OptimizerConfig(lr=0.0)}, "optimizer.lr", "lr = 0.0; needed is a number above 0"),
+        ({"optimizer": OptimizerConfig(lr=nan)}, "optimizer.lr", "lr = nan; needed is a number above 0"),
+        ({"optimizer": OptimizerConfig(lr=inf)}, "optimizer.lr", "lr = inf; needed is a number above 0"),
         (
             {"optimizer": OptimizerConfig(betas=(0.9, 1.0))},
             "optimizer.betas",
-            "betas of (0.9, 1.0); needed are numbers from 0",
+            "betas contains 1.0; needed is a number from 0 up to, not including, 1",
         ),
-        ({"optimizer": OptimizerConfig("sgd", momentum=1.0)}, "optimizer.momentum", "a momentum of 1.0"),
+        (
+            {"optimizer": OptimizerConfig("sgd", momentum=1.0)},
+            "optimizer.momentum",
+            "momentum = 1.0; needed is a number from 0 up to, not",
+        ),
         (
             {"optimizer": OptimizerConfig("adamw", momentum=0.9)},
             "optimizer.momentum",
@@ -59,18 +67,22 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"optimizer": OptimizerConfig(weight_decay=-0.1)},
             "optimizer.weight_decay",
-            "a weight decay of -0.1",
+            "weight_decay = -0.1; needed is a number of at least 0",
         ),
-        ({"optimizer": OptimizerConfig(eps=-1.0)}, "optimizer.eps", "an eps of -1.0"),
+        (
+            {"optimizer": OptimizerConfig(eps=-1.0)},
+            "optimizer.eps",
+            "eps = -1.0; needed is a number of at least 0",
+        ),
         (
             {"optimizer": OptimizerConfig(groups=(ParamGroupConfig("*.bias", lr_factor=-1.0),))},
-            "optimizer.groups '*.bias'",
-            "a learning-rate factor of -1.0",
+            "optimizer.groups.0.lr_factor",
+            "lr_factor = -1.0; needed is a number of at least 0",
         ),
         (
             {"optimizer": OptimizerConfig(groups=(ParamGroupConfig("*.bias", weight_decay=nan),))},
-            "optimizer.groups '*.bias'",
-            "a weight decay of nan",
+            "optimizer.groups.0.weight_decay",
+            "weight_decay = nan; needed is a number of at least 0",
         ),
         (
             {"schedule": ScheduleConfig("wsd", warmup=60, decay=41)},
@@ -80,7 +92,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"schedule": ScheduleConfig("cosine", floor=1.5)},
             "schedule.floor",
-            "a floor of 1.5; it is a fraction of optimizer.lr",
+            "floor = 1.5; needed is a number from 0 to 1",
         ),
         (
             {"schedule": ScheduleConfig("cosine", decay=3)},
@@ -89,19 +101,23 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ),
         (
             {"optimizer": OptimizerConfig(groups=(ParamGroupConfig("*.bias", name="adamw", momentum=0.9),))},
-            "optimizer.groups '*.bias'",
+            "optimizer.groups.0.momentum",
             "momentum = 0.9 in a group that does not name",
         ),
         (
             {"optimizer": OptimizerConfig(groups=(ParamGroupConfig("*.bias", name="sgd", momentum=1.0),))},
-            "optimizer.groups '*.bias'",
-            "a momentum of 1.0",
+            "optimizer.groups.0.momentum",
+            "momentum = 1.0; needed is a number from 0 up to, not",
         ),
         ({"evaluate": EvalConfig(hold_out=-1)}, "evaluate.hold_out", "hold_out = -1"),
         ({"evaluate": EvalConfig("val.txt", every=-1)}, "evaluate.every", "every = -1"),
         ({"evaluate": EvalConfig("val.txt", samples=-1)}, "evaluate.samples", "samples = -1"),
         ({"evaluate": EvalConfig("val.txt", patience=-1)}, "evaluate.patience", "patience = -1"),
-        ({"evaluate": EvalConfig("val.txt", min_delta=nan)}, "evaluate.min_delta", "a min_delta of nan"),
+        (
+            {"evaluate": EvalConfig("val.txt", min_delta=nan)},
+            "evaluate.min_delta",
+            "min_delta = nan; needed is a number of at least 0",
+        ),
         (
             {"evaluate": EvalConfig("val.txt", hold_out=3)},
             "evaluate",
@@ -122,9 +138,13 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "evaluate",
             "patience = 0, samples = 4, and nothing to evaluate on",
         ),
-        ({"guard": LossGuard(factor=1.0)}, "guard.factor", "a factor of 1.0 on the median"),
-        ({"guard": LossGuard(factor=nan)}, "guard.factor", "a factor of nan"),
-        ({"guard": LossGuard(window=1)}, "guard.window", "a window of 1 steps"),
+        ({"guard": LossGuard(factor=1.0)}, "guard.factor", "factor = 1.0; needed is a number above 1, or 0"),
+        ({"guard": LossGuard(factor=nan)}, "guard.factor", "factor = nan; needed is a number above 1, or 0"),
+        (
+            {"guard": LossGuard(window=1)},
+            "guard.window",
+            "window = 1; needed is a whole number from 2 to 100000",
+        ),
         (
             {"precision": PrecisionConfig("float16", "float16")},
             "precision.master",
@@ -188,7 +208,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"precision": PrecisionConfig(compute="float16", loss_scale_window=0)},
             "precision.loss_scale_window",
-            "a window of 0 steps",
+            "loss_scale_window = 0; needed is a whole number of at least 1",
         ),
         (
             {"precision": PrecisionConfig(compute="bfloat16", loss_scale=8.0)},

@@ -128,9 +128,7 @@ def test_all_errors_of_the_sizes_are_reported_at_once():
 
 @pytest.mark.parametrize("size", [0, -1, 2.0])
 def test_a_mesh_made_by_hand_is_checked_too(size: float):
-    with pytest.raises(
-        PlanError, match=rf"mesh.cp: the axis has {size} ranks; needed is a whole number of at least 1"
-    ):
+    with pytest.raises(PlanError, match=rf"mesh.cp: cp = {size}; needed is a whole number of at least 1"):
         Mesh(cp=size)
 
 

@@ -48,7 +48,7 @@ from meshwright.parallel.context.head_exchange import (
 from meshwright.parallel.context.mask_blocks import MaskCache
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
 from meshwright.parallel.context.ring import (
-    check_ring,
+    LoadBalance,
     comm_rounding,
     in_flight_nbytes,
     ring_sharding,
@@ -80,7 +80,7 @@ class HybridContextParallel(ContextParallel):
 
     name: ClassVar[str] = "hybrid_context_parallel"
     ulysses_degree: int = 2
-    load_balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    load_balance: LoadBalance = "zigzag"
     comm_dtype: Literal["", "bfloat16"] = ""
 
     @property
@@ -93,7 +93,7 @@ class HybridContextParallel(ContextParallel):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
-        if self.axis == CP_AXIS and not self._is_divisible(sharding):
+        if not self._is_divisible(sharding):
             ranks = sharding.mesh.size(CP_AXIS)
             sizes = " or ".join(map(str, divisors(ranks)))
             text = (
@@ -101,10 +101,9 @@ class HybridContextParallel(ContextParallel):
                 f"groups of so many neighbours"
             )
             yield Diagnostic(text, f"set ulysses_degree to {sizes}", f"strategies.{self.name}.ulysses_degree")
-        yield from check_ring(self.name, self.load_balance, self.comm_dtype)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if self.axis == CP_AXIS and self._is_divisible(sharding):
+        if self._is_divisible(sharding):
             yield from check_heads(
                 sharding,
                 self.name,

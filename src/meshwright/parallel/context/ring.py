@@ -59,7 +59,7 @@ from meshwright.parallel.context.sequence_sharding import (
     check_sequence_sharding,
     local_heads,
 )
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
@@ -68,8 +68,7 @@ from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import reduce_totals_along
 from meshwright.plan.strategy import Handler, Runtime
 
-LOAD_BALANCES = ("zigzag", "contiguous", "striped")
-COMM_DTYPES = ("", "bfloat16")
+LoadBalance = Literal["zigzag", "contiguous", "striped"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class RingAttention(ContextParallel):
     """
 
     name: ClassVar[str] = "ring"
-    load_balance: Literal["zigzag", "contiguous", "striped"] = "zigzag"
+    load_balance: LoadBalance = "zigzag"
     comm_dtype: Literal["", "bfloat16"] = ""
 
     @property
@@ -92,7 +91,6 @@ class RingAttention(ContextParallel):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
-        yield from check_ring(self.name, self.load_balance, self.comm_dtype)
 
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
         return ring_sharding(self.load_balance, num_ranks)
@@ -170,23 +168,6 @@ def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) ->
     return SequenceSharding(
         num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped"
     )
-
-
-def check_ring(name: str, load_balance: str, comm_dtype: str) -> Iterator[Diagnostic]:
-    """Yields what is wrong with the ring options of the strategy `name`."""
-    if load_balance not in LOAD_BALANCES:
-        yield Diagnostic(
-            f"load_balance = '{load_balance}'",
-            suggest_name(load_balance, LOAD_BALANCES),
-            f"strategies.{name}.load_balance",
-        )
-    if comm_dtype not in COMM_DTYPES:
-        text = f"keys and values cannot travel in '{comm_dtype}'"
-        yield Diagnostic(
-            text,
-            'write comm_dtype = "bfloat16", or leave it out: they travel as they are',
-            f"strategies.{name}.comm_dtype",
-        )
 
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:

@@ -25,12 +25,13 @@ Each rank sends as many tokens as the rank that has most.
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.parallel.context.conv_halo import check_convolutions, halo_transfers
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.dim_split import DimShard
 from meshwright.plan.model_spec.layer_calls import LayerCall
@@ -165,15 +166,13 @@ class ContextParallel(Strategy):
 
     phase: ClassVar[StrategyPhase] = "shard"
     needs_sequence_info: ClassVar[bool] = True
-    axis: str = CP_AXIS
+    axis: str = field(default=CP_AXIS, metadata=one_of(CP_AXIS))
 
     @abstractmethod
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
         """The tokens of each of `num_ranks` ranks."""
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        if self.axis != CP_AXIS:
-            return sharding
         dealt = replace(
             sharding.with_batch_placement(CP_AXIS, S(1)),
             sequence_sharding=self.sequence_sharding(sharding.mesh.size(CP_AXIS)),
@@ -260,13 +259,6 @@ def check_sequence_sharding(
 ) -> Iterator[Diagnostic]:
     """Yields why the tokens of this model's samples cannot be sharded along `axis` as `sharding_for` says."""
     location, model_spec = f"strategies.{name}", sharding.model_spec
-    if axis != CP_AXIS:
-        yield Diagnostic(
-            f"axis = '{axis}'; tokens are dealt along {CP_AXIS}",
-            f'write axis = "{CP_AXIS}"',
-            f"{location}.axis",
-        )
-        return
     ranks = sharding.mesh.size(axis)
     other = f"mesh.{CP_AXIS} = 1 and mesh.dp_shard = {ranks} are as many ranks"
     if sharding.sequence_sharding is not None:

@@ -73,9 +73,8 @@ class Ulysses(ContextParallel):
         yield from check_sequence_sharding(self.name, self.axis, sharding, self.sequence_sharding)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if self.axis == CP_AXIS:
-            ranks = sharding.mesh.size(CP_AXIS)
-            yield from check_heads(sharding, self.name, ranks, f"mesh.{CP_AXIS}", range(1, 2 * ranks))
+        ranks = sharding.mesh.size(CP_AXIS)
+        yield from check_heads(sharding, self.name, ranks, f"mesh.{CP_AXIS}", range(1, 2 * ranks))
 
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
         return SequenceSharding(num_ranks, num_inner_ranks=num_ranks, zigzag=False)

@@ -27,10 +27,11 @@ Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goya
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -40,6 +41,7 @@ from meshwright.plan.strategy import Strategy, StrategyPhase
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 GRAD_SUM_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them
+GRAD_SUM_AXIS = one_of(*GRAD_SUM_AXES, fix=f"choose one of: {', '.join(DATA_AXES)}")
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,9 @@ class BatchSplit(Strategy):
 
     name: ClassVar[str] = "batch_split"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "dp_replicate"
+    axis: str = field(default="dp_replicate", metadata=one_of(*DATA_AXES))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if self.axis not in DATA_AXES:
-            yield Diagnostic(
-                f"samples cannot be split along '{self.axis}'",
-                suggest_name(self.axis, DATA_AXES),
-                "strategies.batch_split.axis",
-            )
         if sharding.model_spec.needs_global_batch:
             for column in (
                 *sharding.model_spec.targets,

@@ -31,12 +31,13 @@ against it.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.parallel.data.batch_split import DATA_AXES
 from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, BatchTensor
 from meshwright.plan.sharding.mesh import AXES
@@ -53,11 +54,11 @@ class DataParallelMaster(Strategy):
 
     name: ClassVar[str] = "data_parallel_master"
     phase: ClassVar[StrategyPhase] = "storage"
-    axis: str = "dp_replicate"
+    axis: str = field(default="dp_replicate", metadata=one_of(*DATA_AXES))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = f"strategies.{self.name}"
-        yield from check_replicas(self.name, self.axis, "backend", sharding, DATA_AXES)
+        yield from check_replicas(self.name, self.axis, "backend", sharding)
         others = [axis for axis in AXES if axis != self.axis and sharding.mesh.size(axis) > 1]
         if others:
             text = f"the ranks along {' and '.join(others)} would each have a master of their own"

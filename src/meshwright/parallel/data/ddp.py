@@ -23,14 +23,14 @@ Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (bucketing and ov
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.comm.algorithms.size_rule import SizeRule
 from meshwright.comm.algorithms.size_rule import rule_diagnostics as algorithm_faults
-from meshwright.parallel.data.batch_split import DATA_AXES, GRAD_SUM_AXES, same_data_diagnostic
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
@@ -57,15 +57,12 @@ class DDP(Strategy):
 
     name: ClassVar[str] = "ddp"
     phase: ClassVar[StrategyPhase] = "storage"
-    axis: str = "dp_replicate"
-    bucket_mb: float = 25.0
+    axis: str = field(default="dp_replicate", metadata=GRAD_SUM_AXIS)
+    bucket_mb: float = field(default=25.0, metadata=above(0))
     algorithm: str = "backend"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
-        if not 0 < self.bucket_mb < inf:
-            text = f"buckets of {self.bucket_mb} MiB"
-            yield Diagnostic(text, "write a size above 0; 25 is a good start", "strategies.ddp.bucket_mb")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         axes = sharding.with_token_axes(self.axis)
@@ -170,17 +167,9 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
     return runs
 
 
-def check_replicas(
-    name: str, axis: str, algorithm: str, sharding: ShardingPlan, axes: tuple[str, ...] = GRAD_SUM_AXES
-) -> Iterator[Diagnostic]:
-    """Yields what is wrong with full replicas along `axis`, which must be one of `axes`."""
-    if axis not in axes:
-        yield Diagnostic(
-            f"weights cannot be replicated along '{axis}'",
-            suggest_name(axis, DATA_AXES),
-            f"strategies.{name}.axis",
-        )
-    elif axis not in sharding.grad_sum_axes:
+def check_replicas(name: str, axis: str, algorithm: str, sharding: ShardingPlan) -> Iterator[Diagnostic]:
+    """Yields what is wrong with full replicas along `axis`."""
+    if axis not in sharding.grad_sum_axes:
         yield same_data_diagnostic("copies", axis, f"strategies.{name}")
     elif any(param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings):
         text = f"{name} keeps whole copies along {axis}, and zero cuts the weights into shards"
@@ -189,7 +178,7 @@ def check_replicas(
         yield Diagnostic(text, f"remove {name}{more}", f"strategies.{name}")
     else:
         yield from _check_single_axis(name, axis, sharding)
-    ranks = sharding.mesh.group_size(sharding.with_token_axes(axis)) if axis in axes else 1
+    ranks = sharding.mesh.group_size(sharding.with_token_axes(axis))
     yield from algorithm_faults(algorithm, ranks, f"strategies.{name}.algorithm")
 
 

@@ -15,10 +15,11 @@ Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (section 3.2.1, "
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.comm.algorithms.size_rule import SizeRule
+from meshwright.parallel.data.batch_split import GRAD_SUM_AXIS
 from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
@@ -44,7 +45,7 @@ class NaiveDDP(Strategy):
 
     name: ClassVar[str] = "naive_ddp"
     phase: ClassVar[StrategyPhase] = "storage"
-    axis: str = "dp_replicate"
+    axis: str = field(default="dp_replicate", metadata=GRAD_SUM_AXIS)
     algorithm: str = "backend"
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:

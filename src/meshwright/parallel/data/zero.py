@@ -37,12 +37,12 @@ FSDP", arXiv 2304.11277 (sections 3.2 hybrid, 3.3 overlap).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import inf
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.parallel.data.batch_split import DATA_AXES, GRAD_SUM_AXES, same_data_diagnostic
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import PARAM_DTYPE_NBYTES, ROOT
 from meshwright.plan.sharding.flat_param import FlatParamSpec
@@ -55,8 +55,7 @@ from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
 from meshwright.plan.step.unshard_windows import JoinScope, ParamUse, assign_buffers, unshard_windows
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-STAGES = (1, 2, 3)
-GATHER_CHOICES = ("use", "microbatch", "step")
+STAGE_FIX = "write 1 (optimizer states), 2 (also gradients) or 3 (also weights); to shard nothing, use ddp"
 
 
 @dataclass(frozen=True)
@@ -70,35 +69,17 @@ class ZeRO(Strategy):
 
     name: ClassVar[str] = "zero"
     phase: ClassVar[StrategyPhase] = "storage"
-    axis: str = "dp_shard"
-    stage: int = 3
-    replicate_axis: str = ""
+    axis: str = field(default="dp_shard", metadata=GRAD_SUM_AXIS)
+    stage: int = field(default=3, metadata=one_of(1, 2, 3, fix=STAGE_FIX))
+    replicate_axis: str = field(default="", metadata=one_of("", *GRAD_SUM_AXES))
     gather: JoinScope = "use"
-    keep_mb: float = 0.0
-    prefetch: int = 1
+    keep_mb: float = field(default=0.0, metadata=at_least(0))
+    prefetch: int = field(default=1, metadata=at_least(0))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.zero"
-        if self.stage not in STAGES:
-            text = f"stage {self.stage}; needed is 1 (moments), 2 (and gradients) or 3 (and weights)"
-            yield Diagnostic(
-                text, "write stage = 3; to cut nothing into shards, use replicate", f"{location}.stage"
-            )
-        if self.gather not in GATHER_CHOICES:
-            yield Diagnostic(
-                f"gather = '{self.gather}'", suggest_name(self.gather, GATHER_CHOICES), f"{location}.gather"
-            )
-        if not 0 <= self.keep_mb < inf or self.prefetch < 0:
-            text = f"keep_mb = {self.keep_mb}, prefetch = {self.prefetch}"
-            yield Diagnostic(text, "write numbers from 0 up; prefetch = 1 is a good start", location)
-        for key, axis in (("axis", self.axis), ("replicate_axis", self.replicate_axis)):
-            if axis and axis not in GRAD_SUM_AXES:
-                yield Diagnostic(
-                    f"{key} = '{axis}' is no axis of data parallelism",
-                    suggest_name(axis, DATA_AXES),
-                    f"{location}.{key}",
-                )
-            elif axis and axis not in sharding.grad_sum_axes:
+        for axis in (self.axis, self.replicate_axis):
+            if axis and axis not in sharding.grad_sum_axes:
                 yield same_data_diagnostic("shards", axis, location)
         unused = [
             key

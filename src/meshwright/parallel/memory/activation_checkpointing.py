@@ -37,12 +37,13 @@ recomputation).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import inf
 from typing import ClassVar
 
 from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
 from meshwright.plan.sharding.rank_share import block_shares
@@ -71,7 +72,7 @@ class ActivationCheckpointing(Strategy):
     name: ClassVar[str] = "activation_checkpointing"
     phase: ClassVar[StrategyPhase] = "memory"
     blocks: tuple[str, ...] = ()
-    keep_mb: float = 0.0
+    keep_mb: float = field(default=0.0, metadata=at_least(0, "write a number from 0 up; 0 keeps nothing"))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         block_calls, location = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
@@ -85,12 +86,6 @@ class ActivationCheckpointing(Strategy):
                 f"once: nothing is spared"
             )
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
-        if not 0 <= self.keep_mb < inf:
-            yield Diagnostic(
-                f"keep_mb = {self.keep_mb}",
-                "write a number from 0 up; 0 keeps nothing",
-                f"{location}.keep_mb",
-            )
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return program.edit(lambda actions: self._checkpoint(actions, sharding, job))

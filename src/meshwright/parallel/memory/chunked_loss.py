@@ -26,10 +26,11 @@ Paper: Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy), arXiv 2410.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_share import chunked_head_call
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -45,13 +46,9 @@ class ChunkedLoss(Strategy):
 
     name: ClassVar[str] = "chunked_loss"
     phase: ClassVar[StrategyPhase] = "memory"
-    num_chunks: int = 8
+    num_chunks: int = field(default=8, metadata=at_least(2, "write 8, say; or remove the strategy"))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if self.num_chunks < 2:
-            text = f"num_chunks = {self.num_chunks}; needed are at least 2 chunks"
-            yield Diagnostic(text, "write 8, say; or remove the strategy", f"{LOCATION}.num_chunks")
-            return
         if sharding.num_loss_chunks > 1:
             text = "another strategy takes the loss in chunks already"
             yield Diagnostic(text, "keep one of the two", LOCATION)

@@ -21,7 +21,7 @@ Paper: Bekman et al. 2025, "Arctic Long Sequence Training" (tiled MLP), arXiv 25
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from itertools import takewhile
@@ -32,6 +32,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec, block_of
@@ -61,13 +62,9 @@ class TiledMLP(Strategy):
     name: ClassVar[str] = "tiled_mlp"
     phase: ClassVar[StrategyPhase] = "memory"
     needs_sequence_info: ClassVar[bool] = True
-    num_tiles: int = 4
+    num_tiles: int = field(default=4, metadata=at_least(2, "write 4, say; or remove the strategy"))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
-        if self.num_tiles < 2:
-            text = f"num_tiles = {self.num_tiles}; needed are at least 2 tiles"
-            yield Diagnostic(text, "write 4, say; or remove the strategy", f"{LOCATION}.num_tiles")
-            return
         yield from _check_mlps(sharding.model_spec)
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:

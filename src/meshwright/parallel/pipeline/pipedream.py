@@ -43,13 +43,14 @@ Efficient Pipeline Parallel DNN Training", arXiv 1806.03377.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
 from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, with_waits
@@ -67,7 +68,7 @@ class PipeDream(Strategy):
     name: ClassVar[str] = "pipedream"
     phase: ClassVar[StrategyPhase] = "schedule"
     exact: ClassVar[bool] = False
-    axis: str = "pp"
+    axis: str = field(default="pp", metadata=one_of("pp"))
     split_points: tuple[str, ...] = ()
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:

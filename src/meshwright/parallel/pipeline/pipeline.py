@@ -56,7 +56,7 @@ Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965; Narayanan et al. 2019, "Pip
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
@@ -66,6 +66,7 @@ from meshwright.parallel.pipeline.schedules.registry import SCHEDULES, ScheduleE
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, VirtualStage
 from meshwright.parallel.pipeline.send_recv import SendRecvInsertion, TransferRoutes
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageSpec
 from meshwright.plan.sharding.rank_share import weight_grad_flops
@@ -118,7 +119,7 @@ class Pipeline(Strategy):
 
     name: ClassVar[str] = "pipeline"
     phase: ClassVar[StrategyPhase] = "schedule"
-    axis: str = "pp"
+    axis: str = field(default="pp", metadata=one_of("pp"))
     schedule: str = "1f1b"
     virtual_stages: int = 0
     split_points: tuple[str, ...] = ()
@@ -126,10 +127,6 @@ class Pipeline(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.pipeline"
-        if self.axis != "pp":
-            yield Diagnostic(
-                f"layers cannot be put along '{self.axis}'", 'write axis = "pp"', f"{location}.axis"
-            )
         schedule = find_schedule(self.schedule)
         if schedule is None:
             yield Diagnostic(

@@ -30,7 +30,7 @@ multiplication".
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
@@ -65,8 +65,9 @@ from meshwright.parallel.tensor.optimus_2d import (
     vocab_sharded_layers,
     with_redistributions,
 )
-from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
+from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.sharding.param_sharding import ParamSharding
@@ -88,13 +89,10 @@ class TensorParallel3D(Strategy):
     name: ClassVar[str] = "tensor_parallel"
     mode: ClassVar[str] = "3d"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "tp"
+    axis: str = field(default="tp", metadata=one_of("tp"))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.tensor_parallel"
-        if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "the outputs of matrices", location)
-            return
         yield from check_sharded_once(sharding, self.axis, location)
         yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, DEPTH_AXIS, self.axis))

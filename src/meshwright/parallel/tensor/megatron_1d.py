@@ -36,7 +36,7 @@ Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
@@ -56,9 +56,9 @@ from meshwright.parallel.tensor.validation import (
     check_layer_pairs,
     check_sharded_once,
     check_units,
-    wrong_axis_diagnostic,
 )
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -77,19 +77,14 @@ class TensorParallel(Strategy):
     name: ClassVar[str] = "tensor_parallel"
     mode: ClassVar[str] = "1d"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "tp"
-    num_overlap_chunks: int = 1
+    axis: str = field(default="tp", metadata=one_of("tp"))
+    num_overlap_chunks: int = field(
+        default=1,
+        metadata=at_least(1, "write a number from 1 up; 1 sends the whole output at once"),
+    )
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.tensor_parallel"
-        if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", location)
-            return
-        if self.num_overlap_chunks < 1:
-            fix = "write a number from 1 up; with 1, rows layers send what they give out whole"
-            yield Diagnostic(
-                f"num_overlap_chunks = {self.num_overlap_chunks}", fix, f"{location}.num_overlap_chunks"
-            )
         yield from check_sharded_once(sharding, self.axis, location)
         yield from check_layer_pairs(sharding.model_spec, location)
         yield from check_units(sharding, self.layer_shardings(sharding))

@@ -32,7 +32,7 @@ arXiv 2104.05343; van de Geijn and Watts 1997, "SUMMA: Scalable Universal Matrix
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any, ClassVar
@@ -57,8 +57,9 @@ from meshwright.parallel.tensor.layer_sharding import (
     redistribute,
     shard_params,
 )
-from meshwright.parallel.tensor.validation import check_sharded_once, wrong_axis_diagnostic
+from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.layer_calls import LayerCall, NormFormula
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
@@ -82,14 +83,11 @@ class TensorParallel2D(Strategy):
     name: ClassVar[str] = "tensor_parallel"
     mode: ClassVar[str] = "2d"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "tp"
+    axis: str = field(default="tp", metadata=one_of("tp"))
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.tensor_parallel"
-        if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "matrices", location)
-            return
         yield from check_sharded_once(sharding, self.axis, location)
         yield from check_roles(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))

@@ -28,7 +28,7 @@ arXiv 2205.05198 (section 4.2.2).
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -42,8 +42,8 @@ from meshwright.parallel.tensor.layer_sharding import (
     module_forward,
     redistribute,
 )
-from meshwright.parallel.tensor.validation import wrong_axis_diagnostic
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.layer_calls import ResidualFlow
 from meshwright.plan.model_spec.model_spec import ModelSpec
@@ -65,14 +65,11 @@ class SequenceParallel(Strategy):
 
     name: ClassVar[str] = "sequence_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "tp"
+    axis: str = field(default="tp", metadata=one_of("tp"))
     regather: bool = False
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.sequence_parallel"
-        if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "tokens", location)
-            return
         yield from _check_token_wise(sharding.model_spec, location)
         yield from _check_single_use(self.place(sharding), location)
         ranks, through = sharding.mesh.size(self.axis), _sequence_parallel_calls(sharding.model_spec)

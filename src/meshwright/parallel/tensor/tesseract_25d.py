@@ -22,7 +22,7 @@ Factorization Algorithms".
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from meshwright.parallel.tensor.optimus_2d import (
@@ -32,6 +32,7 @@ from meshwright.parallel.tensor.optimus_2d import (
     sharded_sides,
 )
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
@@ -51,12 +52,12 @@ class TensorParallel25D(Strategy):
     name: ClassVar[str] = "tensor_parallel"
     mode: ClassVar[str] = "2.5d"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "tp"
+    axis: str = field(default="tp", metadata=one_of("tp"))
     regather: bool = True
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from self._square_2d.check(job, sharding)
-        if self.axis == "tp" and sharding.mesh.size(DEPTH_AXIS) == 1:
+        if sharding.mesh.size(DEPTH_AXIS) == 1:
             text = f"there is one square, {sharding.mesh}; needed are several, along {DEPTH_AXIS}"
             yield Diagnostic(
                 text,

@@ -22,11 +22,6 @@ UNSHARDED_DECLARATIONS = ("", "replicated")
 SHARDED_ROLES = ("colwise", "rowwise", "colwise_gather_output")
 
 
-def wrong_axis_diagnostic(axis: str, what: str, where: str) -> Diagnostic:
-    """The diagnostic of sharding `what` along another axis than tp."""
-    return Diagnostic(f"axis = '{axis}'; {what} are divided along tp", 'write axis = "tp"', f"{where}.axis")
-
-
 def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterator[Diagnostic]:
     """Yields matrices that another strategy shards along `axis` already."""
     divided = [

@@ -25,7 +25,7 @@ cross-entropy).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar, cast
 
@@ -45,8 +45,9 @@ from meshwright.parallel.tensor.layer_sharding import (
     linear,
     shard_params,
 )
-from meshwright.parallel.tensor.validation import check_units, wrong_axis_diagnostic
+from meshwright.parallel.tensor.validation import check_units
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.sharding.placement import P, R
@@ -65,13 +66,10 @@ class VocabParallel(Strategy):
 
     name: ClassVar[str] = "vocab_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
-    axis: str = "tp"
+    axis: str = field(default="tp", metadata=one_of("tp"))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.vocab_parallel"
-        if self.axis != "tp":
-            yield wrong_axis_diagnostic(self.axis, "words", location)
-            return
         if not can_shard_vocab(sharding.model_spec, 1):
             found = {
                 weight.not_shardable_reason: weight.name

@@ -1,12 +1,12 @@
 """Configures where a job's model and data come from."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
-from math import inf
+from dataclasses import dataclass, field, fields
 from re import fullmatch
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import above, at_least, field_diagnostics, not_empty
 
 DataFormat = Literal["auto", "text", "jsonl", "datasets"]
 
@@ -62,13 +62,16 @@ class MixturePart:
     """
 
     source: str
-    weight: float = 1.0
+    weight: float = field(
+        default=1.0,
+        metadata=above(0, "write a number above 0; only the ratios of the weights count"),
+    )
     format: DataFormat = "auto"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    column: str = "text"
+    column: str = field(default="text", metadata=not_empty())
     chat: str = ""
-    split: str = "train"
+    split: str = field(default="train", metadata=not_empty())
 
 
 @dataclass(frozen=True)
@@ -93,43 +96,28 @@ class DataConfig:
     source: str = ""
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    sequence: int = 256
-    epochs: int = 0
+    sequence: int = field(default=256, metadata=at_least(1))
+    epochs: int = field(
+        default=0, metadata=at_least(0, "0 repeats without end; 1, 2... stop after that many")
+    )
     format: DataFormat = "auto"
     tokenizer: str = ""
-    column: str = "text"
+    column: str = field(default="text", metadata=not_empty())
     chat: str = ""
-    split: str = "train"
+    split: str = field(default="train", metadata=not_empty())
     streaming: bool = False
     mixture: tuple[MixturePart, ...] = ()
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in the data source by itself, the parts of a mixture included."""
+        yield from field_diagnostics(self, "data")
         if not self.source and not self.mixture:
             yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
-        if self.sequence < 1:
-            yield Diagnostic(
-                f"a sample of {self.sequence} tokens; needed is at least 1",
-                "set data.sequence",
-                "data.sequence",
-            )
-        if self.epochs < 0:
-            yield Diagnostic(
-                f"{self.epochs} epochs",
-                "0 repeats without end; 1, 2, 3... stop after that many",
-                "data.epochs",
-            )
-        if self.chat and not self.tokenizer:
+        for chat in dict.fromkeys(each.chat for each in (self, *self.mixture) if each.chat):
             fix = "set data.tokenizer to one that has a chat template: a folder, or a name on the hub"
-            yield Diagnostic(
-                f"conversations (chat = '{self.chat}') without a tokenizer", fix, "data.tokenizer"
-            )
-        if not self.column:
-            yield Diagnostic(
-                "no column is named", 'name the column that holds the text: column = "text"', "data.column"
-            )
-        if not self.split:
-            yield Diagnostic("no split is named", 'name one: split = "train"', "data.split")
+            if not self.tokenizer:
+                text = f"conversations (chat = '{chat}') without a tokenizer"
+                yield Diagnostic(text, fix, "data.tokenizer")
         if self.mixture:
             yield from self._mixture_faults()
 
@@ -164,24 +152,6 @@ class DataConfig:
                 fix = "read the parts from disk (streaming = false), or stream one source"
             yield Diagnostic(f"{name} = {getattr(self, name)!r} beside a mixture", fix, f"data.{name}")
         for i, mixture_part in enumerate(self.mixture):
-            if not 0 < mixture_part.weight < inf:
-                where = f"data.mixture.{i}.weight"
-                yield Diagnostic(
-                    f"a weight of {mixture_part.weight}",
-                    "write a number above 0; only the ratios of the weights count",
-                    where,
-                )
-            if mixture_part.source == "example":
-                yield Diagnostic(
-                    "the example batch in a mixture",
-                    "name a file, a folder or a data set",
-                    f"data.mixture.{i}.source",
-                )
-        for i, part_config in enumerate(self.part_configs()):
-            for diagnostic in part_config.diagnostics():
-                if diagnostic.location == "data.tokenizer":
-                    yield diagnostic
-                elif diagnostic.location not in ("data.sequence", "data.epochs"):
-                    yield replace(
-                        diagnostic, location=diagnostic.location.replace("data.", f"data.mixture.{i}.", 1)
-                    )
+            if mixture_part.source in ("", "example"):
+                text = "the example batch in a mixture" if mixture_part.source else "no data is named"
+                yield Diagnostic(text, "name a file, a folder or a data set", f"data.mixture.{i}.source")

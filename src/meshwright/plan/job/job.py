@@ -7,11 +7,11 @@ the plan.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import inf
 from typing import Literal
 
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import above, at_least, below_one, field_diagnostics, in_range
 from meshwright.plan.job.precision import PrecisionConfig
 
 OptimizerName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
@@ -33,35 +33,20 @@ class ParamGroupConfig:
     """
 
     pattern: str
-    lr_factor: float = 1.0
-    weight_decay: float | None = None
+    lr_factor: float = field(default=1.0, metadata=at_least(0, "write a number from 0 up; 0 freezes them"))
+    weight_decay: float | None = field(default=None, metadata=at_least(0))
     name: OptimizerName | None = None
-    momentum: float = 0.0
+    momentum: float = field(default=0.0, metadata=below_one())
 
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in this group."""
-        where = f"optimizer.groups '{self.pattern}'"
-        if not 0 <= self.lr_factor < inf:
-            yield Diagnostic(
-                f"a learning-rate factor of {self.lr_factor}",
-                "write a number from 0 up; 0 does not train them",
-                where,
-            )
-        if self.weight_decay is not None and not 0 <= self.weight_decay < inf:
-            yield Diagnostic(
-                f"a weight decay of {self.weight_decay}", "write a number from 0 up; 0 is none", where
-            )
-        if not 0 <= self.momentum < 1:
-            yield Diagnostic(
-                f"a momentum of {self.momentum}", "write a number from 0 up to, not including, 1", where
-            )
-        elif self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
+    def diagnostics(self, location: str) -> Iterator[Diagnostic]:
+        """Yields every contradiction in this group, the table at `location`."""
+        if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             text = f'momentum = {self.momentum} in a group that does not name "sgd" or "muon"'
-            yield Diagnostic(
-                text, 'set name = "sgd" in the group, or write optimizer.momentum for all', where
-            )
+            fix = 'set name = "sgd" in the group, or write optimizer.momentum for all'
+            yield Diagnostic(text, fix, f"{location}.momentum")
         elif self.name == "muon" and not self.momentum:
-            yield Diagnostic("muon without momentum", "write momentum = 0.95 in the group", where)
+            fix = "write momentum = 0.95 in the group"
+            yield Diagnostic("muon without momentum", fix, f"{location}.momentum")
 
 
 @dataclass(frozen=True)
@@ -75,30 +60,17 @@ class OptimizerConfig:
     """
 
     name: OptimizerName = "adamw"
-    lr: float = 3e-4
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    momentum: float = 0.0
+    lr: float = field(default=3e-4, metadata=above(0))
+    weight_decay: float = field(default=0.1, metadata=at_least(0))
+    betas: tuple[float, float] = field(default=(0.9, 0.95), metadata=below_one())
+    eps: float = field(default=1e-8, metadata=at_least(0))
+    momentum: float = field(default=0.0, metadata=below_one())
     groups: tuple[ParamGroupConfig, ...] = ()
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in these options."""
-        if not 0 < self.lr < inf:
-            yield Diagnostic(f"a learning rate of {self.lr}", "write a number above 0", "optimizer.lr")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            yield Diagnostic(
-                f"betas of {self.betas}; needed are numbers from 0 up to, not including, 1",
-                "write [0.9, 0.95]",
-                "optimizer.betas",
-            )
-        if not 0 <= self.momentum < 1:
-            yield Diagnostic(
-                f"a momentum of {self.momentum}",
-                "write a number from 0 up to, not including, 1",
-                "optimizer.momentum",
-            )
-        elif self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
+        yield from field_diagnostics(self, "optimizer")
+        if self.momentum and self.name not in MOMENTUM_OPTIMIZERS:
             why = "" if self.name == "adafactor" else f": its first beta is {self.betas[0]}"
             text = f"momentum = {self.momentum} with {self.name}, which has none{why}"
             yield Diagnostic(text, 'remove it, or set name = "sgd"', "optimizer.momentum")
@@ -117,15 +89,8 @@ class OptimizerConfig:
                 "write betas of at most 0.99, or use optimizer states of 32 or 8 bits",
                 "optimizer.betas",
             )
-        if not 0 <= self.weight_decay < inf:
-            text = f"a weight decay of {self.weight_decay}"
-            yield Diagnostic(text, "write a number from 0 up; 0 is none", "optimizer.weight_decay")
-        if not 0 <= self.eps < inf:
-            yield Diagnostic(
-                f"an eps of {self.eps}", "write a number from 0 up; 1e-8 is usual", "optimizer.eps"
-            )
-        for group in self.groups:
-            yield from group.diagnostics()
+        for i, group in enumerate(self.groups):
+            yield from group.diagnostics(f"optimizer.groups.{i}")
 
 
 @dataclass(frozen=True)
@@ -137,21 +102,18 @@ class ScheduleConfig:
     """
 
     name: Literal["constant", "cosine", "wsd"] = "constant"
-    warmup: int = 0
-    decay: int = 0
-    floor: float = 0.0
+    warmup: int = field(default=0, metadata=at_least(0))
+    decay: int = field(default=0, metadata=at_least(0))
+    floor: float = field(
+        default=0.0, metadata=in_range(0, 1, "write a fraction of optimizer.lr, from 0 to 1")
+    )
 
     def diagnostics(self, steps: int) -> Iterator[Diagnostic]:
         """Yields every error in this schedule of `steps` steps."""
-        if self.warmup < 0 or self.decay < 0 or self.warmup + self.decay > steps:
+        yield from field_diagnostics(self, "schedule")
+        if self.warmup + self.decay > max(0, steps):
             text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
             yield Diagnostic(text, "shorten them, or raise train.steps", "schedule")
-        if not 0 <= self.floor <= 1:
-            yield Diagnostic(
-                f"a floor of {self.floor}; it is a fraction of optimizer.lr",
-                "write a number from 0 to 1",
-                "schedule.floor",
-            )
         if self.decay and self.name != "wsd":
             yield Diagnostic(
                 f"decay = {self.decay} with the {self.name} schedule, which has none",
@@ -169,22 +131,11 @@ class TrainConfig:
     samples still help.
     """
 
-    steps: int = 1000
-    batch: int = 8
-    clip: float = 1.0
+    steps: int = field(default=1000, metadata=at_least(1))
+    batch: int = field(default=8, metadata=at_least(1))
+    clip: float = field(default=1.0, metadata=at_least(0, "write a number above 0, or 0 not to clip"))
     seed: int = 0
     noise_scale: bool = False
-
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in these options."""
-        if self.steps < 1:
-            yield Diagnostic(f"{self.steps} steps", "write at least 1", "train.steps")
-        if self.batch < 1:
-            yield Diagnostic(f"a global batch of {self.batch} samples", "write at least 1", "train.batch")
-        if not 0 <= self.clip < inf:
-            yield Diagnostic(
-                f"a gradient norm of {self.clip}", "write a number above 0, or 0 not to clip", "train.clip"
-            )
 
 
 @dataclass(frozen=True)
@@ -200,11 +151,11 @@ class EvalConfig:
 
     source: str = ""
     split: str = ""
-    hold_out: int = 0
-    every: int = 100
-    samples: int = 0
-    patience: int = 0
-    min_delta: float = 0.0
+    hold_out: int = field(default=0, metadata=at_least(0))
+    every: int = field(default=100, metadata=at_least(0))
+    samples: int = field(default=0, metadata=at_least(0))
+    patience: int = field(default=0, metadata=at_least(0))
+    min_delta: float = field(default=0.0, metadata=at_least(0))
 
     @property
     def is_enabled(self) -> bool:
@@ -213,22 +164,13 @@ class EvalConfig:
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in these options."""
-        for field_name in ("hold_out", "every", "samples", "patience"):
-            number = vars(self)[field_name]
-            if number < 0:
-                yield Diagnostic(
-                    f"{field_name} = {number}", "write a whole number from 0 up", f"evaluate.{field_name}"
-                )
+        yield from field_diagnostics(self, "evaluate")
         if (self.source or self.split) and self.hold_out:
             samples_of = f"'{self.source}'" if self.source else f"the split '{self.split}'"
             text = f"the samples of {samples_of} and the last {self.hold_out} of the training data"
             text += "; needed is one of them"
             yield Diagnostic(
                 text, "remove evaluate.hold_out, or evaluate.source and evaluate.split", "evaluate"
-            )
-        if not 0 <= self.min_delta < inf:
-            yield Diagnostic(
-                f"a min_delta of {self.min_delta}", "write a number from 0 up", "evaluate.min_delta"
             )
         if not self.is_enabled and (self.patience or self.samples):
             text = f"patience = {self.patience}, samples = {self.samples}, and nothing to evaluate on"
@@ -249,20 +191,8 @@ class LossGuard:
     """
 
     action: Literal["off", "skip", "stop"] = "off"
-    factor: float = 10.0
-    window: int = 50
-
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in these options."""
-        if self.factor != 0 and not 1 < self.factor < inf:
-            text = f"a factor of {self.factor} on the median"
-            yield Diagnostic(
-                text, "write a number above 1, or 0 to act on what is not finite only", "guard.factor"
-            )
-        if not 2 <= self.window <= 100_000:
-            yield Diagnostic(
-                f"a window of {self.window} steps", "write a number from 2 to 100000", "guard.window"
-            )
+    factor: float = field(default=10.0, metadata=above(1, or_zero=True))
+    window: int = field(default=50, metadata=in_range(2, 100_000))
 
 
 @dataclass(frozen=True)
@@ -282,9 +212,9 @@ class Job:
         """Yields every error in the job by itself."""
         yield from self.model.diagnostics()
         yield from self.data.diagnostics()
-        yield from self.train.diagnostics()
+        yield from field_diagnostics(self.train, "train")
         yield from self.optimizer.diagnostics()
         yield from self.schedule.diagnostics(self.train.steps)
         yield from self.precision.diagnostics()
         yield from self.evaluate.diagnostics()
-        yield from self.guard.diagnostics()
+        yield from field_diagnostics(self.guard, "guard")

@@ -13,11 +13,12 @@ They are refused before anything is built.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import frexp
 from typing import Literal
 
 from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import at_least, field_diagnostics
 
 FloatDtype = Literal["float64", "float32", "bfloat16", "float16"]
 ComputeDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
@@ -43,7 +44,7 @@ class PrecisionConfig:
     gradients: OptionalFloatDtype = ""
     optimizer_states: OptionalFloatDtype = ""
     loss_scale: float = DEFAULT_LOSS_SCALE
-    loss_scale_window: int = DEFAULT_LOSS_SCALE_WINDOW
+    loss_scale_window: int = field(default=DEFAULT_LOSS_SCALE_WINDOW, metadata=at_least(1))
 
     @property
     def effective(self) -> "PrecisionConfig":
@@ -69,6 +70,7 @@ class PrecisionConfig:
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every combination that cannot train."""
+        yield from field_diagnostics(self, "precision")
         yield from self._compute_diagnostics()
         yield from self._master_diagnostics()
         yield from self._gradient_diagnostics()
@@ -139,9 +141,6 @@ class PrecisionConfig:
             text = f"a loss scale of {self.loss_scale:g}"
             text += "; needed is a power of two from 1 up, so that scaling rounds nothing"
             yield Diagnostic(text, "write 65536.0", "precision.loss_scale")
-        if self.loss_scale_window < 1:
-            text = f"a window of {self.loss_scale_window} steps"
-            yield Diagnostic(text, "write a number from 1 up; 2000 is usual", "precision.loss_scale_window")
         if not self.scales_loss and (self.loss_scale, self.loss_scale_window) != (
             DEFAULT_LOSS_SCALE,
             DEFAULT_LOSS_SCALE_WINDOW,

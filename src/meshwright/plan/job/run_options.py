@@ -8,12 +8,13 @@ checkpoint.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from math import isfinite
 from typing import Literal, Self
 
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.field_constraints import above, at_least, field_diagnostics, one_of
 
 RunPhase = Literal["init", "first_step", "step", "evaluate", "save"]
+LIMIT = above(0, "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it")
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class WaitLimits:
     is saved.
     """
 
-    init_s: float = 600.0
-    first_step_s: float = 600.0
-    step_s: float = 300.0
-    evaluate_s: float = 300.0
-    save_s: float = 600.0
+    init_s: float = field(default=600.0, metadata=LIMIT)
+    first_step_s: float = field(default=600.0, metadata=LIMIT)
+    step_s: float = field(default=300.0, metadata=LIMIT)
+    evaluate_s: float = field(default=300.0, metadata=LIMIT)
+    save_s: float = field(default=600.0, metadata=LIMIT)
 
     @classmethod
     def uniform(cls, seconds: float) -> Self:
@@ -55,18 +56,6 @@ class WaitLimits:
                 return self.evaluate_s
             case "save":
                 return self.save_s
-
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in the limits."""
-        limits = {"init": self.init_s, "first_step": self.first_step_s, "step": self.step_s}
-        for name, seconds in {**limits, "evaluate": self.evaluate_s, "save": self.save_s}.items():
-            if not (isfinite(seconds) and seconds > 0):
-                fix = (
-                    "name a number of seconds above 0, such as 300; one wait for a slow rank must fit into it"
-                )
-                yield Diagnostic(
-                    f"{name}_s = {seconds:g}: no wait can last that long", fix, f"run.limits.{name}_s"
-                )
 
 
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -99,15 +88,17 @@ class RunConfig:
     """
 
     folder: str = "runs/default"
-    save_every: int = 100
-    keep: int = 3
+    save_every: int = field(default=100, metadata=at_least(0, "0 saves only at the end; 100 every 100 steps"))
+    keep: int = field(default=3, metadata=at_least(1, "keep at least 1; with 0 no checkpoint would stay"))
     keep_best: bool = True
     sample_prompt: str = "def "
-    sample_tokens: int = 0
-    trackers: tuple[str, ...] = ()
+    sample_tokens: int = field(default=0, metadata=at_least(0))
+    trackers: tuple[str, ...] = field(default=(), metadata=one_of(*TRACKERS))
     tracker_project: str = "meshwright"
-    trace_steps: int = 0
-    workers: int = 0
+    trace_steps: int = field(default=0, metadata=at_least(0))
+    workers: int = field(
+        default=0, metadata=at_least(0, "0 makes batches when they are needed; 1 or 2 ahead of it")
+    )
     cache: str = ""
     limits: WaitLimits = field(default_factory=WaitLimits)
     check_collectives: bool = False
@@ -117,33 +108,8 @@ class RunConfig:
 
     def diagnostics(self) -> Iterator[Diagnostic]:
         """Yields every error in these options."""
-        if self.save_every < 0:
-            yield Diagnostic(
-                f"save_every = {self.save_every}",
-                "0 saves only at the end; 100 every 100 steps",
-                "run.save_every",
-            )
-        if self.keep < 1:
-            yield Diagnostic(f"keep = {self.keep}: no checkpoint would stay", "keep at least 1", "run.keep")
-        for name in self.trackers:
-            if name not in TRACKERS:
-                yield Diagnostic(
-                    f"there is no tracker '{name}'", suggest_name(name, TRACKERS), "run.trackers"
-                )
+        yield from field_diagnostics(self, "run")
         if self.trackers and not self.tracker_project.strip():
             yield Diagnostic(
                 "no project is named", 'write tracker_project = "meshwright"', "run.tracker_project"
             )
-        if self.workers < 0:
-            yield Diagnostic(
-                f"{self.workers} workers",
-                "0 makes batches when they are needed; 1 or 2 ahead of it",
-                "run.workers",
-            )
-        if self.trace_steps < 0:
-            yield Diagnostic(
-                f"trace_steps = {self.trace_steps}",
-                "0 traces nothing; 3 traces three steps",
-                "run.trace_steps",
-            )
-        yield from self.limits.diagnostics()

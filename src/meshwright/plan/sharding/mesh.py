@@ -14,35 +14,32 @@ host):
 """
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
+from meshwright.plan.job.field_constraints import at_least, field_diagnostics
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp_depth", "tp")
+DATA_PARALLEL_NAMES = ("dp", "ddp", "fsdp", "hsdp", "data")  # words for an axis that users bring along
+SIZE = at_least(
+    1, "write a positive number; Mesh.infer resolves -1 (infer one axis), given the number of ranks"
+)
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The sizes of the axes; an axis of size 1 is unused."""
 
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp_depth: int = 1
-    tp: int = 1
+    pp: int = field(default=1, metadata=SIZE)
+    dp_replicate: int = field(default=1, metadata=SIZE)
+    dp_shard: int = field(default=1, metadata=SIZE)
+    cp: int = field(default=1, metadata=SIZE)
+    tp_depth: int = field(default=1, metadata=SIZE)
+    tp: int = field(default=1, metadata=SIZE)
 
     def __post_init__(self) -> None:
-        raise_diagnostics(
-            Diagnostic(
-                f"the axis has {self.size(axis)!r} ranks; needed is a whole number of at least 1",
-                "write a positive number; Mesh.infer resolves -1 (infer one axis), given the number of ranks",
-                f"mesh.{axis}",
-            )
-            for axis in AXES
-            if not isinstance(self.size(axis), int) or self.size(axis) < 1
-        )
+        raise_diagnostics(field_diagnostics(self, "mesh"))
 
     @classmethod
     def infer(cls, sizes: Mapping[str, int], world_size: int | None = None) -> "Mesh":
@@ -52,11 +49,7 @@ class Mesh:
         Raises PlanError for an unknown axis, two unknown sizes, a world size that does not divide, or none to
         infer from.
         """
-        diagnostics = [
-            Diagnostic(f"there is no axis '{axis}'", suggest_name(axis, AXES), f"mesh.{axis}")
-            for axis in sizes
-            if axis not in AXES
-        ]
+        diagnostics = [unknown_axis_diagnostic(axis, f"mesh.{axis}") for axis in sizes if axis not in AXES]
         open_axes = [axis for axis, size in sizes.items() if size == -1]
         if len(open_axes) > 1:
             diagnostics.append(
@@ -179,6 +172,16 @@ class Mesh:
     def __str__(self) -> str:
         used = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
         return " x ".join(used) if used else "one device"
+
+
+def unknown_axis_diagnostic(axis: str, location: str) -> Diagnostic:
+    """The diagnostic of `axis`, which no mesh has; the repair lists the axes."""
+    known = f"the axes are {', '.join(AXES)}"
+    fix = f"{suggest_name(axis, AXES)} ({known})"
+    if axis in DATA_PARALLEL_NAMES:
+        fix = "data parallelism is dp_replicate (DDP: full copies) or dp_shard (ZeRO, FSDP: shards)"
+        fix += f"; {known}"
+    return Diagnostic(f"there is no axis '{axis}'", fix, location)
 
 
 def divisors(number: int) -> list[int]:

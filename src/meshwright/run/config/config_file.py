@@ -58,7 +58,7 @@ from meshwright.plan.job.errors import (
 )
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.run_options import RunConfig
-from meshwright.plan.sharding.mesh import AXES
+from meshwright.plan.sharding.mesh import AXES, unknown_axis_diagnostic
 from meshwright.plan.strategy import Strategy
 from meshwright.run.config.schema import SchemaCheck
 
@@ -224,11 +224,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         key: check.convert(document[key], hint, (key,)) for key, hint in hints.items() if key in document
     }
     for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
-        diagnostics.append(
-            Diagnostic(
-                f"there is no axis '{axis}'", suggest_name(axis, AXES), check.describe_path(("mesh", axis))
-            )
-        )
+        diagnostics.append(unknown_axis_diagnostic(axis, check.describe_path(("mesh", axis))))
     raise_diagnostics(diagnostics)
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
     return PlanRequest(
