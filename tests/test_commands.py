@@ -137,6 +137,50 @@ def test_what_cannot_work_is_refused_in_words(config, say, words, what, fix):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["--mesh.pp", 9, "--train.clip", -1], ["train.clip", "mesh.pp"]),
+        (
+            ["--mesh.pp", 9, "--optimizer.lr", 0, "--run.keep", 0, "--data.source", "nowhere"],
+            ["optimizer.lr", "run.keep", "nowhere", "mesh.pp"],
+        ),
+        (
+            ["--model.source", "nowhere.json", "--data.source", "nowhere", "--mesh.pp", 0],
+            ["mesh.pp", "model.source", "nowhere"],
+        ),
+        (
+            ["--mesh.dp", 4, "--mesh.tp", 0, "--train.clip", -1, "--train.steps", "x", "--run.keep", 0],
+            ["--train.steps", "--mesh.dp", "mesh.tp", "run.keep"],
+        ),
+        (["--mesh.dp", 4, "--guard.window", 1], ["--mesh.dp", "guard.window"]),
+    ],
+)
+def test_faults_of_several_tables_are_reported_together(config, say, words, places):
+    code, _, err = say("train", config, *words)
+    assert code == 2
+    found = [line.removeprefix("error ") for line in err.splitlines() if line.startswith("error ")]
+    assert [line.split(": ")[0].rpartition("/")[2] for line in found] == places
+
+
+def test_wrong_fields_of_strategies_are_reported_with_those_of_the_job(config, say):
+    text = '\n[[strategies]]\nname = "batch_split"\n[[strategies]]\nname = "ddp"\nbucket_mb = 0.0\n'
+    config.write_text(config.read_text() + text)
+    code, _, err = say("train", config, "--train.clip", -1, "--mesh.dp_replicate", 5)
+    assert code == 2
+    for place in ("train.clip: ", "strategies.ddp.bucket_mb: ", "train.batch: a global batch of 12"):
+        assert f"error {place}" in err
+
+
+def test_an_axis_named_dp_is_refused_with_the_two_axes_of_data_parallelism(config, say):
+    code, _, err = say("plan", config, "--mesh.dp", 4)
+    assert code == 2
+    assert "--mesh.dp: there is no axis 'dp'" in err
+    folded = " ".join(err.split())
+    assert "data parallelism is dp_replicate (DDP: full copies) or dp_shard (ZeRO, FSDP: shards)" in folded
+    assert "the axes are pp, dp_replicate, dp_shard, cp, tp_depth, tp" in folded
+
+
 def test_an_unknown_strategy_is_refused_with_the_nearest(config, say):
     config.write_text(config.read_text() + '\n[[strategies]]\nname = "naive_dp"\n')
     code, _, err = say("plan", config)

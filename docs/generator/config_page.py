@@ -8,6 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from docs.generator.essay import NOTE, cell, markdown
 from meshwright.parallel import STRATEGIES
+from meshwright.plan.job.field_constraints import Constraint
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.sharding.mesh import Mesh
@@ -76,7 +77,20 @@ def _keys(table: type) -> Iterator[str]:
         return
     yield from ("| key | type | default |", "| --- | --- | --- |")
     for field in shown:
-        yield f"| `{field.name}` | {cell(_type(hints[field.name]))} | {_default(field)} |"
+        yield f"| `{field.name}` | {cell(_values(field, hints[field.name]))} | {_default(field)} |"
+
+
+def _values(field: "dataclasses.Field[Any]", hint: Any) -> str:
+    """The type of a key, and which of its values are allowed."""
+    kind, constraint = _type(hint), field.metadata.get("constraint")
+    if not isinstance(constraint, Constraint):
+        return kind
+    if constraint.choices:
+        choices = ", ".join(f"`{_toml(each)}`" for each in constraint.choices)
+        return f"list of {choices}" if get_origin(hint) is tuple else choices
+    if get_origin(hint) is not tuple and constraint.needed.startswith("number"):
+        return constraint.needed.replace("number", kind, 1)
+    return f"{kind}: {constraint.needed}"
 
 
 def _nested(hint: Any) -> type | None:

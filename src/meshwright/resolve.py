@@ -18,16 +18,20 @@ from meshwright.engine.forward.evaluation import whole_batch_diagnostics
 from meshwright.engine.runtime.loss import Loss, empty_loss_error, make_loss_spec, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
+from meshwright.model.analysis.plan_checks import EXAMPLE_SOURCE
 from meshwright.model.hf.config import text_limits
 from meshwright.model.hf.hub import pin_revision
-from meshwright.model.loading.loader import load_model
+from meshwright.model.loading.loader import LoadedModel, load_model
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
 from meshwright.plan.job.data_source import DataConfig
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics, raise_diagnostics
+from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.validation import strategy_field_diagnostics
 from meshwright.run.config.config_file import PlanRequest
 from meshwright.run.data.eval_split import EvalSamples, eval_source, split_held_out
 from meshwright.run.data.feed import Dataset, ExampleDataset, Feed, open_dataset, open_feed
@@ -71,14 +75,17 @@ class ResolvedRun:
 def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedRun:
     """Resolves `request`; `world` is the number of ranks if known.
 
-    Raises PlanError: the diagnostics of job, mesh, model and data together, then those of the plan.
+    Raises PlanError with the diagnostics of job, mesh, model, data, strategies and plan together.
     """
-    diagnostics = [*request.job.diagnostics(), *request.run.diagnostics()]
-    mesh, loaded, data, job = Mesh(), None, None, request.job
-    try:
-        mesh = Mesh.infer(request.mesh, world if world is not None or -1 in request.mesh.values() else None)
-    except PlanError as error:
-        diagnostics += error.diagnostics
+    job, cache = request.job, token_cache_folder(request.run)
+    diagnostics = [
+        *job.diagnostics(),
+        *request.run.diagnostics(),
+        *strategy_field_diagnostics(request.strategies or ()),
+    ]
+    world_size = world if world is not None or -1 in request.mesh.values() else None
+    mesh = collect_diagnostics(diagnostics, Mesh.infer, request.mesh, world_size)
+    loaded = kept = resolved = None
     try:
         if not list(job.model.diagnostics()):
             job = replace(job, model=pin_revision(job.model))
@@ -87,43 +94,77 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         if not diagnostics:
             raise  # as it is: its cause may be an error in the user's own file
         diagnostics += error.diagnostics
+    data = collect_diagnostics(diagnostics, _open_data, job.data, loaded, cache, tuple(diagnostics))
+    if loaded is not None and data is not None:
+        kept, more = _eval_dataset(job, data, loaded.example, cache)
+        diagnostics += more
     try:
-        source = request.job.data
-        if loaded is not None and (source.source or source.mixture) and source.sequence > 0:
-            module = loaded.deferred_init.instantiate()
-            data = open_dataset(
-                source,
-                loaded.example,
-                token_cache_folder(request.run),
-                lambda codec: _text_diagnostics(module, source, codec),
-            )
+        if mesh is not None and loaded is not None:
+            resolved = _plan_request(replace(request, job=job), mesh, loaded, data)
     except PlanError as error:
+        if not diagnostics:
+            raise
         diagnostics += error.diagnostics
-    kept, more = (
-        (None, [])
-        if loaded is None or data is None
-        else _eval_dataset(job, data, loaded.example, token_cache_folder(request.run))
-    )
-    raise_diagnostics(dict.fromkeys([*diagnostics, *more]))
-    if loaded is None or data is None:
+    raise_diagnostics(dict.fromkeys(diagnostics))
+    if resolved is None:
         raise RuntimeError(
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
+    return replace(resolved, eval_dataset=kept)
+
+
+def _open_data(
+    source: DataConfig, loaded: LoadedModel | None, cache: Path, model_diagnostics: Sequence[Diagnostic]
+) -> Dataset | None:
+    """Returns the training samples; without a model, checks that they can be read."""
+    if loaded is None:
+        if source.source != EXAMPLE_SOURCE:
+            open_dataset(source, None, cache, lambda codec: model_diagnostics)
+        return None
+    module = loaded.deferred_init.instantiate()
+    return open_dataset(source, loaded.example, cache, lambda codec: _text_diagnostics(module, source, codec))
+
+
+def _plan_request(
+    request: PlanRequest, mesh: Mesh, loaded: LoadedModel, data: Dataset | None
+) -> ResolvedRun | None:
+    """Returns the resolved request; None without `data`, when the plan is made only to check the mesh and
+    the strategies.
+    """
+    job = request.job
+    if list(job.precision.diagnostics()):  # they are reported; other dtypes stand for what cannot be tried
+        job = replace(job, precision=PrecisionConfig())
+    if data is None and loaded.example is None and job.data.source == EXAMPLE_SOURCE:
+        return None
     loss = factory_loss(loaded.loss)
     if isinstance(data, ExampleDataset) and not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
         raise empty_loss_error(f"of the {len(data)} samples of the example batch")
-    analyzed = read_model(loaded, loaded.example or data.batch([0]), loss.targets, make_loss_spec(loss))
-    strategies = (
-        default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
+    example = loaded.example or (
+        zero_tokens(loaded, with_valid_fields(job.data)) if data is None else data.batch([0])
     )
-    strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
-    notes = [
-        *notes,
-        *(unsharded_vocab_notes(analyzed.model_spec) if request.strategies is None and mesh.tp > 1 else ()),
-    ]
+    analyzed = read_model(loaded, example, loss.targets, make_loss_spec(loss))
+    given = request.strategies
+    strategies = default_strategies(mesh, analyzed.model_spec) if given is None else given
+    strategies, notes = choose_algorithms(
+        tuple(map(with_valid_fields, strategies)), mesh, request.cluster, Path(request.run.folder)
+    )
+    if given is None and mesh.tp > 1:
+        notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
     plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)
     raise_diagnostics(whole_batch_diagnostics(loss) if job.evaluate.is_enabled else ())
-    return ResolvedRun(plan, analyzed, data, loss, kept, factory_callbacks(loaded.callbacks), tuple(notes))
+    if data is None:
+        return None
+    callbacks = factory_callbacks(loaded.callbacks)
+    return ResolvedRun(plan, analyzed, data, loss, callbacks=callbacks, notes=tuple(notes))
+
+
+def zero_tokens(loaded: LoadedModel, source: DataConfig) -> dict[str, torch.Tensor]:
+    """Returns a sample of zeros, of shape (1, tokens), as long as `source` and the positions of the model
+    allow.
+    """
+    limit = text_limits(loaded.deferred_init.instantiate()).max_positions or source.sequence
+    tokens = torch.zeros(1, max(1, min(source.sequence, limit)), dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def factory_loss(given: object) -> Loss:

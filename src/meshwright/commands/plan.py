@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import torch
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -18,7 +17,6 @@ from meshwright.engine.runtime.loss import make_loss_spec
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.model_report import ModelReport, make_model_report
 from meshwright.model.analysis.plan_checks import model_spec_for
-from meshwright.model.hf.config import text_limits
 from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -34,7 +32,7 @@ from meshwright.report.terminal.explain_model import model_report_dict, model_re
 from meshwright.report.terminal.params_table import param_rows, params_view
 from meshwright.report.terminal.plan_table import plan_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
-from meshwright.resolve import ResolvedRun, factory_loss, resolve_request
+from meshwright.resolve import ResolvedRun, factory_loss, resolve_request, zero_tokens
 from meshwright.run.config.config_file import PlanRequest, read_request, write_request
 from meshwright.run.measure.hardware_lookup import is_hardware_file
 from meshwright.verifier.static_checks import static_checks
@@ -151,10 +149,7 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     job = request.job
     raise_diagnostics(job.model.diagnostics())
     loaded = load_model(job.model, job.train.seed)
-    loss, limits = factory_loss(loaded.loss), text_limits(loaded.deferred_init.instantiate())
-    length = max(1, min(job.data.sequence, limits.max_positions or job.data.sequence))
-    tokens = torch.zeros(1, length, dtype=torch.long)
-    example = loaded.example or {"input_ids": tokens, "labels": tokens}
+    loss, example = factory_loss(loaded.loss), loaded.example or zero_tokens(loaded, job.data)
     found = make_model_report(loaded, example, loss.targets, make_loss_spec(loss))
     if found.analyzed is None:
         return ModelExplanation(found, job.precision.parameters, None, False, found.diagnostics)

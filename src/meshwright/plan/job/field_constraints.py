@@ -87,9 +87,15 @@ def field_diagnostics(config: Any, location: str) -> Iterator[Diagnostic]:
 
 
 def with_valid_fields(config: Config) -> Config:
-    """`config` with the default in place of every wrong value, so that the rest can be checked."""
+    """`config` with the default, where there is one, in place of every wrong value, so that the rest can be
+    checked.
+    """
     items: tuple[Field[Any], ...] = fields(config)  # type: ignore[arg-type]  # a dataclass
-    wrong = {item.name: item.default for item in items if _diagnostic(item, getattr(config, item.name), "")}
+    wrong = {
+        item.name: item.default
+        for item in items
+        if item.default is not MISSING and _diagnostic(item, getattr(config, item.name), "")
+    }
     return replace(config, **wrong) if wrong else config  # type: ignore[type-var]  # a dataclass
 
 
@@ -102,16 +108,15 @@ def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | N
             given = f"{item.name} = {each!r}" if each is value else f"{item.name} contains {each!r}"
             number = "a whole number" if item.type is int else "a number"
             needed = constraint.needed.replace("number", number, 1)
-            return Diagnostic(f"{given}; needed is {needed}", _fix(item, constraint, each), location)
+            fix = constraint.fix or _fix(item, constraint, each, needed)
+            return Diagnostic(f"{given}; needed is {needed}", fix, location)
     return None
 
 
-def _fix(item: "Field[Any]", constraint: Constraint, wrong: Any) -> str:
-    if constraint.fix:
-        return constraint.fix
+def _fix(item: "Field[Any]", constraint: Constraint, wrong: Any, needed: str) -> str:
     if len(constraint.choices) > 1:
         return suggest_name(str(wrong), (str(choice) for choice in constraint.choices if choice != ""))
     example = constraint.choices[0] if constraint.choices else item.default
     if example is MISSING or example is None:
-        return f"write a {constraint.needed}"
+        return f"write {needed}"
     return f"write {item.name} = " + json.dumps(example) + ("" if constraint.choices else ", the default")

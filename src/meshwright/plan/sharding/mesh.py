@@ -29,7 +29,9 @@ SIZE = at_least(
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes; an axis of size 1 is unused."""
+    """The sizes of the axes; an axis of size 1 is unused. In a config, one size may be -1: the
+    number of ranks decides it.
+    """
 
     pp: int = field(default=1, metadata=SIZE)
     dp_replicate: int = field(default=1, metadata=SIZE)

@@ -52,13 +52,15 @@ import tomli_w
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
+    collect_diagnostics,
     raise_diagnostics,
     refuse_write_errors,
     suggest_name,
 )
+from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.run_options import RunConfig
-from meshwright.plan.sharding.mesh import AXES, unknown_axis_diagnostic
+from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
 from meshwright.plan.strategy import Strategy
 from meshwright.run.config.schema import SchemaCheck
 
@@ -72,8 +74,7 @@ def apply_overrides(
     document = deepcopy(document)
     paths = set()
     for key, text in _pairs(args, diagnostics):
-        path = _set_value(document, key.split("."), _value(text), diagnostics)
-        paths.add(path)
+        paths.add(_set_value(document, key.split("."), _value(text), diagnostics))
     return document, frozenset(paths - {()})
 
 
@@ -93,9 +94,8 @@ def _pairs(words: Sequence[str], diagnostics: list[Diagnostic]) -> Iterator[tupl
         key, equals, text = word[2:].partition("=")
         if not equals:
             text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        if any(
-            "\ud800" <= letter <= "\udfff" for letter in key + text
-        ):  # how Python marks bytes that are not UTF-8
+        # Python marks bytes that are not UTF-8 by these letters.
+        if any("\ud800" <= letter <= "\udfff" for letter in key + text):
             diagnostics.append(
                 Diagnostic(
                     f"{key + '=' + text!a} is not a text in UTF-8",
@@ -173,9 +173,7 @@ def _repair(part: str, items: Iterable[Any]) -> str:
 
 
 def _name(item: Any, otherwise: str) -> str:
-    if isinstance(item, dict) and isinstance(item.get("name"), str):
-        return item["name"]
-    return otherwise
+    return item["name"] if isinstance(item, dict) and isinstance(item.get("name"), str) else otherwise
 
 
 StrategyTable = Mapping[str, Mapping[str, type[Strategy]]]  # by name, then by mode; the first is the default
@@ -225,7 +223,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
     }
     for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
         diagnostics.append(unknown_axis_diagnostic(axis, check.describe_path(("mesh", axis))))
-    raise_diagnostics(diagnostics)
+    raise_diagnostics([*diagnostics, *_field_diagnostics(values, chosen)] if diagnostics else ())
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
     return PlanRequest(
         job=_with_absolute_sources(job, path.parent, overridden),
@@ -233,9 +231,21 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
-        cluster=_anchored_cluster(values.get("cluster", ""), path.parent, overridden),
+        cluster=_absolute(
+            values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
+        ),
         extra={key: values[key] for key in EXTRA_KEYS if key in values},
     )
+
+
+def _field_diagnostics(values: Mapping[str, Any], chosen: Sequence[Strategy] | None) -> list[Diagnostic]:
+    diagnostics: list[Diagnostic] = []
+    sizes = {axis: size for axis, size in (values.get("mesh") or {}).items() if axis in AXES and size != -1}
+    collect_diagnostics(diagnostics, Mesh.infer, sizes)
+    named = [(f"strategies.{each.name}", each) for each in chosen or () if each is not None]
+    for key, table in (*values.items(), *named):
+        diagnostics += field_diagnostics(table, key) if is_dataclass(table) else ()
+    return diagnostics
 
 
 def write_request(request: PlanRequest, path: Path) -> None:
@@ -370,11 +380,8 @@ def _strategies(
                 )
             )
         else:
-            places = (
-                (Path.cwd(), folder)
-                if check.overridden & {("strategies", name, key) for key in table}
-                else (folder, Path.cwd())
-            )
+            keys = {("strategies", name, key) for key in table}
+            places = _search_folders(folder, is_override=not check.overridden.isdisjoint(keys))
             modes = known[name]
             mode = table.get("mode", next(iter(modes))) if len(modes) > 1 else ""
             if mode not in modes and len(modes) > 1:
@@ -400,12 +407,12 @@ def _file(value: Any, folders: Sequence[Path]) -> Any:
 def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[str, ...]]) -> Job:
     def anchored(table: str, source: str) -> str:
         typed = (table, "source") in overridden or (table,) in overridden
-        return _absolute(source, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
+        return _absolute(source, _search_folders(folder, is_override=typed))
 
     weights = anchored("model", job.model.weights)
     model = replace(job.model, source=anchored("model", job.model.source) or weights, weights=weights)
     data, (typed, tokenizer) = job.data, (("data", "tokenizer") in overridden, job.data.tokenizer)
-    tokenizer = _absolute(tokenizer, (Path.cwd(), folder) if typed else (folder, Path.cwd()))
+    tokenizer = _absolute(tokenizer, _search_folders(folder, is_override=typed))
     mixture = tuple(replace(part, source=anchored("data", part.source)) for part in data.mixture)
     where = data.source if data.source == "example" else anchored("data", data.source)
     data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)
@@ -417,15 +424,15 @@ def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[s
 
 def _with_absolute_files(run: RunConfig, folder: Path, overridden: frozenset[tuple[str, ...]]) -> RunConfig:
     places = {
-        key: (Path.cwd(), folder) if ("run", key) in overridden else (folder, Path.cwd())
+        key: _search_folders(folder, is_override=("run", key) in overridden)
         for key in ("hardware", "cluster")
     }
     hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
     return replace(run, hardware=hardware, cluster=cluster)
 
 
-def _anchored_cluster(cluster: str, folder: Path, overridden: frozenset[tuple[str, ...]]) -> str:
-    return _absolute(cluster, (Path.cwd(), folder) if ("cluster",) in overridden else (folder, Path.cwd()))
+def _search_folders(folder: Path, *, is_override: bool) -> tuple[Path, Path]:
+    return (Path.cwd(), folder) if is_override else (folder, Path.cwd())
 
 
 def _absolute(source: str, folders: Sequence[Path]) -> str:
@@ -435,8 +442,7 @@ def _absolute(source: str, folders: Sequence[Path]) -> str:
     head, colon, factory = source.rpartition(":")
     for folder in folders:
         for name, tail in ((source, ""), (head, colon + factory)):
-            if name and os.path.exists(
-                folder / name
-            ):  # not Path.exists, which raises for texts that cannot be paths
+            # Path.exists raises for texts that cannot be paths.
+            if name and os.path.exists(folder / name):
                 return os.path.abspath(folder / name) + tail
     return source
