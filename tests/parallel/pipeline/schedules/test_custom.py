@@ -118,7 +118,7 @@ def test_a_deadlock_is_shown_with_its_arrow_and_its_cell(write):
     ((where, what),) = faults_of(source, 2, 2)
     assert where == "row 2, column 2"
     assert (
-        "rank 1: slot 0 of 4, B0 of virtual stage 1, waits for F0 of virtual stage 1  <-- waits for ever: "
+        "rank 1: slot 0 of 4, B0 of virtual stage 1, waits for F0 of stage 1  <-- waits for ever: "
         "it does that itself" in what
     )
     assert what.count("<--") == 1

@@ -70,10 +70,10 @@ def test_the_arrow_stands_at_the_rank_that_waits_for_what_it_does_itself():
         simulate(listed("0F0 0B0", "1F0 1B0", "2B0 2F0"), StageCosts.uniform(3))
     assert str(stuck.value).splitlines() == [
         "no rank can proceed:",
-        "  rank 0: slot 1 of 2, B0 of virtual stage 0, waits for B0 of virtual stage 1",
-        "  rank 1: slot 1 of 2, B0 of virtual stage 1, waits for B0 of virtual stage 2",
+        "  rank 0: slot 1 of 2, B0 of virtual stage 0, waits for B0 of stage 1",
+        "  rank 1: slot 1 of 2, B0 of virtual stage 1, waits for B0 of stage 2",
         (
-            "  rank 2: slot 0 of 2, B0 of virtual stage 2, waits for F0 of virtual stage 2  <-- waits for ever: it "
+            "  rank 2: slot 0 of 2, B0 of virtual stage 2, waits for F0 of stage 2  <-- waits for ever: it "
             "does that itself, later, in slot 1"
         ),
     ]
@@ -85,7 +85,7 @@ def test_the_arrow_stands_at_the_first_of_a_circle():
         simulate(listed("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"), StageCosts.uniform(3))
     assert [line for line in str(stuck.value).splitlines() if "<--" in line] == [
         (
-            "  rank 0: slot 1 of 4, B0 of virtual stage 0, waits for B0 of virtual stage 1  <-- waits for ever: "
+            "  rank 0: slot 1 of 4, B0 of virtual stage 0, waits for B0 of stage 1  <-- waits for ever: "
             "rank 0 for rank 1 for rank 0"
         )
     ]
@@ -96,7 +96,7 @@ def test_the_arrow_stands_where_nobody_will_do_what_is_waited_for():
         simulate(listed("0F0 0B0", "1F0 1B0 1F1", "2F0 2B0"), StageCosts.uniform(3))
     assert stuck.value.rank == 1
     assert "  rank 0: finished" in str(stuck.value)
-    assert "waits for F1 of virtual stage 0  <-- waits for ever: nobody does it" in str(stuck.value)
+    assert "waits for F1 of stage 0  <-- waits for ever: nobody does it" in str(stuck.value)
 
 
 @settings(deadline=None)
