@@ -201,7 +201,7 @@ def test_the_report_draws_who_works_when_planned_above_measured(left_alone, fork
 @pytest.mark.parametrize(
     ("words", "what", "fix"),
     [
-        (("--mesh.pp", 5), "5 ranks for a model that can be cut into 4 parts", "set mesh.pp to 4 at most"),
+        (("--mesh.pp", 5), "5 ranks for a model that can be cut into 4 stages", "set mesh.pp to 4 at most"),
         (("--strategies.pipeline.schedule", "1b1f"), "there is no schedule '1b1f'", "did you mean '1f1b'?"),
         (
             ("--strategies.pipeline.split_points", '["layers.7"]'),

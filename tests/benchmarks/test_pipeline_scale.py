@@ -19,5 +19,5 @@ def test_a_case_is_made_checked_played_and_placed():
 def test_a_schedule_with_a_fault_is_not_timed():
     right = one_f_one_b.one_f_one_b_schedule(2, 3)
     broken = Schedule(right.virtual_stages, (right.actions[0], (*right.actions[1], right.actions[1][0])))
-    with pytest.raises(ValueError, match="rank 1 does F0 of stage 1 2 times"):
+    with pytest.raises(ValueError, match="rank 1 does F0 of virtual stage 1 2 times"):
         list(planned(Mesh(pp=2), lambda: broken))
