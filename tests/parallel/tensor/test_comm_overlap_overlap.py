@@ -145,6 +145,6 @@ def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
 def test_no_chunk_at_all_is_refused():
     with pytest.raises(
         PlanError,
-        match=(r"strategies.tensor_parallel.num_overlap_chunks: " r"num_overlap_chunks = 0\n.*from 1 up"),
+        match=(r"strategies.tensor_parallel.num_overlap_chunks: " r"num_overlap_chunks = 0; .*\n.*from 1 up"),
     ):
         planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=0),))
