@@ -58,8 +58,8 @@ format: $(STAMP) ## repair what ruff can repair
 bench: $(STAMP) ## run one benchmark: make bench NAME=engine_overhead
 	@if [ -z "$(NAME)" ]; then \
 		echo "which one? make bench NAME=..., one of:" >&2; \
-		grep -l '^if __name__ ==' benchmarks/*.py | sed -E 's|benchmarks/(.*)\.py|  \1|' >&2; exit 2; fi
-	@$(BIN)/python -m benchmarks.$(NAME)
+		grep -rl '^if __name__ ==' benchmarks | sed -E 's|.*/(.*)\.py|  \1|' | sort >&2; exit 2; fi
+	@$(BIN)/python -m $(subst /,.,$(basename $(or $(shell find benchmarks -name '$(NAME).py'),benchmarks/$(NAME).py)))
 
 docs: $(STAMP) ## write the generated pages, and build the site into build/docs (warnings and broken links are errors)
 	@$(BIN)/python -m docs.generate > /dev/null

@@ -5,9 +5,9 @@ of, the design would be wrong. Bars: 1.02 on the large and the small step, 1.1 o
 nothing else.
 """
 
-from benchmarks.contest import Part, Side, contest
-from benchmarks.method import Window
-from benchmarks.workloads import ordinary, ours
+from benchmarks.harness.interleaved_timing import Window
+from benchmarks.harness.side_by_side import Part, Side, contest
+from benchmarks.models.llama_steps import ordinary, ours
 
 PARTS = {
     "large": Part(1.02, Window(24, 60, 300)),

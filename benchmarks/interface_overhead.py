@@ -34,7 +34,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from benchmarks.method import (
+from benchmarks.harness.interleaved_timing import (
     LEAST_ROUNDS,
     WIDEST_AA,
     Cost,
@@ -47,9 +47,9 @@ from benchmarks.method import (
     measure,
     overall,
 )
-from benchmarks.ranks import Build, Ranks
-from benchmarks.result import Result
-from benchmarks.workloads import HEAVY, fresh_store, joined, ours
+from benchmarks.harness.rank_processes import Build, Ranks
+from benchmarks.harness.result import Result
+from benchmarks.models.llama_steps import HEAVY, fresh_store, joined, ours
 from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import announce
 from meshwright.plan.sharding.mesh import AXES
@@ -95,7 +95,7 @@ class Finding:
 
     @property
     def holds(self) -> Verdict:
-        """As in benchmarks/method.py, with a limit of its own for microseconds."""
+        """As in benchmarks/harness/interleaved_timing.py, with a limit of its own for microseconds."""
         none, widest = (1.0, WIDEST_AA) if self.unit == "ratio" else (0.0, WIDEST_US)
         if (
             len(self.values) < LEAST_ROUNDS

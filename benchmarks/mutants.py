@@ -54,9 +54,9 @@ from typing import Literal
 
 import psutil
 
-from benchmarks.kept import Kept
+from benchmarks.harness.case_store import Kept
+from benchmarks.harness.result import RESULTS, ROOT, Result
 from benchmarks.nearest_tests import ImportGraph, Stage, Tier, stages
-from benchmarks.result import RESULTS, ROOT, Result
 
 TABLE = Path(__file__).with_suffix(".toml")
 PACKAGE = "src/meshwright"

@@ -3,7 +3,7 @@ ten.
 
 What takes long in `tests.command_line.command` is importing torch, once for the command and once for each
 rank. Here a process that has done so, and has one thread only, forks the command, and the command forks its
-ranks (benchmarks/forked.py). All else is as in the real thing: processes, signals, pipes, exit codes. What an
+ranks (benchmarks/recovery/forked_command.py). All else is as in the real thing: processes, signals, pipes, exit codes. What an
 interpreter of its own can show alone stays with `command`.
 
 Run as a module, this is that process: it reads requests from stdin, a line of JSON each, and answers with
@@ -23,8 +23,8 @@ from unittest.mock import patch
 
 import psutil
 
-from benchmarks import forked
-from benchmarks.resume_matrix import PRELOADED
+from benchmarks.recovery import forked_command
+from benchmarks.recovery.resume_matrix import PRELOADED
 from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
 from tests.command_line import ENV, Said
 
@@ -99,10 +99,10 @@ def played(words: list[str], out: str, err: str, folder: str) -> int:
 
         def body() -> int:
             os.dup2(errors.fileno(), 2)
-            with patch.object(subprocess, "Popen", forked._Rank):
-                return forked._main(words)
+            with patch.object(subprocess, "Popen", forked_command._Rank):
+                return forked_command._main(words)
 
-        return forked.Forked(body, ENV, output, (errors.fileno(),), Path(folder)).wait()
+        return forked_command.Forked(body, ENV, output, (errors.fileno(),), Path(folder)).wait()
 
 
 def serve() -> None:

@@ -119,12 +119,8 @@ def _section(root: Path, name: str, claim: Mapping[str, Any], result: Mapping[st
         yield from rows
         yield ""
     yield from _facts(result)
-    source = root / f"benchmarks/{name}.py"
-    essay = (
-        ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")), clean=False)
-        if source.exists()
-        else ""
-    )
+    source = next((root / "benchmarks").rglob(f"{name}.py"), None)
+    essay = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8")), clean=False) if source else ""
     if essay:
         yield from ("", ":::{dropdown} How it is measured", "", markdown(essay.strip()), "", ":::")
     yield ""

@@ -9,8 +9,8 @@ from typing import Any
 
 from docs.generator.essay import NOTE, cell, markdown
 
-RESULT, SOURCE = "benchmarks/results/random_plans.json", "benchmarks/random_plans.py"
-REVIEWED = "benchmarks/combinations.toml"
+RESULT, SOURCE = "benchmarks/results/random_plans.json", "benchmarks/random_plans/random_plans.py"
+REVIEWED = "benchmarks/random_plans/combinations.toml"
 PAGE = "docs/reference/combinations.md"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
 
 PAGE = "docs/reference/models.md"
-RESULT, SOURCE = "benchmarks/results/model_coverage.json", "benchmarks/model_coverage.py"
+RESULT, SOURCE = "benchmarks/results/model_coverage.json", "benchmarks/models/model_coverage.py"
 ROLES = f"{PACKAGE}/model/tensor_parallel/layer_roles.py"
 COLUMNS = (
     "family",

@@ -4,9 +4,9 @@ from typing import cast
 
 import pytest
 
+from benchmarks.harness.interleaved_timing import Cost, Interval, Window, measure
+from benchmarks.harness.rank_processes import Ranks
 from benchmarks.interface_overhead import Finding, Turn, in_turn
-from benchmarks.method import Cost, Interval, Window, measure
-from benchmarks.ranks import Ranks
 
 
 class OneSet:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.result import stored
 from benchmarks.mutants import (
     Copy,
     Mutant,
@@ -19,7 +20,6 @@ from benchmarks.mutants import (
     write_result,
 )
 from benchmarks.nearest_tests import ImportGraph
-from benchmarks.result import stored
 
 SUM = Mutant("sum", "sums.py", "a + b", "a - b", "sums are differences")
 TREE = {

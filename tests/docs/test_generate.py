@@ -135,7 +135,8 @@ def measured(error: float, *, holds: bool) -> str:
 def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path):
     assert "docs/reference/models.md" not in write(root)
     (root / "benchmarks/results").mkdir(parents=True)
-    (root / "benchmarks/model_coverage.py").write_text('"""Which models train."""\n')
+    (root / "benchmarks/models").mkdir()
+    (root / "benchmarks/models/model_coverage.py").write_text('"""Which models train."""\n')
     (root / "src/meshwright/model/tensor_parallel").mkdir(parents=True)
     (root / "src/meshwright/model/tensor_parallel/layer_roles.py").write_text('"""How weights split."""\n')
     result = root / "benchmarks/results/model_coverage.json"

@@ -55,12 +55,12 @@ def test_every_test_file_mirrors_a_source_file():
 
 
 def test_a_test_file_without_a_source_is_noticed():
-    known = {f"{PACKAGE}/engine/step.py", f"{PACKAGE}/cli.py", "benchmarks/method.py"}
+    known = {f"{PACKAGE}/engine/step.py", f"{PACKAGE}/cli.py", "benchmarks/harness/interleaved_timing.py"}
     right = [
         "tests/engine/test_step.py",
         "tests/engine/test_step_order.py",
         "tests/test_cli.py",
-        "tests/benchmarks/test_method.py",
+        "tests/benchmarks/harness/test_interleaved_timing.py",
     ]
     wrong = ["tests/test_step.py", "tests/engine/test_cli.py", "tests/engine/test_other.py"]
     assert [path for path, _ in mirrorless([*right, *wrong, "tests/house/test_rules.py"], known)] == wrong
@@ -145,9 +145,9 @@ MAX_MODULES = 12
 
 
 def modules_by_folder() -> dict[str, list[str]]:
-    """The names of the modules of every folder of the package, `__init__` left out."""
+    """The names of the modules of every folder of the package and the benchmarks, `__init__` left out."""
     found: dict[str, list[str]] = {}
-    for source in package_sources():
+    for source in [*package_sources(), *python_sources("benchmarks")]:
         path = PurePosixPath(source.path)
         names = found.setdefault(path.parent.as_posix(), [])
         if path.stem not in ("__init__", "__main__"):
@@ -163,7 +163,8 @@ def test_a_folder_holds_at_most_twelve_modules():
 
 
 def test_the_docstring_of_every_package_names_all_its_modules():
-    docs = {source.path: ast.get_docstring(source.tree) or "" for source in package_sources()}
+    sources = [*package_sources(), *python_sources("benchmarks")]
+    docs = {source.path: ast.get_docstring(source.tree) or "" for source in sources}
     found = []
     for folder, names in modules_by_folder().items():
         text = docs.get(f"{folder}/__init__.py", "")
@@ -204,7 +205,13 @@ def test_every_text_file_is_ascii():
         for pattern in TEXT
         for path in (ROOT / folder).glob(pattern)
     ]
-    own += [*(ROOT / "docs").rglob("*.md"), ROOT / "Makefile", ROOT / "LICENSE", ROOT / ".importlinter"]
+    own += [
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "benchmarks").rglob("*.toml"),
+        ROOT / "Makefile",
+        ROOT / "LICENSE",
+        ROOT / ".importlinter",
+    ]
     found = [
         (path.relative_to(ROOT).as_posix(), finding)
         for path in sorted(set(own))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.peak import PeakLive
+from benchmarks.harness.peak_bytes import PeakLive
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.redistribute import all_gather
 from meshwright.engine.runtime import loss as pieces

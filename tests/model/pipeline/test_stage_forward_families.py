@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.factories import ResNet, Translator, TwoTowers, UNet
+from benchmarks.models.custom_models import ResNet, Translator, TwoTowers, UNet
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
 from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.pipeline.stage_forward import run_stage

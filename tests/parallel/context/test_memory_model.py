@@ -4,7 +4,7 @@ and by both.
 
 import pytest
 
-from benchmarks.sequence_memory import OFF, Case, lived
+from benchmarks.context_parallel.context_memory import OFF, Case, lived
 from meshwright.parallel.context import memory_model, ring
 from meshwright.parallel.context.memory_model import AttentionMemory, exchange_memory
 from meshwright.plan.job.data_source import DataConfig, ModelConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.pipeline_models import UNet
+from benchmarks.pipeline.pipeline_models import UNet
 from meshwright.api import analyze, make_plan, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model

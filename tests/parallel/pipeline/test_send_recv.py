@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.factories import UNet
+from benchmarks.models.custom_models import UNet
 from meshwright.api import analyze, make_plan, verify
 from meshwright.engine.runtime.loss import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from benchmarks.peak import PeakLive
+from benchmarks.harness.peak_bytes import PeakLive
 from meshwright.api import analyze, make_plan, parallelize, single_rank_world
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing

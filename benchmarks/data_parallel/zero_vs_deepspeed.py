@@ -1,0 +1,182 @@
+"""ZeRO beside DeepSpeed's: the same transport (gloo), the same model, samples and optimizer, 2 and 4
+processes; and peak memory.
+
+    small step   stage 3 against DeepSpeed's stage 3 (bar 0.67)
+    peak bytes   large step, stages 2 and 3: below DeepSpeed's and FSDP2's at the same stage, resident, above
+                 the imports;
+                 how much of a heap is resident differs from process to process, so each side is started
+                     anew, in turns
+
+DeepSpeed lives in an environment of its own, which the first run makes (benchmarks/scratch: this one's
+packages and DeepSpeed's), because the library does not depend on it. CPU seconds of all ranks decide the
+time; a second DeepSpeed is the twin.
+
+    python -m benchmarks.data_parallel.zero_vs_deepspeed            some fifteen minutes
+    python -m benchmarks.data_parallel.zero_vs_deepspeed --unresolved   anew the rows whose A/A was too wide; all else stays
+                                                          as it is
+    python -m benchmarks.data_parallel.zero_vs_deepspeed --quick    a few rounds of each; writes nothing
+"""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure, overall
+from benchmarks.harness.rank_processes import Build, Ranks
+from benchmarks.harness.result import ROOT, Result, stored, unresolved
+from benchmarks.models.llama_steps import HEAVY, deepspeed_zero, fresh_store, fsdp, sharded
+
+NAME = "zero_vs_deepspeed"
+CLAIM = (
+    "over gloo, fp32, 2 and 4 processes, small step: stage 3 costs at most 0.67 x DeepSpeed's; "
+    "peak resident bytes of the large step at stages 2 and 3 are below DeepSpeed's and FSDP2's"
+)
+VERSION = "0.19.8"
+BAR = 0.67
+WINDOW, QUICK = Window(40, 120, 180, warmup=3), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
+STEPS, WARMUP, STARTS = 5, 2, 3
+PEERS: Mapping[int, Mapping[str, tuple[Build, Mapping[str, Any]]]] = {
+    2: {"DeepSpeed": (deepspeed_zero, {"stage": 2}), "FSDP2 kept": (fsdp, {"reshard": False})},
+    3: {"DeepSpeed": (deepspeed_zero, {"stage": 3}), "FSDP2": (fsdp, {})},
+}
+
+
+def times(ranks: int, window: Window) -> Rounds:
+    """The rounds of stage 3 beside DeepSpeed's."""
+    workload = "small" if ranks == 2 else "small4"
+    sides: tuple[tuple[str, Build, Mapping[str, Any]], ...] = (
+        ("DeepSpeed", deepspeed_zero, {"stage": 3}),
+        ("ours", sharded, {"zero": {"stage": 3}}),
+        ("twin", deepspeed_zero, {"stage": 3}),
+    )
+    with ExitStack() as opened:
+        preload = (*HEAVY, "deepspeed")
+        made = [
+            opened.enter_context(
+                Ranks(name, build, ranks, preload=preload, workload=workload, store=fresh_store(), **how)
+            )
+            for name, build, how in sides
+        ]
+        return measure(made, window)
+
+
+def resident(rank: int, size: int, *, whose: Build, **arguments: Any) -> Callable[[], object]:
+    """The step that `whose` makes; its note is the high-water mark of this process in the step, above its
+    imports.
+    """
+    imported = _kib("VmRSS")
+    run = whose(rank, size, **arguments)
+
+    def step() -> int:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        run()
+        return (_kib("VmHWM") - imported) * 1024
+
+    return step
+
+
+def peaks(stage: int, ranks: int, steps: int, starts: int) -> dict[str, list[float]]:
+    """The largest peak of any rank in MiB, median over the steps, of each start,
+    for each who has this stage.
+    """
+    everyone = {"ours": (sharded, {"zero": {"stage": stage}}), **PEERS[stage]}
+    found: dict[str, list[float]] = {name: [] for name in everyone}
+    for _ in range(starts):
+        for name, (build, how) in everyone.items():
+            preload = (*HEAVY, "deepspeed")
+            arguments: Mapping[str, Any] = {
+                "whose": build,
+                "workload": "large",
+                "store": fresh_store(),
+                **how,
+            }
+            with Ranks(name, resident, ranks, preload=preload, **arguments) as group:
+                costs = [group.step() for _ in range(WARMUP + steps)][WARMUP:]
+            found[name].append(
+                median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20
+            )
+    return found
+
+
+def main() -> None:
+    """Measure and write the result."""
+    quick = "--quick" in sys.argv[1:]
+    if find_spec("deepspeed") is None:
+        sys.exit(
+            subprocess.run(
+                [_environment(), "-m", f"benchmarks.data_parallel.{NAME}", *sys.argv[1:]],
+                cwd=ROOT,
+                check=False,
+            ).returncode
+        )
+    os.environ.update(DS_ACCELERATOR="cpu", DS_LOG_LEVEL="error")
+    before = stored(NAME) if "--unresolved" in sys.argv[1:] else None
+    memory = {} if before is None else before["detail"]["peak MiB"]
+    for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)) if before is None else ():
+        memory[f"stage {stage}, {ranks} ranks"] = peaks(
+            stage, ranks, 1 if quick else STEPS, 1 if quick else STARTS
+        )
+        print(
+            f"stage {stage}, {ranks} ranks, peak MiB: {memory[f'stage {stage}, {ranks} ranks']}", flush=True
+        )
+    found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
+    for ranks in (ranks for ranks in (2, 4) if before is None or title(ranks) in unresolved(before)):
+        rounds = times(ranks, QUICK if quick else WINDOW)
+        cpu, wall = (
+            compare(rounds, "ours", base="DeepSpeed", twin="twin", bar=BAR, figure=figure)
+            for figure in ("cpu_s", "wall_s")
+        )
+        found[title(ranks)] = (rounds, cpu, wall)
+        print(
+            f"{ranks} ranks: cpu {cpu.ratio}, A/A {cpu.aa}, bar {BAR}, holds {cpu.holds}; wall {wall.ratio}",
+            flush=True,
+        )
+    if not quick and found:
+        smaller = all(
+            median(row["ours"]) < median(row[name])
+            for row in memory.values()
+            for name in row
+            if name != "ours"
+        )
+        anew = Result.of_comparisons(NAME, CLAIM, found)
+        times_alone = anew if before is None else anew.beside(before)
+        detail = {**times_alone.detail, "peak MiB": memory, "DeepSpeed": VERSION}
+        print(replace(times_alone, holds=overall([times_alone.holds, smaller]), detail=detail).write(NAME))
+
+
+def title(ranks: int) -> str:
+    """The name of a row of the result."""
+    return f"stage 3 / DeepSpeed, small, {ranks} ranks"
+
+
+def _environment() -> str:
+    """The Python of the environment with DeepSpeed, made if it is not there."""
+    folder = ROOT / "benchmarks" / "scratch" / "deepspeed"
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        venv.create(folder, with_pip=True, clear=True)
+        ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        packages = Path(subprocess.check_output(ask, text=True).strip())
+        (packages / "meshwright.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
+        install = [python, "-m", "pip", "install", "-q", f"deepspeed=={VERSION}"]
+        subprocess.run(install, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        (folder / "ready").touch()
+    return str(python)
+
+
+def _kib(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""ZeRO beside torch: the same transport (gloo), the same model, samples and optimizer, 2 and 4 processes.
+
+    large step   stages 1 and 2 against DDP (bar 1.03), stage 3 against FSDP2 (0.97)
+    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2
+                 (0.75)
+
+DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their
+users are told. In bfloat16 stages 1 and 2 compute so over float32 weights, as DDP does under autocast; beside
+FSDP2, whose policy gathers bfloat16 and sums float32, so do we: weights in bfloat16, masters and sums in
+float32. CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin
+that shows the noise.
+
+    python -m benchmarks.data_parallel.zero_vs_torch           about an hour
+    python -m benchmarks.data_parallel.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as
+                                                      they are
+    python -m benchmarks.data_parallel.zero_vs_torch --quick   a few rounds of each; writes nothing
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, compare, measure
+from benchmarks.harness.rank_processes import Build, Ranks
+from benchmarks.harness.result import Result, stored, unresolved
+from benchmarks.models.llama_steps import HEAVY, ddp, fresh_store, fsdp, sharded
+
+NAME = "zero_vs_torch"
+CLAIM = (
+    "over gloo, fp32 and bf16, 2 and 4 processes: large step: stages 1 and 2 at most 1.03 x torch DDP, "
+    "stage 3 0.97 x FSDP2; small step: stage 2 at most 0.75 x FSDP2 without resharding, stage 3 at most "
+    "0.75 x FSDP2"
+)
+LARGE, SMALL = Window(16, 40, 170), Window(40, 120, 110, warmup=3)
+AUTOCAST = {"compute": "bfloat16"}
+HALF = {"parameters": "bfloat16", "compute": "bfloat16", "master": "float32", "gradients": "float32"}
+QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One stage against one peer."""
+
+    stage: int
+    workload: str
+    ranks: int
+    half: bool
+    bar: float
+    peer: str
+    build: Build
+    how: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        dtype = "bf16" if self.half else "fp32"
+        return f"stage {self.stage} / {self.peer}, {self.workload.rstrip('4')}, {self.ranks} ranks, {dtype}"
+
+    @property
+    def precision(self) -> Mapping[str, Any]:
+        """Our roles, as near to the peer's as can be."""
+        return {} if not self.half else AUTOCAST if self.build is ddp else HALF
+
+
+def rows() -> Iterator[Row]:
+    """All of them."""
+    for half, ranks in product((False, True), (2, 4)):
+        small = "small" if ranks == 2 else "small4"
+        yield Row(2, small, ranks, half, 0.75, "FSDP2 kept", fsdp, {"reshard": False})
+        yield Row(3, small, ranks, half, 0.75, "FSDP2", fsdp, {})
+        for stage in (1, 2):
+            yield Row(stage, "large", ranks, half, 1.03, "DDP", ddp, {})
+        yield Row(3, "large", ranks, half, 0.97, "FSDP2", fsdp, {})
+
+
+def run(row: Row, window: Window) -> Rounds:
+    """The rounds of one row."""
+    mine: Mapping[str, Any] = {"zero": {"stage": row.stage}, "precision": row.precision}
+    peer: Mapping[str, Any] = {**row.how, "half": row.half}
+    sides = ((row.peer, row.build, peer), ("ours", sharded, mine), ("twin", row.build, peer))
+    with ExitStack() as opened:
+        return measure(
+            [
+                opened.enter_context(
+                    Ranks(
+                        name,
+                        build,
+                        row.ranks,
+                        preload=HEAVY,
+                        workload=row.workload,
+                        store=fresh_store(),
+                        **how,
+                    )
+                )
+                for name, build, how in sides
+            ],
+            window,
+        )
+
+
+def main() -> None:
+    """Measure every row and write the result."""
+    quick, before = "--quick" in sys.argv[1:], stored(NAME) if "--unresolved" in sys.argv[1:] else None
+    found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
+    for row in (row for row in rows() if before is None or str(row) in unresolved(before)):
+        rounds = run(row, QUICK if quick else LARGE if row.workload == "large" else SMALL)
+        cpu, wall = (
+            compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure)
+            for figure in ("cpu_s", "wall_s")
+        )
+        found[str(row)] = (rounds, cpu, wall)
+        print(
+            f"{row}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {row.bar}, holds {cpu.holds}; wall {wall.ratio}",
+            flush=True,
+        )
+    if not quick and found:
+        result = Result.of_comparisons(NAME, CLAIM, found)
+        print((result if before is None else result.beside(before)).write(NAME))
+
+
+if __name__ == "__main__":
+    main()

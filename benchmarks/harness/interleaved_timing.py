@@ -1,0 +1,250 @@
+"""The timing method: configurations in turn, one step each, judged by ratios within a round.
+
+A machine that others use too cannot be timed by running one thing ten times and then the other. Here every
+*round* runs one step of each configuration, and figures are compared only within their round:
+
+    round 0    base  candidate  twin          ratio 0 = candidate / base       A/A ratio 0 = twin / base
+    round 1    twin  candidate  base          ratio 1 ...                  (backwards: neighbours change)
+
+*twin* is a second, independent instance of *base*: what their ratio scatters is noise, and no claim may be
+finer than it. The deciding figure is CPU seconds summed over all ranks; wall seconds (of the slowest rank)
+are reported the same way.
+
+A round counts unless somebody else used the machine: `outside` is the CPU that was busy beyond the measured
+steps, in cores, and `threshold`, fixed beforehand, is all that may discard a round. The kernel counts in
+hundredths of a second, so short rounds are judged together, as *windows* of at least `window_s`.
+
+    ratio  = median over clean rounds, with a 95 % bootstrap interval [low, high]
+    holds  = high <= bar + half width of the A/A interval;   "unresolved" when that half width is above 3 %,
+             when base and twin differ by more than 3 %, or with fewer than 15 clean rounds
+"""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Literal, Protocol
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.harness.machine_load import Load
+
+WIDEST_AA = 0.03  # an A/A half width above this resolves nothing
+LEAST_ROUNDS = 15  # with fewer clean rounds nothing is decided
+Verdict = bool | Literal["unresolved"]
+Figure = Literal["cpu_s", "wall_s"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step cost: CPU seconds of all ranks with all their threads, wall seconds of the slowest rank.
+
+    `notes` is what each rank's step returned: a loss, a peak of memory; None where it returned nothing.
+    `others_s` are CPU seconds of the ranks that are not compared, but are no load from outside either.
+    """
+
+    cpu_s: float
+    wall_s: float
+    notes: tuple[object, ...] = ()
+    others_s: float = 0.0
+
+
+class Configuration(Protocol):
+    """Something that can run one step at a time: a callable of this process (`Here`) or a set of processes
+    (`Ranks`).
+    """
+
+    @property
+    def name(self) -> str:
+        """Unique among the configurations that are measured together."""
+
+    def step(self) -> Cost:
+        """Run one step and return its cost."""
+
+
+class Meter(Protocol):
+    """Tells how many cores others used; `benchmarks.harness.machine_load.Load` reads it from the kernel."""
+
+    def start(self) -> None:
+        """Begin a window."""
+
+    def outside(self, own_cpu_s: float) -> float:
+        """The cores that others kept busy since `start`, when the measured steps used `own_cpu_s`."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The clean rounds, each a cost per configuration, and what was discarded.
+
+    `outside` holds the outside load, in cores, of every window: of clean ones and of discarded ones.
+    """
+
+    clean: tuple[Mapping[str, Cost], ...]
+    discarded: int
+    threshold: float
+    outside: tuple[float, ...] = ()
+
+    def figures(self, name: str, figure: Figure = "cpu_s") -> list[float]:
+        """The figure of one configuration in every clean round, in seconds."""
+        return [costs[name].cpu_s if figure == "cpu_s" else costs[name].wall_s for costs in self.clean]
+
+    def ratios(self, name: str, base: str, figure: Figure = "cpu_s") -> list[float]:
+        """The figure of `name` over that of `base`, round by round."""
+        return [a / b for a, b in zip(self.figures(name, figure), self.figures(base, figure), strict=True)]
+
+
+@dataclass(frozen=True)
+class Window:
+    """How long and how strictly to measure: all of it is fixed before the first round.
+
+    `clean` rounds are wanted; after `most` rounds or `limit_s` seconds the measurement ends with what there
+    is. The first `warmup` rounds are not looked at. `threshold` is in cores.
+    """
+
+    clean: int = LEAST_ROUNDS
+    most: int = 60
+    limit_s: float = 1800.0
+    threshold: float = 0.25
+    window_s: float = 1.0
+    warmup: int = 2
+
+
+def measure(
+    configurations: Sequence[Configuration], window: Window = Window(), meter: Meter | None = None
+) -> Rounds:
+    """The clean rounds of `configurations`, all in turn, one step each per round; see `Window` for when it
+    ends.
+
+    Raises ValueError when two configurations share a name, or when not one round was clean.
+    """
+    names = [configuration.name for configuration in configurations]
+    if len(set(names)) < len(names):
+        raise ValueError(f"configurations named {names}: a name may stand once; give each its own")
+    meter = meter or Load()
+    for number in range(window.warmup):
+        _round(configurations, number)
+    clean: list[dict[str, Cost]] = []
+    outside: list[float] = []
+    run = discarded = 0
+    deadline = time.monotonic() + window.limit_s
+    while len(clean) < window.clean and run < window.most and time.monotonic() < deadline:
+        meter.start()
+        rounds = [_round(configurations, run)]
+        while sum(map(_wall, rounds)) < window.window_s:
+            rounds.append(_round(configurations, run + len(rounds)))
+        outside.append(
+            meter.outside(sum(cost.cpu_s + cost.others_s for costs in rounds for cost in costs.values()))
+        )
+        run += len(rounds)
+        if outside[-1] > window.threshold:
+            discarded += len(rounds)
+        else:
+            clean += rounds
+    if not clean:
+        seen = f"others used {median(outside):.2f} cores (median), above the threshold of {window.threshold}"
+        text = f"not one of {run} rounds was clean: {seen}"
+        raise ValueError(f"{text}; wait until the machine is quiet")
+    return Rounds(tuple(clean), discarded, window.threshold, tuple(outside))
+
+
+def _round(configurations: Sequence[Configuration], number: int) -> dict[str, Cost]:
+    order = configurations if number % 2 == 0 else configurations[::-1]
+    return {configuration.name: configuration.step() for configuration in order}
+
+
+def _wall(costs: Mapping[str, Cost]) -> float:
+    return sum(cost.wall_s for cost in costs.values())
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the length of the interval."""
+        return (self.high - self.low) / 2
+
+
+def interval(values: Sequence[float], seed: int = 0) -> Interval:
+    """The median of `values` and its 95 % percentile bootstrap interval (9,999 resamples, fixed seed).
+
+    Raises ValueError for fewer than two values, of which no interval can be made.
+    """
+    if len(values) < 2:
+        raise ValueError(
+            f"{len(values)} clean rounds make no interval; at least 2 are needed: measure longer, or on a "
+            f"quieter machine"
+        )
+    if len(set(values)) == 1:
+        return Interval(values[0], values[0], values[0])
+    drawn = stats.bootstrap(
+        (np.asarray(values),), np.median, method="percentile", rng=np.random.default_rng(seed)
+    )
+    low, high = drawn.confidence_interval
+    return Interval(median(values), float(low), float(high))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A claim "`name` costs at most `bar` times `base`", with what was seen and what noise would
+    have shown.
+    """
+
+    name: str
+    base: str
+    bar: float
+    values: tuple[float, ...]
+    ratio: Interval
+    aa: Interval
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def holds(self) -> Verdict:
+        """True or False by the upper bound; "unresolved" after too few rounds, or when two identical
+        configurations differ.
+        """
+        if (
+            len(self.values) < LEAST_ROUNDS
+            or self.aa.half_width > WIDEST_AA
+            or abs(self.aa.median - 1) > WIDEST_AA
+        ):
+            return "unresolved"
+        return self.ratio.high <= self.bar + self.aa.half_width
+
+    def as_dict(self) -> dict[str, object]:
+        """The comparison as a row of a result's detail."""
+        row = {
+            "name": self.name,
+            "base": self.base,
+            "bar": self.bar,
+            "ratio": asdict(self.ratio),
+            "aa": asdict(self.aa),
+        }
+        return {**row, "median_seconds": dict(self.seconds), "rounds": len(self.values), "holds": self.holds}
+
+
+def compare(
+    rounds: Rounds, name: str, *, base: str, twin: str, bar: float, figure: Figure = "cpu_s"
+) -> Comparison:
+    """`name` against `base` in every clean round, with the A/A interval from `base` and its `twin`."""
+    values = rounds.ratios(name, base, figure)
+    seconds = {each: median(rounds.figures(each, figure)) for each in (name, base, twin)}
+    return Comparison(
+        name, base, bar, tuple(values), interval(values), interval(rounds.ratios(twin, base, figure)), seconds
+    )
+
+
+def overall(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict of a claim with several parts: false when one is false, else unresolved when one is, else
+    true.
+    """
+    verdicts = list(verdicts)
+    if any(verdict is False for verdict in verdicts):
+        return False
+    return "unresolved" if "unresolved" in verdicts else True

@@ -1,0 +1,157 @@
+"""Twelve mixed plans of models of some 10 M parameters, as one rank plays them: for `planner_here`.
+
+Four families of transformers as they are, without dropout; float32, AdamW; 2 and 4 ranks, one thread each,
+over the memory that ranks of one host share. A rank's note is the most bytes that lived in one step, of all
+that torch's operations made.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.harness.peak_bytes import PeakLive
+from benchmarks.models.llama_steps import OPTIMIZER, join
+from meshwright.api import analyze, make_plan, parallelize
+from meshwright.comm.world import TorchWorld
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.ring import RingAttention
+from meshwright.parallel.context.ulysses import Ulysses
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
+from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.tensor.megatron_1d import TensorParallel
+from meshwright.parallel.tensor.vocab_parallel import VocabParallel
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.strategy import Strategy
+
+WORDS, TOKENS, ROWS = 4096, 256, 8
+WARM = 3  # steps before any is timed; in the last of them bytes are counted
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan: a family of models, the mesh, what divides the work, and the rows of a microbatch (0: all at
+    once).
+    """
+
+    family: str
+    mesh: Mesh
+    strategies: tuple[Strategy, ...]
+    micro: int = 0
+
+
+SHARDS, COPIES = BatchSplit("dp_shard"), (BatchSplit(), DDP())
+CASES: Mapping[str, Case] = {
+    "llama, 2 copies": Case("llama", Mesh(dp_replicate=2), COPIES),
+    "bert, ZeRO 1 on 2": Case("bert", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=1))),
+    "gpt2, ZeRO 2 on 2, 2 microbatches": Case("gpt2", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=2)), 2),
+    "llama, ZeRO 3 on 4": Case("llama", Mesh(dp_shard=4), (SHARDS, ZeRO(stage=3))),
+    "gpt2, matrices on 2": Case("gpt2", Mesh(tp=2), (TensorParallel(), VocabParallel())),
+    "llama, matrices on 2, 2 copies": Case(
+        "llama", Mesh(dp_replicate=2, tp=2), (TensorParallel(), VocabParallel(), *COPIES)
+    ),
+    "llama, 1F1B on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="1f1b"),), 2),
+    "gpt2, GPipe on 4": Case("gpt2", Mesh(pp=4), (Pipeline(schedule="gpipe"),), 2),
+    "llama, ZB-H1 on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 2),
+    "llama, ring of 2": Case("llama", Mesh(cp=2), (RingAttention(), DDP(axis="cp"))),
+    "gpt2, Ulysses on 2": Case("gpt2", Mesh(cp=2), (Ulysses(), DDP(axis="cp"))),
+    "t5, 2 copies, run again": Case("t5", Mesh(dp_replicate=2), (*COPIES, ActivationCheckpointing())),
+}
+
+NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES = {"vocab_size": WORDS, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
+T5: Mapping[str, Any] = {
+    **{
+        "vocab_size": WORDS,
+        "d_model": 384,
+        "d_ff": 1536,
+        "d_kv": 64,
+        "num_layers": 3,
+        "num_heads": 6,
+        "dropout_rate": 0.0,
+    },
+    **{"decoder_start_token_id": 0, "use_cache": False},
+}
+
+
+def config_of(family: str) -> tuple[Any, Any]:
+    """The class and the config of a family's model."""
+    match family:
+        case "llama":
+            config = transformers.LlamaConfig(
+                **SIZES, intermediate_size=1024, max_position_embeddings=TOKENS, use_cache=False
+            )
+            return transformers.LlamaForCausalLM, config
+        case "gpt2":
+            said = {
+                "vocab_size": WORDS,
+                "n_embd": 384,
+                "n_layer": 6,
+                "n_head": 6,
+                "n_positions": TOKENS,
+                "use_cache": False,
+            }
+            return transformers.GPT2LMHeadModel, transformers.GPT2Config(**said, **DRY, **ENDS)
+        case "bert":
+            config = transformers.BertConfig(
+                **SIZES, **NONE, intermediate_size=1536, max_position_embeddings=TOKENS
+            )
+            return transformers.BertForMaskedLM, config
+        case _:
+            config = transformers.T5Config(**T5)
+            return transformers.T5ForConditionalGeneration, config
+
+
+def batch_of(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """The rows of a step."""
+    drawn = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, WORDS, (ROWS, TOKENS + 1), generator=drawn)
+    batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+    return {**batch, "decoder_input_ids": tokens[:, :-1].clone()} if family == "t5" else batch
+
+
+def planned(case: Case) -> tuple[AnalyzedModel, Plan]:
+    """What the model is made of, and the plan."""
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model, config = config_of(case.family)
+        return model(config)
+
+    reading = analyze(make, batch_of(case.family))
+    job = Job(
+        ModelConfig(case.family), DataConfig("example", sequence=TOKENS), TrainConfig(batch=ROWS), OPTIMIZER
+    )
+    return reading, make_plan(reading, job, case.mesh, case.strategies, case.micro)
+
+
+def played(rank: int, size: int, plan: str, store: str) -> Callable[[], object]:
+    """The step of one rank; returns the most bytes that lived in an earlier one."""
+    torch.set_num_threads(1)
+    case = CASES[plan]
+    join(rank, size, store)
+    world = TorchWorld(case.mesh, rank, "cpu")
+    engine = parallelize(*planned(case), world=world)
+    batch = engine.local_batch(batch_of(case.family))
+    module = engine.executor.state.trained_module.module
+    with PeakLive([*module.parameters(), *module.buffers()]) as live:
+        for _ in range(WARM):
+            live.again()
+            engine.step(batch)
+
+    def step() -> int:
+        engine.step(batch)
+        return live.peak
+
+    return step

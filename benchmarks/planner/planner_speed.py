@@ -1,0 +1,114 @@
+"""How long a search for a layout takes: 400 B weights on 4,096 devices, and on 100,000. One core, nothing but
+sizes.
+
+    400 B       layers 126, hidden 16384, heads 128, 8 heads of keys: Llama 3's (arXiv 2407.21783); 2,048 rows
+                of 8,192 tokens
+    4,096       H100, hosts of 8: as `meshwright plan` searches by itself, and the fastest layout if memory
+                were no limit
+    100,000     the same, 100,000 rows; of its divisors a model has few, so 98,304 (3 x 2^15) is timed too
+
+CPU seconds of this process, each the median of its repeats; the slowest of the 100,000's two counts. What a
+search finds is looked at: layouts that fit, on all devices.
+
+    python -m benchmarks.planner.planner_speed
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import inf
+from statistics import median
+
+from benchmarks.harness.result import Result
+from meshwright.commands.search.constraints import SearchConstraints
+from meshwright.planner.analytic.model_shape import parse_shape
+from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import SearchResult, search
+
+NAME = "planner_speed"
+CLAIM = "400 B weights: a plan for 4,096 devices in 10 s of one core, for 100,000 in 30 s"
+SHAPE = "400b: layers 126 hidden 16384 heads 128 kv_heads 8 ffn 53248 vocab 128256 sequence 8192 gated"
+REPEATS = 3
+CASES: Mapping[str, tuple[int, int, float]] = {
+    "4,096 devices": (4096, 2048, 10.0),
+    "98,304 devices": (98304, 98304, 30.0),
+    "100,000 devices": (100000, 100000, 30.0),
+}
+
+
+def wish(devices: int, rows: int) -> SearchRequest:
+    """What `meshwright plan` looks for."""
+    return SearchConstraints().apply(SearchRequest(parse_shape(SHAPE), make_machine("h100", devices), rows))
+
+
+def found(asked: SearchRequest) -> Iterator[SearchResult]:
+    """What it finds: the layouts that fit, and the fastest if memory were no limit."""
+    yield search(asked, 8)
+    yield search(
+        replace(asked, machine=replace(asked.machine, device=replace(asked.machine.device, memory=inf))), 1
+    )
+
+
+def seconds(devices: int, rows: int) -> tuple[float, SearchResult]:
+    """CPU seconds of one plan, and what was found.
+
+    Raises ValueError for a layout that leaves a device out, or does not fit.
+    """
+    asked = wish(devices, rows)
+    begin = time.process_time()
+    best, _ = found(asked)
+    taken = time.process_time() - begin
+    wrong = [
+        each
+        for each in best.best
+        if each.config.num_ranks != devices or each.memory.total > asked.usable_memory
+    ]
+    if wrong or not best.best:
+        raise ValueError(
+            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that fit: repair "
+            f"the search"
+        )
+    return taken, best
+
+
+def main() -> None:
+    """Time all cases and write the result."""
+    detail: dict[str, object] = {}
+    shares: dict[str, list[float]] = {}
+    for name, (devices, rows, bar) in CASES.items():
+        runs = [seconds(devices, rows) for _ in range(REPEATS)]
+        times = [taken for taken, _ in runs]
+        shares[name] = [taken / bar for taken in times]
+        best = runs[0][1]
+        first = best.best[0]
+        detail[name] = {
+            "seconds": [round(each, 2) for each in times],
+            "bar_s": bar,
+            "priced": best.num_priced,
+            "step_s": first.seconds,
+        }
+        print(
+            f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.num_priced} layouts; {first.config}",
+            file=sys.stderr,
+        )
+    slowest = max(shares, key=lambda name: median(shares[name]))
+    values = shares[slowest]
+    figure, spread = median(values), (min(values), max(values))
+    result = Result.of(
+        NAME,
+        CLAIM,
+        values=values,
+        median=figure,
+        spread=spread,
+        bar=1.0,
+        holds=max(max(each) for each in shares.values()) <= 1.0,
+        repeats=REPEATS,
+        detail={"slowest": slowest, "cases": detail},
+    )
+    print(result.write(NAME))
+
+
+if __name__ == "__main__":
+    main()
