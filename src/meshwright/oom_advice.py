@@ -165,7 +165,7 @@ class OOMAdvisor:
     """
 
     def __init__(self, analyzed: AnalyzedModel, plan: Plan, rank: int, device: torch.device) -> None:
-        self._reading, self._plan, self._rank, self._device = analyzed, plan, rank, device
+        self._analyzed, self._plan, self._rank, self._device = analyzed, plan, rank, device
         self._before = process_nbytes(device)
         self.executor: Executor | None = None
 
@@ -179,10 +179,10 @@ class OOMAdvisor:
             return
         live = {} if self.executor is None else self.executor.memory_by_category()
         seen = MemoryUsage(self._before, process_nbytes(self._device), memory_limit(self._device), live)
-        others = list(plan_changes(self._reading, self._plan, self._rank))
-        deals = self._plan.mesh.cp == 1 and can_shard_sequence(self._reading)
+        others = list(plan_changes(self._analyzed, self._plan, self._rank))
+        shardable = self._plan.mesh.cp == 1 and can_shard_sequence(self._analyzed)
         raise OutOfMemory(
-            oom_message(error, self._plan, self._rank, seen, others, sequence_shardable=deals)
+            oom_message(error, self._plan, self._rank, seen, others, sequence_shardable=shardable)
         ) from error
 
 

@@ -101,8 +101,10 @@ def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster 
         and (machine.device.nic_rate or machine.num_devices <= machine.devices_per_host)
     ):
         wire, notes = RatedNetworkTime(machine), ()
-    pace = RatedDeviceTime(machine) if profile is None else profile
-    return ExecutionTarget(machine.device.name, pace, wire, peak_flops=machine.device.flops, notes=notes)
+    device_time = RatedDeviceTime(machine) if profile is None else profile
+    return ExecutionTarget(
+        machine.device.name, device_time, wire, peak_flops=machine.device.flops, notes=notes
+    )
 
 
 def _wire(links: Cluster | None, world: int) -> tuple[NetworkTime, tuple[str, ...]]:

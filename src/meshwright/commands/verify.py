@@ -112,17 +112,17 @@ def trace(
     A model that cannot run on fake tensors runs on real ones.
     """
     request, ready = resolve_config(config, overrides, world)
-    played = _scaled_down(request, world) if shrink else ready
+    traced = _scaled_down(request, world) if shrink else ready
     ranks = None if rank is None else [rank]
     try:
-        found = trace_plan(played.analyzed, played.plan, ranks, loss=played.loss, steps=steps)
+        found = trace_plan(traced.analyzed, traced.plan, ranks, loss=traced.loss, steps=steps)
     except NeedsRealTensorsError:
-        played = _small_if_possible(request, world, played)
-        found = trace_plan(played.analyzed, played.plan, ranks, loss=played.loss, steps=steps, fake=False)
+        traced = _small_if_possible(request, world, traced)
+        found = trace_plan(traced.analyzed, traced.plan, ranks, loss=traced.loss, steps=steps, fake=False)
     model = (
         found.model
-        if played is ready
-        else f"{found.model} scaled down to {played.plan.model_spec.numel:,} parameters"
+        if traced is ready
+        else f"{found.model} scaled down to {traced.plan.model_spec.numel:,} parameters"
     )
     found = replace(found, plan=ready.plan.hash, model=model, versions=_versions())
     path = out or Path(ready.plan.run.folder) / "verify" / "trace.json"

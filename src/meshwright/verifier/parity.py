@@ -171,7 +171,7 @@ def compare_rank(parity_case: ParityCase, world: World, reference: Reference) ->
         stateless_rng=parity_case.make_rng(),
         extra_handlers={"COMPARE": lambda action, state: comparison.gradients(action.microbatch)},
     )
-    comparison.player = executor
+    comparison.executor = executor
     read_batch = parity_case.batch_reader(parity_case.plan, world.rank)
     try:
         for step, truth in enumerate(reference.steps):
@@ -293,7 +293,7 @@ class _RankComparison:
 
     def __init__(self, parity_case: ParityCase, reference: Reference, report: RankReport) -> None:
         self._parity_case, self._reference, self._report = parity_case, reference, report
-        self.player: Executor | None = None
+        self.executor: Executor | None = None
         self.step = 0
         self._allowed = max(TOLERANCE, parity_case.plan.tolerance)
 
@@ -339,10 +339,10 @@ class _RankComparison:
 
         With updates per microbatch, only this rank's gradients: other ranks compare theirs at other times.
         """
-        if self.player is None or not self._parity_case.plan.is_primary_rank(self._report.rank):
+        if self.executor is None or not self._parity_case.plan.is_primary_rank(self._report.rank):
             return
         truth = self._reference.steps[self.step]
-        found = self.player.gather_gradients(local_only=microbatch is not None)
+        found = self.executor.gather_gradients(local_only=microbatch is not None)
         expected = (
             truth.gradients
             if microbatch is None

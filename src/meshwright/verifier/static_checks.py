@@ -339,12 +339,12 @@ def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
     """Yields a loss of the whole batch that does not wait for all samples."""
-    anatomy = plan.model_spec
-    if plan.num_data == 1 or not (anatomy.needs_global_batch or plan.sharding.primary_rank_axes):
+    model_spec = plan.model_spec
+    if plan.num_data == 1 or not (model_spec.needs_global_batch or plan.sharding.primary_rank_axes):
         return
-    needed_names = [column.name for column in anatomy.outputs if column.used_by_loss and column.per_sample]
+    needed_names = [column.name for column in model_spec.outputs if column.used_by_loss and column.per_sample]
     # a rank that reads for all has them
-    needed_names += [] if plan.sharding.primary_rank_axes else [column.name for column in anatomy.targets]
+    needed_names += [] if plan.sharding.primary_rank_axes else [column.name for column in model_spec.targets]
     for loss in (action for action in actions if action.kind == "LOSS"):
         waited_names = transitive_waits(actions, loss)
         arrived = {

@@ -210,15 +210,15 @@ def trace_rank(
             works: dict[str, Work] = defaultdict(CompletedWork)
             # fake numbers are not checked
             unguarded_plan = replace(plan, job=replace(plan.job, guard=LossGuard()))
-            player = Executor(
+            executor = Executor(
                 unguarded_plan,
                 RankState(subject, world, loss, works=works),
                 stateless_rng=_keep_all_rng(plan),
             )
-            stack.callback(player.close)
+            stack.callback(executor.close)
             for _ in range(num_steps):
                 world.ledger.entries.clear()
-                player.step(_repeat_samples(subject.dummy_batch, len(plan.samples_read(rank))))
+                executor.step(_repeat_samples(subject.dummy_batch, len(plan.samples_read(rank))))
                 issued.append(tuple(map(_message, world.ledger.entries)))
     except Exception as error:
         if not fake or isinstance(error, PlanError) or not depends_on_values(error):

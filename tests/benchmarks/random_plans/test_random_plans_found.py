@@ -52,22 +52,22 @@ def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in
         (
             SQUARE,
             (TensorParallel2D(), TensorParallel()),
-            "another strategy divides 28 weights of pairs along tp already",
+            "another strategy shards 28 weights along tp already",
         ),
         (
             SQUARE,
             (TensorParallel(), TensorParallel2D()),
-            "another strategy divides 28 weights of pairs along tp already",
+            "another strategy shards 28 weights along tp already",
         ),
         (
             CUBE,
             (TensorParallel3D(), TensorParallel()),
-            "another strategy divides 28 weights of pairs along tp already",
+            "another strategy shards 28 weights along tp already",
         ),
         (
             CUBE,
             (TensorParallel2D(), TensorParallel3D()),
-            "another strategy divides 28 weights of pairs along tp already",
+            "another strategy shards 28 weights along tp already",
         ),
         (
             SQUARE,

@@ -179,7 +179,8 @@ def test_a_batch_that_no_copies_can_share_is_told():
     with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 samples"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
     with pytest.raises(
-        PlanError, match="7 samples on 2 copies\n  repair: each copy takes as many: choose a batch of 8"
+        PlanError,
+        match="7 samples on 2 data-parallel ranks\n  repair: each takes as many samples: choose a batch of 8",
     ):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
 

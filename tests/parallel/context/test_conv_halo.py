@@ -275,7 +275,9 @@ def test_a_kernel_that_reaches_far_beyond_a_share_is_refused() -> None:
         planned(RingAttention(), *far)
     (fault,) = told.value.diagnostics
     assert fault.problem.endswith("and a rank has 4 (and 1 more)")
-    assert fault.fix == "deal tokens to fewer ranks; or mesh.cp = 1 and mesh.dp_shard = 3 are as many ranks"
+    assert (
+        fault.fix == "shard tokens over fewer ranks; or mesh.cp = 1 and mesh.dp_shard = 3 are as many ranks"
+    )
     planned(RingAttention(), *far, ranks=1)
     planned(RingAttention(), replace(SHORT, left_halo=conv_halo.MAX_KERNEL_REACH))
 

@@ -270,11 +270,11 @@ def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
 
 
 def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
-    assert "the loss takes the rows of the whole batch at once" in refusal(2, needs_global_batch=True)
+    assert "the loss takes the samples of the whole batch at once" in refusal(2, needs_global_batch=True)
     said = refusal(2, RingAttention(), RingAttention(load_balance="contiguous"), DDP("cp"))
     assert (
-        "the tokens of each sample are dealt along cp already\n  repair: keep one of the "
-        "strategies that deal them"
+        "the tokens of each sample are sharded along cp already\n  repair: keep one of the "
+        "strategies that shard them"
     ) in said
 
 

@@ -302,7 +302,7 @@ def test_what_it_cannot_do_is_refused_with_the_repair(
 
 def test_an_output_of_the_master_alone_is_refused():
     with pytest.raises(
-        PlanError, match=r"(?s)output2 of shape \[\], which is not per row.*use the strategy \"ddp\""
+        PlanError, match=r"(?s)output2 of shape \[\], which is not per sample.*use the strategy \"ddp\""
     ):
         towers_plan(reading_of_towers(), Mesh(dp_replicate=3), LED)
 

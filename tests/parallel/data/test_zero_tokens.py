@@ -277,7 +277,7 @@ REFUSED = {
     "and no shards": (
         Mesh(cp=2),
         (ZeRO(axis=CP),),
-        'nothing deals those of a sample out there\n  repair: add [[strategies]] name = "ring"',
+        'nothing shards those of a sample there\n  repair: add [[strategies]] name = "ring"',
     ),
     "twice": (
         Mesh(dp_replicate=2, cp=2),

@@ -94,9 +94,9 @@ def test_a_list_that_the_plan_does_not_play_is_refused():
             for micros, said in (
                 (
                     micro_batches(0)[::-1],
-                    r"microbatches of 1, 2, 2 rows; needed are at most 3 of 2; pass full ones",
+                    r"microbatches of 1, 2, 2 samples; needed are at most 3 of 2; pass full ones",
                 ),
-                (micro_batches(0)[:2] * 2, "microbatches of 2, 2, 2, 2 rows; needed are at most 3 of 2"),
+                (micro_batches(0)[:2] * 2, "microbatches of 2, 2, 2, 2 samples; needed are at most 3 of 2"),
             ):
                 with pytest.raises(ValueError, match=said):
                     engine.step(micros)

@@ -107,7 +107,7 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
             Mesh(dp_shard=2, tp=4),
             BLOCKS,
             {},
-            r"the grid is dp_shard 2 x tp_depth 1 x tp 4;.*\n.*mesh.tp_depth = 2, mesh.tp = 2",
+            r"parallel mesh is dp_shard 2 x tp_depth 1 x tp 4;.*\n.*mesh.tp_depth = 2, mesh.tp = 2",
         ),
         (EIGHT, BLOCKS, {"num_key_value_heads": 6}, r"6 units .* on 4 ranks\n.*or make it 4 or 8 units"),
         (EIGHT, BLOCKS, {"vocab_size": 67}, r"67 units .* on 2 ranks"),

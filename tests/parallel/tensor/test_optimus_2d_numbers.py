@@ -77,13 +77,13 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
     [
         (
             Mesh(dp_shard=2, tp=3),
-            r"the grid is dp_shard 2 x tp 3;.*\n.*set mesh.dp_shard = 2, mesh.tp = 2 \(4 ranks\)",
+            r"parallel mesh is dp_shard 2 x tp 3;.*\n.*set mesh.dp_shard = 2, mesh.tp = 2 \(4 ranks\)",
         ),
-        (Mesh(tp=4), r"the grid is dp_shard 1 x tp 4;(?s:.*)mesh.dp_shard = 2, mesh.tp = 2"),
+        (Mesh(tp=4), r"parallel mesh is dp_shard 1 x tp 4;(?s:.*)mesh.dp_shard = 2, mesh.tp = 2"),
         (
             Mesh(dp_shard=5, tp=5),
             (
-                r"12 units.* on 5 ranks\n.*set the sides of the grid to 2 or 3 or 4 or 6 or 12; or "
+                r"12 units.* on 5 ranks\n.*set the sides of the mesh to 2 or 3 or 4 or 6 or 12; or "
                 r"make it 10 or 15 units"
             ),
         ),
@@ -96,7 +96,7 @@ def test_a_grid_that_is_not_square_or_does_not_divide_is_refused(mesh: Mesh, mes
 
 def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
     with pytest.raises(
-        PlanError, match=(r"67 units.*\n.*words may be divided unevenly: name = " r'"vocab_parallel"')
+        PlanError, match=(r"67 units.*\n.*a vocabulary may be sharded unevenly: name = " r'"vocab_parallel"')
     ):
         planned(known_even(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
 

@@ -74,7 +74,8 @@ def test_one_square_and_squares_that_share_samples_are_refused():
             known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO())
         )
     with pytest.raises(
-        PlanError, match=r'nothing splits samples and copies shards along dp_replicate.*\n.*"dp_replicate"'
+        PlanError,
+        match=r'nothing splits samples and replicates shards along dp_replicate.*\n.*"dp_replicate"',
     ):
         planned(
             known_even(),

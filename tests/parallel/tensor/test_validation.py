@@ -140,7 +140,7 @@ def test_all_faults_are_said_at_once():
 
 
 def test_slices_of_tokens_without_divided_matrices_are_refused():
-    with pytest.raises(PlanError, match=r"strategies\.sequence_parallel: tokens are divided between pairs"):
+    with pytest.raises(PlanError, match=r"strategies\.sequence_parallel: tokens are sharded between column"):
         planned(llama(), Mesh(tp=3), (SequenceParallel(),))
 
 

@@ -251,7 +251,8 @@ def test_a_model_without_words_is_refused():
     job = Job(ModelConfig("m"), DataConfig("example"), TrainConfig(batch=4))
     model.forward = lambda x: nn.Sequential.forward(model, x)  # type: ignore[method-assign]
     with pytest.raises(
-        PlanError, match=r"has no table and no head that can be divided by words(?s:.*)leave the strategy out"
+        PlanError,
+        match=r"no embedding and no LM head that can be sharded(?s:.*)leave the strategy out",
     ):
         make_plan(analyze(model, data, loss=loss), job, Mesh(tp=2), (VocabParallel(),))
 

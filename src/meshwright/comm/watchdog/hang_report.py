@@ -259,10 +259,10 @@ def _describe_location(status: RankStatus) -> str:
         text = f"rank {rank} did not answer: {why}"
         text += f"\n  it is at {place}" if place else ""
     else:
-        foreign = status.foreign_collective()
+        collective = status.foreign_collective()
         inside = (
-            f"in torch.distributed.{foreign}, which the run did not ask for"
-            if foreign
+            f"in torch.distributed.{collective}, which the run did not ask for"
+            if collective
             else "in no collective"
         )
         text = f"rank {rank} is{_describe_step(status)} at {place or 'a place unknown'} ({inside})"

@@ -80,9 +80,9 @@ def search_machine(
             f"as many cores each"
         )
     if previous is not None:
-        learnt = calibrate_from_run(Path(run), previous, found, shape_lookup)
-        notes.append(f"calibrated with {learnt}")
-        found = apply_calibration(found, learnt)
+        calibration = calibrate_from_run(Path(run), previous, found, shape_lookup)
+        notes.append(f"calibrated with {calibration}")
+        found = apply_calibration(found, calibration)
         if found.rates.matmul > 1:
             text = f"products would reach {100 * found.rates.matmul:.0f} % of the peak of {found.device.name}"
             notes.append(

@@ -20,18 +20,19 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
             f"no mesh of {kind.num_devices} devices takes {request.batch} samples of "
             f"{shape.name} with these choices"
         )
-        diagnostic, copies = (
+        diagnostic, data_ranks = (
             empty_search_diagnostic(request),
             sorted({mesh.dp for mesh in candidate_meshes(replace(request, batch=kind.num_devices))}),
         )
-        if diagnostic is None and copies and not any(request.batch % dp == 0 for dp in copies):
-            what = f"{request.batch} samples on {' or '.join(map(str, copies))} copies"
+        if diagnostic is None and data_ranks and not any(request.batch % dp == 0 for dp in data_ranks):
+            what = f"{request.batch} samples on {' or '.join(map(str, data_ranks))} data-parallel ranks"
             diagnostic = Diagnostic(
                 what,
-                f"each copy takes as many: choose a batch of {copies[0] * (request.batch // copies[0] + 1)}",
+                "each takes as many samples: choose a batch of "
+                f"{data_ranks[0] * (request.batch // data_ranks[0] + 1)}",
             )
         fix = (
-            "fix fewer axes, or choose a batch that copies can share"
+            "fix fewer axes, or choose a batch that divides by the data-parallel ranks"
             if diagnostic is None
             else diagnostic.fix
         )

@@ -244,7 +244,9 @@ def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
     if not 0 <= label_smoothing <= 1:
         text = f"label_smoothing = {label_smoothing}"
         raise PlanError(
-            text, fix="write a number from 0, the label alone, to 1, all words alike", location="loss"
+            text,
+            fix="write a number from 0 (the label alone) to 1 (uniform over the vocabulary)",
+            location="loss",
         )
     smooth = label_smoothing > 0
     split = VocabParallelLoss(

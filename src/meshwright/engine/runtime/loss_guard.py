@@ -73,10 +73,10 @@ class LossSpike:
 
         None when every rank's gradients are finite and only their sum is not.
         """
-        non_finite = [suspect for suspect in self.rank_reports if suspect.phase]
+        non_finite = [rank_report for rank_report in self.rank_reports if rank_report.phase]
         if non_finite or not isfinite(self.grad_norm):
             return non_finite[0] if non_finite else None
-        return max(self.rank_reports, key=lambda suspect: suspect.grad_norm)
+        return max(self.rank_reports, key=lambda rank_report: rank_report.grad_norm)
 
     def __str__(self) -> str:
         culprit = self.culprit
@@ -99,12 +99,14 @@ class LossSpikeError(PlanError):
         culprit_first = [spike.culprit] if spike.culprit else []
         ordered_reports = [
             *culprit_first,
-            *(suspect for suspect in spike.rank_reports if suspect not in culprit_first),
+            *(rank_report for rank_report in spike.rank_reports if rank_report not in culprit_first),
         ]
-        for suspect in ordered_reports[:MAX_SHOWN_RANKS]:
-            ids = (samples or {}).get(suspect.rank)
+        for rank_report in ordered_reports[:MAX_SHOWN_RANKS]:
+            ids = (samples or {}).get(rank_report.rank)
             lines.append(
-                str(suspect) if ids is None else f"{suspect}; samples {', '.join(map(str, ids)) or 'none'}"
+                str(rank_report)
+                if ids is None
+                else f"{rank_report}; samples {', '.join(map(str, ids)) or 'none'}"
             )
         lines += (
             [f"and {len(ordered_reports) - MAX_SHOWN_RANKS} more ranks"]

@@ -55,7 +55,7 @@ def _check_given(
         or any(num > plan.micro_batch for num in counts[-1:])
     ):
         text = (
-            f"microbatches of {', '.join(map(str, counts))} rows; needed are at most "
+            f"microbatches of {', '.join(map(str, counts))} samples; needed are at most "
             f"{plan.num_microbatches} of {plan.micro_batch}"
         )
         raise ValueError(f"{text}; pass full ones, of which the last may have fewer samples")
@@ -71,7 +71,7 @@ def single_microbatch(
     """Returns all samples of a rank that may read for others as one microbatch, and their number."""
     if batch is not None and not isinstance(batch, Mapping):
         raise ValueError(
-            "a list of microbatches, where one rank reads for others; pass all rows as one batch"
+            "a list of microbatches, where one rank reads for others; pass all samples as one batch"
         )
     num_samples = 0 if batch is None else count_samples(batch, plan)
     return [

@@ -72,11 +72,11 @@ def patch_attention(
     """Makes the transformers modules in `module` attend by `sharded_attention`, with biases for the local
     tokens.
     """
-    copies = _patched_configs(module)
+    patched = _patched_configs(module)
     before = list[tuple[nn.Module, Mapping[str, Any]]]()
     for each in module.modules():
         submodule, attributes = cast(Any, each), vars(each)
-        saved = {"config": attributes["config"]} if id(attributes.get("config")) in copies else {}
+        saved = {"config": attributes["config"]} if id(attributes.get("config")) in patched else {}
         saved |= {
             name: attributes[name]
             for name in ("compute_bias", BIAS_FLAG)
@@ -85,7 +85,7 @@ def patch_attention(
         if saved or _has_relative_bias(submodule):
             before.append((submodule, saved))
         if "config" in saved:
-            submodule.config = copies[id(saved["config"])]
+            submodule.config = patched[id(saved["config"])]
         if _has_relative_bias(submodule):
             submodule.compute_bias = partial(
                 _sharded_bias, submodule, submodule.compute_bias, (get_shards, suspend_modes, on_bias)
@@ -246,10 +246,10 @@ def _patched_configs(module: nn.Module) -> dict[int, Any]:
         return {}
     _register_attention()
     memo: dict[int, Any] = {}
-    copies = {each: copy.deepcopy(config, memo) for each, config in configs.items()}
+    patched = {each: copy.deepcopy(config, memo) for each, config in configs.items()}
     for each in named:
-        copies[each]._attn_implementation_internal = ATTENTION_NAME
-    return copies
+        patched[each]._attn_implementation_internal = ATTENTION_NAME
+    return patched
 
 
 @cache

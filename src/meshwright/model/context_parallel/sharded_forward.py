@@ -88,7 +88,7 @@ class ShardedForward:
             for block_call in sequence_info.block_calls
         }
         self._num_sharded_tokens = {
-            visit: sequence_info.num_sharded_tokens(visit) for visit in self._block_calls
+            block_call: sequence_info.num_sharded_tokens(block_call) for block_call in self._block_calls
         }
         self._attention_calls: dict[str, list[tuple[int, int]]] = {}
         for each in sequence_info.attention_calls:

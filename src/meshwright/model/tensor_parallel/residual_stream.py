@@ -109,14 +109,14 @@ def trace_residual_stream(
 
 
 class _ResidualTrace(TorchFunctionMode):
-    """Follows the stream through a forward; `visits` is filled by the caller in order."""
+    """Follows the stream through a forward; `block_calls` is filled by the caller in order."""
 
     def __init__(
-        self, module: nn.Module, blocks: Blocks, roles: Mapping[str, str], visits: Sequence[str]
+        self, module: nn.Module, blocks: Blocks, roles: Mapping[str, str], block_calls: Sequence[str]
     ) -> None:
         super().__init__()
         self.marks: dict[LayerCallKey, ResidualMark] = {}
-        self._roles, self._block_calls = roles, visits
+        self._roles, self._block_calls = roles, block_calls
         self._flows: dict[str, ResidualFlow] = {}
         # block call that returned a tensor, as glue sees it
         self._producers: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -62,7 +62,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
                 f"{share.length} tokens"
             )
             raise PlanError(
-                text, fix="attend to the tokens of the row alone, or set mesh.cp = 1", location=location
+                text, fix="attend to the tokens of the sample alone, or set mesh.cp = 1", location=location
             )
     if mask is not None:
         keys = call.key_shard.length
@@ -76,7 +76,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
                 f"{call.query_shard.num_tokens} queries of this rank"
             )
             fix = (
-                "give the block a mask of shape [rows, heads, tokens, tokens], made outside of it; and "
+                "give the block a mask of shape [samples, heads, tokens, tokens], made outside of it; and "
                 "is_causal = False"
             )
             raise PlanError(f"{text}, and columns for all {keys} keys", fix=fix, location=location)

@@ -137,9 +137,9 @@ def check_convolutions(
     for why, modules in found.items():
         more = f" (and {len(modules) - 1} more)" if len(modules) > 1 else ""
         fix = (
-            f"deal tokens in chunks, without 'striped'; or {other}"
+            f"use another load_balance than 'striped'; or {other}"
             if striped
-            else f"deal tokens to fewer ranks; or {other}"
+            else f"shard tokens over fewer ranks; or {other}"
         )
         yield Diagnostic(f"{why}{more}", fix, f"strategies.{name}")
 
@@ -161,17 +161,17 @@ def _halo_columns(
     sequence_sharding: SequenceSharding, length: int, spans: tuple[TokenRange, ...], around: tuple[int, int]
 ) -> tuple[int, ...]:
     left, right = around
-    dealt = [
+    starts = [
         (span, (rank * sequence_sharding.max_ranges + number) * (left + right))
         for rank in range(sequence_sharding.num_ranks)
         for number, span in enumerate(sequence_sharding.token_ranges(length, rank))
     ]
 
     def left_row(position: int) -> int:
-        return next(at + left - (end - position) for (begin, end), at in dealt if begin <= position < end)
+        return next(at + left - (end - position) for (begin, end), at in starts if begin <= position < end)
 
     def right_row(position: int) -> int:
-        return next(at + left + position - begin for (begin, end), at in dealt if begin <= position < end)
+        return next(at + left + position - begin for (begin, end), at in starts if begin <= position < end)
 
     found, nowhere = list[int](), sequence_sharding.num_ranks * sequence_sharding.max_ranges * (left + right)
     for begin, end in spans:

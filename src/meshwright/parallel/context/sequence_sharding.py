@@ -173,11 +173,11 @@ class ContextParallel(Strategy):
         """The tokens of each of `num_ranks` ranks."""
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        dealt = replace(
+        sharded = replace(
             sharding.with_batch_placement(CP_AXIS, S(1)),
             sequence_sharding=self.sequence_sharding(sharding.mesh.size(CP_AXIS)),
         )
-        return dealt.map_param_shardings(lambda param_sharding: param_sharding.with_partial_grad(CP_AXIS))
+        return sharded.map_param_shardings(lambda param_sharding: param_sharding.with_partial_grad(CP_AXIS))
 
 
 def add_attention_comm(
@@ -262,15 +262,15 @@ def check_sequence_sharding(
     ranks = sharding.mesh.size(axis)
     other = f"mesh.{CP_AXIS} = 1 and mesh.dp_shard = {ranks} are as many ranks"
     if sharding.sequence_sharding is not None:
-        text = f"the tokens of each sample are dealt along {CP_AXIS} already"
-        yield Diagnostic(text, "keep one of the strategies that deal them", location)
+        text = f"the tokens of each sample are sharded along {CP_AXIS} already"
+        yield Diagnostic(text, "keep one of the strategies that shard them", location)
     if model_spec.sequence_info is None:
         text = (
             f"nothing is known of tokens in {model_spec.name}: no integer input of its example has them, "
-            f"as [rows, tokens]"
+            f"as [samples, tokens]"
         )
         text += (
-            ", and no block takes in [rows, tokens, width] and attends to them by "
+            ", and no block takes in [samples, tokens, width] and attends to them by "
             "F.scaled_dot_product_attention"
         )
         yield Diagnostic(
@@ -281,8 +281,8 @@ def check_sequence_sharding(
         return
     if model_spec.sequence_info.batch_dependent_reason:
         fix = (
-            f"compute it for all rows and tokens at once (hidden[rows, last] for a loop over "
-            f"rows); or {other}"
+            f"compute it for all samples and tokens at once (hidden[samples, last] for a loop over "
+            f"samples); or {other}"
         )
         yield Diagnostic(model_spec.sequence_info.batch_dependent_reason, fix, location)
     for why, block_calls in _token_mixing_calls(model_spec).items():
@@ -294,10 +294,10 @@ def check_sequence_sharding(
     yield from check_convolutions(name, axis, sharding, sharding_for(ranks))
     if model_spec.needs_global_batch:
         text = (
-            f"the loss takes the rows of the whole batch at once, and along {CP_AXIS} each rank has some "
-            f"of the tokens of a row"
+            f"the loss takes the samples of the whole batch at once, and along {CP_AXIS} each rank has some "
+            f"of the tokens of a sample"
         )
-        yield Diagnostic(text, f"write a loss that is a sum over tokens or rows; or {other}", "loss")
+        yield Diagnostic(text, f"write a loss that is a sum over tokens or samples; or {other}", "loss")
 
 
 def _token_mixing_calls(model_spec: ModelSpec) -> Mapping[str, list[str]]:

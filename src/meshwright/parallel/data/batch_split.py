@@ -112,5 +112,5 @@ def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
     if axis in DATA_AXES:
         text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
         return Diagnostic(text, f'add [[strategies]] name = "batch_split", axis = "{axis}"', where)
-    text = f"the {what} along {axis} would all see the same tokens: nothing deals those of a sample out there"
+    text = f"the {what} along {axis} would all see the same tokens: nothing shards those of a sample there"
     return Diagnostic(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)

@@ -69,7 +69,7 @@ class DataParallelMaster(Strategy):
         if shared:
             one = shared[0]
             text = (
-                f"the loss takes {one.name} of shape {list(one.shape)}, which is not per row: it would be "
+                f"the loss takes {one.name} of shape {list(one.shape)}, which is not per sample: it would be "
                 f"that of the master"
             )
             yield Diagnostic(text, 'use the strategy "ddp"', location)
@@ -86,8 +86,8 @@ class DataParallelMaster(Strategy):
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        led = replace(sharding, primary_rank_axes=(*sharding.primary_rank_axes, self.axis))
-        return led.map_param_shardings(
+        with_primary = replace(sharding, primary_rank_axes=(*sharding.primary_rank_axes, self.axis))
+        return with_primary.map_param_shardings(
             lambda param_sharding: replace(
                 param_sharding, grad_layout=param_sharding.grad_layout.with_placement(self.axis, I)
             )
@@ -101,7 +101,7 @@ class DataParallelMaster(Strategy):
         return {"REDUCE": runtime.state.start_collective}
 
     def _insert_exchanges(
-        self, actions: list[Action], sharding: ShardingPlan, job: Job, rows: int
+        self, actions: list[Action], sharding: ShardingPlan, job: Job, num_samples: int
     ) -> list[Action]:
         actions = [action for action in actions if action.kind != "GATHER"]  # to the master, not to all
         used = [column for column in sharding.model_spec.outputs if column.used_by_loss]
@@ -113,18 +113,18 @@ class DataParallelMaster(Strategy):
 
         def batch_transfer(how: str, column: BatchTensor) -> Transfer:
             return Transfer(
-                how, (self.axis,), rows * column.nbytes(job.precision.parameters), dtype="uint8"
+                how, (self.axis,), num_samples * column.nbytes(job.precision.parameters), dtype="uint8"
             )  # as bytes
 
-        handed = [
+        scatters = [
             Action("SCATTER", c.name, waits=("TOKEN_COUNT()",), transfer=batch_transfer("scatter", c))
             for c in sharding.model_spec.inputs
         ]
-        met = [
+        gathers = [
             Action("GATHER", c.name, stream="comm", waits=(forward,), transfer=batch_transfer("gather", c))
             for c in used
         ]
-        back = [
+        grad_scatters = [
             Action(
                 "SCATTER", output_grad_name(c.name), waits=(loss.name,), transfer=batch_transfer("scatter", c)
             )
@@ -132,16 +132,24 @@ class DataParallelMaster(Strategy):
             if c.dtype in FLOAT_NBYTES
         ]
         others = tuple(wait for wait in loss.waits if not wait.startswith("GATHER"))
-        loss = with_waits(replace(loss, waits=others), [gather.name for gather in met])
-        led = [*actions[:first], *handed, *actions[first:at], *met, loss, *back, *actions[at + 1 :]]
-        return self._insert_weight_comm(led, sharding, job)
+        loss = with_waits(replace(loss, waits=others), [gather.name for gather in gathers])
+        exchanged = [
+            *actions[:first],
+            *scatters,
+            *actions[first:at],
+            *gathers,
+            loss,
+            *grad_scatters,
+            *actions[at + 1 :],
+        ]
+        return self._insert_weight_comm(exchanged, sharding, job)
 
     def _insert_weight_comm(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
         clip, step = index_of_last(actions, "CLIP") or 0, index_of_last(actions, "STEP") or 0
         dtype, last = job.precision.parameters, (last_backward(actions).name,)
         norm = Transfer("broadcast", (self.axis,), 8, dtype="float64")
         reduces: list[Action] = []
-        copies = [Action("BROADCAST", GRAD_NORM, stream="comm", waits=("CLIP()",), transfer=norm)]
+        broadcasts = [Action("BROADCAST", GRAD_NORM, stream="comm", waits=("CLIP()",), transfer=norm)]
         for weight in sharding.model_spec.trainable:
             names = (weight.name,)
             sums = Transfer("reduce", (self.axis,), weight.numel * FLOAT_NBYTES[dtype], dtype=dtype)
@@ -149,7 +157,7 @@ class DataParallelMaster(Strategy):
                 Action("REDUCE", weight.name, stream="comm", waits=last, tensors=names, transfer=sums)
             )
             out = replace(sums, collective="broadcast")
-            copies.append(
+            broadcasts.append(
                 Action(
                     "BROADCAST", weight.name, stream="comm", waits=("STEP()",), tensors=names, transfer=out
                 )
@@ -160,6 +168,6 @@ class DataParallelMaster(Strategy):
             *reduces,
             waiting,
             *actions[clip + 1 : step + 1],
-            *copies,
+            *broadcasts,
             *actions[step + 1 :],
         ]

@@ -170,9 +170,9 @@ def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[
 def check_replicas(name: str, axis: str, algorithm: str, sharding: ShardingPlan) -> Iterator[Diagnostic]:
     """Yields what is wrong with full replicas along `axis`."""
     if axis not in sharding.grad_sum_axes:
-        yield same_data_diagnostic("copies", axis, f"strategies.{name}")
+        yield same_data_diagnostic("replicas", axis, f"strategies.{name}")
     elif any(param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings):
-        text = f"{name} keeps whole copies along {axis}, and zero cuts the weights into shards"
+        text = f"{name} keeps full replicas along {axis}, and zero shards the weights"
         cut = any(axis in param_sharding.flat_shard_axes for param_sharding in sharding.param_shardings)
         more = "" if cut else f', and write replicate_axis = "{axis}" in the strategy zero'
         yield Diagnostic(text, f"remove {name}{more}", f"strategies.{name}")

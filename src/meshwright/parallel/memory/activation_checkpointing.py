@@ -92,15 +92,16 @@ class ActivationCheckpointing(Strategy):
 
     def _checkpoint(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
         chosen = self._choose_block_calls(actions, sharding, job)
-        edited, leans = [], {}
+        edited, forwards = [], {}
         for action in actions:
             action = replace(
-                action, waits=tuple(leans[wait].name if wait in leans else wait for wait in action.waits)
+                action,
+                waits=tuple(forwards[wait].name if wait in forwards else wait for wait in action.waits),
             )
             if action.kind == "F" and action.subject in chosen:
                 within = _saved_holds(action)
                 kept = tuple(hold for hold in action.allocations if hold not in within)
-                lean = Action(
+                forward = Action(
                     "F_CHECKPOINTED",
                     action.subject,
                     action.microbatch,
@@ -109,31 +110,32 @@ class ActivationCheckpointing(Strategy):
                     action.tensors,
                     allocations=kept,
                 )
-                lean = replace(
-                    lean,
+                forward = replace(
+                    forward,
                     transfer=action.transfer,
                     flops=action.flops,
                     frees=action.frees,
                     inner_transfers=action.inner_transfers,
                 )
-                leans[action.name] = lean
-                again = Action(
+                forwards[action.name] = forward
+                recompute = Action(
                     "RECOMPUTE",
                     action.subject,
                     action.microbatch,
-                    waits=(lean.name,),
+                    waits=(forward.name,),
                     flops=action.flops,
                     allocations=within,
                 )
-                again = replace(
-                    again, inner_transfers=tuple(move for move in action.inner_transfers if not move.in_glue)
+                recompute = replace(
+                    recompute,
+                    inner_transfers=tuple(move for move in action.inner_transfers if not move.in_glue),
                 )
-                chosen[action.subject][action.microbatch] = again
-                action = leans[action.name]
+                chosen[action.subject][action.microbatch] = recompute
+                action = forwards[action.name]
             elif action.kind in INPUT_GRAD_KINDS and action.subject in chosen:
-                again = chosen[action.subject][action.microbatch]
-                edited.append(again)
-                action = with_waits(action, (again.name,))
+                recompute = chosen[action.subject][action.microbatch]
+                edited.append(recompute)
+                action = with_waits(action, (recompute.name,))
             edited.append(action)
         return _with_kept_inputs(edited, sharding, job) if chosen else edited
 

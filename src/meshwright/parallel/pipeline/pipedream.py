@@ -98,7 +98,7 @@ class PipeDream(Strategy):
                 sharding.model_spec.needs_global_batch,
                 "loss",
                 "the loss is taken on the whole batch at once",
-                "use one that is a sum over rows",
+                "use one that is a sum over samples",
             ),
         ):
             if call:

@@ -102,8 +102,8 @@ class TensorParallel3D(Strategy):
         yield from check_weight_shards(sharding, "strategies.tensor_parallel")
         if vocab_sharded_layers(sharding, self.axis):
             text = (
-                "another strategy divides table or head by words along tp, and here they are "
-                "divided along tp_depth too"
+                "another strategy shards embedding or LM head along the vocabulary over tp, and here they "
+                "are sharded over tp_depth too"
             )
             yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 

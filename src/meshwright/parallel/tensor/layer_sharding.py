@@ -323,8 +323,8 @@ def _layer_forward(
         )
     waiting: Iterator[torch.Tensor] = iter(())
     if turn is not None:
-        handed, others = turn.collect()
-        waiting, biases = iter(split_samples(handed, layer_sharding.num_chunks)), [*biases, *others]
+        inputs, others = turn.collect()
+        waiting, biases = iter(split_samples(inputs, layer_sharding.num_chunks)), [*biases, *others]
     with _saved_for_backward(runtime, layer_sharding, given):
         y = run_in_chunks(
             x,

@@ -7,7 +7,7 @@ of W down the column, and one product. The rows of X are samples, so ranks of on
 and use the same slice of W: that is a data axis, and ZeRO-3 on it gathers W before use, again for backward,
 and scatters the sum of its gradients. Only the width is new.
 
-    mesh: dp_shard (rows of the grid: samples) x tp (columns: width), q ranks each
+    mesh: dp_shard (rows of the mesh: samples) x tp (columns: width), q ranks each
     rank (i, j) holds   X[samples i, width j]     W[:, out j], in shards over i     ->     Y[samples i, out j]
     forward    X: S(-1) -> R along tp    W: shards -> R along dp_shard    Y = X W, sharded by width
     backward   both once more            dX = dY W: P -> S(-1) along tp   dW = X dY: P -> shards, dp_shard
@@ -232,35 +232,33 @@ def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
             f"({left[0].name}{why})"
         )
         fix = (
-            "declare the layers that can be divided: meshwright.Model(..., "
+            "declare the layers that can be sharded: meshwright.Model(..., "
             'layer_roles={"layers.*.up": '
             '"colwise", '
         )
         yield Diagnostic(
             text,
-            (
-                f'{fix}"layers.*.down": '
-                f'"rowwise"}}), or divide pairs of matrices alone: name = "tensor_parallel"'
-            ),
+            (f'{fix}"layers.*.down": "rowwise"}}), or shard pairs of layers alone: name = "tensor_parallel"'),
             where,
         )
 
 
 def check_square_mesh(sharding: ShardingPlan, axes: tuple[str, ...]) -> Iterator[Diagnostic]:
-    """Yields a grid whose sides differ."""
+    """Yields a mesh whose sides differ."""
     sizes = [sharding.mesh.size(axis) for axis in axes]
     if min(sizes) == max(sizes) > 1:
         return
     given = " x ".join(f"{axis} {size}" for axis, size in zip(axes, sizes, strict=True))
     side = max(2, int(prod(sizes) ** (1 / len(sizes)) + 1e-9))
     near = [f"{axis} = {side}" for axis in axes]
-    text = f"the grid is {given}; needed are as many ranks along each of {' and '.join(axes)}, at least 2"
+    text = f"the tensor-parallel mesh is {given}; "
+    text += f"needed are as many ranks along each of {' and '.join(axes)}, at least 2"
     yield Diagnostic(text, f"set mesh.{', mesh.'.join(near)} ({side ** len(axes)} ranks)", "mesh")
 
 
 ShardedSide = tuple[
     int, int, ParamSpec
-]  # units, among how many axes of the grid they are dealt, and of which weight
+]  # units, over how many axes of the mesh they are sharded, and of which weight
 
 
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
@@ -278,7 +276,7 @@ def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> It
 
 
 def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Iterator[Diagnostic]:
-    """Yields units that do not divide by the ranks of a grid, one diagnostic per number of units."""
+    """Yields units that do not divide by the ranks of a mesh side, one diagnostic per number of units."""
     sides = list(sides)
     found: dict[tuple[int, int], list[ParamSpec]] = {}
     for units, power, weight in sides:
@@ -290,33 +288,35 @@ def check_even_units(sides: Iterable[ShardedSide], ranks_per_axis: int) -> Itera
         if all(u % q**p == 0 for u, p, _ in sides)
     ]
     all_fit = (
-        f"set the sides of the grid to {' or '.join(fits)}"
+        f"set the sides of the mesh to {' or '.join(fits)}"
         if fits
-        else "no grid of at least 2 ranks a side divides them all"
+        else "no mesh of at least 2 ranks a side divides them all"
     )
     for (units, ranks), weights in sorted(found.items()):
         more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
         text = (
-            f"{weights[0].name}{more}: {units} units (heads that share a key, words, or "
+            f"{weights[0].name}{more}: {units} units (heads that share a key, vocabulary entries, or "
             f"features) on {ranks} ranks"
         )
         near = " or ".join(
             str(size) for size in (units - units % ranks, units - units % ranks + ranks) if size
         )
         words = (
-            '; words may be divided unevenly: name = "vocab_parallel"' if weights[0].role == "lm_head" else ""
+            '; a vocabulary may be sharded unevenly: name = "vocab_parallel"'
+            if weights[0].role == "lm_head"
+            else ""
         )
         yield Diagnostic(text, f"{all_fit}; or make it {near} units{words}", "mesh")
 
 
 def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str = "") -> Iterator[Diagnostic]:
-    """Yields missing weight shards over the rows of the grid; along `replicate_axis`, if given, they are
+    """Yields missing weight shards over the rows of the mesh; along `replicate_axis`, if given, they are
     replicated.
     """
     if sharding.token_axes:
         text = (
             f"ranks along {' and '.join(sharding.token_axes)} have some of the tokens of a sample each, "
-            f"and a grid wants all of them"
+            f"and 2-D tensor parallelism needs all of them"
         )
         yield Diagnostic(text, 'use the strategy "tensor_parallel", or set mesh.cp = 1', where)
     axes = (ROW_AXIS, replicate_axis) if replicate_axis else (ROW_AXIS,)
@@ -332,13 +332,13 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
     ]
     if whole or cut or not set(axes) <= set(sharding.data_axes):
         text = (
-            f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the grid: each "
+            f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the mesh: each "
             f"would hold whole columns of it"
         )
         text = (
             text
             if whole or ROW_AXIS not in sharding.data_axes
-            else f"nothing splits samples and copies shards along {replicate_axis}"
+            else f"nothing splits samples and replicates shards along {replicate_axis}"
         )
         more = f', replicate_axis = "{replicate_axis}"' if replicate_axis else ""
         lists = " and ".join(f'[[strategies]] name = "batch_split", axis = "{axis}"' for axis in axes)

@@ -92,15 +92,15 @@ class SequenceParallel(Strategy):
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         yield from self._check_with_context_parallel(sharding)
-        num_samples = [
+        input_sides = [
             (param_sharding.sliced_dims.get(self.axis), param_sharding.param.split_of_side("in"))
             for param_sharding in sharding.param_shardings
             if param_sharding.param.role == "rowwise"
         ]
-        if not any(side is not None and dim == side.dim for dim, side in num_samples):
+        if not any(side is not None and dim == side.dim for dim, side in input_sides):
             text = (
-                f"tokens are divided between pairs of matrices; no strategy divides those by "
-                f"columns and rows along {self.axis}"
+                f"tokens are sharded between column- and row-parallel layers; no strategy shards layers "
+                f"along {self.axis}"
             )
             yield Diagnostic(
                 text,
@@ -123,7 +123,7 @@ class SequenceParallel(Strategy):
             ]
             if any(count % ranks for count in counts):
                 text = (
-                    f"{residual_flow.num_tokens} tokens are dealt to "
+                    f"{residual_flow.num_tokens} tokens are sharded over "
                     f"{' x '.join(sharding.token_axes)} "
                     f"as {', '.join(map(str, counts))}"
                 )

@@ -24,33 +24,31 @@ SHARDED_ROLES = ("colwise", "rowwise", "colwise_gather_output")
 
 def check_sharded_once(sharding: ShardingPlan, axis: str, where: str) -> Iterator[Diagnostic]:
     """Yields matrices that another strategy shards along `axis` already."""
-    divided = [
+    sharded = [
         param_sharding.param.name
         for param_sharding in sharding.param_shardings
         if axis in param_sharding.sliced_dims and param_sharding.param.role in SHARDED_ROLES
     ]
-    if divided:
-        text = (
-            f"another strategy divides {len(divided)} weights of pairs along {axis} already ({divided[0]}...)"
-        )
-        yield Diagnostic(text, "keep one of those that divide matrices: line, grid, grid25 or cube", where)
+    if sharded:
+        text = f"another strategy shards {len(sharded)} weights along {axis} already ({sharded[0]}...)"
+        yield Diagnostic(text, "keep one strategy named tensor_parallel per axis", where)
 
 
 def check_layer_pairs(model_spec: ModelSpec, where: str) -> Iterator[Diagnostic]:
     """Yields a model without a pair of layers, and declared roles that are impossible."""
-    wishes = [
+    declared = [
         weight
         for weight in model_spec.params
         if weight.declared_role not in UNSHARDED_DECLARATIONS and not weight.role and len(weight.shape) > 1
     ]
-    for (pattern, why), weights in _group_by_reason(wishes).items():
+    for (pattern, why), weights in _group_by_reason(declared).items():
         text = f"{pattern} is declared as {weights[0].declared_role}, and that cannot be: {why}"
         yield Diagnostic(
             text,
             "correct the roles of layer_roles=..., or leave it out: it then stays whole on every rank",
             "model.layer_roles",
         )
-    if any(call.role in ("rowwise", "colwise_gather_output") for call in model_spec.layer_calls) or wishes:
+    if any(call.role in ("rowwise", "colwise_gather_output") for call in model_spec.layer_calls) or declared:
         return
     matrices = [weight for weight in model_spec.params if len(weight.shape) > 1 and not weight.role]
     found = _group_by_reason(matrices)
@@ -113,7 +111,7 @@ def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnos
             near = f"set mesh.{axis} to {' or '.join(map(str, sizes))}, or " if sizes else ""
             yield Diagnostic(
                 text,
-                f"{near}leave the layer out of layer_roles=..., or declare a rows layer behind it",
+                f"{near}leave the layer out of layer_roles=..., or declare a rowwise layer behind it",
                 "model.layer_roles",
             )
 

@@ -77,7 +77,7 @@ class VocabParallel(Strategy):
                 if weight.not_shardable_reason and len(weight.shape) > 1
             }
             kept = "; ".join(f"{name}: {why}" for why, name in list(found.items())[:2])
-            text = f"{sharding.model_spec.name} has no table and no head that can be divided by words" + (
+            text = f"{sharding.model_spec.name} has no embedding and no LM head that can be sharded" + (
                 f" ({kept})" if kept else ""
             )
             yield Diagnostic(text, "leave the strategy out; they stay whole on every rank", location)

@@ -128,11 +128,13 @@ class TopCandidates:
 
     def add(self, candidate: Candidate) -> None:
         """Keeps `candidate` if it is among the best."""
-        twin = next((each for each in self.candidates if each.display_key == candidate.display_key), None)
-        if twin is not None and twin.sort_key <= candidate.sort_key:
+        same_layout = next(
+            (each for each in self.candidates if each.display_key == candidate.display_key), None
+        )
+        if same_layout is not None and same_layout.sort_key <= candidate.sort_key:
             return
-        if twin is not None:
-            self.candidates.remove(twin)
+        if same_layout is not None:
+            self.candidates.remove(same_layout)
         insort(self.candidates, candidate, key=lambda each: each.sort_key)
         del self.candidates[self.capacity :]
 

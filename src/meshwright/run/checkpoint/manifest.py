@@ -193,8 +193,8 @@ def _check_files(files: Mapping[str, ShardFile]) -> None:
     for name, shard in files.items():
         plain = SHARD_FILE_PATTERN.fullmatch(name) is not None
         _need(plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)")
-        twin = seen.setdefault(name.casefold(), name)
-        _need(twin == name, "files", f"{name!r} and {twin!r} differ only in case")
+        first_spelling = seen.setdefault(name.casefold(), name)
+        _need(first_spelling == name, "files", f"{name!r} and {first_spelling!r} differ only in case")
         _need(0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50")
         _need(
             SHA256_PATTERN.fullmatch(shard.sha256) is not None,

@@ -129,8 +129,8 @@ def export_model(
         )
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")
     if merge:
-        blueprint, value = merge_adapter(trained.deferred_init, _first_named(trained))
-        trained = replace(trained, deferred_init=blueprint, read_value=value)
+        deferred_init, value = merge_adapter(trained.deferred_init, _first_named(trained))
+        trained = replace(trained, deferred_init=deferred_init, read_value=value)
     try:
         partial.mkdir(parents=True)
         return _exported(trained, folder, partial, dtype, max_shard_nbytes)
@@ -162,8 +162,8 @@ def check_round_trip(source: ModelConfig, seed: int, folder: Path) -> tuple[Roun
 
     Returns the comparison of both with what transformers loads.
     """
-    blueprint = load_model(source, seed).deferred_init
-    there = export_model(initial_model(blueprint), folder).round_trip
+    deferred_init = load_model(source, seed).deferred_init
+    there = export_model(initial_model(deferred_init), folder).round_trip
     if not there.passed:
         return there, there
     return there, check_import(ModelConfig(str(folder), weights=str(folder)))[0]

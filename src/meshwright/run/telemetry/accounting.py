@@ -42,7 +42,7 @@ class RankAccounting:
     """Accounts for one rank from its current step to step `last`."""
 
     def __init__(self, executor: Executor, plan: Plan, world: World, last: int) -> None:
-        self._player, self._plan, self._world = executor, plan, world
+        self._executor, self._plan, self._world = executor, plan, world
         folder, first = Path(plan.run.folder), executor.steps_done
         self._path = accounting_path(folder, world.rank)
         self._tracer = StepTracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
@@ -113,7 +113,7 @@ class RankAccounting:
             "steps": self._steps,
             "last_step": self._step,
             "seconds": dict(self._seconds),
-            "memory": {**self._player.memory_by_category(), "peak": peak_memory(device)},
+            "memory": {**self._executor.memory_by_category(), "peak": peak_memory(device)},
             "sent": {name: nbytes for name, nbytes in sent.items() if nbytes},
         }
 

@@ -310,8 +310,13 @@ class _TrainLoop:
     def _note_spike(self, spike: LossSpike) -> dict[int, list[int]]:
         """Logs a harmful step; returns the ids of its samples by rank."""
         sample_ids = self.feed.sample_ids(spike.step - 1)
-        ids = {suspect.rank: sample_ids[self.plan.data_index(suspect.rank)] for suspect in spike.rank_reports}
-        ranks = [{**asdict(suspect), "samples": ids[suspect.rank]} for suspect in spike.rank_reports]
+        ids = {
+            rank_report.rank: sample_ids[self.plan.data_index(rank_report.rank)]
+            for rank_report in spike.rank_reports
+        }
+        ranks = [
+            {**asdict(rank_report), "samples": ids[rank_report.rank]} for rank_report in spike.rank_reports
+        ]
         values = {"loss": spike.loss, "grad_norm": spike.grad_norm, "reasons": spike.reasons, "ranks": ranks}
         self._write({"kind": SPIKE, "step": spike.step, "action": self.plan.job.guard.action, **values})
         return ids
