@@ -102,20 +102,15 @@ def retired() -> dict[str, str]:
 
 
 def definitions(source: Source) -> Iterator[tuple[str, int]]:
-    """Yields every name that is defined: functions, classes, parameters, fields, module constants; with its
-    line.
-    """
+    """Yields every name that is defined: functions, classes, parameters, fields, variables; with its line."""
     for node in ast.walk(source.tree):
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
                 yield name, node.lineno
             case ast.arg(arg=name):
                 yield name, node.lineno
-            case ast.AnnAssign(target=ast.Name(id=name)):
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
                 yield name, node.lineno
-    for node in source.tree.body:
-        if isinstance(node, ast.Assign):
-            yield from ((name.id, node.lineno) for name in node.targets if isinstance(name, ast.Name))
 
 
 def retired_word(source: Source) -> Iterator[Finding]:
@@ -136,8 +131,14 @@ RULES = (
     Rule(
         "no definition uses a retired word",
         retired_word,
-        bad=("def bundle_of(): ...\n", "class Arena: ...\n", "def f(anatomy): ...\n", "DICE = 1\n"),
+        bad=(
+            "def bundle_of(): ...\n",
+            "class Arena: ...\n",
+            "def f(anatomy): ...\n",
+            "def f():\n    dealt = 1\n",
+        ),
         good=("def param_group(): ...\n", "class FlatParam: ...\n"),
+        where=lambda source: True,
     ),
     Rule(
         "no function or class is named by a bare participle, adverb or preposition",

@@ -44,7 +44,7 @@ LINKS_WITH_LATENCY = (
     "inter_host",
 )
 
-# a link or "crowd", the size band or the number of receivers, "latency" or "bytes"
+# a link or "overhead", the size band or the number of receivers, "latency" or "bytes"
 NetworkFeature = tuple[str, int, str]
 
 
@@ -68,7 +68,7 @@ def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> 
     )
     figures = dict(zip(columns, nonnegative_least_squares(matrix, np.ones(len(cells))), strict=True))
     crowds = tuple(
-        RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "crowd"
+        RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "overhead"
     )
     links = {part: _link_cost(part, figures) for part in LINK_NAMES}
     return NetworkModel(crowds, **links)
@@ -139,7 +139,7 @@ def _round_features(demand: RoundLoad, nbytes: int) -> list[tuple[NetworkFeature
     else:
         messages |= {"intra_host": [(share * nbytes, count) for share, count in demand.intra_host]}
         messages |= {"busiest_rank": [(share * nbytes, count) for share, count in demand.busiest_rank]}
-        found.append((("crowd", demand.num_receivers, "latency"), 1))
+        found.append((("overhead", demand.num_receivers, "latency"), 1))
     for part, sizes in messages.items():
         for size, count in sizes:
             band = _band_index(size)

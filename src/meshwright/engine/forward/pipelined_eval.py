@@ -113,7 +113,7 @@ class PipelinedEvaluation:
         action: str,
     ) -> None:
         if state.trained_module.forward_graphs is None:
-            raise RuntimeError("a plan has stages, and nothing is known of the courses of its model")
+            raise RuntimeError("the plan has stages, and its model has no recorded forward")
         self._sharding, self._state, self._driver, self._action = plan.sharding, state, driver, action
         self._forward_graphs, self._compute_dtype = (
             state.trained_module.forward_graphs,

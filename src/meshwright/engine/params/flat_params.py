@@ -175,7 +175,7 @@ class FlatParams:
             parameter.grad = place.view(parameter.shape) if self._grads_in_place else None
         flat[end:].zero_()
         self._packed_buffers[action.name] = flat
-        if self._grads_in_place and flat_param.gradient is None:  # the buffer is the bundle's for good
+        if self._grads_in_place and flat_param.gradient is None:  # the buffer belongs to the flat parameter
             self._set_gradient(flat_param, flat[flat_param.shard_slice])
         return True
 

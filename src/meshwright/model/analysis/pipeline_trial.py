@@ -92,12 +92,12 @@ def add_stage_boundaries(
     With `sequence_sharded`, the boundaries also tell which values are sharded along the sequence.
     """
     inputs = {column.name: analyzed.example[column.name] for column in analyzed.model_spec.inputs}
-    borders = (
+    boundaries = (
         get_forward_graphs(analyzed, dtype)
         .get(inputs, compute_dtype, sequence_sharded=sequence_sharded)
         .boundaries
     )
-    return replace(analyzed, model_spec=replace(analyzed.model_spec, stage_boundaries=borders))
+    return replace(analyzed, model_spec=replace(analyzed.model_spec, stage_boundaries=boundaries))
 
 
 def get_forward_graphs(analyzed: AnalyzedModel, dtype: torch.dtype) -> "ForwardGraphCache":

@@ -17,7 +17,7 @@ from meshwright.plan.step.single_device import FORWARD_KINDS
 CHECKPOINT_MODULE = "torch.utils.checkpoint"
 USER_CHECKPOINT_FIX = (
     "turn the model's own checkpointing off (in transformers: activation_checkpointing_disable()), and add "
-    "the strategy 'recompute'"
+    "the strategy 'activation_checkpointing'"
 )
 
 

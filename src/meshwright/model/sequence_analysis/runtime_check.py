@@ -226,7 +226,7 @@ class _OpRecorder(ShardedForward):
 
 
 def _compare_ops(ops: OpsByBlockCall, found: OpsByBlockCall, lengths: Mapping[int, int]) -> None:
-    """Raises PlanError if `found`, on these lengths, differs from `course`."""
+    """Raises PlanError if `found`, on these lengths, differs from `ops`."""
     lengths_text = " and ".join(map(str, lengths.values()))
     for block_call, ops_of_call in ops.items():
         reason = length_dependence(ops_of_call, found.get(block_call, []), lengths_text)

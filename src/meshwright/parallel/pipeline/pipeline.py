@@ -142,8 +142,8 @@ class Pipeline(Strategy):
             )
         elif sharding.model_spec.stage_boundaries is None:
             yield Diagnostic(
-                "nothing is known of what crosses the borders between blocks",
-                "read the model with its borders",
+                "the model spec has no stage boundaries",
+                "analyze the model again: mw.analyze finds them",
                 location,
             )
         else:

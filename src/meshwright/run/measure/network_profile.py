@@ -78,8 +78,8 @@ def _lines(cluster: Cluster) -> Iterator[str]:
     yield f"model = {cluster.fit_error.model:.4g}\ncorrected = {cluster.fit_error.corrected:.4g}"
     yield "\n[network]"
     crowds = [
-        f"    {{num_receivers = {crowd.num_receivers}, seconds = {crowd.seconds:.4g}}},"
-        for crowd in cluster.network.round_overheads
+        f"    {{num_receivers = {overhead.num_receivers}, seconds = {overhead.seconds:.4g}}},"
+        for overhead in cluster.network.round_overheads
     ]
     yield "\n".join(["round_overheads = [", *crowds, "]"])
     network = cluster.network
