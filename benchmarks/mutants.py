@@ -54,7 +54,7 @@ from typing import Literal
 
 import psutil
 
-from benchmarks.harness.case_store import Kept
+from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import RESULTS, ROOT, Result
 from benchmarks.nearest_tests import ImportGraph, Stage, Tier, stages
 
@@ -299,7 +299,7 @@ def known_rows(rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> dict[str, 
 
 def run_all(mutants: Sequence[Mutant], last: Depth, num_processes: int, num_workers: int) -> dict[str, Row]:
     """Runs what no stored row answers, `num_workers` mutants at a time; returns all rows that are known."""
-    kept, graph, files = Kept(NAME), ImportGraph(ROOT), tracked_files()
+    kept, graph, files = CaseStore(NAME), ImportGraph(ROOT), tracked_files()
     known = known_rows(kept.read(), mutants)
     tiers = tomllib.loads((ROOT / "tests" / "tiers.toml").read_text(encoding="utf-8"))
     with TemporaryDirectory(prefix="mutants-") as folder:
