@@ -144,8 +144,8 @@ def errors(cluster: Cluster, cell: AllReduceTiming) -> tuple[float, float]:
         predict_all_reduce_s(each, cell.algorithm, cell.ranks, cell.nbytes)
         for each in (cluster.without_measurements(), cluster)
     )
-    alone, corrected = (abs(predicted / cell.seconds - 1) for predicted in predictions)
-    return alone, corrected
+    uncorrected, corrected = (abs(predicted / cell.seconds - 1) for predicted in predictions)
+    return uncorrected, corrected
 
 
 def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
@@ -185,9 +185,9 @@ def judge(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
     verdicts: list[Verdict] = []
     for name in NAMES:
         left_out = [cell for cell in timings if cell.algorithm == name and cell.nbytes not in fitted_sizes]
-        alone, corrected = zip(*(errors(cluster, cell) for cell in left_out), strict=True)
+        uncorrected, corrected = zip(*(errors(cluster, cell) for cell in left_out), strict=True)
         scatter = median(noise(cell) for cell in timings if cell.algorithm == name)
-        rows[name] = {"model alone": median(alone), "corrected": median(corrected), "noise": scatter}
+        rows[name] = {"model alone": median(uncorrected), "corrected": median(corrected), "noise": scatter}
         if name == "backend":
             del rows[name]["model alone"]  # no list of rounds
         verdicts.append(

@@ -207,6 +207,6 @@ def commit(root: Path = ROOT) -> str:
     return f"{head}{'-dirty' if changed else ''}" if head else "unknown"
 
 
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
