@@ -273,7 +273,7 @@ def result(found: Sequence[Case]) -> Result:
 
 
 def unresolved(why: str) -> Result:
-    """The result where no hosts can be made."""
+    """Returns the result where no hosts can be made."""
     bar = predicted(get_algorithm(RING), MIB, JUDGED) / predicted(get_algorithm(OURS), MIB, JUDGED)
     detail = {"not measured": why}
     figures = {"median": 0.0, "spread": (0.0, 0.0), "bar": bar}

@@ -106,7 +106,7 @@ class Case:
         return True if self.share.low >= BAR else False if self.share.high < BAR else "unresolved"
 
     def as_dict(self) -> dict[str, object]:
-        """The case as a row of a result's detail."""
+        """Returns the case as a row of a result's detail."""
         walls = {name: median(found) for name, found in self.walls.items()}
         row = {
             "share": asdict(self.share),
@@ -186,17 +186,16 @@ def simulated_s(program: Program, spans: Sequence[ProfilerSpan]) -> float:
     program allows.
     """
     seconds = {span.name: span.end - span.begin for span in spans if span.action is not None}
-    comm_calls = sum(span.end - span.begin for span in spans if span.kind in (ISSUE, WAIT))
-    whole = max(span.end for span in spans) - min(span.begin for span in spans)
-    on_compute = sum(
+    comm_calls_s = sum(span.end - span.begin for span in spans if span.kind in (ISSUE, WAIT))
+    step_s = max(span.end for span in spans) - min(span.begin for span in spans)
+    compute_s = sum(
         span.end - span.begin for span in spans if span.action is not None and span.stream == "compute"
     )
-    glue = max(
-        0.0, whole - on_compute - comm_calls
-    )  # time outside of all actions; it stays on the compute stream
+    # glue: the time outside of all actions; it stays on the compute stream
+    glue_s = max(0.0, step_s - compute_s - comm_calls_s)
     forwards = [span.name for span in spans if span.action is not None and span.kind == "F"]
     for name in forwards:
-        seconds[name] += glue / len(forwards)
+        seconds[name] += glue_s / len(forwards)
     return max(tick.end for tick in simulate(program, lambda action: seconds.get(action.name, 0.0)))
 
 

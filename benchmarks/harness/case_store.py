@@ -1,4 +1,4 @@
-"""Finished cases of a long benchmark, row by row: a later run of the same commit continues where one ended."""
+"""The finished cases of a long benchmark, by commit: a later run of the same commit continues there."""
 
 import json
 from collections.abc import Mapping

@@ -19,7 +19,7 @@ SAMPLES, TOKENS, WIDTH, CLASSES = 12, 12, 16, 10
 
 
 def t5() -> mw.Model:
-    """T5, which takes the tokens of its decoder as a second input."""
+    """Returns T5, which takes the tokens of its decoder as a second input."""
     sizes = {
         "vocab_size": 256,
         "d_model": 32,
@@ -33,7 +33,7 @@ def t5() -> mw.Model:
 
 
 def vit() -> mw.Model:
-    """ViT, which takes images; the loss is cross-entropy over classes, one per sample."""
+    """Returns ViT, which takes images; the loss is cross-entropy over classes, one per sample."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -48,25 +48,25 @@ def vit() -> mw.Model:
 
 
 def u_net() -> mw.Model:
-    """A U-Net with skip connections; the loss is a squared distance."""
+    """Returns a U-Net with skip connections; the loss is a squared distance."""
     images = _images(8)
     return mw.Model(UNet(), {"x": images, "target": images.flip(-1)}, loss=_distance())
 
 
 def two_towers() -> mw.Model:
-    """Two inputs, each with its own tower, scored by a product."""
+    """Returns a model with two inputs, each with its own tower, scored by a product."""
     samples = _text(SAMPLES, 2 * WIDTH) / 128 - 1
     example = {"left": samples[:, :WIDTH], "right": samples[:, WIDTH:], "target": samples[:, :1]}
     return mw.Model(TwoTowers(), example, loss=_distance())
 
 
 def translator() -> mw.Model:
-    """An encoder whose output every decoder layer takes, with one embedding for both and the head."""
+    """Returns an encoder whose output every decoder layer takes, with one embedding for both and the head."""
     return mw.Model(Translator(), _pairs())
 
 
 def mlp() -> mw.Model:
-    """A Sequential MLP."""
+    """Returns a Sequential MLP."""
     layers = [
         nn.Linear(WIDTH, 32),
         nn.GELU(),
@@ -79,12 +79,12 @@ def mlp() -> mw.Model:
 
 
 def resnet() -> mw.Model:
-    """A residual network with group norms: batch statistics would depend on the microbatches."""
+    """Returns a residual network with group norms: batch statistics would depend on the microbatches."""
     return mw.Model(ResNet(), {"x": _images(8), "labels": _classes()})
 
 
 def transformer() -> mw.Model:
-    """Torch's nn.Transformer, between an embedding and a head."""
+    """Returns torch's nn.Transformer, between an embedding and a head."""
     return mw.Model(TorchTransformer(), _pairs())
 
 

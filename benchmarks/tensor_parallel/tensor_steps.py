@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -190,7 +190,7 @@ def _styles(*, prepared: bool) -> dict[str, Any]:
     }
     if prepared:
         replicate = Replicate()
-        layouts = {"hidden_states": replicate}
+        layouts: dict[str, Placement] = {"hidden_states": replicate}
         styles["self_attn"] = PrepareModuleInput(
             input_kwarg_layouts=layouts, desired_input_kwarg_layouts=layouts
         )
