@@ -70,12 +70,12 @@ def times(ranks: int, window: Window) -> Rounds:
         return measure(ranks_of_sides, window)
 
 
-def resident(rank: int, size: int, *, build: Build, **arguments: Any) -> Callable[[], object]:
-    """Returns the step that `build` makes, which returns the high-water mark of this process in the step, in
-    bytes above its imports.
+def resident(rank: int, size: int, *, build_step: Build, **arguments: Any) -> Callable[[], object]:
+    """Returns the step that `build_step` makes, which returns the high-water mark of this process in the
+    step, in bytes above its imports.
     """
     after_imports = _kib("VmRSS")
-    run = build(rank, size, **arguments)
+    run = build_step(rank, size, **arguments)
 
     def step() -> int:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
@@ -95,7 +95,7 @@ def peaks(stage: int, ranks: int, steps: int, starts: int) -> dict[str, list[flo
         for name, (build, options) in sides.items():
             preload = (*HEAVY, "deepspeed")
             arguments: Mapping[str, Any] = {
-                "build": build,
+                "build_step": build,
                 "workload": "large",
                 "store": fresh_store(),
                 **options,

@@ -100,17 +100,17 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
 
 
 def byte_counting_step(
-    rank: int, size: int, *, build: Callable[..., Step], **arguments: Any
+    rank: int, size: int, *, build_step: Callable[..., Step], **arguments: Any
 ) -> Callable[[], dict[str, float]]:
     """Returns a step that returns the bytes that this rank sent, by collective, and the number of collectives
     (`calls`).
 
-    Ours are taken from the ledger; torch's are counted where they are dispatched. `build` is `ours` or
+    Ours are taken from the ledger; torch's are counted where they are dispatched. `build_step` is `ours` or
     `dtensor`.
     """
-    if build is ours:
+    if build_step is ours:
         return _ledger_step(rank, size, **arguments)
-    run = build(rank, size, **arguments)
+    run = build_step(rank, size, **arguments)
 
     def step() -> dict[str, float]:
         with CollectiveCounter(size) as counter:

@@ -67,7 +67,12 @@ def sent(workload: str, name: str) -> dict[str, float]:
     collectives.
     """
     build, options = SIDES[name]
-    arguments: Mapping[str, Any] = {"build": build, "workload": workload, "store": fresh_store(), **options}
+    arguments: Mapping[str, Any] = {
+        "build_step": build,
+        "workload": workload,
+        "store": fresh_store(),
+        **options,
+    }
     with Ranks(name, byte_counting_step, RANKS, preload=PRELOAD, **arguments) as group:
         *_, cost = [group.step() for _ in range(2)]
     (note, *_) = cost.notes
@@ -77,7 +82,12 @@ def sent(workload: str, name: str) -> dict[str, float]:
 def peak(name: str, steps: int) -> float:
     """Returns the largest peak of any rank of one side in the large step, in MiB: the median of `steps`."""
     build, options = SIDES[name]
-    arguments: Mapping[str, Any] = {"build": build, "workload": "large", "store": fresh_store(), **options}
+    arguments: Mapping[str, Any] = {
+        "build_step": build,
+        "workload": "large",
+        "store": fresh_store(),
+        **options,
+    }
     with Ranks(name, resident, RANKS, preload=PRELOAD, **arguments) as group:
         costs = [group.step() for _ in range(WARMUP + steps)][WARMUP:]
     return median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20

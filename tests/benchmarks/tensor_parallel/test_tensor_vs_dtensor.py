@@ -18,13 +18,13 @@ def notes(step_build: object, **arguments: object) -> list[object]:
 
 def test_bytes_are_counted_on_both_sides():
     sent = {
-        "ours": notes(byte_counting_step, build=ours)[-1],
-        "DTensor": notes(byte_counting_step, build=dtensor)[-1],
+        "ours": notes(byte_counting_step, build_step=ours)[-1],
+        "DTensor": notes(byte_counting_step, build_step=dtensor)[-1],
     }
     assert {name: each["calls"] >= 32 for name, each in sent.items()} == {"ours": True, "DTensor": True}
     assert ratio(sent) == pytest.approx(4 / 7, rel=1e-3)
     assert ratio(sent) <= BYTES_BAR
-    prepared = notes(byte_counting_step, build=dtensor, prepared=True)[-1]
+    prepared = notes(byte_counting_step, build_step=dtensor, prepared=True)[-1]
     assert ratio({"ours": sent["ours"], "DTensor": prepared}) == pytest.approx(1, rel=1e-2)
 
 
