@@ -2,18 +2,18 @@
 
 engine_overhead     step time of the engine on one device, against a plain PyTorch loop
 interface_overhead  time that our interface adds to a call of the backend, and the ledger to a step
-mutants             how many planted faults the test suite notices
+mutants             the share of planted faults that the test suite notices
 nearest_tests       orders test files by their distance to a module
 suite_tiers         chooses the cases of the default tier of the test suite
 comm/               all-reduce, hosts, transports
 context_parallel/   ring attention, Ulysses
 data_parallel/      DDP and ZeRO
-harness/            how benchmarks measure, and what they write
+harness/            measurement methods, and the format of results
 models/             the models that benchmarks train
 pipeline/           pipeline schedules
-planner/            the planner's predictions
-published_runs/     runs that others published
-random_plans/       plans drawn by chance
+planner/            predictions of the planner
+published_runs/     runs published by others
+random_plans/       randomly drawn plans
 recovery/           kills, hangs, restarts
 tensor_parallel/    tensor parallelism
 """

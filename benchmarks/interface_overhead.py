@@ -1,23 +1,23 @@
-"""What our interface adds to a call of the backend, and what the ledger adds to a training step. gloo,
-without shared memory.
+"""Time that our interface adds to a call of the backend, and the ledger to a training step; gloo without
+shared memory.
 
     all_reduce, 64 MiB, 2 and 4 ranks    ours / bare          bar 1.03
     all_reduce, 1 KiB, 2 and 4 ranks     ours - bare          bar 30 us per call and rank
     a step, small workload, 2 ranks      ledger / no ledger   bar 1.01
 
-Bare is `dist.all_reduce(tensor)`, ours `group.all_reduce(tensor).wait()`. The ledger is all that is noted of
-a call: its bytes, and the ring of the last calls with their lines; without, both do nothing. All sides of a
-part take turns in the same processes, on the same tensors and connections, so that only the code differs;
-what runs beside them (the thread that watches for ranks that hang) runs beside all. CPU seconds of all ranks
-decide, wall seconds stand beside. At 1 KiB it is the CPU of the calling threads: gloo answers after about a
-millisecond, of which its own threads and the scheduler add or take tens of us by chance.
+Bare is `dist.all_reduce(tensor)`, ours `group.all_reduce(tensor).wait()`. The ledger is everything that is
+recorded of a call: its bytes, and the ring buffer of the last calls with their source lines; without it, both
+recorders do nothing. All sides of a workload take turns in the same processes, on the same tensors and
+connections, so that only the code differs; the watchdog thread runs for all sides. CPU seconds of all ranks
+decide, wall seconds are shown. At 1 KiB it is the CPU time of the calling threads: gloo answers after about a
+millisecond, and its own threads and the scheduler change that by tens of us at random.
 
-The same is counted a second way, without a peer: a call whose backend answers at once costs only our Python,
-and the cost of one note times the collectives of a step is the ledger's share of it. Both stand in the
-detail.
+The same cost is measured in a second way, without a peer: a call whose backend answers at once costs only our
+Python, and the cost of one record times the collectives of a step is the ledger's share of the step. Both are
+in the detail.
 
     python -m benchmarks.interface_overhead           writes the result
-    python -m benchmarks.interface_overhead --quick   a few rounds, whoever else is busy; writes nothing
+    python -m benchmarks.interface_overhead --quick   a few rounds, also on a busy machine; writes nothing
 """
 
 import sys
@@ -49,7 +49,7 @@ from benchmarks.harness.interleaved_timing import (
 )
 from benchmarks.harness.rank_processes import Build, Ranks
 from benchmarks.harness.result import Result
-from benchmarks.models.llama_steps import HEAVY, fresh_store, joined, ours
+from benchmarks.models.llama_steps import HEAVY, fresh_store, make_world, ours
 from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import announce
 from meshwright.plan.sharding.mesh import AXES
@@ -60,17 +60,17 @@ CLAIM = (
     "the ledger costs at most 1 % of a small step"
 )
 SIDES = ("bare", "ours", "twin")
-WIDEST_US = 10.0  # an A/A half width above this resolves nothing of 30 us
+WIDEST_US = 10.0  # with a larger A/A half width a bar of 30 us is unresolved
 KIB, MIB = 2**10, 2**20
-COUNTED = 5000  # calls whose mean is one figure of the second way
+NUM_CALLS = 5000  # of which the second measurement takes the mean
 Step = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Part:
-    """One row of the table: how to make the step of each side, and how long to measure.
+class Workload:
+    """One row of the table: how to build the step of each side, and how long to measure.
 
-    `calls` is 0 where a ratio is judged.
+    `calls` is 0 where the bar is a ratio.
     """
 
     build: Build
@@ -83,8 +83,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a part showed: a ratio, or microseconds added per call and rank; `aa` is what two equal sides
-    differ by.
+    """The measurement of a workload: a ratio, or microseconds added per call and rank; `aa` is the difference
+    of two equal sides.
     """
 
     unit: str
@@ -96,11 +96,11 @@ class Finding:
     @property
     def holds(self) -> Verdict:
         """As in benchmarks/harness/interleaved_timing.py, with a limit of its own for microseconds."""
-        none, widest = (1.0, WIDEST_AA) if self.unit == "ratio" else (0.0, WIDEST_US)
+        neutral, widest = (1.0, WIDEST_AA) if self.unit == "ratio" else (0.0, WIDEST_US)
         if (
             len(self.values) < LEAST_ROUNDS
             or self.aa.half_width > widest
-            or abs(self.aa.median - none) > widest
+            or abs(self.aa.median - neutral) > widest
         ):
             return "unresolved"
         return self.found.high <= self.bar + self.aa.half_width
@@ -108,7 +108,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Turn:
-    """One side of processes that play all sides in turn."""
+    """One side of processes that run all sides in turn."""
 
     name: str
     ranks: Ranks
@@ -116,26 +116,25 @@ class Turn:
     caller: bool = False
 
     def step(self) -> Cost:
-        """Run one step; with `caller`, its CPU seconds are those of the calling threads alone.
+        """Runs one step; with `caller`, its CPU seconds are those of the calling threads only.
 
-        Raises ValueError when the ranks played another side.
+        Raises ValueError when the ranks ran another side.
         """
         cost = self.ranks.step()
-        played = [note for note in cost.notes if isinstance(note, tuple)]
-        names = tuple(name for name, _ in played)
+        notes = [note for note in cost.notes if isinstance(note, tuple)]
+        names = tuple(name for name, _ in notes)
         if set(names) != {self.name}:
             raise ValueError(
-                f"the ranks played {names}, it is the turn of '{self.name}': let `measure` alone ask for "
-                f"steps"
+                f"the ranks ran {names}, it is the turn of '{self.name}': let only `measure` request steps"
             )
-        calling = sum(seconds for _, seconds in played)
-        return replace(cost, cpu_s=calling, others_s=cost.cpu_s - calling) if self.caller else cost
+        caller_s = sum(seconds for _, seconds in notes)
+        return replace(cost, cpu_s=caller_s, others_s=cost.cpu_s - caller_s) if self.caller else cost
 
 
 def in_turn(steps: Mapping[str, Step]) -> Callable[[], tuple[str, float]]:
-    """A step that plays all of `steps` forwards, then backwards, as `measure` asks for them.
+    """Returns a step that runs all of `steps` in order, then in reverse order, as `measure` requests them.
 
-    It returns which it was, and the CPU seconds of this thread.
+    It returns the name of the step that ran, and the CPU seconds of this thread.
     """
     order = cycle([*steps, *reversed(list(steps))])
 
@@ -148,162 +147,161 @@ def in_turn(steps: Mapping[str, Step]) -> Callable[[], tuple[str, float]]:
 
 
 def calls(rank: int, size: int, store: str, nbytes: int, repeats: int) -> Step:
-    """`repeats` all_reduces of `nbytes` bytes: bare, through our interface, and bare again."""
+    """Returns a step of `repeats` all_reduces of `nbytes` bytes: bare, through our interface, and bare
+    again.
+    """
     torch.set_num_threads(1)
-    group = joined(rank, size, store).group(AXES)
+    group = make_world(rank, size, store).group(AXES)
     tensor = torch.zeros(nbytes // 4)  # a sum of zeros does not grow
 
     def bare() -> None:
         for _ in range(repeats):
             dist.all_reduce(tensor)
 
-    def through() -> None:
+    def interface() -> None:
         for _ in range(repeats):
             group.all_reduce(tensor, action="REDUCE(0)").wait()
 
-    return in_turn({"bare": bare, "ours": through, "twin": bare})
+    return in_turn({"bare": bare, "ours": interface, "twin": bare})
 
 
 def steps(rank: int, size: int, store: str) -> Step:
-    """Steps of the small workload: without the ledger, with it, and without again.
+    """Returns steps of the small workload: without the ledger, with it, and without again.
 
-    One engine plays them all.
+    One engine runs them all.
     """
-    world = joined(rank, size, store)
+    world = make_world(rank, size, store)
     step, ledger = ours(rank, size, "small", world=world), world.ledger
 
-    def silent() -> None:
+    def without_ledger() -> None:
         with (
             patch.object(ledger, "record", _nothing),
             patch.object(ledger.flight_recorder, "record", _nothing),
         ):
             step()
 
-    return in_turn({"bare": silent, "ours": step, "twin": silent})
+    return in_turn({"bare": without_ledger, "ours": step, "twin": without_ledger})
 
 
-def _nothing(*given: object) -> None:
+def _nothing(*args: object) -> None:
     return
 
 
-def counted(rank: int, size: int, store: str) -> Step:
-    """Microseconds of our Python alone: of a call whose backend answers at once, of `announce`, and of what
-    the ledger notes.
+def python_costs(rank: int, size: int, store: str) -> Step:
+    """Returns a step that measures the microseconds of our Python alone: of a call whose backend answers at
+    once, of `announce`, and of a record of the ledger.
     """
     torch.set_num_threads(1)
-    world = joined(rank, size, store)
+    world = make_world(rank, size, store)
     group, tensor = world.group(AXES), torch.zeros(256)
     if not isinstance(group, TorchGroup):
         raise ValueError(
-            f"the group is a {type(group).__name__}; what is counted here is the way to torch.distributed"
+            f"the group is a {type(group).__name__}; needed is a TorchGroup, which calls torch.distributed"
         )
-    over = dist.all_reduce(tensor, async_op=True)
-    if over is None:
+    finished = dist.all_reduce(tensor, async_op=True)
+    if finished is None:
         raise ValueError(
-            "torch.distributed gave no work: this rank is not in its group; start the ranks again"
+            "torch.distributed returned no work: this rank is not in its group; start the ranks again"
         )
-    over.wait()
+    finished.wait()
     step = ours(rank, size, "small", world=world)
 
     def microseconds(call: Step) -> float:
         began = time.process_time()
-        for _ in range(COUNTED):
+        for _ in range(NUM_CALLS):
             call()
-        return (time.process_time() - began) / COUNTED * 1e6
+        return (time.process_time() - began) / NUM_CALLS * 1e6
 
-    def show() -> dict[str, float]:
-        said = partial(announce, group, "all_reduce", tensor, action="REDUCE(0)")
-        with patch.object(group, "_summed", lambda *tensors, **how: over):
-            whole = microseconds(lambda: group.all_reduce(tensor, action="REDUCE(0)").wait())
-            nothing = microseconds(lambda: group._backend_all_reduce(tensor))
-        announced = microseconds(said)
+    def measure_once() -> dict[str, float]:
+        announce_call = partial(announce, group, "all_reduce", tensor, action="REDUCE(0)")
+        with patch.object(group, "_summed", lambda *tensors, **options: finished):
+            interface_us = microseconds(lambda: group.all_reduce(tensor, action="REDUCE(0)").wait())
+            backend_us = microseconds(lambda: group._backend_all_reduce(tensor))
+        announce_us = microseconds(announce_call)
         with (
             patch.object(world.ledger, "record", _nothing),
             patch.object(world.ledger.flight_recorder, "record", _nothing),
         ):
-            unnoted = microseconds(said)
+            unrecorded_us = microseconds(announce_call)
         world.ledger.is_recording, first = True, len(world.ledger.entries)
         step()
         world.ledger.is_recording, num = False, len(world.ledger.entries) - first
-        noted = announced - unnoted
         return {
-            "call_us": whole - nothing,
-            "announce_us": announced,
-            "note_us": noted,
+            "call_us": interface_us - backend_us,
+            "announce_us": announce_us,
+            "record_us": announce_us - unrecorded_us,
             "collectives_per_step": num,
         }
 
-    return show
+    return measure_once
 
 
-def parts(quick: bool) -> dict[str, Part]:
-    """The rows of the table by name."""
+def workloads(quick: bool) -> dict[str, Workload]:
+    """Returns the rows of the table by name."""
 
     def window(clean: int, most: int, limit_s: float) -> Window:
         return (
             Window(LEAST_ROUNDS, LEAST_ROUNDS, 60, threshold=99.0) if quick else Window(clean, most, limit_s)
         )
 
-    found: dict[str, Part] = {}
+    found: dict[str, Workload] = {}
     for num in (2, 4):
         long, short = {"nbytes": 64 * MIB, "repeats": 2}, {"nbytes": KIB, "repeats": 40 if quick else 200}
-        found[f"64 MiB, {num} ranks"] = Part(calls, num, 1.03, window(160, 500, 110), long)
-        found[f"1 KiB, {num} ranks"] = Part(
+        found[f"64 MiB, {num} ranks"] = Workload(calls, num, 1.03, window(160, 500, 110), long)
+        found[f"1 KiB, {num} ranks"] = Workload(
             calls, num, 30.0, window(60, 150, 60), short, calls=short["repeats"] * num
         )
-    found["ledger, small step"] = Part(steps, 2, 1.01, window(60, 200, 100), {})
+    found["ledger, small step"] = Workload(steps, 2, 1.01, window(60, 200, 100), {})
     return found
 
 
 @contextmanager
-def sides(part: Part) -> Iterator[list[Turn]]:
-    """The sides of `part`, played in turn by one set of processes."""
+def sides(workload: Workload) -> Iterator[list[Turn]]:
+    """Opens the sides of a workload, which one set of processes runs in turn."""
     with Ranks(
-        "all", part.build, part.num_ranks, preload=HEAVY, store=fresh_store(), **part.arguments
+        "all", workload.build, workload.num_ranks, preload=HEAVY, store=fresh_store(), **workload.arguments
     ) as ranks:
-        yield [Turn(name, ranks, bool(part.calls)) for name in SIDES]
+        yield [Turn(name, ranks, bool(workload.calls)) for name in SIDES]
 
 
-def judged(part: Part, rounds: Rounds, figure: Figure) -> Finding:
-    """`ours` against `bare` in every clean round, and the twin against `bare`."""
-    if not part.calls:
+def judge(workload: Workload, rounds: Rounds, figure: Figure) -> Finding:
+    """Compares `ours` with `bare` in every clean round, and the twin with `bare`."""
+    if not workload.calls:
         values, noise = (rounds.ratios(name, "bare", figure) for name in ("ours", "twin"))
-        return Finding("ratio", part.bar, tuple(values), interval(values), interval(noise))
+        return Finding("ratio", workload.bar, tuple(values), interval(values), interval(noise))
     # CPU seconds are those of all ranks, wall seconds those of one
-    each = part.calls if figure == "cpu_s" else part.calls // part.num_ranks
+    num_calls = workload.calls if figure == "cpu_s" else workload.calls // workload.num_ranks
     base = rounds.figures("bare", figure)
     values, noise = (
-        [(a - b) / each * 1e6 for a, b in zip(rounds.figures(name, figure), base, strict=True)]
+        [(a - b) / num_calls * 1e6 for a, b in zip(rounds.figures(name, figure), base, strict=True)]
         for name in ("ours", "twin")
     )
-    return Finding("us", part.bar, tuple(values), interval(values), interval(noise))
+    return Finding("us", workload.bar, tuple(values), interval(values), interval(noise))
 
 
-def alone(quick: bool) -> dict[str, float]:
-    """The medians of `counted`, with the share of the ledger in a step that follows from them and the seconds
-    of a step.
-    """
-    shown: dict[str, list[float]] = {}
-    with Ranks("counted", counted, 2, preload=HEAVY, store=fresh_store()) as ranks:
+def median_python_costs(quick: bool) -> dict[str, float]:
+    """Returns the medians of `python_costs`."""
+    samples: dict[str, list[float]] = {}
+    with Ranks("python costs", python_costs, 2, preload=HEAVY, store=fresh_store()) as ranks:
         for _ in range(3 if quick else 9):
             for note in ranks.step().notes:
                 for name, value in note.items() if isinstance(note, dict) else ():
-                    shown.setdefault(name, []).append(value)
-    return {name: median(values) for name, values in shown.items()}
+                    samples.setdefault(name, []).append(value)
+    return {name: median(values) for name, values in samples.items()}
 
 
 def main(quick: bool) -> None:
-    """Measure all parts and write the result; with `quick`, only print."""
-    python, detail, findings = alone(quick), {}, {}
+    """Measure all workloads and write the result; with `quick`, only print."""
+    python, detail, findings = median_python_costs(quick), {}, {}
     print(f"our Python alone: {python}", file=sys.stderr)
-    for name, part in parts(quick).items():
-        with sides(part) as turns:
-            rounds = measure(turns, part.window)
-        cpu, wall = judged(part, rounds, "cpu_s"), judged(part, rounds, "wall_s")
+    for name, workload in workloads(quick).items():
+        with sides(workload) as turns:
+            rounds = measure(turns, workload.window)
+        cpu, wall = judge(workload, rounds, "cpu_s"), judge(workload, rounds, "wall_s")
         medians = {side: median(rounds.figures(side)) for side in SIDES}
-        if part.build is steps:
-            step_us = medians["ours"] * 1e6 / part.num_ranks
-            python["ledger_share_of_step"] = python["note_us"] * python["collectives_per_step"] / step_us
+        if workload.build is steps:
+            step_us = medians["ours"] * 1e6 / workload.num_ranks
+            python["ledger_share_of_step"] = python["record_us"] * python["collectives_per_step"] / step_us
         findings[name] = cpu
         detail[name] = {
             "cpu": {**asdict(cpu), "holds": cpu.holds},
@@ -319,13 +317,13 @@ def main(quick: bool) -> None:
     print(f"our Python alone: {python}", file=sys.stderr)
     if quick:
         return
-    worst = max(findings.values(), key=lambda finding: finding.result.high / finding.bar)
+    worst = max(findings.values(), key=lambda finding: finding.found.high / finding.bar)
     result = Result.of(
         "interface_overhead",
         CLAIM,
         values=worst.values,
-        median=worst.result.median,
-        spread=(worst.result.low, worst.result.high),
+        median=worst.found.median,
+        spread=(worst.found.low, worst.found.high),
         bar=worst.bar,
         holds=overall(finding.holds for finding in findings.values()),
         repeats=min(len(finding.values) for finding in findings.values()),

@@ -1,8 +1,8 @@
 """Measures how many planted faults the test suite notices: mutation testing with faults chosen by hand.
 
     python -m benchmarks.mutants                      every mutant, first the default tier, then the full one
-    python -m benchmarks.mutants --until nearest      the stages mirrored and importers alone
-    python -m benchmarks.mutants --only NAME ...      these mutants alone
+    python -m benchmarks.mutants --until nearest      only the stages mirrored and importers
+    python -m benchmarks.mutants --only NAME ...      only these mutants
     python -m benchmarks.mutants --check              apply every mutant and compile it; run no test
 
 A mutant (benchmarks/mutants.toml) is one edit of one file of the library: a dropped wait, a wrong axis, a
@@ -21,14 +21,14 @@ A test that fails catches a mutant only if it passes in a copy without the fault
 the stage runs again. A hang (the timeout of a test, or of a whole stage) counts as caught and is recorded
 as such.
 
-All mutants meet the nearest tests before a survivor meets the others, and those of the default tier before
-the full one.
+All mutants run against the nearest tests first, survivors then against the others of the default tier, and
+survivors of those against the full tier.
 
 Cost: seconds for most mutants, the time of both tiers for one that survives. Rows are kept in
-benchmarks/scratch by commit, so a run goes on where it was stopped. The result `suite_power` is written
-when every mutant has its row.
+benchmarks/scratch by commit, so a later run continues where one was stopped. The result `suite_power` is
+written when every mutant has its row.
 Limits: faults chosen by hand show which kinds of faults are noticed, not how many are left. Checks of the
-form of the source (tests/house) take no part.
+form of the source (tests/house) are left out.
 """
 
 import argparse
@@ -54,7 +54,7 @@ from typing import Literal
 
 import psutil
 
-from benchmarks.harness.case_store import Kept
+from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import RESULTS, ROOT, Result
 from benchmarks.nearest_tests import ImportGraph, Stage, Tier, stages
 
@@ -65,14 +65,14 @@ DEFAULT_BAR, FULL_BAR = 0.90, 0.95
 STAGE_LIMIT_S = {"mirrored": 900.0, "importers": 1800.0, "rest": 3600.0, "full": 7200.0}
 PASSED, NOTHING_COLLECTED, INTERNAL_ERROR, USAGE_ERROR = 0, 5, 3, 4  # exit codes of pytest
 FAILED_LINE = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
-TIMEOUT_WORDS = ("from pytest-timeout", "+ Timeout +")
-How = Literal["", "test", "timeout", "error"]
+TIMEOUT_MARKS = ("from pytest-timeout", "+ Timeout +")
+FailureKind = Literal["", "test", "timeout", "error"]
 Depth = Literal["nearest", "default", "full"]
 PASSES: dict[Depth, tuple[str, ...]] = {
     "nearest": ("mirrored", "importers"),
     "default": ("rest",),
     "full": ("full",),
-}  # stages of the passes over all mutants: what is caught cheaply is caught first
+}  # stages of the passes over all mutants, the cheapest first
 Row = Mapping[str, object]
 
 
@@ -99,7 +99,7 @@ class Mutant:
 
     @property
     def digest(self) -> str:
-        """Changes with the fault, so that a row of another fault of this name is not taken for its own."""
+        """A digest of the fault, so that a stored row of an older fault of this name is not used."""
         return sha256(repr((self.file, self.old, self.new)).encode()).hexdigest()[:12]
 
     def apply(self, source: str) -> str:
@@ -124,7 +124,7 @@ def load_mutants(table: Path = TABLE) -> tuple[Mutant, ...]:
 
 
 def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
-    """Returns what is wrong with the mutants: texts that do not occur once, files that do not compile."""
+    """Returns the problems of the mutants: texts that do not occur once, files that do not compile."""
     problems = []
     for mutant in mutants:
         path = root / mutant.path
@@ -142,22 +142,24 @@ def check(mutants: Iterable[Mutant], root: Path = ROOT) -> list[str]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of pytest ended: "" where nothing failed; `test` is the first that failed, if it is known."""
+    """The end of a run of pytest: "" where nothing failed; `test` is the first that failed, if it is
+    known.
+    """
 
-    how: How
+    failure: FailureKind
     test: str = ""
     code: int = PASSED
     tail: str = ""
 
 
 def outcome_of(code: int, output: str) -> Outcome:
-    """Returns the outcome that an exit code of pytest and its output say."""
+    """Returns the outcome for an exit code of pytest and its output."""
     if code in (PASSED, NOTHING_COLLECTED):
         return Outcome("", code=code)
     found = FAILED_LINE.findall(output)
-    timed_out = any(words in output for words in TIMEOUT_WORDS)
-    how: How = "timeout" if timed_out else "test" if found else "error"
-    return Outcome(how, found[0].strip() if found else "", code, _tail(output))
+    timed_out = any(mark in output for mark in TIMEOUT_MARKS)
+    failure: FailureKind = "timeout" if timed_out else "test" if found else "error"
+    return Outcome(failure, found[0].strip() if found else "", code, _tail(output))
 
 
 def _tail(output: str) -> str:
@@ -171,7 +173,7 @@ def tracked_files(root: Path = ROOT) -> list[str]:
 
 
 class Copy:
-    """Files of a repository in a folder of its own, in which a mutant is planted and tested."""
+    """A copy of the files of a repository, in which a mutant is planted and tested."""
 
     def __init__(self, folder: Path, files: Iterable[str], source: Path = ROOT) -> None:
         self.root = folder
@@ -194,11 +196,11 @@ class Copy:
 
     def pytest(self, arguments: Sequence[str], limit_s: float) -> Outcome:
         """Runs pytest until its first failure; ends it, with all its processes, after `limit_s`."""
-        words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+        argv = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
         env = {**os.environ, "PYTHONPATH": f"{self.root / 'src'}{os.pathsep}{self.root}"}
         # a file, not a pipe: a process that outlives pytest would keep a pipe open
         with TemporaryFile() as written:
-            with subprocess.Popen(words, cwd=self.root, env=env, stdout=written, stderr=written) as job:
+            with subprocess.Popen(argv, cwd=self.root, env=env, stdout=written, stderr=written) as job:
                 try:
                     code = job.wait(limit_s)
                 except subprocess.TimeoutExpired:
@@ -211,7 +213,7 @@ class Copy:
     @staticmethod
     def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
-        # compiled code is found again by second and size, and both may be those of the last text
+        # Python matches compiled code by time in seconds and size, and both may equal those of the last text
         Path(cache_from_source(str(path))).unlink(missing_ok=True)
 
 
@@ -226,14 +228,14 @@ def _kill(pid: int) -> None:
 
 @dataclass
 class Runner:
-    """Tests mutants in `mutated`, and what failed again in `unchanged`, a copy that never holds a mutant."""
+    """Tests mutants in `mutated`, and repeats failed tests in `unchanged`, a copy without a mutant."""
 
     mutated: Copy
     unchanged: Copy
     graph: ImportGraph
     tiers: Mapping[str, object]
     num_processes: int = 1
-    _fail_anyway: set[str] = field(default_factory=set)
+    _failing_unchanged: set[str] = field(default_factory=set)
 
     def run(self, mutant: Mutant, depth: Depth, before: Row | None = None) -> dict[str, object]:
         """Returns the row of a mutant after the stages of a pass; `before` is its row of the pass before."""
@@ -242,12 +244,12 @@ class Runner:
         with self.mutated.planted(mutant):
             for stage in stages(mutant.path, self.graph, self.tiers):
                 outcome = self._run_stage(stage) if stage.name in PASSES[depth] else Outcome("")
-                if outcome.how:
+                if outcome.failure:
                     caught_by = outcome.test or outcome.tail[-200:]
                     row |= {
                         "tier": stage.tier,
                         "stage": stage.name,
-                        "how": outcome.how,
+                        "failure": outcome.failure,
                         "caught_by": caught_by,
                     }
                     break
@@ -255,29 +257,29 @@ class Runner:
 
     def _run_stage(self, stage: Stage) -> Outcome:
         while True:
-            files = [file for file in stage.files if file not in self._fail_anyway]
-            deselected = [f"--deselect={test}" for test in sorted(self._fail_anyway)]
+            files = [file for file in stage.files if file not in self._failing_unchanged]
+            deselected = [f"--deselect={test}" for test in sorted(self._failing_unchanged)]
             arguments = [*self._options(stage), *deselected, *files]
             outcome = self.mutated.pytest(arguments, STAGE_LIMIT_S[stage.name])
             if (
-                not outcome.how
-                or outcome.test in self._fail_anyway
+                not outcome.failure
+                or outcome.test in self._failing_unchanged
                 or self._is_caused_by_mutant(outcome, stage)
             ):
                 return outcome
-            self._fail_anyway.add(outcome.test)
+            self._failing_unchanged.add(outcome.test)
 
     def _is_caused_by_mutant(self, outcome: Outcome, stage: Stage) -> bool:
         limit_s = STAGE_LIMIT_S["mirrored"]
         if outcome.test:
             collect = [] if "::" in outcome.test else ["--collect-only"]  # a file that cannot be imported
-            again = self.unchanged.pytest([*collect, outcome.test], limit_s)
-            return not again.how or again.code == USAGE_ERROR  # an id that pytest has shortened
+            repeated = self.unchanged.pytest([*collect, outcome.test], limit_s)
+            return not repeated.failure or repeated.code == USAGE_ERROR  # an id that pytest has shortened
         if outcome.code in (INTERNAL_ERROR, USAGE_ERROR):  # perhaps conftest.py cannot be imported
-            again = self.unchanged.pytest(["--collect-only", *stage.files[:1]], limit_s)
-            if again.how:
+            collected = self.unchanged.pytest(["--collect-only", *stage.files[:1]], limit_s)
+            if collected.failure:
                 text = "pytest does not run in a copy without a mutant; repair the suite first"
-                raise RuntimeError(f"{text}:\n{again.tail}")
+                raise RuntimeError(f"{text}:\n{collected.tail}")
         return True
 
     def _options(self, stage: Stage) -> list[str]:
@@ -288,7 +290,7 @@ class Runner:
 
 def _row(mutant: Mutant, tier: str) -> dict[str, object]:
     names = {"case": mutant.name, "digest": mutant.digest, "file": mutant.file, "package": mutant.package}
-    return {**names, "tier": tier, "stage": "", "how": "", "caught_by": ""}
+    return {**names, "tier": tier, "stage": "", "failure": "", "caught_by": ""}
 
 
 def known_rows(rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> dict[str, Row]:
@@ -298,9 +300,9 @@ def known_rows(rows: Mapping[str, Row], mutants: Iterable[Mutant]) -> dict[str, 
 
 
 def run_all(mutants: Sequence[Mutant], last: Depth, num_processes: int, num_workers: int) -> dict[str, Row]:
-    """Runs what no stored row answers, `num_workers` mutants at a time; returns all rows that are known."""
-    kept, graph, files = Kept(NAME), ImportGraph(ROOT), tracked_files()
-    known = known_rows(kept.read(), mutants)
+    """Runs the mutants without a stored row, `num_workers` at a time; returns all known rows."""
+    store, graph, files = CaseStore(NAME), ImportGraph(ROOT), tracked_files()
+    known = known_rows(store.read(), mutants)
     tiers = tomllib.loads((ROOT / "tests" / "tiers.toml").read_text(encoding="utf-8"))
     with TemporaryDirectory(prefix="mutants-") as folder:
         runners: SimpleQueue[Runner] = SimpleQueue()
@@ -315,10 +317,10 @@ def run_all(mutants: Sequence[Mutant], last: Depth, num_processes: int, num_work
                 row = runner.run(mutant, depth, known.get(mutant.name))
             finally:
                 runners.put(runner)
-            kept.add(row)
+            store.add(row)
             known[mutant.name] = row
-            words = f"{mutant.name:<44} {row['tier']:<17} {row['seconds']:>7} s"
-            print(f"{words}  {row['caught_by']}", flush=True)
+            summary = f"{mutant.name:<44} {row['tier']:<17} {row['seconds']:>7} s"
+            print(f"{summary}  {row['caught_by']}", flush=True)
 
         with ThreadPoolExecutor(num_workers) as pool:
             for depth in PASSES:
@@ -362,7 +364,7 @@ def write_result(mutants: Sequence[Mutant], rows: Mapping[str, Row], folder: Pat
         "packages": dict(sorted(packages.items())),
         "missed_by_default": {name: breaks[name] for name, row in rows.items() if row["tier"] != "default"},
         "survivors": {name: breaks[name] for name, row in rows.items() if row["tier"] == "survived full"},
-        "timeouts": [name for name, row in rows.items() if row["how"] == "timeout"],
+        "timeouts": [name for name, row in rows.items() if row["failure"] == "timeout"],
         "mutants": [rows[mutant.name] for mutant in mutants],
     }
     result = Result.of(
@@ -383,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=CLAIM)
     option = parser.add_argument
-    option("--only", nargs="+", default=(), metavar="NAME", help="run these mutants alone")
+    option("--only", nargs="+", default=(), metavar="NAME", help="run only these mutants")
     option("--until", choices=list(PASSES), default="full", help="the last pass over the mutants")
     option("--workers", type=int, default=1, help="mutants at a time")
     option("--processes", type=int, default=1, help="of pytest, for the stages rest and full")
@@ -401,7 +403,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [mutant for mutant in mutants if not args.only or mutant.name in args.only]
     rows = run_all(chosen, args.until, args.processes, args.workers)
     share = shares(rows.values())
-    caught = ", ".join(f"the {tier} tier catches {part:.1%}" for tier, part in share.items())
+    caught = ", ".join(f"the {tier} tier catches {tier_share:.1%}" for tier, tier_share in share.items())
     print(f"{len(rows)} mutants: {caught}")
     if len(chosen) == len(mutants) and all(_is_answered(row, "full") for row in rows.values()):
         print(f"wrote {write_result(mutants, rows)}")

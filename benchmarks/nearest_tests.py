@@ -1,12 +1,12 @@
-"""Orders the test files by how near they are to a module: by mirrored name, by imports, by folder.
+"""Orders the test files by their distance to a module: by mirrored name, by imports, by folder.
 
-The graph of imports is read from the sources of src, tests and benchmarks, without importing them:
+The import graph is read from the sources of src, tests and benchmarks, without importing them:
 
     test_zero.py -> parallel/data/zero.py <- test_zero_tokens.py        distance 1: they import the module
     test_train.py -> engine/step/executor.py -> ... -> zero.py          distance 2 and more
     test_essay.py                                                       no path: last
 
-Limits: what a file imports within a function counts as imported; what it runs as a command does not.
+Limits: imports within a function count; modules that a file runs as a command do not.
 """
 
 import ast
@@ -17,15 +17,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-# the check of the mutants fails on every mutant; checks of form say nothing of behaviour
+# the check of the mutants fails on every mutant; checks of the source's form do not test behaviour
 LEFT_OUT = ("tests/house/", "tests/benchmarks/test_mutants.py")
-DOCS = "tests/docs/"  # no part of `make test`
+DOCS = "tests/docs/"  # not part of `make test`
 UNREACHED = 1000  # the distance of a file that does not reach the module
 Tier = Literal["default", "full"]
 
 
 class ImportGraph:
-    """Which Python file imports which, of the folders src, tests and benchmarks of a repository."""
+    """The imports between Python files of the folders src, tests and benchmarks of a repository."""
 
     def __init__(self, root: Path) -> None:
         paths = [path for folder in ("src", "tests", "benchmarks") for path in (root / folder).rglob("*.py")]
@@ -38,12 +38,12 @@ class ImportGraph:
 
     @property
     def test_files(self) -> list[str]:
-        """The files that hold tests."""
+        """The files that contain tests."""
         tests = (file for file in self.files if file.startswith("tests/"))
         return [file for file in tests if Path(file).name.startswith("test_")]
 
     def distances(self, file: str) -> dict[str, int]:
-        """Returns by how many imports each file reaches `file`: 1 for those that import it."""
+        """Returns the number of imports by which each file reaches `file`: 1 for those that import it."""
         found, todo = {file: 0}, deque([file])
         while todo:
             reached = todo.popleft()

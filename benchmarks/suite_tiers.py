@@ -1,18 +1,18 @@
 """Writes tests/tiers.toml: the cases that `make test` keeps of the expensive test functions.
 
-    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run (make test-full
-                                                   ARGS=--junitxml=JUNIT.xml)
+    python -m benchmarks.suite_tiers JUNIT.xml     from the seconds of a full run
+                                                   (make test-full ARGS=--junitxml=JUNIT.xml)
 
 `make test-full` runs every case. `make test` runs every case of a cheap function; of an expensive one it runs
-a selection that covers all pairs of its parameters as far as a budget of seconds per function goes, cheapest
-cover first. The selection depends on the file alone: the same commit runs the same tests.
+a selection that covers all pairs of its parameters within a budget of seconds per function, the cheapest
+cover first. The selection depends on the file only: the same commit runs the same tests.
 
     per function:  kept = argmin(seconds)  such that every pair (value of one parameter, value of another) is
                                            in a case
     stop:          when the kept cases take FUNCTION_S, or nothing is left to cover
 
 A function of a single case is left out when that case takes more than CASE_S, unless KEEP names it: those are
-the only tests of a whole path (a killed run that resumes, a launch over several processes, a hang that is
+the only tests of an entire path (a killed run that resumes, a launch over several processes, a hang that is
 reported).
 """
 
@@ -50,7 +50,7 @@ class Collector:
         self.cases: list[Case] = []
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Keep what was collected."""
+        """Keeps the collected cases."""
         self.cases = [case_of(item) for item in items]
 
 
@@ -84,7 +84,7 @@ def seconds_of(junit: Path) -> dict[Case, float]:
 
 
 def features(case: str) -> set[tuple[str, ...]]:
-    """Returns what a case covers: the words of its id, and all pairs of them."""
+    """Returns the features of a case: the words of its id, and all pairs of them."""
     words = sorted(set(WORD.findall(case)))
     return {*((word,) for word in words), *combinations(words, 2)}
 
@@ -128,7 +128,7 @@ def selection(cases: Iterable[Case], seconds: dict[Case, float]) -> Tiers:
 
 
 def main(junit: str) -> None:
-    """Write tests/tiers.toml, and print what the selection takes."""
+    """Write tests/tiers.toml, and print the number of cases and seconds of the selection."""
     collector = Collector()
     pytest.main(["--collect-only", "-qq", "--full", "tests"], plugins=[collector])
     seconds = seconds_of(Path(junit))

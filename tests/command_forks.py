@@ -1,10 +1,10 @@
-"""The command as forks of a process that has imported everything: two ranks are ready in a second, not in
+"""Runs the command as forks of a process that has done the imports: two ranks are ready in a second, not in
 ten.
 
-What takes long in `tests.command_line.command` is importing torch, once for the command and once for each
-rank. Here a process that has done so, and has one thread only, forks the command, and the command forks its
-ranks (benchmarks/recovery/forked_command.py). All else is as in the real thing: processes, signals, pipes, exit codes. What an
-interpreter of its own can show alone stays with `command`.
+In `tests.command_line.command`, importing torch takes long, once for the command and once for each rank. Here
+a process that has done the imports, and has one thread only, forks the command, and the command forks its
+ranks (benchmarks/recovery/forked_command.py). Processes, signals, pipes and exit codes are real. Tests that
+need an interpreter of their own use `command`.
 
 Run as a module, this is that process: it reads requests from stdin, a line of JSON each, and answers with
 exit codes.
@@ -29,7 +29,7 @@ from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_li
 from tests.command_line import ENV, Said
 
 ROOT = Path(__file__).parents[1]
-ALSO = (
+PRELOADED_FOR_TESTS = (
     "torch._dynamo",
     "meshwright.commands.verify",
     "meshwright.commands.bench_network",
@@ -38,21 +38,21 @@ ALSO = (
 
 
 class Forks:
-    """Calls the command as forks of one process, which is started when first needed; `close` ends it."""
+    """Calls the command as forks of one process, which is started at the first call; `close` ends it."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
 
     def __call__(self, *argv: object) -> Said:
-        """How `meshwright ARGV...` ended: exit code, stdout, stderr."""
-        server = self._server = self._server or self._started()
+        """Runs `meshwright ARGV...`; returns exit code, stdout, stderr."""
+        server = self._server = self._server or self._start()
         assert server.stdin is not None
         assert server.stdout is not None
         try:
             with TemporaryDirectory(prefix="meshwright-") as folder:
                 out, err = Path(folder, "out"), Path(folder, "err")
                 request = {
-                    "words": list(map(str, argv)),
+                    "argv": list(map(str, argv)),
                     "out": str(out),
                     "err": str(err),
                     "folder": str(Path.cwd()),
@@ -60,14 +60,12 @@ class Forks:
                 print(json.dumps(request), file=server.stdin, flush=True)
                 code = int(server.stdout.readline())
                 return code, out.read_text(errors="replace"), err.read_text(errors="replace")
-        except (
-            BaseException
-        ):  # a test that ran out of time: its answer shall not be taken for that of the next
+        except BaseException:  # a test that timed out: its answer must not be taken for that of the next
             self._kill(server)
             raise
 
     def close(self) -> None:
-        """End the process that forks."""
+        """Ends the process that forks."""
         if self._server is not None:
             self._server.communicate()  # it reads the end of its requests
 
@@ -77,7 +75,7 @@ class Forks:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start(self) -> subprocess.Popen[str]:
         env = {**ENV, "PYTHONPATH": f"{ROOT}{os.pathsep}{ENV['PYTHONPATH']}"}
         argv, pipe = [sys.executable, "-m", "tests.command_forks"], subprocess.PIPE
         return subprocess.Popen(
@@ -93,26 +91,26 @@ class Forks:
         server.communicate()
 
 
-def played(words: list[str], out: str, err: str, folder: str) -> int:
-    """The exit code of the command with `words`, played by a fork."""
+def run_forked(argv: list[str], out: str, err: str, folder: str) -> int:
+    """Runs the command with `argv` in a fork; returns its exit code."""
     with Path(out).open("wb") as output, Path(err).open("wb") as errors:
 
         def body() -> int:
             os.dup2(errors.fileno(), 2)
             with patch.object(subprocess, "Popen", forked_command._Rank):
-                return forked_command._main(words)
+                return forked_command._main(argv)
 
         return forked_command.Forked(body, ENV, output, (errors.fileno(),), Path(folder)).wait()
 
 
 def serve() -> None:
-    """Answer requests until there are no more."""
-    for name in (*PRELOADED, *ALSO):
+    """Answers requests until stdin ends."""
+    for name in (*PRELOADED, *PRELOADED_FOR_TESTS):
         import_module(name)
     with suppress(SharedMemoryUnavailable):
         load_library()  # compiled here: in a fork the compiler would be started as a rank
     for request in sys.stdin:
-        sys.stdout.write(f"{played(**json.loads(request))}\n")
+        sys.stdout.write(f"{run_forked(**json.loads(request))}\n")
         sys.stdout.flush()
 
 

@@ -1,24 +1,24 @@
-"""Is an all-reduce as fast as predicted, and does `auto` take the right one?
+"""Predicted against measured all-reduce times, and the choice of `auto` against the fastest algorithm.
 
-Every algorithm is measured at 1 KiB .. 64 MiB with 2, 3 and 4 processes, interleaved (comm/links.py). The
-samples of a cell fall into two halves, those of even sweeps and of odd ones: an A/A run inside the
-measurement. What the halves differ by is noise.
+Every algorithm is measured at 1 KiB .. 64 MiB with 2, 3 and 4 processes, interleaved
+(comm/tuning/allreduce_bench.py). The samples of a cell form two halves, those of even sweeps and of odd ones:
+an A/A run inside the measurement. The difference of the halves is noise.
 
-    fit      on every other size: the model of the network, corrected by what was measured (comm/choice.py)
+    fit      on every other size: the network model, corrected by measured times (comm/tuning/autoselect.py)
     errors   at the sizes between: predicted against measured, the median over sizes and numbers of ranks, per
              algorithm
     auto     a rule from the fitted sizes, at all sizes: the algorithm that it picks against the best one
 
-All go over gloo: memory that ranks of one host share is so much faster that there would be nothing to choose.
+All measurements use gloo: shared memory between ranks of one host is so much faster that there would be
+nothing to choose.
 
-The best one is named by one half and timed by the other, both ways, because the quickest of eight noisy times
-is partly luck. A cell is a hit when the pick takes at most 10 % more than the best, beyond the noise of the
-two in that cell.
+The best algorithm is named by one half and timed by the other, both ways, because the quickest of eight noisy
+times is partly luck. A cell is a hit when the pick takes at most 10 % more than the best, beyond the noise of
+the two in that cell.
 
     python -m benchmarks.comm.allreduce_model            about ten minutes, on a quiet machine
-    python -m benchmarks.comm.allreduce_model --quick    one minute, to see that it works; writes nothing
-    python -m benchmarks.comm.allreduce_model --lesson   the table of docs/communication.md, from the result that
-                                                    was written last
+    python -m benchmarks.comm.allreduce_model --quick    a trial of one minute; writes nothing
+    python -m benchmarks.comm.allreduce_model --lesson   a Markdown table of the stored result
 """
 
 import json
@@ -52,7 +52,7 @@ CLAIM = (
 ERROR_BAR, WITHIN, SHARE_BAR = 0.15, 0.10, 0.95
 NAMES = tuple(str(each) for each in FLAT_ALGORITHMS)
 SIZES, RANKS, BUDGET_S, LEAST = tuple(1 << power for power in range(10, 27)), (2, 3, 4), 150.0, 6
-TAUGHT = (1 << 10, 1 << 20, 1 << 26)
+TABLE_SIZES = (1 << 10, 1 << 20, 1 << 26)
 QUICK_SIZES, QUICK_RANKS, QUICK_S, QUICK_LEAST = (
     tuple(1 << power for power in range(10, 23, 2)),
     (2, 3),
@@ -64,8 +64,8 @@ Cells = Mapping[tuple[str, int, int], AllReduceTiming]  # by algorithm, ranks, b
 
 
 def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: float, least: int) -> Step:
-    """One rank that measures all cells in one step; its note is the transport, and a row per cell with all
-    its samples.
+    """Builds one rank that measures all cells in one step; its note is the transport, and a row per cell with
+    all its samples.
     """
     torch.set_num_threads(1)
     stack = ExitStack()
@@ -85,10 +85,10 @@ def build(rank: int, size: int, store: str, sizes: Sequence[int], budget_s: floa
     return step
 
 
-def measured(
+def measure_cells(
     ranks: Sequence[int], sizes: Sequence[int], budget_s: float, least: int
 ) -> tuple[str, list[AllReduceTiming]]:
-    """What every algorithm took, by processes of this machine, and over what."""
+    """Returns the transport, and the times of every algorithm, measured by processes of this machine."""
     timings: list[AllReduceTiming] = []
     transport = ""
     for world in ranks:
@@ -103,7 +103,7 @@ def measured(
                 cost = configuration.step()
         note = cost.notes[0]
         if not isinstance(note, tuple):
-            raise TypeError(f"rank 0 left {note!r}; needed are the transport and the rows. Look at build")
+            raise TypeError(f"rank 0 returned {note!r}; needed are the transport and the rows. Look at build")
         transport, rows = note
         timings += [AllReduceTiming(*row) for row in rows]
         print(f"measured {world} ranks over {transport} in {cost.wall_s:.0f} s", flush=True)
@@ -111,18 +111,18 @@ def measured(
 
 
 def halves(cell: AllReduceTiming) -> tuple[float, float]:
-    """The medians of the samples of even sweeps, and of odd ones."""
+    """Returns the medians of the samples of even sweeps, and of odd ones."""
     return median(cell.samples[::2]), median(cell.samples[1::2] or cell.samples)
 
 
 def noise(cell: AllReduceTiming) -> float:
-    """What the two halves of a cell differ by, as a share."""
+    """Returns the relative difference of the two halves of a cell."""
     one, other = halves(cell)
     return exp(abs(log(one / other))) - 1
 
 
 def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
-    """The cluster as it is known from every other size."""
+    """Returns the cluster fitted to every other size."""
     sizes = sorted({cell.nbytes for cell in timings})[::2]
     kept = [cell for cell in timings if cell.nbytes in sizes]
     return Cluster(
@@ -139,18 +139,18 @@ def half_fitted(transport: str, timings: Sequence[AllReduceTiming]) -> Cluster:
 
 
 def errors(cluster: Cluster, cell: AllReduceTiming) -> tuple[float, float]:
-    """The relative errors at one cell: of the model alone, and corrected."""
-    guesses = (
+    """Returns the relative errors at one cell: of the model alone, and corrected."""
+    predictions = (
         predict_all_reduce_s(each, cell.algorithm, cell.ranks, cell.nbytes)
         for each in (cluster.without_measurements(), cluster)
     )
-    alone, corrected = (abs(guess / cell.seconds - 1) for guess in guesses)
-    return alone, corrected
+    uncorrected, corrected = (abs(predicted / cell.seconds - 1) for predicted in predictions)
+    return uncorrected, corrected
 
 
 def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
-    """For every number of ranks and size: what auto picks, the best by each half, what it takes more than
-    those, and noise.
+    """Returns, for every number of ranks and size, the pick of auto, the best by each half, the extra time of
+    the pick, and the noise.
     """
     found: list[dict[str, object]] = []
     for ranks in sorted({ranks for _, ranks, _ in cells}):
@@ -176,18 +176,18 @@ def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
     return found
 
 
-def judged(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
-    """The claim held against `timings`."""
+def judge(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
+    """Returns the result of the claim for `timings`."""
     cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in timings}
     cluster = half_fitted(transport, timings)
     fitted_sizes = set(cluster.sizes)
     rows: dict[str, dict[str, float]] = {}
     verdicts: list[Verdict] = []
     for name in NAMES:
-        held = [cell for cell in timings if cell.algorithm == name and cell.nbytes not in fitted_sizes]
-        alone, corrected = zip(*(errors(cluster, cell) for cell in held), strict=True)
+        left_out = [cell for cell in timings if cell.algorithm == name and cell.nbytes not in fitted_sizes]
+        uncorrected, corrected = zip(*(errors(cluster, cell) for cell in left_out), strict=True)
         scatter = median(noise(cell) for cell in timings if cell.algorithm == name)
-        rows[name] = {"model alone": median(alone), "corrected": median(corrected), "noise": scatter}
+        rows[name] = {"model alone": median(uncorrected), "corrected": median(corrected), "noise": scatter}
         if name == "backend":
             del rows[name]["model alone"]  # no list of rounds
         verdicts.append(
@@ -215,21 +215,21 @@ def judged(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
     )
 
 
-def lesson(path: Path) -> str:
-    """Milliseconds measured, and by the formula, of every algorithm, as the rows of a table in Markdown; from
-    a result's file.
+def markdown_table(path: Path) -> str:
+    """Returns a Markdown table of the measured milliseconds of every algorithm, and those of its formula,
+    from a stored result.
     """
-    kept = json.loads(path.read_text(encoding="utf-8"))
+    stored = json.loads(path.read_text(encoding="utf-8"))
     timings = [
         AllReduceTiming(name, ranks, nbytes, took)
-        for name, ranks, nbytes, took, *_ in kept["detail"]["measured"]
+        for name, ranks, nbytes, took, *_ in stored["detail"]["measured"]
     ]
     cluster = Cluster(
         VERSION,
         "",
         "",
         "",
-        kept["detail"]["transport"],
+        stored["detail"]["transport"],
         0,
         FitError(0.0, 0.0),
         NetworkModel(),
@@ -237,12 +237,12 @@ def lesson(path: Path) -> str:
     )
     lines = [
         (
-            f"{kept['date'][:10]}, {kept['machine']['cpu']}, {kept['machine']['cores']} cores, over "
+            f"{stored['date'][:10]}, {stored['machine']['cpu']}, {stored['machine']['cores']} cores, over "
             f"{cluster.transport}:"
         ),
         "",
     ]
-    columns = [(ranks, nbytes) for nbytes in TAUGHT for ranks in cluster.ranks]
+    columns = [(ranks, nbytes) for nbytes in TABLE_SIZES for ranks in cluster.ranks]
     lines += [
         (
             f"| milliseconds (by the formula) | "
@@ -255,29 +255,31 @@ def lesson(path: Path) -> str:
     for name in NAMES:
         cells = []
         for ranks, nbytes in columns:
-            guess = 1e3 * get_algorithm(name).seconds(
+            formula_ms = 1e3 * get_algorithm(name).seconds(
                 ranks, nbytes, figures[ranks].latency_s, figures[ranks].bytes_per_s
             )
-            cells.append(f"{took[name, ranks, nbytes]:.3g}" + ("" if name == BACKEND else f" ({guess:.3g})"))
+            cells.append(
+                f"{took[name, ranks, nbytes]:.3g}" + ("" if name == BACKEND else f" ({formula_ms:.3g})")
+            )
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    said = (
+    fits = (
         (
             f"n = {ranks}: a = {1e6 * each.latency_s:.0f} us, B = {each.bytes_per_s / 1e9:.2f} GB/s, "
             f"median error {each.error:.0%}"
         )
         for ranks, each in figures.items()
     )
-    return "\n".join([*lines, "", "; ".join(said)])
+    return "\n".join([*lines, "", "; ".join(fits)])
 
 
 def main() -> None:
-    """Measure, judge, print; write the result unless it was a quick try."""
+    """Measure, judge, print; write the result unless it is a quick trial."""
     if "--lesson" in sys.argv[1:]:
-        print(lesson(RESULTS / f"{NAME}.json"))
+        print(markdown_table(RESULTS / f"{NAME}.json"))
         return
     quick = "--quick" in sys.argv[1:]
-    asked = (QUICK_RANKS, QUICK_SIZES, QUICK_S, QUICK_LEAST) if quick else (RANKS, SIZES, BUDGET_S, LEAST)
-    result = judged(*measured(*asked))
+    settings = (QUICK_RANKS, QUICK_SIZES, QUICK_S, QUICK_LEAST) if quick else (RANKS, SIZES, BUDGET_S, LEAST)
+    result = judge(*measure_cells(*settings))
     for name, row in result.detail["algorithms"].items():  # pyrefly: ignore[missing-attribute]  a mapping of rows
         print(f"{name:<12}" + "   ".join(f"{key} {value:6.1%}" for key, value in row.items()))
     auto = result.detail["auto"]

@@ -1,4 +1,4 @@
-"""Bands against two parameters, on all-reduce times that others have published (NCCL on A100, V100, H200,
+"""A piecewise against a two-parameter cost model, on published all-reduce times (NCCL on A100, V100, H200,
 B200).
 
 data/allreduce_measured.csv holds them, each row with its source. Of every series (one machine, one number of
@@ -6,9 +6,9 @@ ranks) one size is left out, both models are fitted to the others, and the left-
 every size. The banded model has `BANDS` bands of message size, fixed beforehand, each with a latency and a
 rate; the other has one of each.
 
-The claim: over all left-out sizes, the banded model's mean error is below that of the two parameters. The
-noise of a published table is unknown, so the interval is a bootstrap over the series, of the difference of
-both errors.
+The claim: over all left-out sizes, the banded model's mean error is below that of the two-parameter model.
+The noise of a published table is unknown, so the interval is a bootstrap over the series, of the difference
+of both errors.
 """
 
 import csv
@@ -33,8 +33,8 @@ Series = tuple[list[int], list[float]]  # bytes, seconds
 
 
 def series(path: Path = DATA) -> dict[str, Series]:
-    """The published series by name, sizes rising; rows without a time, and series with few sizes, are left
-    out.
+    """Returns the published series by name, by rising size, without rows that have no time and without short
+    series.
     """
     found: dict[str, dict[int, float]] = {}
     with path.open(encoding="utf-8", newline="") as file:
@@ -47,17 +47,17 @@ def series(path: Path = DATA) -> dict[str, Series]:
 
 
 def errors(nbytes: Sequence[int], took: Sequence[float], num_bands: int) -> list[float]:
-    """The relative error at every size, each predicted from all others."""
+    """Returns the relative error at every size, each predicted from all others."""
     found = []
-    for left in range(len(nbytes)):
-        kept = [place for place in range(len(nbytes)) if place != left]
-        link = fit_link([nbytes[place] for place in kept], [took[place] for place in kept], num_bands)
-        found.append(abs(link.seconds(nbytes[left]) / took[left] - 1))
+    for left_out in range(len(nbytes)):
+        others = [index for index in range(len(nbytes)) if index != left_out]
+        link = fit_link([nbytes[index] for index in others], [took[index] for index in others], num_bands)
+        found.append(abs(link.seconds(nbytes[left_out]) / took[left_out] - 1))
     return found
 
 
-def compared(found: dict[str, Series]) -> Result:
-    """Both models on the series `found`."""
+def compare(found: dict[str, Series]) -> Result:
+    """Returns the result of both models on the series `found`."""
     plain = {name: errors(*each, 1) for name, each in found.items()}
     bands = {name: errors(*each, BANDS) for name, each in found.items()}
     ratios = [float(np.mean(bands[name]) / np.mean(plain[name])) for name in found]
@@ -90,7 +90,7 @@ def compared(found: dict[str, Series]) -> Result:
 
 def main() -> None:
     """Compare both models on the published data, print the errors and write the result."""
-    result = compared(series())
+    result = compare(series())
     for name, row in dict(result.detail["series"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping of rows
         print(
             f"{name:<52}{row['sizes']:>4} sizes   banded {row['banded']:6.1%}   two parameters "

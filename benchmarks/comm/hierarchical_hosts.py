@@ -1,27 +1,26 @@
-"""Hierarchical all-reduce beside the flat ring where hosts share their links: two hosts of two ranks, each
-link of one rate.
+"""Hierarchical all-reduce against the flat ring on hosts that share their links: two hosts of two ranks, with
+links of equal bandwidth.
 
-A network card is shared by the ranks of its host, and sends and receives at once. So a round of an algorithm
-lasts as long as the busiest card needs for what leaves it, or comes into it, in that round; what stays inside
-a host is free beside that:
+The ranks of a host share its network card (NIC), which sends and receives at once. A round of an algorithm
+therefore lasts as long as the busiest NIC needs for the bytes that leave or enter it in that round; messages
+inside a host cost nothing in comparison:
 
-    seconds = sum over rounds of  (bytes through the busiest card) / rate
+    seconds = sum over rounds of  (bytes through the busiest NIC) / rate
 
-    S = size of the tensor              through a card     2 hosts x 2 ranks, ranks host by host
-    ring                                1.5 S              6 rounds, in each one rank of a host sends S/4 out
-                                                           of it
-    hierarchical/2                      1.0 S              2 rounds across, in each both ranks send S/4
-    ring, ranks dealt in turn           3.0 S              every neighbour is on the other host: 6 rounds of
-                                                           two S/4
+    S = size of the tensor          through a NIC     2 hosts x 2 ranks, ranks host by host
+    ring                            1.5 S             6 rounds, in each one rank of a host sends S/4 out of it
+    hierarchical/2                  1.0 S             2 rounds across hosts, in each both ranks send S/4
+    ring, round-robin ranks         3.0 S             every neighbour is on the other host: 6 rounds of two
+                                                      S/4
 
-The factor predicted is 1.5, whatever the rate and the size; headers and latency weigh on both alike. It holds
-for a size when the interval of ring / hierarchical lies within 20 % of it; the claim is about 100 Mbit/s.
-Shown beside: 1 Gbit/s, gloo's own algorithm, and the ring among ranks that were dealt to the hosts in turn,
-which is why order matters: index order keeps the ranks of a host together, and crosses each border once.
-Hosts are network namespaces (testing/hosts.py).
+The predicted factor is 1.5 for every rate and size; headers and latency affect both algorithms alike. It
+holds for a size when the interval of ring / hierarchical lies within 20 % of it; the claim is about 100
+Mbit/s. Also shown: 1 Gbit/s, gloo's own algorithm, and the ring among ranks that are assigned to the hosts
+round-robin. The last shows why the order matters: index order keeps the ranks of a host together, so that the
+ring enters each host once. Hosts are network namespaces (tests/network/virtual_hosts.py).
 
     python -m benchmarks.comm.hierarchical_hosts --quick      three rounds of the smallest size of each rate,
-                                                         nothing written
+                                                              nothing written
 """
 
 import argparse
@@ -69,17 +68,17 @@ MIB = 1 << 20
 JUDGED = 100  # Mbit/s
 SIZES = {100: (1, 4), 1000: (16,)}  # MiB, by Mbit/s
 HOST_BY_HOST = tuple(rank // PER_HOST for rank in range(SIZE))
-IN_TURN = tuple(rank % HOSTS for rank in range(SIZE))
+ROUND_ROBIN = tuple(rank % HOSTS for rank in range(SIZE))
 FREE = LinkCost((SizeBand(0, 0.0, 1e15),))
-# The kernel's work for packets is counted for nobody, so it looks like that of others: at 1 Gbit/s 0.15 cores
-# of it were seen.
+# The kernel accounts packet processing to no process, so it looks like outside load: 0.15 cores were measured
+# at 1 Gbit/s.
 WINDOWS = {100: Window(clean=24, limit_s=120, threshold=0.25), 1000: Window(limit_s=60, threshold=0.5)}
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rate and a size, with what was seen: ring / hierarchical, and twin / ring."""
+    """The measurement of a rate and a size: ring / hierarchical, and twin / ring."""
 
     rate_mbit: int
     mib: int
@@ -90,11 +89,11 @@ class Case:
 
     @property
     def holds(self) -> Verdict:
-        """Whether the interval is near the prediction, with all that ring and twin differ by added at either
-        end.
+        """Whether the interval is near the prediction, widened at either end by the difference of ring and
+        twin.
 
-        A shaped link lets bursts through, and two equal rings differ by 5 % now and then; 20 % can be told
-        all the same.
+        A shaped link lets bursts through, and two equal rings sometimes differ by 5 %; 20 % can be resolved
+        nevertheless.
         """
         noise = 1 + self.aa.half_width + abs(self.aa.median - 1)
         least, most = (1 - WITHIN) * self.predicted, (1 + WITHIN) * self.predicted
@@ -106,11 +105,11 @@ class Case:
 
     @property
     def off(self) -> float:
-        """How far the factor is from its prediction, as a share of it."""
+        """The relative difference of the factor and its prediction."""
         return abs(self.factor.median / self.predicted - 1)
 
     def as_dict(self) -> dict[str, object]:
-        """The case as a row of a result's detail; times are wall seconds of the slowest rank."""
+        """Returns the case as a row of a result's detail; times are wall seconds of the slowest rank."""
         row = {
             "predicted": self.predicted,
             "factor": asdict(self.factor),
@@ -137,8 +136,8 @@ class Case:
 
 
 def predicted(algorithm: AllReduceAlgorithm, nbytes: int, rate_mbit: float) -> float:
-    """The seconds of an all-reduce among these hosts, by the price of its rounds: links between hosts alone
-    cost.
+    """Returns the seconds of an all-reduce among these hosts, by the cost model of its rounds: only links
+    between hosts cost time.
     """
     network = NetworkModel(
         intra_host=FREE, busiest_rank=FREE, inter_host=LinkCost((SizeBand(0, 0.0, rate_mbit * 1e6 / 8),))
@@ -146,16 +145,16 @@ def predicted(algorithm: AllReduceAlgorithm, nbytes: int, rate_mbit: float) -> f
     return all_reduce_seconds(algorithm, SIZE, nbytes, network, PER_HOST)
 
 
-def through_a_card(algorithm: AllReduceAlgorithm, host_of: Sequence[int]) -> float:
-    """What all rounds together lead through the busiest card, in sizes of the tensor; rank r is on host
-    `host_of[r]`.
+def nic_load(algorithm: AllReduceAlgorithm, host_of: Sequence[int]) -> float:
+    """Returns the sum over rounds of the bytes through the busiest NIC, in sizes of the tensor; rank r is on
+    host `host_of[r]`.
     """
     total, size = 0.0, len(host_of)
     rounds = [algorithm.rounds(size, rank) for rank in range(size)]
     for number in range(len(rounds[0])):
         out, into = dict.fromkeys(host_of, 0), dict.fromkeys(host_of, 0)
-        for rank, own in enumerate(rounds):
-            for parcel in own[number].sends:
+        for rank, local_rounds in enumerate(rounds):
+            for parcel in local_rounds[number].sends:
                 crosses = host_of[rank] != host_of[parcel.peer]
                 out[host_of[rank]] += len(parcel.pieces) * crosses
                 into[host_of[parcel.peer]] += len(parcel.pieces) * crosses
@@ -167,18 +166,18 @@ def step(
     rank: int,
     size: int,
     *,
-    seats: Sequence[NetworkLocation],
-    meeting: RendezvousEndpoint,
+    locations: Sequence[NetworkLocation],
+    endpoint: RendezvousEndpoint,
     mib: int,
     algorithm: str,
 ) -> Callable[[], object]:
-    """What `Ranks` builds in each process: an all-reduce of `mib` MiB of float32 among all ranks, each on its
-    seat.
+    """Builds, in each process of `Ranks`, an all-reduce of `mib` MiB of float32 among all ranks, each at its
+    network location.
     """
     torch.set_num_threads(1)
-    seats[rank].enter()
+    locations[rank].enter()
     opened = ExitStack()
-    world = opened.enter_context(init_world(Mesh(dp_replicate=size), rank, endpoint=meeting, timeout_s=120))
+    world = opened.enter_context(init_world(Mesh(dp_replicate=size), rank, endpoint=endpoint, timeout_s=120))
     return _Step(world.group(AXES), torch.zeros(mib * MIB // 4), algorithm, opened)
 
 
@@ -187,19 +186,19 @@ class _Step:
     group: Group
     tensor: torch.Tensor
     algorithm: str
-    opened: ExitStack  # the world, open as long as the process has its step
+    opened: ExitStack  # keeps the world open as long as the step exists
 
     def __call__(self) -> None:
         self.group.all_reduce(self.tensor, algorithm=self.algorithm).wait()
 
 
 @contextmanager
-def contestants(made: VirtualHosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ranks]]:
-    """Ring, hierarchical, a twin of the ring, gloo's own, and the ring dealt in turn: each four processes on
-    the hosts.
+def open_sides(hosts: VirtualHosts, mib: int, ports: Iterator[int]) -> Iterator[list[Ranks]]:
+    """Opens ring, hierarchical, a twin of the ring, gloo's own, and the ring with round-robin ranks: four
+    processes each, on the hosts.
     """
-    who = {RING: (RING, HOST_BY_HOST), OURS: (OURS, HOST_BY_HOST), "twin": (RING, HOST_BY_HOST)}
-    who |= {"gloo's own": ("backend", HOST_BY_HOST), "ring, dealt in turn": (RING, IN_TURN)}
+    sides = {RING: (RING, HOST_BY_HOST), OURS: (OURS, HOST_BY_HOST), "twin": (RING, HOST_BY_HOST)}
+    sides |= {"gloo": ("backend", HOST_BY_HOST), "ring, round-robin ranks": (RING, ROUND_ROBIN)}
     with ExitStack() as opened:
         yield [
             opened.enter_context(
@@ -208,23 +207,23 @@ def contestants(made: VirtualHosts, mib: int, ports: Iterator[int]) -> Iterator[
                     step,
                     SIZE,
                     preload=("torch", "meshwright.comm.world"),
-                    seats=[made[host].location for host in host_of],
-                    meeting=RendezvousEndpoint(made[0].address, next(ports)),
+                    locations=[hosts[host].location for host in host_of],
+                    endpoint=RendezvousEndpoint(hosts[0].address, next(ports)),
                     mib=mib,
                     algorithm=algorithm,
                 )
             )
-            for name, (algorithm, host_of) in who.items()
+            for name, (algorithm, host_of) in sides.items()
         ]
 
 
 def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> Iterator[Case]:
-    """The cases of `sizes` (MiB, by Mbit/s), each measured; one line about each goes to stderr."""
-    for rate, several in sizes.items():
-        with virtual_hosts(HOSTS, rate) as made:
+    """Measures the cases of `sizes` (MiB, by Mbit/s); writes one line about each to stderr."""
+    for rate, sizes_mib in sizes.items():
+        with virtual_hosts(HOSTS, rate) as hosts:
             ports = iter(range(20000, 30000))
-            for mib in several:
-                with contestants(made, mib, ports) as ranks:
+            for mib in sizes_mib:
+                with open_sides(hosts, mib, ports) as ranks:
                     rounds = measure(ranks, windows[rate])
                 ratio = predicted(get_algorithm(RING), mib * MIB, rate) / predicted(
                     get_algorithm(OURS), mib * MIB, rate
@@ -245,19 +244,19 @@ def cases(sizes: Mapping[int, Sequence[int]], windows: Mapping[int, Window]) -> 
 
 
 def result(found: Sequence[Case]) -> Result:
-    """The result of all cases; the one at 100 Mbit/s whose factor is furthest from its
-    prediction is shown.
+    """Returns the result of all cases; it shows the one at 100 Mbit/s whose factor is furthest from its
+    prediction.
     """
     judged = [case for case in found if case.rate_mbit == JUDGED]
     worst = max(judged, key=lambda case: case.off)
     detail: dict[str, object] = {f"{case.rate_mbit} Mbit/s, {case.mib} MiB": case.as_dict() for case in found}
-    carried = {
-        RING: through_a_card(get_algorithm(RING), HOST_BY_HOST),
-        OURS: through_a_card(get_algorithm(OURS), HOST_BY_HOST),
+    nic_loads = {
+        RING: nic_load(get_algorithm(RING), HOST_BY_HOST),
+        OURS: nic_load(get_algorithm(OURS), HOST_BY_HOST),
     }
-    detail["tensors through a card"] = {
-        **carried,
-        "ring, dealt in turn": through_a_card(get_algorithm(RING), IN_TURN),
+    detail["tensors through a NIC"] = {
+        **nic_loads,
+        "ring, round-robin ranks": nic_load(get_algorithm(RING), ROUND_ROBIN),
     }
     return Result.of(
         NAME,
@@ -274,7 +273,7 @@ def result(found: Sequence[Case]) -> Result:
 
 
 def unresolved(why: str) -> Result:
-    """The result where no hosts can be made."""
+    """Returns the result where no hosts can be made."""
     bar = predicted(get_algorithm(RING), MIB, JUDGED) / predicted(get_algorithm(OURS), MIB, JUDGED)
     detail = {"not measured": why}
     figures = {"median": 0.0, "spread": (0.0, 0.0), "bar": bar}
@@ -283,18 +282,16 @@ def unresolved(why: str) -> Result:
 
 def main() -> None:
     """Measure and write the result; with --quick, only measure a little."""
-    words = argparse.ArgumentParser(description="hierarchical against flat all-reduce, between hosts")
-    words.add_argument(
+    parser = argparse.ArgumentParser(description="hierarchical against flat all-reduce, between hosts")
+    parser.add_argument(
         "--quick",
         action="store_true",
         help="three rounds of the smallest size of each rate; nothing is written",
     )
     why = unavailable_reason()
-    if words.parse_args().quick:
-        least = {rate: several[:1] for rate, several in SIZES.items()}
-        print(
-            why or f"{len(list(cases(least, dict.fromkeys(SIZES, QUICK))))} cases were tried", file=sys.stderr
-        )
+    if parser.parse_args().quick:
+        least = {rate: sizes_mib[:1] for rate, sizes_mib in SIZES.items()}
+        print(why or f"{len(list(cases(least, dict.fromkeys(SIZES, QUICK))))} cases ran", file=sys.stderr)
     else:
         print((unresolved(why) if why else result(list(cases(SIZES, WINDOWS)))).write(NAME))
 

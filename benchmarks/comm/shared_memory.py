@@ -1,19 +1,18 @@
-"""Claim: CPU ranks of one host exchange through memory several times as fast as over gloo, never slower when
-cores are busy.
+"""Time of collectives over shared memory against gloo, between CPU ranks of one host.
 
-The same call on the same tensors, by 2 and by 4 processes: through our group over shared memory, and as
-torch.distributed does it with gloo by itself (all_reduce, all_gather_single, reduce_scatter_single). A step
-is 200 calls for a short message and two for 64 MiB. A second gloo of the same kind is the twin; our own way
-over sockets (an all_to_all and a sum) is shown for reduce_scatter.
+The same call on the same tensors, by 2 and by 4 processes: through our group over shared memory, and through
+torch.distributed over gloo (all_reduce, all_gather_single, reduce_scatter_single). A step is 200 calls for a
+short message and two for 64 MiB. A second gloo of the same kind is the twin; our own implementation over
+sockets (an all_to_all and a sum) is shown for reduce_scatter.
 
 Wall time decides. CPU seconds mean little here: a rank that waits in poll or in futex uses none, and one that
-spins for 30 us uses all of them, while what a training step feels is when the call returns. Bars, as ours
-over gloo:
+spins for 30 us uses all of them, while a training step depends on when the call returns. Bars, as ours over
+gloo:
 
     all of them up to 64 KiB   1/10        64 MiB: all_reduce 1/3, all_gather 1/6, reduce_scatter 1/7
 
 Busy: 4 ranks on 2 cores, and one more process that computes without end. There ours must not be slower at any
-size. The neighbour is seen as outside load, so there a round may have that much more of it.
+size. That process counts as outside load, so the threshold of these rounds is higher.
 
     python -m benchmarks.comm.shared_memory          about 8 minutes
     python -m benchmarks.comm.shared_memory --quick  two minutes; writes nothing, decides nothing
@@ -57,17 +56,17 @@ KIB, MIB = 1 << 10, 1 << 20
 SIZES = (KIB, 64 * KIB, 64 * MIB)
 LARGE = {"all_reduce": 1 / 3, "all_gather": 1 / 6, "reduce_scatter": 1 / 7}
 WINDOW = Window(clean=24, most=60, limit_s=45.0, window_s=0.5)
-BUSY = Window(clean=20, most=40, limit_s=40.0, window_s=0.5, threshold=3.0)  # the neighbour is outside load
+BUSY = Window(
+    clean=20, most=40, limit_s=40.0, window_s=0.5, threshold=3.0
+)  # the busy process is outside load
 QUICK = Window(clean=3, most=4, limit_s=5.0, window_s=0.0, threshold=64.0, warmup=1)
-STEP_BYTES, MOST_CALLS = 128 * MIB, 200  # what one step moves at most, and in how many calls
+STEP_BYTES, MOST_CALLS = 128 * MIB, 200  # the bytes that one step sends at most, and its calls
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective on operands of `nbytes` by `ranks` processes,
-    ours allowed `bar` times the other's time.
-    """
+    """One collective on operands of `nbytes` by `ranks` processes; ours may take `bar` times gloo's time."""
 
     collective: str
     nbytes: int
@@ -83,7 +82,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All of them: first on a quiet machine, then with a neighbour."""
+    """Yields all cases: first on a quiet machine, then with a busy process."""
     for ranks in (2, 4):
         for collective, large in LARGE.items():
             for nbytes in SIZES:
@@ -96,19 +95,21 @@ def cases() -> Iterator[Case]:
     yield from (Case(collective, nbytes, 4, 1.0, busy=True) for collective in LARGE for nbytes in SIZES)
 
 
-def exchanging(rank: int, size: int, how: str, collective: str, nbytes: int, store: str) -> Call:
-    """One step of a rank: as many calls of `collective` as move 128 MiB, at most 200, over "memory",
-    "sockets" or bare "gloo".
+def build(rank: int, size: int, transport: str, collective: str, nbytes: int, store: str) -> Call:
+    """Returns one step of a rank: as many calls of `collective` as send 128 MiB, at most 200, over "memory",
+    "sockets" or plain "gloo".
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    group = TorchWorld(Mesh(dp_shard=size), rank, "cpu", shared_memory=how == "memory").group(["dp_shard"])
-    if isinstance(group, SharedMemoryGroup) != (how == "memory"):
+    group = TorchWorld(Mesh(dp_shard=size), rank, "cpu", shared_memory=transport == "memory").group(
+        ["dp_shard"]
+    )
+    if isinstance(group, SharedMemoryGroup) != (transport == "memory"):
         raise RuntimeError(
-            f"'{how}' was asked for and the ranks did not agree on it. Install a C compiler, such as gcc"
+            f"'{transport}' was requested, and the ranks did not agree on it. Install a C compiler (gcc)"
         )
     tensor = torch.zeros(nbytes // 4)
-    call = _gloo(collective, tensor, size) if how == "gloo" else _ours(group, collective, tensor)
+    call = _gloo(collective, tensor, size) if transport == "gloo" else _ours(group, collective, tensor)
     num = max(1, min(MOST_CALLS, STEP_BYTES // nbytes))
 
     def step() -> None:
@@ -133,7 +134,7 @@ def _ours(group: Group, collective: str, tensor: torch.Tensor) -> Call:
 
 def _gloo(collective: str, tensor: torch.Tensor, size: int) -> Call:
     output = _output(collective, tensor, size)
-    names = vars(dist)  # newer torch warns at the old names, older torch has only those
+    names = vars(dist)  # newer torch warns about the old names, older torch has only those
     gather = names.get("all_gather_single") or names["all_gather_into_tensor"]
     scatter = names.get("reduce_scatter_single") or names["reduce_scatter_tensor"]
     return {
@@ -144,8 +145,8 @@ def _gloo(collective: str, tensor: torch.Tensor, size: int) -> Call:
 
 
 @contextmanager
-def neighbour() -> Iterator[None]:
-    """A process that computes without end, while inside."""
+def busy_process() -> Iterator[None]:
+    """Runs a process that computes without end, inside of the context."""
     process = get_context("spawn").Process(target=_compute, daemon=True)
     process.start()
     try:
@@ -162,46 +163,46 @@ def _compute() -> None:
 
 
 def run(case: Case, window: Window) -> Rounds:
-    """The rounds of one case: gloo, ours, gloo once more; and our own way over sockets where that differs
+    """Returns the rounds of one case: gloo, ours, gloo once more; and ours over sockets where that differs
     from gloo's.
     """
-    ways = {"gloo": "gloo", "memory": "memory", "twin": "gloo"}
+    transports = {"gloo": "gloo", "memory": "memory", "twin": "gloo"}
     if case.collective == "reduce_scatter" and not case.busy:
-        ways["sockets"] = "sockets"
+        transports["sockets"] = "sockets"
     with ExitStack() as opened:
         sides = [
             opened.enter_context(
                 Ranks(
                     name,
-                    exchanging,
+                    build,
                     case.ranks,
                     preload=HEAVY,
-                    how=how,
+                    transport=transport,
                     collective=case.collective,
                     nbytes=case.nbytes,
                     store=fresh_store(),
                 )
             )
-            for name, how in ways.items()
+            for name, transport in transports.items()
         ]
         if case.busy:
-            opened.enter_context(neighbour())
+            opened.enter_context(busy_process())
         return measure(sides, window)
 
 
-def judged(case: Case, rounds: Rounds) -> tuple[Comparison, bool | str]:
-    """The comparison by wall time, and whether it holds.
+def judge(case: Case, rounds: Rounds) -> tuple[Comparison, bool | str]:
+    """Returns the comparison by wall time, and whether it holds.
 
-    gloo's own times scatter by more than 3 %, at which the method resolves nothing. But a bar that lies
-    further off than all that gloo and its twin differ by is not blurred by it: there the interval decides.
+    gloo's own times scatter by more than 3 %, at which the method resolves nothing. But a bar that is further
+    away than the whole difference of gloo and its twin does not depend on it: there the interval decides.
     """
     found = compare(rounds, "memory", base="gloo", twin="twin", bar=case.bar, figure="wall_s")
     return found, verdict(found)
 
 
 def verdict(found: Comparison) -> bool | str:
-    """Whether the bar holds by the interval, with the noise added to it; by the rule of the method where that
-    is not clear.
+    """Returns whether the bar holds by the interval, widened by the noise; by the rule of the method where
+    that is not clear.
     """
     noise = 1 + found.aa.half_width + abs(found.aa.median - 1)
     clear = found.ratio.high * noise <= found.bar or found.ratio.low > found.bar * noise
@@ -209,32 +210,32 @@ def verdict(found: Comparison) -> bool | str:
 
 
 def row(case: Case, rounds: Rounds, found: Comparison, holds: bool | str) -> Mapping[str, object]:
-    """What the result keeps of one case."""
+    """Returns the row of one case in the result."""
     calls = max(1, min(MOST_CALLS, STEP_BYTES // case.nbytes))
     us = {name: round(seconds / calls * 1e6, 1) for name, seconds in found.seconds.items()}
     if any("sockets" in costs for costs in rounds.clean):
-        own = compare(rounds, "memory", base="sockets", twin="sockets", bar=1.0, figure="wall_s")
-        us["sockets"] = round(own.seconds["sockets"] / calls * 1e6, 1)
+        sockets = compare(rounds, "memory", base="sockets", twin="sockets", bar=1.0, figure="wall_s")
+        us["sockets"] = round(sockets.seconds["sockets"] / calls * 1e6, 1)
     return {**found.as_dict(), "holds": holds, "us_per_call": us, "discarded": rounds.discarded}
 
 
 def main() -> None:
-    """Measure all cases and write the result; with --quick a few rounds of each, and only show them."""
+    """Measure all cases and write the result; with --quick, only print a few rounds of each."""
     quick = "--quick" in sys.argv[1:]
-    kept: dict[str, Mapping[str, object]] = {}
+    rows: dict[str, Mapping[str, object]] = {}
     figures: list[tuple[Case, Comparison, bool | str]] = []
     discarded = 0
     for case in cases():
         rounds = run(case, QUICK if quick else BUSY if case.busy else WINDOW)
-        found, holds = judged(case, rounds)
-        kept[str(case)] = row(case, rounds, found, holds)
+        found, holds = judge(case, rounds)
+        rows[str(case)] = row(case, rounds, found, holds)
         figures.append((case, found, holds))
         discarded += rounds.discarded
         times = 1 / found.ratio.median
         print(
             (
                 f"{case}: {times:.1f} x as fast (bar {1 / case.bar:.0f}), holds {holds}, us "
-                f"{kept[str(case)]['us_per_call']}"
+                f"{rows[str(case)]['us_per_call']}"
             ),
             flush=True,
         )
@@ -251,7 +252,7 @@ def main() -> None:
         holds=overall("unresolved" if holds == "unresolved" else bool(holds) for _, _, holds in figures),
         repeats=min(len(found.values) for _, found, _ in figures),
         discarded=discarded,
-        detail=kept,
+        detail=rows,
     )
     print(result.write(NAME))
 

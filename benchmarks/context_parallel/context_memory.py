@@ -136,7 +136,7 @@ def lived(world: World, case: Case) -> Found | None:
             for _ in range(STEPS):
                 gc.collect()
                 most = max(most, live.peak)
-                live.again()
+                live.reset_peak()
                 losses.append(engine.step(engine.local_batch(batch)).loss)
             return Found(max(most, live.peak), live.peak, tuple(losses))
     except (MemoryError, OutOfMemory):
@@ -200,7 +200,7 @@ def attending(world: World, how: str) -> dict[str, int]:
         made = seat.forward()
         forward, left = live.peak, live.now
         del made
-        live.again()
+        live.reset_peak()
         seat.play()
         return {"begun": begun, "left": left, "most forward": forward, "most": live.peak}
 

@@ -34,7 +34,7 @@ import torch
 
 from benchmarks.context_parallel import context_models
 from benchmarks.context_parallel.attention_call import MASKS, Call, Seat, Sizes, Tensors, dense, fused
-from benchmarks.harness.case_store import Kept
+from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="words that the name of a case contains")
     only = parser.parse_args().only
     torch.set_num_threads(1)
-    kept = Kept(NAME)
+    kept = CaseStore(NAME)
     found = kept.read()
     rows = []
     for case in (case for case in cases() if only in str(case)):

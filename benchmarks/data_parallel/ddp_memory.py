@@ -1,9 +1,8 @@
-"""Memory of data parallelism beside torch DDP with `gradient_as_bucket_view=True`: two processes, the large
-step.
+"""Peak memory of DDP against torch DDP with `gradient_as_bucket_view=True`: two processes, the large step.
 
 Two figures per rank. *Resident*: the high-water mark of the process during a step (reset before each), above
-what it held when its imports were done. *Live*: the bytes of all distinct tensor storages just before the
-optimizer steps, when weights, moments and gradients are all there. Bar: 1.0 for both.
+its resident bytes after the imports. *Live*: the bytes of all distinct tensor storages just before the
+optimizer steps, when weights, optimizer states and gradients all exist. Bar: 1.0 for both.
 """
 
 import sys
@@ -28,11 +27,11 @@ CLAIM = (
 KIB = 1024
 
 
-def watched(rank: int, size: int, **arguments: Any) -> Callable[[], object]:
-    """The step of `arguments["kind"]` with its memory: (resident peak above imports, live storages), both in
-    bytes.
+def memory_step(rank: int, size: int, **arguments: Any) -> Callable[[], object]:
+    """Returns the step of `arguments["kind"]`, index returns its memory in bytes: (resident peak above
+    imports, live storages).
     """
-    imported = _resident("VmRSS")
+    after_imports = _resident_nbytes("VmRSS")
     run = (ours if arguments.pop("kind") == "ours" else ddp)(rank, size, **arguments)
     live: list[int] = []
     register_optimizer_step_pre_hook(lambda *unused: live.append(live_bytes()))
@@ -40,7 +39,7 @@ def watched(rank: int, size: int, **arguments: Any) -> Callable[[], object]:
     def step() -> tuple[int, int]:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         run()
-        return _resident("VmHWM") - imported, live.pop()
+        return _resident_nbytes("VmHWM") - after_imports, live.pop()
 
     return step
 
@@ -51,14 +50,14 @@ def main() -> None:
     with ExitStack() as open_ranks:
         groups = {
             kind: open_ranks.enter_context(
-                Ranks(kind, watched, 2, preload=HEAVY, kind=kind, workload="large", store=fresh_store())
+                Ranks(kind, memory_step, 2, preload=HEAVY, kind=kind, workload="large", store=fresh_store())
             )
             for kind in ("torch", "ours", "twin")
         }
         for kind, group in groups.items():
             costs = [group.step() for _ in range(WARMUP + STEPS)][WARMUP:]
-            figures[kind] = [_larger(cost.notes) for cost in costs]
-    peak, live = (_ratio(figures, "ours", which) for which in (0, 1))
+            figures[kind] = [_max_over_ranks(cost.notes) for cost in costs]
+    peak, live = (_ratio(figures, "ours", index) for index in (0, 1))
     aa = _ratio(figures, "twin", 0)
     detail = {
         "resident": _row(figures, 0, peak),
@@ -82,22 +81,22 @@ def main() -> None:
     print(result.write("ddp_memory"))
 
 
-def _larger(notes: Any) -> tuple[int, int]:
+def _max_over_ranks(notes: Any) -> tuple[int, int]:
     peaks, lives = zip(*notes, strict=True)
     return max(peaks), max(lives)
 
 
-def _ratio(figures: dict[str, list[tuple[int, int]]], kind: str, which: int) -> Interval:
+def _ratio(figures: dict[str, list[tuple[int, int]]], kind: str, index: int) -> Interval:
     pairs = zip(figures[kind], figures["torch"], strict=True)
-    return interval([mine[which] / base[which] for mine, base in pairs])
+    return interval([mine[index] / base[index] for mine, base in pairs])
 
 
-def _row(figures: dict[str, list[tuple[int, int]]], which: int, ratio: Interval) -> dict[str, object]:
-    mib = {kind: [round(found[which] / 2**20, 1) for found in rows] for kind, rows in figures.items()}
+def _row(figures: dict[str, list[tuple[int, int]]], index: int, ratio: Interval) -> dict[str, object]:
+    mib = {kind: [round(found[index] / 2**20, 1) for found in rows] for kind, rows in figures.items()}
     return {"ratio": ratio.median, "low": ratio.low, "high": ratio.high, "mib": mib}
 
 
-def _resident(field: str) -> int:
+def _resident_nbytes(field: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * KIB
 

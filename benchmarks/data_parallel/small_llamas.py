@@ -1,6 +1,4 @@
-"""Small Llamas under plans that shard them, and one rank of such a plan: what `zero_states` and `zero_bytes`
-measure.
-"""
+"""Small Llamas under ZeRO plans, and one rank of such a plan, for `zero_states` and `zero_bytes`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,8 +33,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama of `SIZES`, cut by `zero` over `shard` ranks times `replicas`, in `num_micro` microbatches of
-    one sample.
+    """A Llama of `SIZES` under `zero` over `shard` ranks times `replicas`, in `num_micro` microbatches of one
+    sample.
     """
 
     zero: ZeRO
@@ -49,48 +47,48 @@ class Case:
 
     @property
     def mesh(self) -> Mesh:
-        """The grid of its ranks."""
+        """The device mesh."""
         return Mesh(dp_replicate=self.replicas, dp_shard=self.shard)
 
     @property
-    def rows(self) -> int:
-        """The samples of one step, of all ranks."""
+    def num_samples(self) -> int:
+        """The samples of one step over all ranks."""
         return self.num_micro * self.mesh.world_size
 
     def plan(self) -> Plan:
-        """What its ranks play."""
+        """Returns the plan."""
         split: tuple[Strategy, ...] = (
             (BatchSplit(), BatchSplit("dp_shard")) if self.replicas > 1 else (BatchSplit("dp_shard"),)
         )
         job = Job(
             ModelConfig("llama"),
             DataConfig("example", sequence=TOKENS),
-            TrainConfig(batch=self.rows),
+            TrainConfig(batch=self.num_samples),
             precision=self.precision,
         )
-        return make_plan(reading_of(self.model, tied=self.tied), job, self.mesh, (*split, self.zero), 1)
+        return make_plan(analyzed_model(self.model, tied=self.tied), job, self.mesh, (*split, self.zero), 1)
 
     def __str__(self) -> str:
-        how = f"stage {self.zero.stage}" + (f", gather {self.zero.gather}" if self.zero.stage == 3 else "")
+        zero = f"stage {self.zero.stage}" + (f", gather {self.zero.gather}" if self.zero.stage == 3 else "")
         ranks = f"{self.replicas} x {self.shard} ranks" if self.replicas > 1 else f"{self.shard} ranks"
         return (
-            f"{how}, {ranks}, {self.num_micro} micro{', tied' if self.tied else ''}, "
-            f"{precision_words(self.precision)}"
+            f"{zero}, {ranks}, {self.num_micro} micro{', tied' if self.tied else ''}, "
+            f"{precision_label(self.precision)}"
         )
 
 
-def precision_words(precision: PrecisionConfig) -> str:
-    """The dtypes of `precision` that differ from its parameters', behind theirs."""
-    said = {
+def precision_label(precision: PrecisionConfig) -> str:
+    """Returns the parameters' dtype, followed by the fields of `precision` with another one."""
+    others = {
         key: dtype
         for key, dtype in vars(precision).items()
         if isinstance(dtype, str) and dtype != precision.parameters
     }
-    return ", ".join([precision.parameters, *(f"{key} {dtype}" for key, dtype in said.items() if dtype)])
+    return ", ".join([precision.parameters, *(f"{key} {dtype}" for key, dtype in others.items() if dtype)])
 
 
 def llama(model: str, *, tied: bool = False) -> nn.Module:
-    """The model of that size, with transformers' own initial values."""
+    """Returns the model of that size, with transformers' own initial values."""
     hidden, intermediate, layers = SIZES[model]
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -105,30 +103,30 @@ def llama(model: str, *, tied: bool = False) -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def rows(count: int) -> dict[str, torch.Tensor]:
-    """`count` samples of random tokens."""
+def random_samples(count: int) -> dict[str, torch.Tensor]:
+    """Returns `count` samples of random tokens."""
     tokens = torch.randint(VOCABULARY, (count, TOKENS + 1), generator=torch.Generator().manual_seed(count))
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
 @cache
-def reading_of(model: str, *, tied: bool = False) -> AnalyzedModel:
-    """What the model of that size is made of."""
-    return analyze(lambda: llama(model, tied=tied), rows(2))
+def analyzed_model(model: str, *, tied: bool = False) -> AnalyzedModel:
+    """Returns the analyzed model of that size."""
+    return analyze(lambda: llama(model, tied=tied), random_samples(2))
 
 
-def player_of(
+def make_executor(
     case: Case,
     plan: Plan,
     world: World,
     extra: Mapping[str, Callable[[Action, RankState], None]] | None = None,
 ) -> Executor:
-    """One rank of `plan`, made from `case.plan()`."""
-    reading = reading_of(case.model, tied=case.tied)
-    subject = make_trained_module(reading, world.device, getattr(torch, plan.job.precision.parameters))
+    """Returns the executor of one rank of `plan`, which is made from `case.plan()`."""
+    analyzed = analyzed_model(case.model, tied=case.tied)
+    module = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
     return Executor(
         plan,
-        RankState(subject, world, token_cross_entropy()),
-        stateless_rng=make_stateless_rng(reading, plan),
+        RankState(module, world, token_cross_entropy()),
+        stateless_rng=make_stateless_rng(analyzed, plan),
         extra_handlers=extra,
     )

@@ -1,16 +1,18 @@
-"""How much of the communication that could hide behind computation does: ZeRO between two hosts at 1 Gbit/s.
+"""The share of ZeRO's communication that computation hides, of the share that can be hidden, between two
+hosts at 1 Gbit/s.
 
-Two configurations in turn, two ranks each, on two network namespaces. One waits for every message as soon as
-it is issued (*serial*), the other is the engine as it is (*ours*). The durations of all acts, measured in the
-serial step, are played by the program's two rules (core/clock.py: a lane runs in order, an act starts when
-what it waits for has ended): that is the step with all hidden that can be.
+Two configurations in turn, two ranks each, on two network namespaces. One waits for every collective as soon
+as it is issued (*serial*), the other is the engine as it is (*ours*). The durations of all actions, measured
+in the serial step, are given to the simulator, which applies the program's two rules (plan/step/simulator.py:
+a stream runs in order, an action starts when the actions that it waits for have ended). The result is the
+step with everything hidden that can be (*simulated*).
 
-    serial    F0 ~~ F1 ~~ B1 ~~ B0 ~~ STEP            wall S       hideable = S - P
-    paper     F0 F1 B1 B0 .. STEP                     wall P       hidden   = S - O
-    ours      F0 F1 B1 B0 ... STEP                    wall O       claim: hidden / hideable >= 0.8
+    serial       F0 ~~ F1 ~~ B1 ~~ B0 ~~ STEP            wall S       can be hidden = S - P
+    simulated    F0 F1 B1 B0 .. STEP                     wall P       hidden        = S - O
+    ours         F0 F1 B1 B0 ... STEP                    wall O       claim: hidden / can be hidden >= 0.8
 
-Two hosts share two cores here, and a gloo thread that moves bytes takes them from the computation: that part
-can not hide.
+Two hosts share two cores here, and a gloo thread that moves bytes takes CPU time from the computation: that
+part cannot be hidden.
 
     python -m benchmarks.data_parallel.zero_overlap --quick     three rounds of each, nothing written
 """
@@ -58,10 +60,10 @@ NAME = "zero_overlap"
 RATE_MBIT, BAR = 1000, 0.8
 CLAIM = (
     f"two hosts at 1 Gbit/s, large step: ZeRO hides at least {BAR:.0%} of the communication "
-    f"that its program lets hide"
+    f"that its program allows to hide"
 )
-# the kernel's work for packets is counted for nobody, and looks like that of others (hierarchical_hosts saw
-# 0.15 cores of it)
+# the kernel accounts packet processing to no process, so it looks like outside load (hierarchical_hosts
+# measured 0.15 cores of it)
 WINDOW = Window(clean=20, most=40, limit_s=300, threshold=0.5)
 QUICK = Window(clean=3, most=3, warmup=1, threshold=float("inf"))
 STAGES = (2, 3)
@@ -69,28 +71,31 @@ STAGES = (2, 3)
 
 @dataclass(frozen=True)
 class Case:
-    """One stage, measured."""
+    """The rounds of one ZeRO stage."""
 
     stage: int
     rounds: Rounds
 
     @property
     def shares(self) -> list[float]:
-        """Hidden / hideable, round by round."""
+        """Hidden communication over what can be hidden, round by round."""
         return [(s - o) / (s - p) for s, o, p in zip(*self.walls.values(), strict=True)]
 
     @property
     def walls(self) -> dict[str, list[float]]:
-        """Seconds of the slowest rank: serial, ours, on paper."""
-        paper = [
+        """Seconds of the slowest rank: serial, ours, simulated."""
+        simulated = [
             max(note for note in costs["serial"].notes if isinstance(note, float))
             for costs in self.rounds.clean
         ]
-        return {**{name: self.rounds.figures(name, "wall_s") for name in ("serial", "ours")}, "paper": paper}
+        return {
+            **{name: self.rounds.figures(name, "wall_s") for name in ("serial", "ours")},
+            "simulated": simulated,
+        }
 
     @property
     def share(self) -> Interval:
-        """The median of the shares, and where it lies."""
+        """The median of the shares, with its interval."""
         return interval(self.shares)
 
     @property
@@ -101,7 +106,7 @@ class Case:
         return True if self.share.low >= BAR else False if self.share.high < BAR else "unresolved"
 
     def as_dict(self) -> dict[str, object]:
-        """The case as a row of a result's detail."""
+        """Returns the case as a row of a result's detail."""
         walls = {name: median(found) for name, found in self.walls.items()}
         row = {
             "share": asdict(self.share),
@@ -120,28 +125,28 @@ def step(
     rank: int,
     size: int,
     *,
-    seats: Sequence[NetworkLocation],
-    meeting: RendezvousEndpoint,
+    locations: Sequence[NetworkLocation],
+    endpoint: RendezvousEndpoint,
     stage: int,
     serial: bool,
 ) -> Callable[[], float | None]:
-    """What `Ranks` builds in each process: one step of stage `stage`; a serial one returns its seconds on
-    paper.
+    """Builds, in each process of `Ranks`, one step under ZeRO stage `stage`; a serial step returns its
+    simulated seconds.
     """
     torch.set_num_threads(1)
-    seats[rank].enter()
+    locations[rank].enter()
     opened = ExitStack()
     mesh, spec, batches = Mesh(dp_shard=size), WORKLOADS["large"], Batches(WORKLOADS["large"])
-    world = opened.enter_context(init_world(mesh, rank, endpoint=meeting, timeout_s=120))
-    reading = analyze(spec.model(), Batches(spec).next())
+    world = opened.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=120))
+    analyzed = analyze(spec.model(), Batches(spec).next())
     job = Job(
         ModelConfig("llama"),
         DataConfig("stdlib", sequence=spec.sequence),
         TrainConfig(batch=spec.batch),
         OPTIMIZER,
     )
-    plan = make_plan(reading, job, mesh, (SplitBatch(axis="dp_shard"), ZeRO(stage=stage)))
-    engine = parallelize(reading, plan, world=world)
+    plan = make_plan(analyzed, job, mesh, (SplitBatch(axis="dp_shard"), ZeRO(stage=stage)))
+    engine = parallelize(analyzed, plan, world=world)
     if serial:
         make_serial(engine.executor)
     return partial(_step, engine, batches, opened, serial)
@@ -152,44 +157,51 @@ def _step(engine: Trainer, batches: Batches, opened: ExitStack, serial: bool) ->
     if not serial:
         engine.step(batch)
         return None
-    watch = StepProfiler(torch.device("cpu"))
-    engine.executor.step(batch, profiler=watch)
-    return on_paper(engine.plan.program, watch.spans())
+    profiler = StepProfiler(torch.device("cpu"))
+    engine.executor.step(batch, profiler=profiler)
+    return simulated_s(engine.plan.program, profiler.spans())
 
 
-def make_serial(player: Executor) -> None:
-    """Have every wire action end before the next action begins."""
-    works = player.state.works
-    player._entries = [  # there is no option for what nobody wants
-        (action, partial(_at_once, handler, works) if action.stream == "comm" and handler else handler, waits)
-        for action, handler, waits in player._entries
+def make_serial(executor: Executor) -> None:
+    """Makes every action of the comm stream end before the next action begins."""
+    works = executor.state.works
+    executor._entries = [  # only this benchmark wants it, so there is no option
+        (
+            action,
+            partial(_run_blocking, handler, works) if action.stream == "comm" and handler else handler,
+            waits,
+        )
+        for action, handler, waits in executor._entries
     ]
 
 
-def _at_once(handler: Callable[[Action], None], works: dict[str, Work], action: Action) -> None:
+def _run_blocking(handler: Callable[[Action], None], works: dict[str, Work], action: Action) -> None:
     handler(action)
     if action.name in works:
         works[action.name].wait()
 
 
-def on_paper(program: Program, spans: Sequence[ProfilerSpan]) -> float:
-    """The seconds of a step whose acts last as long as `spans` say, and overlap as the program lets them."""
+def simulated_s(program: Program, spans: Sequence[ProfilerSpan]) -> float:
+    """Returns the seconds of a step whose actions take the times of `spans`, with the overlap that the
+    program allows.
+    """
     seconds = {span.name: span.end - span.begin for span in spans if span.action is not None}
-    inside = sum(span.end - span.begin for span in spans if span.kind in (ISSUE, WAIT))
-    whole = max(span.end for span in spans) - min(span.begin for span in spans)
-    on_compute = sum(
+    comm_calls_s = sum(span.end - span.begin for span in spans if span.kind in (ISSUE, WAIT))
+    step_s = max(span.end for span in spans) - min(span.begin for span in spans)
+    compute_s = sum(
         span.end - span.begin for span in spans if span.action is not None and span.stream == "compute"
     )
-    glue = max(0.0, whole - on_compute - inside)  # what no act accounts for: it stays on the compute lane
+    # glue: the time outside of all actions; it stays on the compute stream
+    glue_s = max(0.0, step_s - compute_s - comm_calls_s)
     forwards = [span.name for span in spans if span.action is not None and span.kind == "F"]
     for name in forwards:
-        seconds[name] += glue / len(forwards)
+        seconds[name] += glue_s / len(forwards)
     return max(tick.end for tick in simulate(program, lambda action: seconds.get(action.name, 0.0)))
 
 
 def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:
-    """The stages, measured; one line about each goes to stderr."""
-    with virtual_hosts(2, RATE_MBIT) as made:
+    """Measures the stages; writes one line about each to stderr."""
+    with virtual_hosts(2, RATE_MBIT) as hosts:
         ports = iter(range(20000, 30000))
         for stage in stages:
             with ExitStack() as opened:
@@ -200,8 +212,8 @@ def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:
                             step,
                             2,
                             preload=HEAVY,
-                            seats=[made[host].location for host in range(2)],
-                            meeting=RendezvousEndpoint(made[0].address, next(ports)),
+                            locations=[hosts[host].location for host in range(2)],
+                            endpoint=RendezvousEndpoint(hosts[0].address, next(ports)),
                             stage=stage,
                             serial=name == "serial",
                         )
@@ -210,7 +222,9 @@ def cases(stages: Sequence[int], window: Window) -> Iterator[Case]:
                 ]
                 case = Case(stage, measure(sides, window))
             walls = {name: round(median(found), 3) for name, found in case.walls.items()}
-            print(f"stage {stage}: hidden / hideable {case.share}, {case.holds}; {walls}", file=sys.stderr)
+            print(
+                f"stage {stage}: hidden / can be hidden {case.share}, {case.holds}; {walls}", file=sys.stderr
+            )
             yield case
 
 

@@ -1,23 +1,24 @@
-"""What a rank holds under ZeRO: the paper's table read from plans, and plans held against the memory of real
-ranks.
+"""Bytes of weights, gradients and optimizer states under ZeRO: the paper's table from plans, and plans
+against the memory of real ranks.
 
-*On paper.* data/zero_states.csv holds what the paper prints: 7.5 B, 128 B and 1 T parameters, 2-byte weights
-and gradients, and 12 bytes of optimizer. Each cell is read from a plan of a model of that size
-(planner/memory.py); it may be one unit of the last printed digit off. States alone are compared, as in the
-paper; the buffers of fixed size that a plan has besides are shown.
+*Analytic.* data/zero_states.csv holds the paper's figures: 7.5 B, 128 B and 1 T parameters, 2-byte weights
+and gradients, and 12 bytes of optimizer states. Each cell is computed from a plan of a model of that size
+(planner/memory.py); it may differ by one unit of the last printed digit. Only states are compared, as in the
+paper; the buffers of fixed size that a plan has in addition are shown.
 
-*Against FSDP.* From 8 to 128 ranks, states in 4 + 4 + 8 bytes shrink by 16 P (1/8 - 1/128): for Llama 3 8B by
-14.02 GiB, here from two plans. What torchtitan measured between them (data/fsdp_memory.csv) stands beside:
-peaks, with all that comes and goes.
+*Against FSDP.* From 8 to 128 ranks, states of 4 + 4 + 8 bytes shrink by 16 P (1/8 - 1/128): for Llama 3 8B by
+14.02 GiB, here from two plans. The difference that torchtitan measured (data/fsdp_memory.csv) is shown for
+comparison: it is one of peaks, with all temporary memory.
 
-*Live.* 2 and 4 processes over gloo play a Llama of 4.9 M parameters, two microbatches of one short sample.
-Live are all tensor storages that Python reaches (benchmarks/harness/live_bytes.py), less those from before: after the third
-step, beside the states and buffers of the plan; and at the fullest moment within it, beside the same and what
-the program holds at its fullest: the gradients of the block whose backward runs, and activations. Each may
-differ by 1 % and two buffers of the largest block. What differs is the memory in which summands arrive over
-gloo (comm/arrivals.py), which a plan does not know of: two buffers, as large as a block.
+*Live.* 2 and 4 processes over gloo train a Llama of 4.9 M parameters, two microbatches of one short sample.
+Live bytes are all tensor storages that Python reaches (benchmarks/harness/live_bytes.py), less those from
+before. After the third step they are compared with the states and buffers of the plan; at the peak within the
+step, with the same plus the program's peak of temporary memory: the gradients of the block whose backward
+runs, and activations. Each may differ by 1 % and two buffers of the largest block. The difference is the
+memory in which messages arrive over gloo (comm/backends/gloo_paths.py), which a plan does not count: two
+buffers, as large as a block.
 
-All figures are differences as shares of what is allowed, so each case holds at 1 or below.
+All figures are differences as shares of the allowed difference, so each case holds at 1 or below.
 """
 
 import csv
@@ -28,8 +29,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from benchmarks.data_parallel.small_llamas import Case, player_of, rows
-from benchmarks.harness.live_bytes import live_bytes, probed
+from benchmarks.data_parallel.small_llamas import Case, make_executor, random_samples
+from benchmarks.harness.live_bytes import add_live_probes, live_bytes
 from benchmarks.harness.result import Result
 from benchmarks.models.paper_models import even, llama3_8b
 from meshwright.api import select_local_batch
@@ -59,8 +60,8 @@ SHARE = 0.01
 
 @dataclass(frozen=True)
 class Cell:
-    """What the paper prints for a model, a stage (0: none) and a number of ranks, in GB; `digits` behind its
-    point.
+    """A figure of the paper for a model, a stage (0: none) and a number of ranks, in GB, printed with
+    `digits` decimals.
     """
 
     model: str
@@ -72,7 +73,7 @@ class Cell:
 
 
 def cells(path: Path = DATA / "zero_states.csv") -> list[Cell]:
-    """The cells of the paper's figure and table."""
+    """Returns the cells of the paper's figure and table."""
     with path.open(encoding="utf-8", newline="") as file:
         return [
             Cell(
@@ -87,27 +88,27 @@ def cells(path: Path = DATA / "zero_states.csv") -> list[Cell]:
         ]
 
 
-def paper_plan(anatomy: ModelSpec, stage: int, ranks: int, precision: PrecisionConfig) -> Plan:
-    """The plan of a model on paper over `ranks`: whole copies at stage 0, else shards."""
+def shape_plan(model_spec: ModelSpec, stage: int, ranks: int, precision: PrecisionConfig) -> Plan:
+    """Returns the plan of a model without values over `ranks`: DDP at stage 0, else ZeRO."""
     job = Job(ModelConfig("paper"), DataConfig("example"), TrainConfig(batch=ranks), precision=precision)
     if stage == 0:
-        return Plan.make(job, Mesh(dp_replicate=ranks), anatomy, (BatchSplit(), DDP()))
-    return Plan.make(job, Mesh(dp_shard=ranks), anatomy, (BatchSplit("dp_shard"), ZeRO(stage=stage)))
+        return Plan.make(job, Mesh(dp_replicate=ranks), model_spec, (BatchSplit(), DDP()))
+    return Plan.make(job, Mesh(dp_shard=ranks), model_spec, (BatchSplit("dp_shard"), ZeRO(stage=stage)))
 
 
 @cache
 def states_of(parameters: int, stage: int, ranks: int) -> StateBytes:
-    """What rank 0 of the paper's plan holds."""
+    """Returns the bytes of rank 0 of the paper's plan."""
     return state_bytes(
-        paper_plan(even(str(parameters), parameters, BLOCKS[parameters]), stage, ranks, MIXED), 0
+        shape_plan(even(str(parameters), parameters, BLOCKS[parameters]), stage, ranks, MIXED), 0
     )
 
 
-def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
-    """Each cell, and how far the plan is off, in units of its last printed digit."""
-    for cell in several:
-        held = states_of(cell.parameters, cell.stage, cell.ranks)
-        gigabytes = held.model_states / 1e9
+def analytic(cells: Sequence[Cell]) -> Iterator[dict[str, object]]:
+    """Yields each cell, and how far the plan is off, in units of its last printed digit."""
+    for cell in cells:
+        states = states_of(cell.parameters, cell.stage, cell.ranks)
+        gigabytes = states.model_states / 1e9
         row = {
             "model": cell.model,
             "stage": cell.stage,
@@ -115,13 +116,13 @@ def on_paper(several: Sequence[Cell]) -> Iterator[dict[str, object]]:
             "printed": cell.printed,
             "plan": gigabytes,
         }
-        yield {**row, "buffers": held.buffers / 1e9, "off": abs(gigabytes - cell.printed) * 10**cell.digits}
+        yield {**row, "buffers": states.buffers / 1e9, "off": abs(gigabytes - cell.printed) * 10**cell.digits}
 
 
 def against_fsdp() -> dict[str, object]:
-    """Two plans of Llama 3 8B in float32 states, and what was measured between them."""
+    """Returns the difference of two plans of Llama 3 8B with float32 states, and the measured difference."""
     few, many = (
-        state_bytes(paper_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).model_states
+        state_bytes(shape_plan(llama3_8b(), 3, ranks, PrecisionConfig()), 0).model_states
         for ranks in FSDP_RANKS
     )
     gib = (few - many) / 2**30
@@ -138,7 +139,7 @@ def against_fsdp() -> dict[str, object]:
 
 
 def cases() -> list[Case]:
-    """What is measured on processes."""
+    """Returns the cases that are measured on processes."""
     found = []
     for precision in (PrecisionConfig(), MIXED):
         more = {"num_micro": 2, "precision": precision, "model": "small"}
@@ -148,59 +149,60 @@ def cases() -> list[Case]:
     return found
 
 
-def held(world: World, case: Case) -> tuple[int, int]:
-    """The live bytes of this rank at the fullest moment of the third step of `case`, and after it."""
+def measure_live_bytes(world: World, case: Case) -> tuple[int, int]:
+    """Returns the peak live bytes of this rank in the third step of `case`, and the live bytes after it."""
     gc.collect()
-    gc.freeze()  # the modules of torch and transformers need not be looked through again and again
-    plan, seen, looking = probed(case.plan()), [0], [False]
-    batch = select_local_batch(rows(case.rows), plan, world.rank)
+    gc.freeze()  # so that the modules of torch and transformers are not scanned at every probe
+    plan, samples, is_active = add_live_probes(case.plan()), [0], [False]
+    batch = select_local_batch(random_samples(case.num_samples), plan, world.rank)
     before = live_bytes()
-    player = player_of(
+    executor = make_executor(
         case,
         plan,
         world,
-        {"COMPARE": lambda action, state: seen.append(live_bytes()) if looking[0] else None},
+        {"COMPARE": lambda action, state: samples.append(live_bytes()) if is_active[0] else None},
     )
     for step in range(3):
-        looking[0] = step == 2
-        player.step(batch)
+        is_active[0] = step == 2
+        executor.step(batch)
     gc.collect()
     after = live_bytes()
-    player.close()
+    executor.close()
     gc.unfreeze()
-    return max(seen) - before, after - before
+    return max(samples) - before, after - before
 
 
 def block_buffer(plan: Plan) -> int:
-    """The bytes of the largest block, whole."""
+    """Returns the bytes of the largest unsharded block."""
     return (
-        max(arena.numel for arena in plan.sharding.flat_param_specs().values())
+        max(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
         * FLOAT_NBYTES[plan.job.precision.parameters]
     )
 
 
-def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, object]]:
-    """What was found of each case; one line about each goes to stderr."""
-    for case in several:
+def compare_live_bytes(pool: ProcessPool, cases: Sequence[Case]) -> Iterator[dict[str, object]]:
+    """Yields the comparison of each case; writes one line about each to stderr."""
+    for case in cases:
         plan = case.plan()
         planned = [state_bytes(plan, rank) for rank in range(plan.mesh.world_size)]
-        seen = pool.run(held, case.mesh, case, timeout_s=300)
-        extra, passing, off, ratios = 2 * block_buffer(plan), transient_nbytes(plan), 0.0, []
-        for said, (peak, after) in zip(planned, seen, strict=True):
-            allowed, fullest = SHARE * said.total + extra, said.total + passing
-            off = max(off, abs(peak - fullest) / allowed, abs(after - said.total) / allowed)
-            ratios.append({"peak": peak / fullest, "after": after / said.total})
+        measured = pool.run(measure_live_bytes, case.mesh, case, timeout_s=300)
+        extra, transient, off, ratios = 2 * block_buffer(plan), transient_nbytes(plan), 0.0, []
+        for states, (peak, after) in zip(planned, measured, strict=True):
+            allowed, planned_peak = SHARE * states.total + extra, states.total + transient
+            off = max(off, abs(peak - planned_peak) / allowed, abs(after - states.total) / allowed)
+            ratios.append({"peak": peak / planned_peak, "after": after / states.total})
         print(
             f"{case}: off {off:.3f}, of the plan's {planned[0].total:,} bytes: {ratios[0]}", file=sys.stderr
         )
         yield {
             "case": str(case),
             "plan": [each.as_dict() for each in planned],
-            "live": [{"peak": peak, "after": after} for peak, after in seen],
-            "passing": passing,
-            "arrivals": _arrivals(plan),
+            "live": [{"peak": peak, "after": after} for peak, after in measured],
+            "transient": transient,
+            "receive_buffers": _receive_nbytes(plan),
             "rest": [
-                after - said.total - _arrivals(plan) for said, (_, after) in zip(planned, seen, strict=True)
+                after - states.total - _receive_nbytes(plan)
+                for states, (_, after) in zip(planned, measured, strict=True)
             ],
             "ratios": ratios,
             "two_block_buffers": extra,
@@ -208,27 +210,27 @@ def live(pool: ProcessPool, several: Sequence[Case]) -> Iterator[dict[str, objec
         }
 
 
-def _arrivals(plan: Plan) -> int:
-    """The bytes in which summands arrive over gloo."""
-    largest = max(arena.numel for arena in plan.sharding.flat_param_specs().values())
+def _receive_nbytes(plan: Plan) -> int:
+    """Returns the bytes of the receive buffers of gloo reduce-scatters."""
+    largest = max(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
     return NUM_RECEIVE_BUFFERS * largest * FLOAT_NBYTES[plan.job.precision.reduce]
 
 
 def result(
-    paper: Sequence[dict[str, object]], fsdp: dict[str, object], seen: Sequence[dict[str, object]]
+    paper: Sequence[dict[str, object]], fsdp: dict[str, object], live: Sequence[dict[str, object]]
 ) -> Result:
-    """The result: how many cells and ranks are within what is allowed."""
-    values = [float(str(row["off"])) for row in (*paper, fsdp, *seen)]
-    detail = {"paper": list(paper), "fsdp": fsdp, "live": list(seen)}
+    """Returns the result: how many cells and ranks are within the allowed difference."""
+    values = [float(str(row["off"])) for row in (*paper, fsdp, *live)]
+    detail = {"paper": list(paper), "fsdp": fsdp, "live": list(live)}
     return Result.of_count(NAME, CLAIM, values, limit=1.0, bar=len(values), detail=detail)
 
 
 def main() -> None:
-    """Read the table from plans, measure on processes, and write the result."""
-    paper = list(on_paper(cells()))
-    print(f"on paper: {max(float(str(row['off'])) for row in paper):.2f} units off at most", file=sys.stderr)
+    """Compute the table from plans, measure on processes, and write the result."""
+    paper = list(analytic(cells()))
+    print(f"analytic: {max(float(str(row['off'])) for row in paper):.2f} units off at most", file=sys.stderr)
     with ProcessPool(4, shared_memory=False) as pool:
-        found = result(paper, against_fsdp(), list(live(pool, cases())))
+        found = result(paper, against_fsdp(), list(compare_live_bytes(pool, cases())))
     print(f"{found.median:g} of {found.bar:g} hold", file=sys.stderr)
     print(found.write(NAME))
 

@@ -1,20 +1,19 @@
-"""ZeRO beside DeepSpeed's: the same transport (gloo), the same model, samples and optimizer, 2 and 4
-processes; and peak memory.
+"""Step time and peak memory of ZeRO against DeepSpeed: the same transport (gloo), model, samples and
+optimizer, 2 and 4 processes.
 
     small step   stage 3 against DeepSpeed's stage 3 (bar 0.67)
-    peak bytes   large step, stages 2 and 3: below DeepSpeed's and FSDP2's at the same stage, resident, above
-                 the imports;
-                 how much of a heap is resident differs from process to process, so each side is started
-                     anew, in turns
+    peak bytes   large step, stages 2 and 3: below DeepSpeed's and FSDP2's at the same stage; resident bytes,
+                 above the imports. The resident share of a heap differs from process to process, so the
+                 processes of each side are started several times, in turn
 
-DeepSpeed lives in an environment of its own, which the first run makes (benchmarks/scratch: this one's
-packages and DeepSpeed's), because the library does not depend on it. CPU seconds of all ranks decide the
-time; a second DeepSpeed is the twin.
+DeepSpeed is installed in an environment of its own, which the first run makes (benchmarks/scratch: the
+packages of this one, and DeepSpeed), because the library does not depend on it. CPU seconds of all ranks
+decide the time; a second DeepSpeed is the twin.
 
-    python -m benchmarks.data_parallel.zero_vs_deepspeed            some fifteen minutes
-    python -m benchmarks.data_parallel.zero_vs_deepspeed --unresolved   anew the rows whose A/A was too wide; all else stays
-                                                          as it is
-    python -m benchmarks.data_parallel.zero_vs_deepspeed --quick    a few rounds of each; writes nothing
+    python -m benchmarks.data_parallel.zero_vs_deepspeed                about fifteen minutes
+    python -m benchmarks.data_parallel.zero_vs_deepspeed --unresolved   measures only rows whose A/A was too
+                                                                        wide; keeps the others
+    python -m benchmarks.data_parallel.zero_vs_deepspeed --quick        a few rounds of each; writes nothing
 """
 
 import os
@@ -45,13 +44,13 @@ BAR = 0.67
 WINDOW, QUICK = Window(40, 120, 180, warmup=3), Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
 STEPS, WARMUP, STARTS = 5, 2, 3
 PEERS: Mapping[int, Mapping[str, tuple[Build, Mapping[str, Any]]]] = {
-    2: {"DeepSpeed": (deepspeed_zero, {"stage": 2}), "FSDP2 kept": (fsdp, {"reshard": False})},
+    2: {"DeepSpeed": (deepspeed_zero, {"stage": 2}), "FSDP2 no reshard": (fsdp, {"reshard": False})},
     3: {"DeepSpeed": (deepspeed_zero, {"stage": 3}), "FSDP2": (fsdp, {})},
 }
 
 
 def times(ranks: int, window: Window) -> Rounds:
-    """The rounds of stage 3 beside DeepSpeed's."""
+    """Returns the rounds of stage 3 and of DeepSpeed's."""
     workload = "small" if ranks == 2 else "small4"
     sides: tuple[tuple[str, Build, Mapping[str, Any]], ...] = (
         ("DeepSpeed", deepspeed_zero, {"stage": 3}),
@@ -60,44 +59,46 @@ def times(ranks: int, window: Window) -> Rounds:
     )
     with ExitStack() as opened:
         preload = (*HEAVY, "deepspeed")
-        made = [
+        ranks_of_sides = [
             opened.enter_context(
-                Ranks(name, build, ranks, preload=preload, workload=workload, store=fresh_store(), **how)
+                Ranks(
+                    name, build, ranks, preload=preload, workload=workload, store=fresh_store(), **arguments
+                )
             )
-            for name, build, how in sides
+            for name, build, arguments in sides
         ]
-        return measure(made, window)
+        return measure(ranks_of_sides, window)
 
 
-def resident(rank: int, size: int, *, whose: Build, **arguments: Any) -> Callable[[], object]:
-    """The step that `whose` makes; its note is the high-water mark of this process in the step, above its
-    imports.
+def resident(rank: int, size: int, *, build_step: Build, **arguments: Any) -> Callable[[], object]:
+    """Returns the step that `build_step` makes, which returns the high-water mark of this process in the
+    step, in bytes above its imports.
     """
-    imported = _kib("VmRSS")
-    run = whose(rank, size, **arguments)
+    after_imports = _kib("VmRSS")
+    run = build_step(rank, size, **arguments)
 
     def step() -> int:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
         run()
-        return (_kib("VmHWM") - imported) * 1024
+        return (_kib("VmHWM") - after_imports) * 1024
 
     return step
 
 
 def peaks(stage: int, ranks: int, steps: int, starts: int) -> dict[str, list[float]]:
-    """The largest peak of any rank in MiB, median over the steps, of each start,
-    for each who has this stage.
+    """Returns the largest peak of any rank in MiB, median over the steps, of each start, for each side that
+    has this stage.
     """
-    everyone = {"ours": (sharded, {"zero": {"stage": stage}}), **PEERS[stage]}
-    found: dict[str, list[float]] = {name: [] for name in everyone}
+    sides = {"ours": (sharded, {"zero": {"stage": stage}}), **PEERS[stage]}
+    found: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(starts):
-        for name, (build, how) in everyone.items():
+        for name, (build, options) in sides.items():
             preload = (*HEAVY, "deepspeed")
             arguments: Mapping[str, Any] = {
-                "whose": build,
+                "build_step": build,
                 "workload": "large",
                 "store": fresh_store(),
-                **how,
+                **options,
             }
             with Ranks(name, resident, ranks, preload=preload, **arguments) as group:
                 costs = [group.step() for _ in range(WARMUP + steps)][WARMUP:]
@@ -119,9 +120,9 @@ def main() -> None:
             ).returncode
         )
     os.environ.update(DS_ACCELERATOR="cpu", DS_LOG_LEVEL="error")
-    before = stored(NAME) if "--unresolved" in sys.argv[1:] else None
-    memory = {} if before is None else before["detail"]["peak MiB"]
-    for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)) if before is None else ():
+    previous = stored(NAME) if "--unresolved" in sys.argv[1:] else None
+    memory = {} if previous is None else previous["detail"]["peak MiB"]
+    for stage, ranks in ((2, 2), (2, 4), (3, 2), (3, 4)) if previous is None else ():
         memory[f"stage {stage}, {ranks} ranks"] = peaks(
             stage, ranks, 1 if quick else STEPS, 1 if quick else STARTS
         )
@@ -129,13 +130,13 @@ def main() -> None:
             f"stage {stage}, {ranks} ranks, peak MiB: {memory[f'stage {stage}, {ranks} ranks']}", flush=True
         )
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
-    for ranks in (ranks for ranks in (2, 4) if before is None or title(ranks) in unresolved(before)):
+    for ranks in (ranks for ranks in (2, 4) if previous is None or row_name(ranks) in unresolved(previous)):
         rounds = times(ranks, QUICK if quick else WINDOW)
         cpu, wall = (
             compare(rounds, "ours", base="DeepSpeed", twin="twin", bar=BAR, figure=figure)
             for figure in ("cpu_s", "wall_s")
         )
-        found[title(ranks)] = (rounds, cpu, wall)
+        found[row_name(ranks)] = (rounds, cpu, wall)
         print(
             f"{ranks} ranks: cpu {cpu.ratio}, A/A {cpu.aa}, bar {BAR}, holds {cpu.holds}; wall {wall.ratio}",
             flush=True,
@@ -147,25 +148,26 @@ def main() -> None:
             for name in row
             if name != "ours"
         )
-        anew = Result.of_comparisons(NAME, CLAIM, found)
-        times_alone = anew if before is None else anew.beside(before)
-        detail = {**times_alone.detail, "peak MiB": memory, "DeepSpeed": VERSION}
-        print(replace(times_alone, holds=overall([times_alone.holds, smaller]), detail=detail).write(NAME))
+        result = Result.of_comparisons(NAME, CLAIM, found)
+        if previous is not None:
+            result = result.merge_previous(previous)
+        detail = {**result.detail, "peak MiB": memory, "DeepSpeed": VERSION}
+        print(replace(result, holds=overall([result.holds, smaller]), detail=detail).write(NAME))
 
 
-def title(ranks: int) -> str:
-    """The name of a row of the result."""
+def row_name(ranks: int) -> str:
+    """Returns the name of a row of the result."""
     return f"stage 3 / DeepSpeed, small, {ranks} ranks"
 
 
 def _environment() -> str:
-    """The Python of the environment with DeepSpeed, made if it is not there."""
+    """Returns the Python of the environment with DeepSpeed, which is made if it does not exist."""
     folder = ROOT / "benchmarks" / "scratch" / "deepspeed"
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
         venv.create(folder, with_pip=True, clear=True)
-        ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        packages = Path(subprocess.check_output(ask, text=True).strip())
+        print_purelib = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+        packages = Path(subprocess.check_output(print_purelib, text=True).strip())
         (packages / "meshwright.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT / 'src'}\n")
         install = [python, "-m", "pip", "install", "-q", f"deepspeed=={VERSION}"]
         subprocess.run(install, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})

@@ -1,19 +1,19 @@
-"""ZeRO beside torch: the same transport (gloo), the same model, samples and optimizer, 2 and 4 processes.
+"""Step time of ZeRO against FSDP2 and torch DDP: the same transport (gloo), model, samples and optimizer, 2
+and 4 processes.
 
     large step   stages 1 and 2 against DDP (bar 1.03), stage 3 against FSDP2 (0.97)
-    small step   stage 2 against FSDP2 that keeps weights whole after forward (0.75), stage 3 against FSDP2
-                 (0.75)
+    small step   stage 2 against FSDP2 without reshard after forward (0.75), stage 3 against FSDP2 (0.75)
 
 DDP runs with `gradient_as_bucket_view=True`, FSDP2 with `fully_shard` on each layer and on the rest, as their
-users are told. In bfloat16 stages 1 and 2 compute so over float32 weights, as DDP does under autocast; beside
-FSDP2, whose policy gathers bfloat16 and sums float32, so do we: weights in bfloat16, masters and sums in
-float32. CPU seconds of all ranks decide, wall seconds stand beside. A second loop of the peer is the twin
-that shows the noise.
+documentation recommends. In bfloat16, stages 1 and 2 compute in bfloat16 with float32 weights, as DDP does
+under autocast. Against FSDP2, whose policy gathers bfloat16 and reduces float32, ours do the same: weights in
+bfloat16, master weights and reductions in float32. CPU seconds of all ranks decide, wall seconds are shown. A
+second loop of the peer is the twin that shows the noise.
 
-    python -m benchmarks.data_parallel.zero_vs_torch           about an hour
-    python -m benchmarks.data_parallel.zero_vs_torch --unresolved   anew the rows whose A/A was too wide; the others stay as
-                                                      they are
-    python -m benchmarks.data_parallel.zero_vs_torch --quick   a few rounds of each; writes nothing
+    python -m benchmarks.data_parallel.zero_vs_torch                about an hour
+    python -m benchmarks.data_parallel.zero_vs_torch --unresolved   measures only rows whose A/A was too wide;
+                                                                    keeps the others
+    python -m benchmarks.data_parallel.zero_vs_torch --quick        a few rounds of each; writes nothing
 """
 
 import sys
@@ -51,7 +51,7 @@ class Row:
     bar: float
     peer: str
     build: Build
-    how: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     def __str__(self) -> str:
         dtype = "bf16" if self.half else "fp32"
@@ -59,15 +59,15 @@ class Row:
 
     @property
     def precision(self) -> Mapping[str, Any]:
-        """Our roles, as near to the peer's as can be."""
+        """Our precision, as close to the peer's as possible."""
         return {} if not self.half else AUTOCAST if self.build is ddp else HALF
 
 
 def rows() -> Iterator[Row]:
-    """All of them."""
+    """Yields all rows."""
     for half, ranks in product((False, True), (2, 4)):
         small = "small" if ranks == 2 else "small4"
-        yield Row(2, small, ranks, half, 0.75, "FSDP2 kept", fsdp, {"reshard": False})
+        yield Row(2, small, ranks, half, 0.75, "FSDP2 no reshard", fsdp, {"reshard": False})
         yield Row(3, small, ranks, half, 0.75, "FSDP2", fsdp, {})
         for stage in (1, 2):
             yield Row(stage, "large", ranks, half, 1.03, "DDP", ddp, {})
@@ -75,10 +75,10 @@ def rows() -> Iterator[Row]:
 
 
 def run(row: Row, window: Window) -> Rounds:
-    """The rounds of one row."""
-    mine: Mapping[str, Any] = {"zero": {"stage": row.stage}, "precision": row.precision}
-    peer: Mapping[str, Any] = {**row.how, "half": row.half}
-    sides = ((row.peer, row.build, peer), ("ours", sharded, mine), ("twin", row.build, peer))
+    """Returns the rounds of one row."""
+    ours: Mapping[str, Any] = {"zero": {"stage": row.stage}, "precision": row.precision}
+    peer: Mapping[str, Any] = {**row.arguments, "half": row.half}
+    sides = ((row.peer, row.build, peer), ("ours", sharded, ours), ("twin", row.build, peer))
     with ExitStack() as opened:
         return measure(
             [
@@ -90,10 +90,10 @@ def run(row: Row, window: Window) -> Rounds:
                         preload=HEAVY,
                         workload=row.workload,
                         store=fresh_store(),
-                        **how,
+                        **arguments,
                     )
                 )
-                for name, build, how in sides
+                for name, build, arguments in sides
             ],
             window,
         )
@@ -101,9 +101,10 @@ def run(row: Row, window: Window) -> Rounds:
 
 def main() -> None:
     """Measure every row and write the result."""
-    quick, before = "--quick" in sys.argv[1:], stored(NAME) if "--unresolved" in sys.argv[1:] else None
+    quick = "--quick" in sys.argv[1:]
+    previous = stored(NAME) if "--unresolved" in sys.argv[1:] else None
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
-    for row in (row for row in rows() if before is None or str(row) in unresolved(before)):
+    for row in (row for row in rows() if previous is None or str(row) in unresolved(previous)):
         rounds = run(row, QUICK if quick else LARGE if row.workload == "large" else SMALL)
         cpu, wall = (
             compare(rounds, "ours", base=row.peer, twin="twin", bar=row.bar, figure=figure)
@@ -116,7 +117,7 @@ def main() -> None:
         )
     if not quick and found:
         result = Result.of_comparisons(NAME, CLAIM, found)
-        print((result if before is None else result.beside(before)).write(NAME))
+        print((result if previous is None else result.merge_previous(previous)).write(NAME))
 
 
 if __name__ == "__main__":

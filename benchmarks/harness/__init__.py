@@ -1,11 +1,11 @@
-"""How benchmarks measure, and what they write.
+"""Measurement methods of the benchmarks, and the format of their results.
 
-case_store          keeps the finished cases of a long benchmark, so that a later run goes on
+case_store          stores the finished cases of a long benchmark, so that a later run continues there
 interleaved_timing  times configurations in turn and judges ratios within a round
-live_bytes          bytes of all live tensors that Python can reach
+live_bytes          bytes of all live tensors that Python can reach, during a step
 machine_load        how many cores other processes use
 peak_bytes          peak bytes of tensor storages on one thread
-rank_processes      processes that wait for their turn to run a step
+rank_processes      processes that run a step when it is their turn
 result              the JSON file of a benchmark
 side_by_side        compares two training steps on several workloads
 """

@@ -1,17 +1,17 @@
-"""The timing method: configurations in turn, one step each, judged by ratios within a round.
+"""The timing method: configurations in turn, one step each, compared by ratios within a round.
 
-A machine that others use too cannot be timed by running one thing ten times and then the other. Here every
-*round* runs one step of each configuration, and figures are compared only within their round:
+A machine that others use too cannot be timed by running one configuration ten times and then the other. Here
+every *round* runs one step of each configuration, and figures are compared only within their round:
 
     round 0    base  candidate  twin          ratio 0 = candidate / base       A/A ratio 0 = twin / base
-    round 1    twin  candidate  base          ratio 1 ...                  (backwards: neighbours change)
+    round 1    twin  candidate  base          ratio 1 ...                  (reversed: neighbours change)
 
-*twin* is a second, independent instance of *base*: what their ratio scatters is noise, and no claim may be
+*twin* is a second, independent instance of *base*: the spread of their ratio is noise, and no claim may be
 finer than it. The deciding figure is CPU seconds summed over all ranks; wall seconds (of the slowest rank)
-are reported the same way.
+are reported in the same way.
 
-A round counts unless somebody else used the machine: `outside` is the CPU that was busy beyond the measured
-steps, in cores, and `threshold`, fixed beforehand, is all that may discard a round. The kernel counts in
+A round counts unless another process used the machine: `outside` is the CPU use beyond the measured steps, in
+cores, and `threshold`, fixed beforehand, is the only reason to discard a round. The kernel counts in
 hundredths of a second, so short rounds are judged together, as *windows* of at least `window_s`.
 
     ratio  = median over clean rounds, with a 95 % bootstrap interval [low, high]
@@ -30,18 +30,19 @@ from scipy import stats
 
 from benchmarks.harness.machine_load import Load
 
-WIDEST_AA = 0.03  # an A/A half width above this resolves nothing
-LEAST_ROUNDS = 15  # with fewer clean rounds nothing is decided
+WIDEST_AA = 0.03  # with a larger A/A half width the claim is unresolved
+LEAST_ROUNDS = 15  # with fewer clean rounds the claim is unresolved
 Verdict = bool | Literal["unresolved"]
 Figure = Literal["cpu_s", "wall_s"]
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step cost: CPU seconds of all ranks with all their threads, wall seconds of the slowest rank.
+    """The cost of one step: CPU seconds of all ranks with all their threads, wall seconds of the slowest
+    rank.
 
-    `notes` is what each rank's step returned: a loss, a peak of memory; None where it returned nothing.
-    `others_s` are CPU seconds of the ranks that are not compared, but are no load from outside either.
+    `notes` are the return values of the ranks' steps: a loss, a memory peak, or None. `others_s` are CPU
+    seconds of the ranks that are not compared, and are not outside load either.
     """
 
     cpu_s: float
@@ -51,33 +52,31 @@ class Cost:
 
 
 class Configuration(Protocol):
-    """Something that can run one step at a time: a callable of this process (`Here`) or a set of processes
-    (`Ranks`).
-    """
+    """Runs one step at a time: a callable of this process (`InProcess`) or a set of processes (`Ranks`)."""
 
     @property
     def name(self) -> str:
-        """Unique among the configurations that are measured together."""
+        """A name that is unique among the configurations that are measured together."""
 
     def step(self) -> Cost:
         """Run one step and return its cost."""
 
 
 class Meter(Protocol):
-    """Tells how many cores others used; `benchmarks.harness.machine_load.Load` reads it from the kernel."""
+    """Measures how many cores others use; `benchmarks.harness.machine_load.Load` reads it from the kernel."""
 
     def start(self) -> None:
         """Begin a window."""
 
     def outside(self, own_cpu_s: float) -> float:
-        """The cores that others kept busy since `start`, when the measured steps used `own_cpu_s`."""
+        """Returns the cores that others used since `start`, when the measured steps used `own_cpu_s`."""
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The clean rounds, each a cost per configuration, and what was discarded.
+    """The clean rounds, each a cost per configuration, and the number of discarded ones.
 
-    `outside` holds the outside load, in cores, of every window: of clean ones and of discarded ones.
+    `outside` is the outside load, in cores, of every window, clean or discarded.
     """
 
     clean: tuple[Mapping[str, Cost], ...]
@@ -86,20 +85,20 @@ class Rounds:
     outside: tuple[float, ...] = ()
 
     def figures(self, name: str, figure: Figure = "cpu_s") -> list[float]:
-        """The figure of one configuration in every clean round, in seconds."""
+        """Returns the figure of one configuration in every clean round, in seconds."""
         return [costs[name].cpu_s if figure == "cpu_s" else costs[name].wall_s for costs in self.clean]
 
     def ratios(self, name: str, base: str, figure: Figure = "cpu_s") -> list[float]:
-        """The figure of `name` over that of `base`, round by round."""
+        """Returns the figure of `name` over that of `base`, round by round."""
         return [a / b for a, b in zip(self.figures(name, figure), self.figures(base, figure), strict=True)]
 
 
 @dataclass(frozen=True)
 class Window:
-    """How long and how strictly to measure: all of it is fixed before the first round.
+    """The length and the threshold of a measurement, fixed before the first round.
 
-    `clean` rounds are wanted; after `most` rounds or `limit_s` seconds the measurement ends with what there
-    is. The first `warmup` rounds are not looked at. `threshold` is in cores.
+    It ends after `clean` clean rounds, `most` rounds or `limit_s` seconds. The first `warmup` rounds are
+    ignored. `threshold` is in cores.
     """
 
     clean: int = LEAST_ROUNDS
@@ -113,14 +112,14 @@ class Window:
 def measure(
     configurations: Sequence[Configuration], window: Window = Window(), meter: Meter | None = None
 ) -> Rounds:
-    """The clean rounds of `configurations`, all in turn, one step each per round; see `Window` for when it
-    ends.
+    """Returns the clean rounds of `configurations`, all in turn, one step each per round; `Window` says when
+    it ends.
 
     Raises ValueError when two configurations share a name, or when not one round was clean.
     """
     names = [configuration.name for configuration in configurations]
     if len(set(names)) < len(names):
-        raise ValueError(f"configurations named {names}: a name may stand once; give each its own")
+        raise ValueError(f"configurations named {names}: a name may occur once; give each its own")
     meter = meter or Load()
     for number in range(window.warmup):
         _round(configurations, number)
@@ -142,8 +141,8 @@ def measure(
         else:
             clean += rounds
     if not clean:
-        seen = f"others used {median(outside):.2f} cores (median), above the threshold of {window.threshold}"
-        text = f"not one of {run} rounds was clean: {seen}"
+        load = f"others used {median(outside):.2f} cores (median), above the threshold of {window.threshold}"
+        text = f"not one of {run} rounds was clean: {load}"
         raise ValueError(f"{text}; wait until the machine is quiet")
     return Rounds(tuple(clean), discarded, window.threshold, tuple(outside))
 
@@ -172,9 +171,10 @@ class Interval:
 
 
 def interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of `values` and its 95 % percentile bootstrap interval (9,999 resamples, fixed seed).
+    """Returns the median of `values` and its 95 % percentile bootstrap interval (9,999 resamples, fixed
+    seed).
 
-    Raises ValueError for fewer than two values, of which no interval can be made.
+    Raises ValueError for fewer than two values.
     """
     if len(values) < 2:
         raise ValueError(
@@ -192,9 +192,7 @@ def interval(values: Sequence[float], seed: int = 0) -> Interval:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A claim "`name` costs at most `bar` times `base`", with what was seen and what noise would
-    have shown.
-    """
+    """A claim "`name` costs at most `bar` times `base`", with the measured ratio and its noise (`aa`)."""
 
     name: str
     base: str
@@ -206,8 +204,8 @@ class Comparison:
 
     @property
     def holds(self) -> Verdict:
-        """True or False by the upper bound; "unresolved" after too few rounds, or when two identical
-        configurations differ.
+        """True or False by the upper bound; "unresolved" after too few rounds, or when the noise is too
+        large.
         """
         if (
             len(self.values) < LEAST_ROUNDS
@@ -218,7 +216,7 @@ class Comparison:
         return self.ratio.high <= self.bar + self.aa.half_width
 
     def as_dict(self) -> dict[str, object]:
-        """The comparison as a row of a result's detail."""
+        """Returns the comparison as a row of a result's detail."""
         row = {
             "name": self.name,
             "base": self.base,
@@ -232,7 +230,7 @@ class Comparison:
 def compare(
     rounds: Rounds, name: str, *, base: str, twin: str, bar: float, figure: Figure = "cpu_s"
 ) -> Comparison:
-    """`name` against `base` in every clean round, with the A/A interval from `base` and its `twin`."""
+    """Compares `name` with `base` in every clean round; the A/A interval is that of `base` and its `twin`."""
     values = rounds.ratios(name, base, figure)
     seconds = {each: median(rounds.figures(each, figure)) for each in (name, base, twin)}
     return Comparison(
@@ -241,7 +239,7 @@ def compare(
 
 
 def overall(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict of a claim with several parts: false when one is false, else unresolved when one is, else
+    """Returns the verdict of several verdicts: false when one is false, else unresolved when one is, else
     true.
     """
     verdicts = list(verdicts)

@@ -1,9 +1,9 @@
-"""The bytes of all tensors that Python can reach, each storage once, and the most of them at any moment of a
-step.
+"""The bytes of all tensors that Python can reach, each storage once, and their maximum during a step.
 
-A step is sampled behind every act of the engine: the program gets a COMPARE (take the bytes that are live)
-behind each of its compute actions. Tensors that only autograd holds, the activations inside a block, are not
-reached and not counted; weights, gradients, moments, buffers, and what blocks hand on, are.
+A step is sampled after every action of the engine: the program gets a COMPARE action (which counts the live
+bytes) after each of its compute actions. Tensors that only autograd holds, the activations inside a block,
+are not reached and not counted; weights, gradients, optimizer states, buffers, and the values at block
+boundaries are.
 """
 
 import gc
@@ -14,12 +14,12 @@ import torch
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 
-AT = ("F", "B", "PACK", "UNPACK", "RESHARD", "ACCUMULATE", "LOCAL_NORM", "CLIP", "STEP")
+PROBED_KINDS = ("F", "B", "PACK", "UNPACK", "RESHARD", "ACCUMULATE", "LOCAL_NORM", "CLIP", "STEP")
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf; None also for a view that was written into where autograd forbids it, as some
-    failure left it.
+    """Returns the gradient of a leaf; None also for a view that a failed in-place operation has left
+    invalid.
     """
     try:
         return tensor.grad if tensor.is_leaf else None
@@ -28,13 +28,13 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def live_storages() -> dict[int, int]:
-    """The bytes of every storage that a tensor or a gradient in Python's reach lies in, by address."""
+    """Returns the bytes of every storage of a tensor or gradient that Python can reach, by address."""
     storages = {}
     for found in gc.get_objects():
         if type(found) in (
             torch.Tensor,
             torch.nn.Parameter,
-        ):  # isinstance would wake torch's deprecated names
+        ):  # isinstance would trigger warnings of torch's deprecated names
             for tensor in (found, _gradient(found)):
                 if tensor is not None:
                     storage = tensor.untyped_storage()
@@ -44,12 +44,14 @@ def live_storages() -> dict[int, int]:
 
 
 def live_bytes() -> int:
-    """The bytes of `live_storages`."""
+    """Returns the bytes of `live_storages`."""
     return sum(live_storages().values())
 
 
-def probed(plan: Plan) -> Plan:
-    """`plan` with a COMPARE behind each action of `AT`, to be handled by whoever plays it."""
+def add_live_probes(plan: Plan) -> Plan:
+    """Returns `plan` with a COMPARE after each action of `PROBED_KINDS`, to be handled by an extra handler of
+    its executor.
+    """
     return replace(plan, program=plan.program.edit(_with_probes))
 
 
@@ -57,6 +59,6 @@ def _with_probes(actions: list[Action]) -> list[Action]:
     edited = []
     for number, action in enumerate(actions):
         edited.append(action)
-        if action.kind in AT and action.stream == "compute":
+        if action.kind in PROBED_KINDS and action.stream == "compute":
             edited.append(Action("COMPARE", str(number)))
     return edited

@@ -1,4 +1,4 @@
-"""How much of the machine others use, from the kernel's own count."""
+"""The CPU use of other processes, from the kernel's counters."""
 
 import time
 from pathlib import Path
@@ -8,17 +8,18 @@ TICKS_PER_S = 100  # USER_HZ, the unit of /proc/stat, fixed by the kernel's inte
 
 
 def busy_s(text: str) -> float:
-    """CPU seconds that all CPUs together were busy since boot, from the text of /proc/stat.
+    """Returns the busy seconds of all CPUs together since boot, from the text of /proc/stat.
 
-    Busy is user, nice, system, irq, softirq and steal; idle and waiting for disks are not. Guests are within
-    user.
+    Busy is user, nice, system, irq, softirq and steal; idle and iowait are not. Guest time is part of user.
     """
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, text.split("\n", 1)[0].split()[1:9])
     return (user + nice + system + irq + softirq + steal) / TICKS_PER_S
 
 
 class Load:
-    """Watches the CPU that is used by anybody but the measured steps, this process's own waiting included."""
+    """Measures the CPU use of everything but the measured steps, including that of this process between
+    them.
+    """
 
     def __init__(self, stat: Path = STAT) -> None:
         self.stat = stat
@@ -29,8 +30,8 @@ class Load:
         self.began, self.busy = time.monotonic(), busy_s(self.stat.read_text())
 
     def outside(self, own_cpu_s: float) -> float:
-        """The cores that others kept busy since `start`: busy seconds without `own_cpu_s`, over the time that
-        passed.
+        """Returns the cores that others used since `start`: busy seconds without `own_cpu_s`, over the
+        elapsed time.
         """
         busy = busy_s(self.stat.read_text()) - self.busy
         return max(0.0, (busy - own_cpu_s) / (time.monotonic() - self.began))

@@ -1,13 +1,13 @@
-"""The most bytes of tensor storages that live at any moment, on one thread: those that autograd alone holds,
-too.
+"""The peak bytes of tensor storages on one thread, including those that only autograd holds.
 
-    with PeakLive(module.parameters()) as live:        # what was made before
+    with PeakLive(module.parameters()) as live:        # tensors that exist already
         engine.step(batch)
     live.peak
 
-Every operation is looked at when it has run: what it made is noted, and what has been freed since is
-forgotten. Scratch memory that an operation takes and gives back within itself is not seen, nor is what other
-threads make. With a `limit` it is an allocator that has no more: the operation that goes beyond it fails.
+After every operation, the storages of its tensors are counted, and storages that were freed are subtracted.
+Scratch memory that an operation allocates and frees within itself is not counted, nor are the tensors of
+other threads. With a `limit` it acts as an allocator without more memory: the operation that exceeds it
+fails.
 """
 
 from collections.abc import Iterable
@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakLive(TorchDispatchMode):
-    """While active, `now` are the live bytes of `known` and of all that was made since, and `peak` is the
-    most of them.
+    """While active, `now` are the live bytes of `known` and of all tensors made since, and `peak` is their
+    maximum.
 
-    Raises MemoryError as soon as more than `limit` bytes live; 0: any number may.
+    Raises MemoryError as soon as more than `limit` bytes live; 0: no limit.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = (), limit: int = 0) -> None:
@@ -32,8 +32,8 @@ class PeakLive(TorchDispatchMode):
         self.limit = limit
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         for tensor in known:
-            self._note(tensor)
-        self._look()
+            self._count_storage(tensor)
+        self._update_peak()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,23 +41,23 @@ class PeakLive(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and not tensor.is_meta:
-                self._note(tensor)
-        self._look()
+                self._count_storage(tensor)
+        self._update_peak()
         return out
 
-    def again(self) -> None:
-        """Forget the peak, not what lives."""
-        self._look()
+    def reset_peak(self) -> None:
+        """Sets the peak to the bytes that live now."""
+        self._update_peak()
         self.peak = self.now
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _count_storage(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         before = self._live.get(storage._cdata)
         if before is None or before[0].expired():
             self.now += storage.nbytes() - (before[1] if before else 0)
             self._live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def _look(self) -> None:
+    def _update_peak(self) -> None:
         for key in [key for key, (reference, _) in self._live.items() if reference.expired()]:
             self.now -= self._live.pop(key)[1]
         self.peak = max(self.peak, self.now)

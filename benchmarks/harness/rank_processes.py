@@ -1,14 +1,13 @@
-"""Where a measured step runs: in this process, or in a group of processes that wait, blocked, for their turn.
+"""Runs measured steps in this process, or in a group of processes that block until it is their turn.
 
     parent            rank 0                 rank 1
     "step" ------->   step(), clocks         step(), clocks
            <-------   (cpu_s, wall_s, note)  (cpu_s, wall_s, note)
 
 A rank is built once by `build(rank, size, **arguments)`, which returns the callable that runs one step.
-Between turns it blocks on its pipe: it must not spin, or the other configurations would be timed on a busy
-machine (spinning is seen as outside load, and discards the round). Ranks are forked from one server process
-that has imported the heavy packages but never used a thread, so a dozen of them start quickly and share the
-pages of their imports.
+Between turns it blocks on its pipe. It must not spin: spinning is outside load for the other configurations,
+and discards the round. Ranks are forked from one server process that has imported the large packages and has
+never started a thread, so a dozen of them start quickly and share the pages of their imports.
 """
 
 import os
@@ -24,33 +23,31 @@ from typing import Any, Literal, Self
 
 from benchmarks.harness.interleaved_timing import Cost
 
-# One thread per rank unless its builder says otherwise, and threads that sleep while they wait. Both are read
-# when the
-# OpenMP runtime is loaded, so they must stand in the environment before the server of ranks starts.
+# One thread per rank unless `build` sets another number, and threads that sleep while they wait. Both are
+# read when the OpenMP runtime is loaded, so they must be set before the server of ranks starts.
 QUIET = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 Step = Callable[[], object]
 Start = Literal["forkserver", "spawn"]
 
 
 # A function of a module (it is sent by name): build(rank, size, **arguments) prepares one rank and returns
-# its step, whose
-# return value becomes the note of the step.
+# its step. The return value of the step becomes its note.
 Build = Callable[..., Step]
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or stayed silent. The message holds its traceback or its exit status."""
+    """A rank raised, died or did not answer. The message contains its traceback or its exit status."""
 
 
 @dataclass(frozen=True)
-class Here:
-    """A step of this very process."""
+class InProcess:
+    """A step of this process."""
 
     name: str
     run: Step
 
     def step(self) -> Cost:
-        """Run one step here; CPU is that of the whole process while it ran."""
+        """Runs one step; its CPU seconds are those of the whole process meanwhile."""
         return _timed(self.run)
 
 
@@ -61,8 +58,7 @@ def _timed(run: Step) -> Cost:
 
 
 class Ranks:
-    """A configuration of `size` processes that step together. Use it as a context manager: it ends its
-    processes.
+    """A configuration of `size` processes that step together; a context manager that ends them on exit.
 
     `arguments` go to `build` in every rank and must be plain values. A step may take `timeout_s`.
     """
@@ -86,13 +82,16 @@ class Ranks:
         self.pipes: list[Connection] = []
         self.processes: list[BaseProcess] = []
         for rank in range(size):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, build, rank, size, arguments), name=f"{name}-{rank}", daemon=True
+                target=_serve,
+                args=(child_end, build, rank, size, arguments),
+                name=f"{name}-{rank}",
+                daemon=True,
             )
             process.start()
-            theirs.close()  # only the rank holds its end now, so its death is an end of file here
-            self.pipes.append(ours)
+            child_end.close()  # only the rank has this end now, so its death is an end of file here
+            self.pipes.append(parent_end)
             self.processes.append(process)
         try:
             self._replies()
@@ -101,7 +100,7 @@ class Ranks:
             raise
 
     def step(self) -> Cost:
-        """Run one step on every rank; returns the sum of their CPU seconds and the longest of their wall
+        """Runs one step on every rank; returns the sum of their CPU seconds and the maximum of their wall
         seconds.
 
         Raises RankFailed when a rank raises, dies, or does not answer within `timeout_s`.
@@ -116,7 +115,7 @@ class Ranks:
         return Cost(sum(cost.cpu_s for cost in costs), max(cost.wall_s for cost in costs), notes)
 
     def close(self) -> None:
-        """End all processes of this configuration; a rank that does not end within 5 seconds is killed."""
+        """Ends all processes of this configuration; a rank that does not end within 5 seconds is killed."""
         for pipe in self.pipes:
             pipe.close()  # a waiting rank reads the end of file and returns
         for process in self.processes:
@@ -143,7 +142,7 @@ class Ranks:
                 raise self._failed(
                     min(waiting.values()),
                     (
-                        f"no answer within {self.timeout_s:g} s; give it a longer timeout_s, or look where "
+                        f"no answer within {self.timeout_s:g} s; use a longer timeout_s, or look where "
                         f"it waits"
                     ),
                 )
@@ -185,7 +184,7 @@ def _serve(pipe: Connection, build: Build, rank: int, size: int, arguments: dict
 
 
 def close_all(configurations: Iterable[object]) -> None:
-    """End the processes of every configuration that has any."""
+    """Ends the processes of every configuration that has any."""
     for configuration in configurations:
         if isinstance(configuration, Ranks):
             configuration.close()

@@ -1,6 +1,4 @@
-"""What a benchmark leaves behind: one JSON file that says what was claimed, how it was measured, and whether
-it holds.
-"""
+"""The JSON file of a benchmark: the claim, how it was measured, the figures, and whether the claim holds."""
 
 import json
 import platform
@@ -60,7 +58,7 @@ class Result:
         discarded: int = 0,
         detail: Mapping[str, object] | None = None,
     ) -> Self:
-        """The result of the benchmark `name`, with date, commit, machine and versions filled in."""
+        """Returns the result of the benchmark `name`, with date, commit, machine and versions filled in."""
         command, date = f"make bench NAME={name}", datetime.now(UTC).isoformat(timespec="seconds")
         found = (claim, command, date, commit(), machine(), versions())
         return cls(*found, repeats, discarded, list(values), median, spread, bar, holds, dict(detail or {}))
@@ -76,11 +74,10 @@ class Result:
         bar: int,
         detail: Mapping[str, object],
     ) -> Self:
-        """The result of a claim about a number of cases: `median` is how many of `values` are at most
+        """Returns the result of a claim about a number of cases: `median` is how many of `values` are at most
         `limit`.
 
-        It holds when at least `bar` of them are, and no case is above; there is nothing to repeat and no
-        spread.
+        It holds when at least `bar` of them are, and none is above; there are no repeats and no spread.
         """
         count = sum(value <= limit for value in values)
         holds = count >= bar and count == len(values)
@@ -90,17 +87,17 @@ class Result:
 
     @classmethod
     def of_comparisons(
-        cls, name: str, claim: str, parts: Mapping[str, tuple[Rounds, Comparison, Comparison]]
+        cls, name: str, claim: str, workloads: Mapping[str, tuple[Rounds, Comparison, Comparison]]
     ) -> Self:
-        """The result of a claim with one or several workloads, each its rounds, its CPU and its wall
-        comparison.
+        """Returns the result of a claim with one or several workloads, each with its rounds, its CPU and its
+        wall comparison.
 
-        CPU decides. The figure shown is that of the workload whose upper bound is furthest above (least
-        below) its bar; every workload stands in the detail, wall time beside it.
+        CPU time decides. The figure shown is that of the workload whose upper bound is furthest above (least
+        below) its bar; the detail contains every workload, with its wall time.
         """
-        _, (_, worst, _) = max(parts.items(), key=lambda part: part[1][1].ratio.high / part[1][1].bar)
+        _, worst, _ = max(workloads.values(), key=lambda each: each[1].ratio.high / each[1].bar)
         rows = {
-            part: {
+            workload: {
                 "cpu": cpu.as_dict(),
                 "wall": wall.as_dict(),
                 "cpu_ratios": list(cpu.values),
@@ -109,7 +106,7 @@ class Result:
                 "threshold_cores": rounds.threshold,
                 "outside_cores": [round(each, 3) for each in rounds.outside],
             }
-            for part, (rounds, cpu, wall) in parts.items()
+            for workload, (rounds, cpu, wall) in workloads.items()
         }
         return cls.of(
             name,
@@ -118,24 +115,24 @@ class Result:
             median=worst.ratio.median,
             spread=(worst.ratio.low, worst.ratio.high),
             bar=worst.bar,
-            holds=overall(cpu.holds for _, cpu, _ in parts.values()),
-            repeats=min(len(cpu.values) for _, cpu, _ in parts.values()),
-            discarded=sum(rounds.discarded for rounds, _, _ in parts.values()),
+            holds=overall(cpu.holds for _, cpu, _ in workloads.values()),
+            repeats=min(len(cpu.values) for _, cpu, _ in workloads.values()),
+            discarded=sum(rounds.discarded for rounds, _, _ in workloads.values()),
             detail=rows,
         )
 
-    def beside(self, before: Mapping[str, Any]) -> Self:
-        """This result, whose rows were measured anew, beside those of `before`, a stored one, that were not.
+    def merge_previous(self, previous: Mapping[str, Any]) -> Self:
+        """Returns this result with the rows of `previous`, a stored one, that were not measured again.
 
-        Each row says when and at which commit it was measured; the figure shown is that of the worst of all
-        of them.
+        Each row has the date and commit of its measurement; the figure shown is that of the worst of all
+        rows.
         """
         then, now = (
-            {"date": before["date"], "commit": before["commit"]},
+            {"date": previous["date"], "commit": previous["commit"]},
             {"date": self.date, "commit": self.commit},
         )
         rows: dict[str, Any] = {
-            name: {"measured": then, **row} for name, row in before["detail"].items() if _is_row(row)
+            name: {"measured": then, **row} for name, row in previous["detail"].items() if _is_row(row)
         }
         rows |= {
             name: {**row, "measured": now} for name, row in self.detail.items() if isinstance(row, Mapping)
@@ -151,7 +148,7 @@ class Result:
             holds=overall(row["cpu"]["holds"] for row in rows.values()),
             repeats=min(len(row["cpu_ratios"]) for row in rows.values()),
             discarded=sum(row["discarded"] for row in rows.values()),
-            detail={**before["detail"], **rows},
+            detail={**previous["detail"], **rows},
         )
 
     def write(self, name: str, folder: Path = RESULTS) -> Path:
@@ -163,12 +160,12 @@ class Result:
 
 
 def stored(name: str, folder: Path = RESULTS) -> dict[str, Any]:
-    """The result that `folder` holds of the benchmark `name`, as it was written."""
+    """Returns the stored result of the benchmark `name` in `folder`, as it was written."""
     return json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def unresolved(result: Mapping[str, Any]) -> tuple[str, ...]:
-    """The rows of a stored result in which the noise was too large to tell."""
+    """Returns the names of the rows of a stored result in which the noise was too large to decide."""
     return tuple(
         name for name, row in result["detail"].items() if _is_row(row) and row["cpu"]["holds"] == "unresolved"
     )
@@ -179,7 +176,7 @@ def _is_row(value: object) -> bool:
 
 
 def machine() -> dict[str, object]:
-    """The machine in words: processor, cores, memory, system; no name by which it could be found."""
+    """Returns processor, cores, memory and system of the machine; no name that would identify it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
@@ -191,7 +188,7 @@ def machine() -> dict[str, object]:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """The versions of Python and of those of `packages` that are installed."""
+    """Returns the versions of Python and of `packages`, "not installed" for those that are missing."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -202,7 +199,7 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit of the source that ran, with `-dirty` when source or benchmarks were changed; "unknown"
+    """Returns the commit of the source, with `-dirty` when source or benchmarks were changed; "unknown"
     outside git.
     """
     head = _git(root, "rev-parse", "HEAD")
@@ -210,6 +207,6 @@ def commit(root: Path = ROOT) -> str:
     return f"{head}{'-dirty' if changed else ''}" if head else "unknown"
 
 
-def _git(root: Path, *words: str) -> str:
-    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+def _git(root: Path, *args: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""

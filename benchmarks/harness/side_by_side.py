@@ -1,6 +1,7 @@
-"""Two steps side by side on several workloads, with a twin of the first that shows the noise.
+"""Compares two training steps on several workloads; a second instance of the base step, the twin, shows the
+noise.
 
-base, ours, twin, base, ours, twin ...      one step each, in turn; twin is base once more
+base, ours, twin, base, ours, twin ...      one step each, in turn; the twin is the base step once more
 """
 
 import sys
@@ -14,43 +15,48 @@ from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
 
-Step = Callable[..., Callable[[], object]]
+Build = Callable[..., Callable[[], object]]
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two, by its name in the result: what makes its step, as `Ranks` takes it."""
+    """One of the two steps: its name in the result, and the function that builds it, as `Ranks` takes it."""
 
     name: str
-    step: Step
+    build: Build
 
 
 @dataclass(frozen=True)
-class Part:
-    """A workload, its bar and how long it is measured."""
+class WorkloadBar:
+    """The bar of a workload, and how long it is measured."""
 
     bar: float
     window: Window
 
 
-def contest(
-    result: str, claim: str, base: Side, ours: Side, parts: Mapping[str, Part], num_ranks: int = 1
+def compare_steps(
+    result: str,
+    claim: str,
+    base: Side,
+    ours: Side,
+    workloads: Mapping[str, WorkloadBar],
+    num_ranks: int = 1,
 ) -> None:
-    """Measure `ours` against `base` on every workload of `parts`, on `num_ranks` processes each, and write
+    """Measure `ours` against `base` on every workload, on `num_ranks` processes each, and write
     the result.
     """
     found = {}
-    for workload, part in parts.items():
+    for workload, bar in workloads.items():
         with ExitStack() as opened:
             sides = [
                 opened.enter_context(
-                    Ranks(name, step, num_ranks, preload=HEAVY, **_given(workload, num_ranks))
+                    Ranks(name, build, num_ranks, preload=HEAVY, **_build_arguments(workload, num_ranks))
                 )
-                for name, step in ((base.name, base.step), (ours.name, ours.step), ("twin", base.step))
+                for name, build in ((base.name, base.build), (ours.name, ours.build), ("twin", base.build))
             ]
-            rounds = measure(sides, part.window)
+            rounds = measure(sides, bar.window)
         cpu, wall = (
-            compare(rounds, ours.name, base=base.name, twin="twin", bar=part.bar, figure=figure)
+            compare(rounds, ours.name, base=base.name, twin="twin", bar=bar.bar, figure=figure)
             for figure in ("cpu_s", "wall_s")
         )
         found[workload] = (rounds, cpu, wall)
@@ -61,5 +67,5 @@ def contest(
     print(Result.of_comparisons(result, claim, found).write(result))
 
 
-def _given(workload: str, num_ranks: int) -> dict[str, Any]:
+def _build_arguments(workload: str, num_ranks: int) -> dict[str, Any]:
     return {"workload": workload} if num_ranks == 1 else {"workload": workload, "store": fresh_store()}

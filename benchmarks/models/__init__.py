@@ -1,8 +1,8 @@
-"""Models that benchmarks train.
+"""The models of the benchmarks, and training steps of some of them.
 
-custom_models   a user's own file of model factories, for models that do not take plain text
+custom_models   a model file as a user would write it, for models that do not take plain text
 llama_steps     training steps of small Llamas: plain loop, DDP, FSDP2, DeepSpeed, ours
-model_coverage  which model families train without help
+model_coverage  parity with one device for unmodified model families
 model_families  the families of `model_coverage`
 paper_models    model shapes without values, of any size
 """

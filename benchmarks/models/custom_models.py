@@ -1,5 +1,5 @@
-"""Models that do not take plain text, as a user would bring them: a file with factories, each with an example
-and a loss.
+"""A model file as a user would write it: factories of models that do not take plain text, each with an
+example batch and a loss.
 
 The examples are made from the text of the standard library, read as bytes.
 """
@@ -15,11 +15,11 @@ from torch import nn
 
 import meshwright as mw
 
-ROWS, TOKENS, WIDTH, CLASSES = 12, 12, 16, 10
+SAMPLES, TOKENS, WIDTH, CLASSES = 12, 12, 16, 10
 
 
 def t5() -> mw.Model:
-    """T5 takes the tokens of its decoder as a second input."""
+    """Returns T5, which takes the tokens of its decoder as a second input."""
     sizes = {
         "vocab_size": 256,
         "d_model": 32,
@@ -33,7 +33,7 @@ def t5() -> mw.Model:
 
 
 def vit() -> mw.Model:
-    """ViT takes images; the loss is cross-entropy over classes, one per sample."""
+    """Returns ViT, which takes images; the loss is cross-entropy over classes, one per sample."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -48,25 +48,25 @@ def vit() -> mw.Model:
 
 
 def u_net() -> mw.Model:
-    """A U-Net: what goes down is added to what comes up; the loss is a squared distance."""
+    """Returns a U-Net with skip connections; the loss is a squared distance."""
     images = _images(8)
     return mw.Model(UNet(), {"x": images, "target": images.flip(-1)}, loss=_distance())
 
 
 def two_towers() -> mw.Model:
-    """Two inputs, each with a chain of its own, scored by a product."""
-    rows = _text(ROWS, 2 * WIDTH) / 128 - 1
-    example = {"left": rows[:, :WIDTH], "right": rows[:, WIDTH:], "target": rows[:, :1]}
+    """Returns a model with two inputs, each with its own tower, scored by a product."""
+    samples = _text(SAMPLES, 2 * WIDTH) / 128 - 1
+    example = {"left": samples[:, :WIDTH], "right": samples[:, WIDTH:], "target": samples[:, :1]}
     return mw.Model(TwoTowers(), example, loss=_distance())
 
 
 def translator() -> mw.Model:
-    """An encoder whose end every layer of a decoder takes in, with one embedding for both and the head."""
+    """Returns an encoder whose output every decoder layer takes, with one embedding for both and the head."""
     return mw.Model(Translator(), _pairs())
 
 
 def mlp() -> mw.Model:
-    """A Sequential."""
+    """Returns a Sequential MLP."""
     layers = [
         nn.Linear(WIDTH, 32),
         nn.GELU(),
@@ -75,21 +75,21 @@ def mlp() -> mw.Model:
         nn.GELU(),
         nn.Linear(32, CLASSES),
     ]
-    return mw.Model(nn.Sequential(*layers), {"input": _text(ROWS, WIDTH) / 128 - 1, "labels": _classes()})
+    return mw.Model(nn.Sequential(*layers), {"input": _text(SAMPLES, WIDTH) / 128 - 1, "labels": _classes()})
 
 
 def resnet() -> mw.Model:
-    """A residual network with group norms: statistics of a batch would depend on how it is divided."""
+    """Returns a residual network with group norms: batch statistics would depend on the microbatches."""
     return mw.Model(ResNet(), {"x": _images(8), "labels": _classes()})
 
 
 def transformer() -> mw.Model:
-    """The nn.Transformer of torch, between an embedding and a head."""
-    return mw.Model(Torch(), _pairs())
+    """Returns torch's nn.Transformer, between an embedding and a head."""
+    return mw.Model(TorchTransformer(), _pairs())
 
 
 class UNet(nn.Module):
-    """Two levels down, two up, and a skip at each."""
+    """Two levels down, two up, and a skip connection at each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class UNet(nn.Module):
 
 
 class TwoTowers(nn.Module):
-    """Two chains that meet in a product."""
+    """Two towers whose outputs are multiplied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class TwoTowers(nn.Module):
 
 
 class Translator(nn.Module):
-    """Recurrent layers: an encoder, and a decoder that takes the mean of what the encoder said."""
+    """Recurrent layers: an encoder, and a decoder that takes the mean of the encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,9 +136,9 @@ class Translator(nn.Module):
         x, y = self.embed(input_ids), self.embed(decoder_input_ids)
         for layer in self.encoder:
             x = layer(x)[0]
-        said = x.mean(1, keepdim=True).expand_as(y)
+        context = x.mean(1, keepdim=True).expand_as(y)
         for layer in self.decoder:
-            y = y + layer(torch.cat([y, said], -1))[0]
+            y = y + layer(torch.cat([y, context], -1))[0]
         return self.head(y)
 
 
@@ -159,7 +159,7 @@ class ResNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """norm, convolution, twice, and what came in."""
+    """Norm and convolution, twice, plus the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -173,8 +173,8 @@ class Residual(nn.Module):
         return x + y
 
 
-class Torch(nn.Module):
-    """nn.Transformer with the words round it."""
+class TorchTransformer(nn.Module):
+    """nn.Transformer between embedding and head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,22 +190,22 @@ class Torch(nn.Module):
         return self.head(y)
 
 
-def _text(rows: int, columns: int) -> torch.Tensor:
-    """Bytes of the standard library's json package, (rows, columns), float64."""
-    text = Path(json.__file__).read_bytes()[: rows * columns]
-    return torch.tensor(list(text), dtype=torch.float32).view(rows, columns)
+def _text(num_samples: int, length: int) -> torch.Tensor:
+    """Returns bytes of the standard library's json package, (num_samples, length), float32."""
+    text = Path(json.__file__).read_bytes()[: num_samples * length]
+    return torch.tensor(list(text), dtype=torch.float32).view(num_samples, length)
 
 
 def _images(size: int) -> torch.Tensor:
-    return (_text(ROWS, 3 * size * size) / 128 - 1).view(ROWS, 3, size, size)
+    return (_text(SAMPLES, 3 * size * size) / 128 - 1).view(SAMPLES, 3, size, size)
 
 
 def _classes() -> torch.Tensor:
-    return _text(ROWS, 1).long().view(ROWS) % CLASSES
+    return _text(SAMPLES, 1).long().view(SAMPLES) % CLASSES
 
 
 def _pairs() -> dict[str, torch.Tensor]:
-    text = _text(ROWS, 2 * TOKENS).long()
+    text = _text(SAMPLES, 2 * TOKENS).long()
     return {
         "input_ids": text[:, :TOKENS],
         "decoder_input_ids": text[:, TOKENS:-1],
@@ -214,7 +214,7 @@ def _pairs() -> dict[str, torch.Tensor]:
 
 
 def _distance() -> mw.Loss:
-    """The squared distance to the target, divided by the number of its elements."""
+    """Returns the squared distance to the target, divided by the number of its elements."""
     return mw.Loss(
         total=lambda outputs, batch: (outputs - batch["target"]).square().sum(),
         count=lambda batch: torch.tensor(batch["target"].numel()),

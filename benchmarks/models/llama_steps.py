@@ -1,15 +1,15 @@
-"""The models and steps that benchmarks measure: a 25 M Llama on real text, in an ordinary loop, in DDP and in
-ours.
+"""Training steps of a 25 M Llama on real text: a plain PyTorch loop, DDP, FSDP2, DeepSpeed, and ours.
 
-    large   hidden 512, 8 layers, 25.6 M parameters, 8 x 256 tokens    compute decides
-    small   the same model, 2 x 128 tokens                             communication and Python show
+    large   hidden 512, 8 layers, 25.6 M parameters, 8 x 256 tokens    compute dominates
+    small   the same model, 2 x 128 tokens                             communication and Python dominate
     small4  the same model, 4 x 128 tokens: small, for four ranks
-    toy     hidden 64, 8 thin layers, 1 x 64 tokens                    Python alone
+    toy     hidden 64, 8 thin layers, 1 x 64 tokens                    Python only
+    toy8    the same model, 8 x 64 tokens
 
 Text is the source of Python's standard library as bytes. All loops train the same parameters on the same
-samples with the same fused AdamW, the same groups (no decay on 1-D weights) and clipping to norm 1. One
-thread per rank. With `half` they compute in bfloat16 and keep float32: DDP under autocast, FSDP2 by its
-policy (gathers bfloat16, sums float32).
+samples with the same fused AdamW, the same parameter groups (no decay on 1-D weights) and clipping to norm 1.
+One thread per rank. With `half` they compute in bfloat16 and keep float32: DDP under autocast, FSDP2 by its
+policy (gathers bfloat16, reduces float32).
 """
 
 import os
@@ -63,7 +63,7 @@ class Workload:
     sequence: int
 
     def model(self) -> nn.Module:
-        """The model with transformers' own initial values."""
+        """Returns the model with transformers' own initial values."""
         config = LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,
@@ -87,7 +87,7 @@ WORKLOADS = {
 
 
 class Batches:
-    """Batches of stdlib text, another one each step, the same sequence of them for every configuration."""
+    """Batches of stdlib text, a new one each step, in the same order for every configuration."""
 
     def __init__(self, workload: Workload) -> None:
         folder = Path(sysconfig.get_path("stdlib")) / "json"
@@ -95,19 +95,21 @@ class Batches:
         self._batch, self._step = workload.batch, 0
 
     def next(self) -> dict[str, torch.Tensor]:
-        """The global batch of the next step: input_ids and shifted labels."""
+        """Returns the global batch of the next step: input_ids and shifted labels."""
         first, num = self._step * self._batch, len(self._data) - 1
         self._step += 1
         return self._data.batch([i % num for i in range(first, first + self._batch)])
 
 
-def ordinary(rank: int, size: int, workload: str) -> Callable[[], object]:
-    """The step of an ordinary PyTorch loop on one device."""
+def plain_loop(rank: int, size: int, workload: str) -> Callable[[], object]:
+    """Returns the step of a plain PyTorch loop on one device."""
     return _loop(rank, size, WORKLOADS[workload], lambda model: model)
 
 
 def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) -> Callable[[], object]:
-    """The same loop around torch's DistributedDataParallel over gloo, each rank on its share of the batch."""
+    """Returns the same loop with torch's DistributedDataParallel over gloo, each rank on its share of the
+    batch.
+    """
     join(rank, size, store)
 
     def wrap(model: nn.Module) -> nn.Module:
@@ -119,10 +121,10 @@ def ddp(rank: int, size: int, workload: str, store: str, *, half: bool = False) 
 def ours(
     rank: int, size: int, workload: str, store: str = "", world: World | None = None
 ) -> Callable[[], object]:
-    """The step of the engine on the same model: one device, or `batch` + `replicate` over gloo; in `world` if
-    it is given.
+    """Returns the step of the engine on the same model: one device, or `batch_split` + `ddp` over gloo; in
+    `world` unless it is None.
     """
-    return _engine(workload, Mesh(dp_replicate=size), None, world or joined(rank, size, store))
+    return _engine(workload, Mesh(dp_replicate=size), None, world or make_world(rank, size, store))
 
 
 def _engine(
@@ -135,11 +137,11 @@ def _engine(
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    reading = analyze(spec.model(), Batches(spec).next())
+    analyzed = analyze(spec.model(), Batches(spec).next())
     train = TrainConfig(batch=spec.batch)
     data, precision = DataConfig("stdlib", sequence=spec.sequence), precision or PrecisionConfig()
     job = Job(ModelConfig("llama"), data, train, OPTIMIZER, precision=precision)
-    engine = parallelize(reading, make_plan(reading, job, mesh, strategies), world=world)
+    engine = parallelize(analyzed, make_plan(analyzed, job, mesh, strategies), world=world)
 
     def step() -> float:
         return engine.step(engine.local_batch(batches.next())).loss
@@ -150,8 +152,8 @@ def _engine(
 def fsdp(
     rank: int, size: int, workload: str, store: str, *, reshard: bool = True, half: bool = False
 ) -> Callable[[], object]:
-    """The same loop on torch's FSDP2 (fully_shard of each layer and of the rest) over gloo; `reshard`: after
-    forward too.
+    """Returns the same loop with torch's FSDP2 (fully_shard of each layer and of the rest) over gloo;
+    `reshard`: after forward too.
     """
     join(rank, size, store)
     policy = (
@@ -170,8 +172,8 @@ def fsdp(
 
 
 def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: int) -> Callable[[], object]:
-    """The same step by DeepSpeed's ZeRO over gloo, with its own defaults but for the optimizer (torch's fused
-    AdamW).
+    """Returns the same step with DeepSpeed's ZeRO over gloo, with its defaults except for the optimizer
+    (torch's fused AdamW).
     """
     join(rank, size, store)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
@@ -182,12 +184,12 @@ def deepspeed_zero(rank: int, size: int, workload: str, store: str, *, stage: in
     optimizer = torch.optim.AdamW(
         groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
     )
-    said = {
+    options = {
         "train_micro_batch_size_per_gpu": spec.batch // size,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
     }
-    config = {**said, "zero_optimization": {"stage": stage}}
+    config = {**options, "zero_optimization": {"stage": stage}}
     engine, *_ = deepspeed.initialize(
         model=plain, optimizer=optimizer, config=config, dist_init_required=False
     )
@@ -213,8 +215,8 @@ def sharded(
     zero: Mapping[str, Any],
     precision: Mapping[str, Any] | None = None,
 ) -> Callable[[], object]:
-    """The step of the engine on the same model, with all ranks on dp_shard, and the fields of `Zero` and
-    `Precision` given.
+    """Returns the step of the engine on the same model, with all ranks on dp_shard; `zero` and `precision`
+    are fields of `ZeRO` and `PrecisionConfig`.
     """
     mesh = Mesh(dp_shard=size)
     join(rank, size, store)
@@ -237,7 +239,7 @@ def _loop(
     model = wrap(plain)
     if any(
         parameter is not names[name] for name, parameter in model.named_parameters() if name in names
-    ):  # it made shards
+    ):  # fully_shard replaces parameters
         names = dict(model.named_parameters())
         groups = make_param_groups(OPTIMIZER, names)
         optimizer = torch.optim.AdamW(
@@ -261,12 +263,12 @@ def _loop(
 
 
 def fresh_store() -> str:
-    """The path of a rendezvous file that does not exist yet, in a folder of its own."""
+    """Returns the path of a rendezvous file that does not exist yet, in a new folder."""
     return str(Path(tempfile.mkdtemp(prefix="meshwright-bench-")) / "store")
 
 
-def joined(rank: int, size: int, store: str) -> World:
-    """The world of one of `size` ranks, over gloo: without the memory that ranks of one host can share."""
+def make_world(rank: int, size: int, store: str) -> World:
+    """Returns the world of one of `size` ranks, over gloo without shared memory."""
     if size == 1:
         return single_rank_world(torch.device("cpu"))
     join(rank, size, store)
@@ -274,7 +276,5 @@ def joined(rank: int, size: int, store: str) -> World:
 
 
 def join(rank: int, size: int, store: str) -> None:
-    """Make this process one of `size` ranks of torch.distributed, over gloo,
-    that meet at the file `store`.
-    """
+    """Makes this process one of `size` ranks of torch.distributed, over gloo, with the file store `store`."""
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)

@@ -1,43 +1,44 @@
-"""Which models train as they are: anatomy found without help, and parity with one device, family by family.
+"""Parity of unmodified model families with one device, and what is found in them without a declaration.
 
 Every family below is an unmodified class of transformers, or a plain `nn.Module` as a user would write it.
-For each, `verify` compares data parallelism on 2 and on 3 ranks with one ordinary PyTorch loop on one device:
+For each, `verify` compares data parallelism on 2 and on 3 ranks with one plain PyTorch loop on one device:
 samples, loss, every gradient before clipping, gradient norm, and every parameter after the step, in float64
 with SGD. The error is the largest difference of any of these, relative to the largest magnitude in its block.
-Sizes are tiny, and everything else is what the family's config says by itself: dropout, ties, grouped
+Sizes are tiny, and everything else has the defaults of the family's config: dropout, tied weights, grouped
 queries, sliding windows, soft caps, routing. Text is the standard library's.
 
-Each model of transformers is also exported to a folder, loaded by its own `from_pretrained`, and taken up
-again from there with `model.weights`: the logits, in float32, may differ by 1e-6 of the largest. A plain
-module is written and read back.
+Each model of transformers is also exported to a folder, loaded by its own `from_pretrained`, and loaded again
+from there with `model.weights`: the logits, in float32, may differ by 1e-6 of the largest. A plain module is
+written and read back.
 
-What is found without help: blocks (the members of the topmost `ModuleList`, `Sequential` or `ModuleDict`, and
-what stands beside them), the order of their visits, tied names, which visit uses which parameter, dropout
-sites, written buffers. See it for a model of your own:
+The analysis finds: blocks (the members of the topmost `ModuleList`, `Sequential` or `ModuleDict`, and the
+modules beside them), the order of the block calls, tied parameters, the parameters of each block call, draw
+sites, buffers that are written. To see it for a model of your own:
 
     meshwright inspect CONFIG.toml
 
 A model whose forward takes `input_ids` trains on text from its config.json alone. One that takes something
-else (images, a second sequence) comes from a factory with an example of one batch; `benchmarks/models/custom_models.py`
-holds one of each kind:
+else (images, a second sequence) comes from a factory with an example of one batch;
+`benchmarks/models/custom_models.py` has one of each kind:
 
     def vit():
         return meshwright.Model(ViTForImageClassification(config), example={"pixel_values": images,
             "labels": classes})
 
-If blocks are not found, or are not the ones you want, two lines declare them; without, the model runs as one
-block, with the same numbers and nothing to overlap its backward with:
+If blocks are not found, or are not the ones you want, two lines declare them. Without blocks, the model runs
+as one block, with the same numbers and nothing to overlap its backward with:
 
     def build():
         return meshwright.Model(Net(), blocks=["stem", "stages.0", "stages.1", "head"])
 
 Router logits that transformers captures inside blocks (`output_router_logits = true`) are outputs of their
 block, so a loss that sums over them (a z-loss) trains exactly, on any number of ranks. `outputs.aux_loss` is
-another matter: it multiplies means over the samples at hand, and the means of parts do not give the product
-of the whole. It is exact where the batch is played at once, on one device, and refused by name where it is
-divided. Any other way from the loss into a block, past its outputs, is refused by the name of the block.
+different: it multiplies means over the samples of a batch, and the product of the whole does not follow from
+the means of its microbatches. It is exact where the batch runs at once, on one device, and refused by name
+where it is split. Any other use of a block's inside in the loss, past its outputs, is refused by the name of
+the block.
 
-Limits: batch norms are refused on a divided batch; TorchScript modules are refused; a state that goes from
+Limits: batch norms are refused on a split batch; TorchScript modules are refused; a state that persists from
 call to call (caches, recurrent states kept in the module) is not carried between steps.
 """
 
@@ -72,9 +73,9 @@ CLAIM = (
 )
 
 
-def covered(family: Family, folder: Path) -> dict[str, Any]:
-    """What was found in `family`, what had to be declared, and its largest error on each number of ranks;
-    files in `folder`.
+def check_family(family: Family, folder: Path) -> dict[str, Any]:
+    """Returns what was found in `family`, what had to be declared, and its largest error on each number of
+    ranks. Writes files to `folder`.
     """
     source = _source(family, folder)
     config = _config(family, source, folder)
@@ -85,17 +86,17 @@ def covered(family: Family, folder: Path) -> dict[str, Any]:
             config, [f"--mesh.dp_replicate={ranks}"], STEPS, None, None, launcher=None, shrink=False
         )
         errors[str(ranks)] = max(verdict.max_errors.values()) if verdict.passed else float("inf")
-    away, difference = _round_trips(source, folder / f"{family.name}-exported")
+    compared, difference = _round_trips(source, folder / f"{family.name}-exported")
     return {
         "family": family.name,
         "class": family.architecture,
         "source": "factory" if family.factory else "config.json",
         "blocks": _blocks(found),
-        "sockets": _sockets(found),
+        "layer_roles": _layer_roles(found),
         "declared": "example batch" if family.factory else "nothing",
         "notes": [*found.notes, *(fault.problem for fault in found.diagnostics)],
         "errors": errors,
-        "round_trip": {"compared": away, "difference": difference},
+        "round_trip": {"compared": compared, "difference": difference},
     }
 
 
@@ -105,7 +106,7 @@ def main() -> None:
     rows = []
     with TemporaryDirectory() as folder:
         for family in FAMILIES:
-            rows.append(covered(family, Path(folder)))
+            rows.append(check_family(family, Path(folder)))
             print(family.name, rows[-1]["errors"], file=sys.stderr)
     worst = [
         max(*row["errors"].values(), 0.0 if isfinite(row["round_trip"]["difference"]) else float("inf"))
@@ -119,7 +120,7 @@ def main() -> None:
 
 
 def _config(family: Family, source: str, folder: Path) -> Path:
-    """The config file of one family, as a user would write it."""
+    """Writes the config file of one family, as a user would; returns its path."""
     text = {"source": str(Path(json.__file__).parent), "sequence": SEQUENCE}
     data = {"source": "example"} if family.factory else text
     tables = {
@@ -134,7 +135,7 @@ def _config(family: Family, source: str, folder: Path) -> Path:
 
 
 def _source(family: Family, folder: Path) -> str:
-    """What `model.source` names: the family's factory, or its config.json, written to `folder`."""
+    """Returns `model.source`: the family's factory, or its config.json, written to `folder`."""
     if family.factory:
         return f"{Path(__file__).parent / 'custom_models.py'}:{family.factory}"
     path = folder / "config.json"
@@ -143,22 +144,22 @@ def _source(family: Family, folder: Path) -> str:
 
 
 def _round_trips(source: str, folder: Path) -> tuple[str, float]:
-    """What was compared, and the largest difference: exported and loaded by transformers, and that folder
-    loaded here.
+    """Returns what was compared, and the largest difference: the model exported and loaded by transformers,
+    and that folder loaded here.
 
-    A module that is none of transformers' is written and read back. Infinite where a trip is not within its
-    bound.
+    A module that is not of transformers is written and read back. The difference is infinite where it exceeds
+    its bound.
     """
-    blueprint = load_model(ModelConfig(source), seed=0).deferred_init
-    trips = [export_model(initial_model(blueprint), folder).round_trip]
-    if is_transformers_model(blueprint.instantiate()):
-        taken_up = load_model(ModelConfig(source, weights=str(folder)), seed=1).deferred_init
-        trips.append(compare_logits(taken_up, initial_model(taken_up).read_value, folder))
+    init = load_model(ModelConfig(source), seed=0).deferred_init
+    trips = [export_model(initial_model(init), folder).round_trip]
+    if is_transformers_model(init.instantiate()):
+        reloaded = load_model(ModelConfig(source, weights=str(folder)), seed=1).deferred_init
+        trips.append(compare_logits(reloaded, initial_model(reloaded).read_value, folder))
     return trips[0].description, max(trip.max_difference if trip.passed else inf for trip in trips)
 
 
 def _blocks(found: ModelReport) -> str:
-    """The blocks in words: how many visits, and the runs of equal layers."""
+    """Returns the blocks as text: the number of block calls, and the runs of equal layers."""
     layers = [
         f"{row.first_block_call} .. {row.last_block_call.rpartition('.')[2]}"
         for row in found.blocks
@@ -169,8 +170,8 @@ def _blocks(found: ModelReport) -> str:
     )
 
 
-def _sockets(found: ModelReport) -> str:
-    """The linears, embeddings, heads and experts by role, in words."""
+def _layer_roles(found: ModelReport) -> str:
+    """Returns the linears, embeddings, heads and experts by role, as text."""
     counts: Counter[str] = Counter()
     for row in found.layers:
         if row.kind not in ("norm", "router"):
@@ -179,7 +180,7 @@ def _sockets(found: ModelReport) -> str:
 
 
 def named(names: Iterable[str]) -> list[Family]:
-    """The families of these names, in order."""
+    """Returns the families of these names, in order."""
     known = {family.name: family for family in FAMILIES}
     return [known[name] for name in names]
 

@@ -1,12 +1,12 @@
-"""Models that exist on paper only, of any size: blocks and shapes, and no values."""
+"""Model shapes of any size, without values."""
 
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 
-Parts = list[tuple[str, tuple[int, ...]]]  # of a block: names and shapes
+ParamShapes = list[tuple[str, tuple[int, ...]]]  # names and shapes of the parameters of a block
 
 
 def even(name: str, parameters: int, blocks: int) -> ModelSpec:
-    """A model of `parameters` in `blocks` equal blocks; raises ValueError when they do not divide."""
+    """Returns a model of `parameters` in `blocks` equal blocks; raises ValueError when they do not divide."""
     numel, rest = divmod(parameters, blocks)
     if rest:
         raise ValueError(f"{parameters} parameters do not divide into {blocks} blocks; choose a divisor")
@@ -14,24 +14,28 @@ def even(name: str, parameters: int, blocks: int) -> ModelSpec:
 
 
 def llama3_8b() -> ModelSpec:
-    """Llama 3 8B: 8,030,261,248 parameters in 35 blocks."""
-    hidden, kv, wide, vocabulary = 4096, 1024, 14336, 128256
-    layer: Parts = [
+    """Returns Llama 3 8B: 8,030,261,248 parameters in 35 blocks."""
+    hidden, kv, intermediate, vocab_size = 4096, 1024, 14336, 128256
+    layer: ParamShapes = [
         (name, (out, hidden)) for name, out in (("q", hidden), ("k", kv), ("v", kv), ("o", hidden))
     ]
-    layer += [("gate", (wide, hidden)), ("up", (wide, hidden)), ("down", (hidden, wide))]
+    layer += [
+        ("gate", (intermediate, hidden)),
+        ("up", (intermediate, hidden)),
+        ("down", (hidden, intermediate)),
+    ]
     layer += [("norm1", (hidden,)), ("norm2", (hidden,))]
-    blocks: dict[str, Parts] = {"embed": [("weight", (vocabulary, hidden))]}
+    blocks: dict[str, ParamShapes] = {"embed": [("weight", (vocab_size, hidden))]}
     blocks |= {f"layer{i}": layer for i in range(32)}
-    blocks |= {"norm": [("weight", (hidden,))], "head": [("weight", (vocabulary, hidden))]}
+    blocks |= {"norm": [("weight", (hidden,))], "head": [("weight", (vocab_size, hidden))]}
     return _chain("Llama-3-8B", blocks)
 
 
-def _chain(name: str, blocks: dict[str, Parts]) -> ModelSpec:
+def _chain(name: str, blocks: dict[str, ParamShapes]) -> ModelSpec:
     weights = tuple(
-        ParamSpec(f"{visit}.{part}", shape, (visit,))
-        for visit, parts in blocks.items()
-        for part, shape in parts
+        ParamSpec(f"{block}.{param}", shape, (block,))
+        for block, params in blocks.items()
+        for param, shape in params
     )
     ones = (1,) * len(blocks)
     return ModelSpec(name, tuple(blocks), weights, ones, ones)

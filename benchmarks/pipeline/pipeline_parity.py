@@ -40,7 +40,7 @@ from multiprocessing import get_context
 
 import torch
 
-from benchmarks.harness.case_store import Kept
+from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.pipeline.pipeline_models import KINDS, TOKENS, Kind, reading_of
 from meshwright.api import make_plan, verify
@@ -215,7 +215,7 @@ def main() -> None:
         chosen = list({case.schedule: case for case in chosen}.values())
     chosen = [case for case in every if options.only in str(case)] if options.only else chosen
     print(f"{len(chosen)} of {len(every)} cases, seed {SEED}", file=sys.stderr, flush=True)
-    kept = Kept(NAME)
+    kept = CaseStore(NAME)
     found = kept.read()
     with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
         for ended in as_completed([pool.submit(compared, case) for case in chosen if str(case) not in found]):

@@ -169,9 +169,9 @@ def peaks(length: Length) -> dict[str, float]:
     """The largest peak of any rank in MiB, above the imports: the median of the steps, of 1F1B and of DDP."""
     staged = {"schedule": "1f1b", "micros": MICROS}
     sides: Mapping[str, Mapping[str, Any]] = {
-        "torch": {"whose": theirs, **staged},
-        "ours": {"whose": ours, **staged},
-        "DDP": {"whose": ddp},
+        "torch": {"build_step": theirs, **staged},
+        "ours": {"build_step": ours, **staged},
+        "DDP": {"build_step": ddp},
     }
     found = {}
     for name, how in sides.items():

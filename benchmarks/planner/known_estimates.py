@@ -16,7 +16,7 @@ python -m benchmarks.planner.known_estimates
 import sys
 from collections.abc import Mapping
 
-from benchmarks.data_parallel.zero_states import cells, on_paper
+from benchmarks.data_parallel.zero_states import analytic, cells
 from benchmarks.harness.result import Result
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.machine.machine import make_machine
@@ -77,7 +77,7 @@ def result(told: Mapping[str, float], clips: Mapping[str, float], table: list[di
 
 def main() -> None:
     """Print the derivations, and write the result."""
-    told, clips, table = gpt3(), video(), list(on_paper(cells()))
+    told, clips, table = gpt3(), video(), list(analytic(cells()))
     print(
         f"GPT-3: 6 x {told['weights']:.4g} weights x {told['tokens']:.3g} tokens = {told['flops']:.3g} FLOP; "
         f"over {told['rate']:.3g} FLOP/s {told['flops'] / told['rate']:.4g} s = {told['years']:.1f} years",

@@ -147,7 +147,7 @@ def played(rank: int, size: int, plan: str, store: str) -> Callable[[], object]:
     module = engine.executor.state.trained_module.module
     with PeakLive([*module.parameters(), *module.buffers()]) as live:
         for _ in range(WARM):
-            live.again()
+            live.reset_peak()
             engine.step(batch)
 
     def step() -> int:

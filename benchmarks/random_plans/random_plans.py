@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.case_store import Kept
+from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
 from benchmarks.random_plans.combinations import (
     FINDINGS,
@@ -239,7 +239,7 @@ def main() -> None:
         row = tried(draw(options.seed, options.only))
         print(row["case"], row["outcome"], row.get("error", ""), row.get("said", ""), sep="\n")
         return
-    kept = Kept(NAME)
+    kept = CaseStore(NAME)
     found = kept.read()
     chosen = [draw(options.seed, number) for number in range(options.count)]
     with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:

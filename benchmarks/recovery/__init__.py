@@ -2,9 +2,9 @@
 
 ddp_script       a plain DDP script, the peer of `elastic_restart`
 elastic_restart  recovery under torchrun after a random rank was killed
-forked_command   forks the command and its ranks from a process that has imported everything
+forked_command   forks the command and its ranks from a process that has done the imports
 hang_reports     whether the report of a hang names the right rank and line
 kill_trial       one run that is killed at random moments and resumed
-planted_hangs    the model file that hangs as `hang_reports` asks
+planted_hangs    the model file of `hang_reports`, which hangs in a chosen way
 resume_matrix    200 kill trials
 """

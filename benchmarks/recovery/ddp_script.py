@@ -1,4 +1,4 @@
-"""The plain script of `elastic_restart`: DDP over gloo, as tutorials write it, with a save after every step.
+"""The plain script of `elastic_restart`: DDP over gloo, as in tutorials, with a save after every step.
 
 torchrun --max-restarts 3 --nproc-per-node 2 benchmarks/recovery/ddp_script.py FOLDER STEPS
 """
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def main(folder: Path, steps: int) -> None:
-    """Train for `steps` steps, going on from the checkpoint in `folder` if there is one."""
+    """Train for `steps` steps, from the checkpoint in `folder` if there is one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://")
     torch.manual_seed(0)
@@ -27,15 +27,15 @@ def main(folder: Path, steps: int) -> None:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     dist.barrier()
     for step in range(first, steps):
-        rows = torch.randn(8, 32, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))
+        samples = torch.randn(8, 32, generator=torch.Generator().manual_seed(step * 2 + dist.get_rank()))
         optimizer.zero_grad()
-        (model(rows) - rows).square().mean().backward()
+        (model(samples) - samples).square().mean().backward()
         optimizer.step()
         if dist.get_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            part = saved.with_suffix(".part")
-            save_file(net.state_dict(), part)
-            part.replace(saved)
+            unfinished = saved.with_suffix(".part")
+            save_file(net.state_dict(), unfinished)
+            unfinished.replace(saved)
             with journal.open("a") as file:
                 file.write(f"{step}\n")
     dist.destroy_process_group()

@@ -1,12 +1,13 @@
-"""Recovery under torchrun: a random rank is killed with SIGKILL at a random moment; does the job end as if
-nobody had been?
+"""Recovery under torchrun: a random rank is killed with SIGKILL at a random moment, and the job must end as
+an undisturbed one does.
 
-    torchrun --max-restarts 3 --nproc-per-node 2 -m meshwright train ...      ours
-    torchrun --max-restarts 3 --nproc-per-node 2 benchmarks/recovery/ddp_script.py ...  DDP over gloo, one save per step
+    ours                             torchrun ARGS -m meshwright train ...
+    DDP over gloo, a save per step   torchrun ARGS benchmarks/recovery/ddp_script.py ...
+                                     ARGS = --max-restarts 3 --nproc-per-node 2
 
-Eight trials of each, the same seeds. A trial of ours counts when torchrun ends with 0 and every loss,
-gradient norm and learning rate in the journal equals that of a run left alone, bit for bit; one of the plain
-script when torchrun ends with 0. The plain count is shown beside it and decides nothing.
+Eight trials of each, with the same seeds. A trial of ours counts when torchrun ends with 0 and every loss,
+gradient norm and learning rate in the journal equals that of an undisturbed run, bit for bit; one of the
+plain script when torchrun ends with 0. The count of the plain script is shown and decides nothing.
 """
 
 import json
@@ -26,7 +27,7 @@ from benchmarks.harness.result import ROOT, Result
 
 TRIALS, RANKS, STEPS, RESTARTS = 8, 2, 150, 3
 LIMIT_S = 240.0
-START_S = 6.0  # of a rank, at most: a kill falls into it in one trial of four
+START_S = 6.0  # of a rank, at most; in one trial of four the kill happens during the start
 CLAIM = (
     "under torchrun on gloo, a job whose rank is killed at a random moment ends bitwise as if left alone: "
     "8 of 8"
@@ -65,8 +66,8 @@ save_every = 10
 
 @dataclass(frozen=True)
 class Trial:
-    """One killed job: which rank was hit and when (seconds since its start), torchrun's exit code, and
-    whether it recovered.
+    """One killed job: the rank that was killed, the time (seconds since the start), torchrun's exit code, and
+    whether the job recovered.
     """
 
     rank: int
@@ -86,21 +87,21 @@ def main() -> None:
             "".join(f"{n} times {n + 1} makes {n * (n + 1)}\n" for n in range(500))
         )
         (folder / "config.toml").write_text(CONFIG.format(steps=STEPS, ranks=RANKS))
-        _finish(_ours(folder, folder / "alone"))
-        alone = _figures(folder / "alone")
+        _finish(_ours_argv(folder, folder / "undisturbed"))
+        undisturbed = _metrics(folder / "undisturbed")
         ours, plain = [], []
         for number in range(TRIALS):
             run, script = folder / f"ours-{number}", folder / f"plain-{number}"
-            ours.append(_trial(number, _ours(folder, run), run / "metrics.jsonl"))
-            right = _figures(run) == alone
-            ours[-1] = replace(ours[-1], recovered=ours[-1].recovered and right)
-            plain.append(_trial(number, _plain(script), script / "steps.txt"))
+            ours.append(_trial(number, _ours_argv(folder, run), run / "metrics.jsonl"))
+            is_exact = _metrics(run) == undisturbed
+            ours[-1] = replace(ours[-1], recovered=ours[-1].recovered and is_exact)
+            plain.append(_trial(number, _plain_argv(script), script / "steps.txt"))
             print(f"trial {number}: ours {ours[-1]}; plain {plain[-1]}", file=sys.stderr)
-    counted = sum(trial.recovered for trial in plain)
+    plain_recovered = sum(trial.recovered for trial in plain)
     detail = {
         "ours": [asdict(trial) for trial in ours],
         "plain": [asdict(trial) for trial in plain],
-        "plain_recovered": counted,
+        "plain_recovered": plain_recovered,
     }
     values = [0.0 if trial.recovered else 1.0 for trial in ours]
     print(
@@ -110,50 +111,50 @@ def main() -> None:
     )
 
 
-def _ours(folder: Path, run: Path) -> list[str]:
+def _ours_argv(folder: Path, run: Path) -> list[str]:
     return ["-m", "meshwright", "train", str(folder / "config.toml"), "--run.folder", str(run)]
 
 
-def _plain(folder: Path) -> list[str]:
+def _plain_argv(folder: Path) -> list[str]:
     return [str(ROOT / "benchmarks" / "recovery" / "ddp_script.py"), str(folder), str(STEPS)]
 
 
-def _start(words: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(argv: Sequence[str]) -> subprocess.Popen[bytes]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     env = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    silent = subprocess.DEVNULL
+    no_output = subprocess.DEVNULL
     return subprocess.Popen(
-        [*launcher, "--max-restarts", str(RESTARTS), *words], env=env, stdout=silent, stderr=silent
+        [*launcher, "--max-restarts", str(RESTARTS), *argv], env=env, stdout=no_output, stderr=no_output
     )
 
 
-def _finish(words: Sequence[str]) -> None:
-    code = _start(words).wait(LIMIT_S)
+def _finish(argv: Sequence[str]) -> None:
+    code = _start(argv).wait(LIMIT_S)
     if code:
         raise RuntimeError(
-            f"the undisturbed run ended with {code}; run it by hand: torchrun {' '.join(words)}"
+            f"the undisturbed run ended with {code}; run it by hand: torchrun {' '.join(argv)}"
         )
 
 
-def _trial(number: int, words: Sequence[str], journal: Path) -> Trial:
-    chance = random.Random(number)
-    rank, early = chance.randrange(RANKS), chance.random() < 0.25
+def _trial(number: int, argv: Sequence[str], journal: Path) -> Trial:
+    rng = random.Random(number)
+    rank, early = rng.randrange(RANKS), rng.random() < 0.25
     moment, delay, step = (
         "start" if early else "step",
-        chance.uniform(0.0, START_S),
-        chance.randrange(5, STEPS - 30),
+        rng.uniform(0.0, START_S),
+        rng.randrange(5, STEPS - 30),
     )
     started = time.monotonic()
-    job, hit, killed_s = _start(words), list[psutil.Process](), 0.0
+    job, targets, killed_s = _start(argv), list[psutil.Process](), 0.0
     try:
-        while job.poll() is None and not (hit := _ranks(job, rank)):
+        while job.poll() is None and not (targets := _processes_of_rank(job, rank)):
             time.sleep(0.005)
         began = time.monotonic()
         while job.poll() is None and not (
             time.monotonic() - began > delay if early else _lines(journal) >= step
         ):
             time.sleep(0.005)
-        for child in hit:
+        for child in targets:
             child.kill()
         killed_s = time.monotonic() - started
         code = job.wait(LIMIT_S)
@@ -162,7 +163,12 @@ def _trial(number: int, words: Sequence[str], journal: Path) -> Trial:
     finally:
         _end(job)
     return Trial(
-        rank, moment, round(killed_s, 2), code, round(time.monotonic() - started, 2), code == 0 and bool(hit)
+        rank,
+        moment,
+        round(killed_s, 2),
+        code,
+        round(time.monotonic() - started, 2),
+        code == 0 and bool(targets),
     )
 
 
@@ -174,7 +180,7 @@ def _end(job: subprocess.Popen[bytes]) -> None:
     job.wait()
 
 
-def _ranks(job: subprocess.Popen[bytes], rank: int) -> list[psutil.Process]:
+def _processes_of_rank(job: subprocess.Popen[bytes], rank: int) -> list[psutil.Process]:
     return [child for child in psutil.Process(job.pid).children() if _rank_of(child) == rank]
 
 
@@ -189,8 +195,8 @@ def _lines(path: Path) -> int:
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def _figures(run: Path) -> dict[int, tuple[object, ...]]:
-    """What each step came to; of a step that was played again, the last."""
+def _metrics(run: Path) -> dict[int, tuple[object, ...]]:
+    """Returns the metrics of each step; of a step that ran again, the last."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: tuple(line[key] for key in ("loss", "grad_norm", "lr", "tokens")) for line in lines}
 

@@ -1,10 +1,10 @@
-"""The command and its ranks as forks of a process that has imported everything: each is ready in a second,
+"""Runs the command and its ranks as forks of a process that has done the imports: each is ready in a second,
 not in five.
 
-A trial that kills a command takes milliseconds; what takes long is importing torch, once for the command and
-once for each rank. `command` forks a process that calls the command's own `main`, in a session and a folder
-of its own; there, the launcher's `subprocess.Popen` forks the ranks likewise. All else is as in the real
-thing: processes, signals, pipes, exit codes. The process that forks must have one thread only.
+A trial that kills a command takes milliseconds; importing torch takes long, once for the command and once for
+each rank. `command` forks a process that calls the command's own `main`, in its own session and folder; in
+it, the launcher's `subprocess.Popen` forks the ranks in the same way. Processes, signals, pipes and exit
+codes are real. The process that forks must have one thread only.
 """
 
 import os
@@ -23,7 +23,7 @@ POLL_S = 0.005
 
 
 class Forked:
-    """What `subprocess.Popen` is for a program, for `body`, which returns the exit code.
+    """The counterpart of `subprocess.Popen` for a function `body`, which returns the exit code.
 
     Output goes to files.
     """
@@ -41,17 +41,17 @@ class Forked:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            _become(body, env, output, keep, folder)
+            _run_as_program(body, env, output, keep, folder)
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal), None while it runs."""
+        """Returns the exit code (negative: the signal), None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, when it has ended. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        """Returns the exit code, after the end. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
             if end is not None and time.monotonic() > end:
@@ -60,23 +60,23 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send the signal, unless it has ended."""
+        """Sends the signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
-def command(words: Sequence[str], env: Mapping[str, str], output: IO[bytes], folder: Path) -> Forked:
-    """`meshwright WORDS...` in `folder`, as a fork of this process; its ranks are forks too."""
+def command(argv: Sequence[str], env: Mapping[str, str], output: IO[bytes], folder: Path) -> Forked:
+    """Starts `meshwright ARGV...` in `folder`, as a fork of this process; its ranks are forks too."""
 
     def body() -> int:
         with patch.object(subprocess, "Popen", _Rank):
-            return _main(words)
+            return _main(argv)
 
     return Forked(body, env, output, folder=folder)
 
 
 class _Rank(Forked):
-    """In place of `subprocess.Popen`, as run/launch.py calls it."""
+    """Replaces `subprocess.Popen`, as run/launch/local_launcher.py calls it."""
 
     def __init__(
         self,
@@ -89,19 +89,19 @@ class _Rank(Forked):
     ) -> None:
         if list(argv[:3]) != [sys.executable, "-m", "meshwright"]:
             raise ValueError(
-                f"the launcher starts {argv}; a fork can only be `python -m meshwright ...`: teach it here"
+                f"the launcher starts {argv}; a fork can only be `python -m meshwright ...`; support it here"
             )
         super().__init__(lambda: _main(argv[3:]), env, stdout, pass_fds)
 
     def __class_getitem__(cls, item: object) -> type:
-        """Itself: the launcher writes `subprocess.Popen[bytes]`."""
+        """Returns the class: the launcher writes `subprocess.Popen[bytes]`."""
         return cls
 
 
-def _main(words: Sequence[str]) -> int:
-    from meshwright.cli import main  # the one that was imported before the fork
+def _main(argv: Sequence[str]) -> int:
+    from meshwright.cli import main  # imported before the fork
 
-    sys.argv = ["meshwright", *words]
+    sys.argv = ["meshwright", *argv]
     try:
         main()
     except SystemExit as ended:
@@ -109,15 +109,15 @@ def _main(words: Sequence[str]) -> int:
     return 0
 
 
-def _become(
+def _run_as_program(
     body: Callable[[], int],
     env: Mapping[str, str],
     output: IO[bytes] | None,
     keep: Sequence[int],
     folder: Path | None,
 ) -> NoReturn:
-    """Turn this fork into what a new program would be: its session, signals, files,
-    folder and environment.
+    """Sets up this fork as a new program: session, signals, files, folder and environment; then runs
+    `body`.
     """
     code = 1
     try:
@@ -149,4 +149,4 @@ def _close(descriptor: int) -> None:
     try:
         os.close(descriptor)
     except OSError:
-        return  # the one that listed them
+        return  # the descriptor of the listing itself

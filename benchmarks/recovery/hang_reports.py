@@ -1,22 +1,21 @@
-"""Planted hangs, through the real command: is the right rank named, with its line, in time, and does nobody
-stay behind?
+"""Planted hangs, through the real command: whether the report names the right rank and its line, in time, and
+whether every process ends.
 
     meshwright train config.toml      gloo ranks of a tiny model (benchmarks/recovery/planted_hangs.py),
                                       run.limits.step_s = 4
 
-In each trial one rank of two to four does one wrong thing in one step: it does not come, loops (in Python, or
-in native code that holds the interpreter), exits (with code 0 or another), raises, is killed, issues a
-collective of another size, or in another order. A trial counts when all of this holds:
+In each trial one rank of two to four does one wrong thing in one step: it sleeps, loops (in Python, or in
+native code that holds the GIL), exits (with code 0 or another), raises, is killed, issues a collective of
+another size, or in another order. A trial counts when all of this holds:
 
-    rank      the first of the sentences of the command's last words that names ranks names the planted one;
-              where two ranks
-              disagree and nobody can say which is wrong, both are named
-    line      its file and line stand there (but of a kill, which has none)
+    rank      the first sentence of the command's last output that names ranks names the planted one; where
+              two ranks disagree and it cannot be decided which is wrong, both are named
+    line      its file and line are reported (except for a kill, which has none)
     seconds   from the plant to the end of the command, all processes included: at most 10
     code      is not 0
     orphans   no process of the trial is left
 
-`--quick` plays one trial of each kind and writes no result. Shared memory between ranks is on in half of the
+`--quick` runs one trial of each kind and writes no result. Shared memory between ranks is on in half of the
 trials.
 """
 
@@ -72,9 +71,7 @@ step_s = 4.0
 
 @dataclass
 class Trial:
-    """One planted hang: what was planted, and what was seen; it failed when `failures`, in sentences, is not
-    empty.
-    """
+    """One planted hang and its outcome; it failed when `failures`, a list of sentences, is not empty."""
 
     kind: str
     ranks: int
@@ -88,19 +85,19 @@ class Trial:
 
 
 def main() -> None:
-    """Play all trials and write the result."""
+    """Run all trials and write the result."""
     parser = argparse.ArgumentParser(description=CLAIM)
     parser.add_argument("--quick", action="store_true", help="one trial of each kind, no result")
     parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
-    parser.add_argument("--show", action="store_true", help="print what the command said")
-    said = parser.parse_args()
+    parser.add_argument("--show", action="store_true", help="print the output of the command")
+    args = parser.parse_args()
     trials = []
-    for trial in planned(said.kinds, len(said.kinds) if said.quick else TRIALS):
-        with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as private:
-            output = play(trial, Path(private))
+    for trial in planned(args.kinds, len(args.kinds) if args.quick else TRIALS):
+        with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+            output = run_trial(trial, Path(folder))
         trials.append(trial)
-        print(f"{trial}\n{output if said.show or trial.failures else ''}", file=sys.stderr)
-    if not said.quick:
+        print(f"{trial}\n{output if args.show or trial.failures else ''}", file=sys.stderr)
+    if not args.quick:
         values = [trial.seconds if not trial.failures else float("inf") for trial in trials]
         detail = {"trials": [asdict(trial) for trial in trials], "limit_s": LIMIT_S}
         print(
@@ -111,8 +108,8 @@ def main() -> None:
 
 
 def planned(kinds: list[str], count: int) -> Iterator[Trial]:
-    """`count` trials: the kinds in turn, with 2 to 4 ranks, every rank and several steps; rank 0 in about one
-    of three.
+    """Yields `count` trials: the kinds in turn, with 2 to 4 ranks, every rank and several steps; rank 0 in
+    about one of three.
     """
     for number in range(count):
         ranks = 2 + (number + number // len(kinds)) % 3
@@ -125,8 +122,8 @@ def planned(kinds: list[str], count: int) -> Iterator[Trial]:
         )
 
 
-def play(trial: Trial, folder: Path) -> str:
-    """Play `trial` in `folder` and judge it; returns what the command wrote."""
+def run_trial(trial: Trial, folder: Path) -> str:
+    """Runs `trial` in `folder` and judges it; returns the output of the command."""
     (folder / PLANTS.name).write_text(PLANTS.read_text())
     (folder / "text.txt").write_text("".join(f"{n} times {n + 1} makes {n * (n + 1)}\n" for n in range(500)))
     config = CONFIG.format(ranks=trial.ranks, run=folder / "run", shared=str(trial.shared).lower())
@@ -139,10 +136,10 @@ def play(trial: Trial, folder: Path) -> str:
         "PLANT_STEP": str(trial.step),
         "PLANT_MARK": str(mark),
     }
-    words = [sys.executable, "-m", "meshwright", "train", "config.toml"]
+    argv = [sys.executable, "-m", "meshwright", "train", "config.toml"]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
-            words, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            argv, env=env, cwd=folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
         )
         try:
             trial.code = process.wait(END_S)
@@ -150,22 +147,20 @@ def play(trial: Trial, folder: Path) -> str:
             trial.failures.append(f"the command did not end within {END_S:.0f} s")
     text = (folder / "output").read_text(errors="replace")
     trial.seconds = round(time.time() - float(mark.read_text()), 2) if mark.exists() else -1.0
-    judge(trial, text, _left(folder))
+    judge(trial, text, _kill_leftovers(folder))
     return text
 
 
 def judge(trial: Trial, text: str, left: list[str]) -> None:
-    """Add to `trial` what is wrong with the words of the command, its code,
-    its time and what it left behind.
-    """
+    """Adds to `trial` the failures of the command's output, exit code, time and leftover processes."""
     trial.named = next((line for line in text.splitlines() if re.search(VERDICT, line)), "")
     ranks = {
-        int(number) for found in re.findall(VERDICT, trial.named) for number in re.findall(r"\d+", found[0])
+        int(number) for match in re.findall(VERDICT, trial.named) for number in re.findall(r"\d+", match[0])
     }
-    both = trial.ranks == 2 and "the ranks cannot say" in text
-    if ranks != {trial.rank} and not (both and trial.rank in ranks | _differing(text)):
+    undecided = trial.ranks == 2 and "the ranks cannot say" in text
+    if ranks != {trial.rank} and not (undecided and trial.rank in ranks | _differing_ranks(text)):
         trial.failures.append(f"rank {trial.rank} was to be named, and {sorted(ranks)} were: '{trial.named}'")
-    line = _line(trial.kind)
+    line = _planted_line(trial.kind)
     if line and not re.search(rf"{PLANTS.name}(:|\", line ){line}\b", text):
         trial.failures.append(f"{PLANTS.name}:{line} is not in the report")
     if trial.code in (0, None):
@@ -182,17 +177,17 @@ VERDICT = (
 )
 
 
-def _differing(text: str) -> set[int]:
+def _differing_ranks(text: str) -> set[int]:
     return {int(number) for number in re.findall(r"^  rank (\d+) issued", text, re.MULTILINE)}
 
 
-def _line(kind: str) -> int | None:
+def _planted_line(kind: str) -> int | None:
     lines = PLANTS.read_text().splitlines()
     return next((number for number, line in enumerate(lines, 1) if line.endswith(f"  # {kind}")), None)
 
 
-def _left(folder: Path) -> list[str]:
-    """The processes that still run in `folder`; they are ended."""
+def _kill_leftovers(folder: Path) -> list[str]:
+    """Kills the processes that still run in `folder`; returns them."""
     found = []
     for process in psutil.process_iter():
         try:

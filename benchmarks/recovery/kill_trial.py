@@ -1,11 +1,11 @@
-"""One trial: a run that is killed at random moments, resumed until it ends, and compared with a run left
-alone.
+"""One kill trial: a run that is killed at random moments, resumed until it ends, and compared with an
+undisturbed run.
 
-Of every attempt but the last, somebody is hit: one rank, all of them and their parent, the parent alone
-(SIGKILL), or the parent by SIGTERM; at a random moment of the start, behind a random step, or inside a save
-(a partial folder is there). After every attempt nothing may run on, what is published must equal the
-checkpoint of the undisturbed run, and the next attempt must go on from the newest of it. All choices come
-from the seed and the number of the trial.
+In every attempt except the last, the run is killed: one rank, all ranks and their parent, or the parent alone
+(SIGKILL), or the parent by SIGTERM; at a random moment of the start, after a random step, or inside a save (a
+partial folder exists). After every attempt no process may be left, every published checkpoint must equal that
+of the undisturbed run, and the next attempt must resume from the newest one. All choices follow from the seed
+and the number of the trial.
 """
 
 import json
@@ -41,30 +41,29 @@ CODES = {
     "parent": {-signal.SIGKILL},
     "term": {128 + signal.SIGTERM, -signal.SIGTERM},
 }
-DELAYS_S = {"start": 2.0, "step": 0.02, "save": 0.006}  # at most, behind the moment
-FIGURES = ("loss", "grad_norm", "lr", "tokens")
+DELAYS_S = {"start": 2.0, "step": 0.02, "save": 0.006}  # at most, after the moment
+METRICS = ("loss", "grad_norm", "lr", "tokens")
 END_S, ORPHAN_S = 120.0, 20.0
 Process = forked_command.Forked | subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A job of the matrix: the words behind its config, the rank counts of its attempts, and what resuming
-    promises.
+    """A job of the matrix: its options, the rank counts of its attempts, and the exactness of resuming.
 
     `tolerance` is relative to the largest element of a tensor; None: bit for bit.
     """
 
     name: str
-    words: tuple[str, ...]
+    options: tuple[str, ...]
     ranks: tuple[int, ...]
     tolerance: float | None = None
 
 
 @dataclass
 class Attempt:
-    """One start of the command: on how many ranks, who was hit when, how it ended, the newest checkpoint
-    afterwards.
+    """One start of the command: the number of ranks, the victim and moment of the kill, the exit code, and
+    the newest checkpoint afterwards.
     """
 
     ranks: int
@@ -77,7 +76,7 @@ class Attempt:
 
 @dataclass
 class Row:
-    """What a trial showed; it failed when `failures`, in sentences, is not empty."""
+    """The outcome of a trial; it failed when `failures`, a list of sentences, is not empty."""
 
     trial: int
     kind: str
@@ -87,30 +86,30 @@ class Row:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """The row as plain values."""
+        """Returns the row as plain values."""
         return asdict(self)
 
 
 class Trial:
-    """Trial `number` of `kind` in `folder`; `alone` is the folder of the run that nobody disturbed, every
-    checkpoint kept.
+    """Trial `number` of `kind` in `folder`; `undisturbed` is the folder of a run that was not killed, with
+    every checkpoint kept.
 
     `cold` starts `python -m meshwright` instead of forks.
     """
 
     def __init__(
-        self, number: int, kind: Kind, config: Path, alone: Path, folder: Path, *, seed: int, cold: bool
+        self, number: int, kind: Kind, config: Path, undisturbed: Path, folder: Path, *, seed: int, cold: bool
     ) -> None:
-        self.kind, self.config, self.alone, self.folder = kind, config, alone, folder
+        self.kind, self.config, self.undisturbed, self.folder = kind, config, undisturbed, folder
         self.run, self.checkpoints = folder / "run", folder / "run" / "checkpoints"
         self.row = Row(number, kind.name, cold)
-        self._chance = Random(f"{seed} {number}")
+        self._rng = Random(f"{seed} {number}")
 
-    def play(self) -> Row:
-        """Start, hit, resume and judge; the folder is removed when nothing failed."""
+    def run_attempts(self) -> Row:
+        """Starts, kills, resumes and judges; removes the folder when nothing failed."""
         started = time.monotonic()
         (self.folder / "tmp").mkdir(parents=True)
-        for _ in range(self._chance.choices((1, 2, 3), (6, 3, 1))[0]):
+        for _ in range(self._rng.choices((1, 2, 3), (6, 3, 1))[0]):
             self._attempt(hit=True)
         self._attempt(hit=False)
         self.judge_end()
@@ -120,19 +119,19 @@ class Trial:
         return self.row
 
     def _attempt(self, *, hit: bool) -> None:
-        ranks = self._chance.choice(self.kind.ranks)
-        before = self._newest()
+        ranks = self._rng.choice(self.kind.ranks)
+        previous = self._newest()
         attempt = Attempt(ranks)
         self.row.attempts.append(attempt)
         output = self.folder / f"output-{len(self.row.attempts)}.txt"
         with output.open("wb") as file:
-            words = train_words(self.config, self.run, self.kind, ranks)
-            process = start(words, file, self.folder, cold=self.row.cold)
+            argv = train_argv(self.config, self.run, self.kind, ranks)
+            process = start(argv, file, self.folder, cold=self.row.cold)
         if hit:
-            attempt.victim = _chosen(self._chance, VICTIMS)
-            attempt.moment = _chosen(self._chance, MOMENTS)
-            while self._comes(process, attempt.moment) and not attempt.hit:
-                attempt.hit = strike(process.pid, attempt.victim, self._chance)
+            attempt.victim = _weighted_choice(self._rng, VICTIMS)
+            attempt.moment = _weighted_choice(self._rng, MOMENTS)
+            while self._wait_for_moment(process, attempt.moment) and not attempt.hit:
+                attempt.hit = kill_victim(process.pid, attempt.victim, self._rng)
         try:
             attempt.code = process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -140,20 +139,20 @@ class Trial:
         if left := still_running(self.folder, ORPHAN_S):
             self._fail(f"processes were left behind: {left}")
         attempt.newest = self._newest()
-        said = output.read_text(errors="replace")
+        text = output.read_text(errors="replace")
         if attempt.code not in ({0} | CODES[attempt.victim] if attempt.hit else {0}):
-            self._fail(f"exit code {attempt.code} after {attempt.victim or 'nothing'}: {said[-400:]}")
-        began = re.search(r"^(?:resumed|starting) from step (\d+)$", said, re.MULTILINE)
-        if began is not None and int(began[1]) != before:
-            self._fail(f"it went on from step {began[1]}, and the newest checkpoint was of step {before}")
+            self._fail(f"exit code {attempt.code} after {attempt.victim or 'nothing'}: {text[-400:]}")
+        match = re.search(r"^(?:resumed|starting) from step (\d+)$", text, re.MULTILINE)
+        if match is not None and int(match[1]) != previous:
+            self._fail(f"it resumed from step {match[1]}, and the newest checkpoint was of step {previous}")
         self.judge_published()
 
-    def _comes(self, process: Process, moment: str) -> bool:
-        """Return True when the random moment has come, False when the command has ended before."""
+    def _wait_for_moment(self, process: Process, moment: str) -> bool:
+        """Returns True at the random moment, False when the command ended before."""
         known = max(metrics(self.run), default=0)
-        last = STEPS - 2 * SAVE_EVERY  # so that a save which is over too soon is followed by another
-        target = self._chance.randint(min(known + 1, last), last)
-        delay_s = self._chance.uniform(0, DELAYS_S[moment])
+        last = STEPS - 2 * SAVE_EVERY  # so that a save that ends too early is followed by another
+        target = self._rng.randint(min(known + 1, last), last)
+        delay_s = self._rng.uniform(0, DELAYS_S[moment])
         while process.poll() is None:
             if moment == "start" or (
                 self._is_saving(target) if moment == "save" else max(metrics(self.run), default=0) >= target
@@ -182,7 +181,7 @@ class Trial:
         )
 
     def judge_published(self) -> None:
-        """Everything under the name of a checkpoint must load, and hold what the undisturbed run had at that
+        """Checks that every published checkpoint loads, and equals that of the undisturbed run at its
         step.
         """
         for step, path in list_step_folders(self.checkpoints):
@@ -190,29 +189,31 @@ class Trial:
                 self._fail_with(f"the checkpoint of step {step}", self._differing(path, step))
 
     def _differing(self, path: Path, step: int) -> list[str]:
-        truth = step_folder(self.alone / "checkpoints", step)
+        truth = step_folder(self.undisturbed / "checkpoints", step)
         try:
             if self.kind.tolerance is None:
                 return compare_checkpoints(path, truth)
-            return apart(load_tensors(path)[0], load_tensors(truth)[0], self.kind.tolerance)
+            return differing_tensors(load_tensors(path)[0], load_tensors(truth)[0], self.kind.tolerance)
         except CheckpointError as error:
             return [str(error)]
 
     def judge_end(self) -> None:
-        """Every step is there once and right, so is the last checkpoint, and nothing is left behind."""
-        mine, theirs = metrics(self.run), metrics(self.alone)
+        """Checks that every step and the last checkpoint are present and exact, and that nothing is left
+        behind.
+        """
+        mine, theirs = metrics(self.run), metrics(self.undisturbed)
         if sorted(mine) != list(range(1, STEPS + 1)):
             self._fail(f"the journal has the steps {sorted(mine)}")
         tolerance = self.kind.tolerance
-        odd = [step for step in theirs if not alike(mine.get(step, ()), theirs[step], tolerance)]
-        self._fail_with("the metrics of steps", list(map(str, odd)))
+        wrong = [step for step in theirs if not metrics_equal(mine.get(step, ()), theirs[step], tolerance)]
+        self._fail_with("the metrics of steps", list(map(str, wrong)))
         if self._newest() != STEPS:
             self._fail(f"the last checkpoint is of step {self._newest()}")
         left = [
             path
-            for place in (self.folder / "tmp", self.checkpoints, self.run)
-            for path in place.glob("*")
-            if is_scrap(path)
+            for folder in (self.folder / "tmp", self.checkpoints, self.run)
+            for path in folder.glob("*")
+            if is_leftover(path)
         ]
         self._fail_with("left behind:", [str(path.relative_to(self.folder)) for path in left])
 
@@ -226,13 +227,13 @@ class Trial:
         self.row.failures.append(f"attempt {len(self.row.attempts)}: {text}")
 
 
-def train_words(config: Path, run: Path, kind: Kind, ranks: int) -> list[str]:
-    """The words behind `meshwright` that train a job of the matrix into `run`."""
-    return ["train", str(config), "--run.folder", str(run), "--mesh.dp_replicate", str(ranks), *kind.words]
+def train_argv(config: Path, run: Path, kind: Kind, ranks: int) -> list[str]:
+    """Returns the arguments of `meshwright` that train a job of the matrix into `run`."""
+    return ["train", str(config), "--run.folder", str(run), "--mesh.dp_replicate", str(ranks), *kind.options]
 
 
-def start(words: list[str], output: IO[bytes], folder: Path, *, cold: bool) -> Process:
-    """The command with `words` in `folder`, whose tmp/ is its place for temporary files."""
+def start(argv: list[str], output: IO[bytes], folder: Path, *, cold: bool) -> Process:
+    """Starts the command with `argv` in `folder`; temporary files go to its tmp/."""
     env = {
         **os.environ,
         "TMPDIR": str(folder / "tmp"),
@@ -240,23 +241,23 @@ def start(words: list[str], output: IO[bytes], folder: Path, *, cold: bool) -> P
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     if not cold:
-        return forked_command.command(words, env, output, folder)
-    argv = [sys.executable, "-m", "meshwright", *words]
+        return forked_command.command(argv, env, output, folder)
+    argv = [sys.executable, "-m", "meshwright", *argv]
     null = subprocess.DEVNULL
     return subprocess.Popen(
         argv, env=env, cwd=folder, stdin=null, stdout=output, stderr=output, start_new_session=True
     )
 
 
-def strike(pid: int, victim: str, chance: Random) -> bool:
-    """Kill whom `victim` names of the command `pid`; False when there was nobody to kill."""
+def kill_victim(pid: int, victim: str, rng: Random) -> bool:
+    """Kills `victim` of the command `pid`; returns False when there was no such process."""
     try:
         parent = psutil.Process(pid)
         ranks = sorted(parent.children(), key=lambda child: child.pid)
         if victim == "term":
             parent.terminate()
         elif victim == "rank" and ranks:
-            chance.choice(ranks).kill()
+            rng.choice(ranks).kill()
         elif victim != "rank":
             for process in [parent, *(ranks if victim == "all" else [])]:
                 process.kill()
@@ -266,7 +267,7 @@ def strike(pid: int, victim: str, chance: Random) -> bool:
 
 
 def still_running(folder: Path, limit_s: float) -> list[str]:
-    """The processes that work in `folder` and do not end within `limit_s`; they are killed then."""
+    """Returns the processes that work in `folder` and do not end within `limit_s`, after killing them."""
     end = time.monotonic() + limit_s
     while found := list(_working_in(folder)):
         if time.monotonic() > end:
@@ -279,23 +280,23 @@ def still_running(folder: Path, limit_s: float) -> list[str]:
 
 def _working_in(folder: Path) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it has just ended, or is a zombie, or somebody else's
+        with suppress(psutil.Error):  # it has just ended, or is a zombie, or of another user
             if Path(process.cwd()) == folder and process.status() != psutil.STATUS_ZOMBIE:
                 yield process
 
 
 def metrics(run: Path) -> dict[int, tuple[float, ...]]:
-    """Loss, gradient norm, learning rate and tokens of each step in the journal of a run; the last line of a
-    step counts.
+    """Returns loss, gradient norm, learning rate and tokens of each step in the journal of a run; the last
+    line of a step counts.
     """
     path = run / "metrics.jsonl"
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    lines = (json.loads(line) for line in whole.splitlines())
-    return {line["step"]: tuple(line[key] for key in FIGURES) for line in lines if not line.get("kind")}
+    finished = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    lines = (json.loads(line) for line in finished.splitlines())
+    return {line["step"]: tuple(line[key] for key in METRICS) for line in lines if not line.get("kind")}
 
 
-def alike(mine: Sequence[float], theirs: Sequence[float], tolerance: float | None) -> bool:
-    """Whether two lines of metrics are equal, bit for bit or within the relative `tolerance`."""
+def metrics_equal(mine: Sequence[float], theirs: Sequence[float], tolerance: float | None) -> bool:
+    """Returns whether two lines of metrics are equal, bit for bit or within the relative `tolerance`."""
     if tolerance is None:
         return tuple(mine) == tuple(theirs)
     return len(mine) == len(theirs) and all(
@@ -303,11 +304,11 @@ def alike(mine: Sequence[float], theirs: Sequence[float], tolerance: float | Non
     )
 
 
-def apart(
+def differing_tensors(
     mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], tolerance: float
 ) -> list[str]:
-    """The tensors that only one side has, or that differ by more than `tolerance` times the
-    largest element.
+    """Returns the tensors that only one side has, or that differ by more than `tolerance` times the largest
+    element.
     """
     wrong = sorted({*mine} ^ {*theirs})
     for name in sorted({*mine} & {*theirs}):
@@ -317,10 +318,10 @@ def apart(
     return wrong
 
 
-def is_scrap(path: Path) -> bool:
-    """Whether `path` should not be there when a run has ended: all in tmp/, and what was never finished."""
+def is_leftover(path: Path) -> bool:
+    """Returns whether `path` must not exist after the end of a run: all in tmp/, and unfinished files."""
     return path.parent.name == "tmp" or ".partial-" in path.name or path.name.endswith(".part")
 
 
-def _chosen(chance: Random, weights: Mapping[str, int]) -> str:
-    return chance.choices(list(weights), list(weights.values()))[0]
+def _weighted_choice(rng: Random, weights: Mapping[str, int]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]

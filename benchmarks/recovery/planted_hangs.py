@@ -1,9 +1,9 @@
-"""The model file of benchmarks/recovery/hang_reports.py: a tiny model which, on one rank and in one step, does what
-makes others wait.
+"""The model file of benchmarks/recovery/hang_reports.py: a tiny model that makes the other ranks wait, on one
+rank and in one step.
 
-What to do, on which rank and in which step comes from the environment. The lines that a report has to name
-end in a comment with the name of the plant. The first call of the loss is the reading of the model, before
-any rank meets another.
+The kind of the fault, the rank and the step come from the environment. The lines that a report has to name
+end in a comment with the name of the fault. The first call of the loss is the analysis of the model, before
+any collective.
 """
 
 import gc
@@ -37,98 +37,98 @@ class Bytes(nn.Module):
         )
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The logits."""
+        """Returns the logits."""
         return self.head(self.mix(self.embed(input_ids)).tanh())
 
 
 def build() -> mw.Model:
-    """The model, and the loss that acts."""
+    """Returns the model, and the loss that plants the fault."""
     plant, rank, step = (os.environ[f"PLANT_{key}"] for key in ("KIND", "RANK", "STEP"))
     calls: list[int] = []
-    usual = mw.token_cross_entropy()
+    loss = mw.token_cross_entropy()
 
     def total(outputs: Any, batch: Any) -> torch.Tensor:
         calls.append(1)
         if len(calls) == int(step) + 1 and os.environ.get("RANK") == rank:
             Path(os.environ["PLANT_MARK"]).write_text(str(time.time()))
             PLANTS[plant]()
-        return usual.total(outputs, batch)
+        return loss.total(outputs, batch)
 
-    return mw.Model(Bytes(), loss=mw.Loss(total, usual.count))
+    return mw.Model(Bytes(), loss=mw.Loss(total, loss.count))
 
 
 def missing() -> None:
-    """Does not come for ten minutes."""
+    """Sleeps for ten minutes."""
     time.sleep(600)  # missing
 
 
 def python_loop() -> None:
-    """Computes for ever."""
+    """Loops without end in Python."""
     while True:
         sum(range(1000))  # python_loop
 
 
 def native_loop() -> None:
-    """Is in native code that holds the interpreter."""
+    """Runs native code that holds the GIL."""
     re.match("(a+)+$", "a" * 60 + "b")  # native_loop
 
 
 def exits() -> None:
-    """Believes that the run is over."""
+    """Exits with code 0."""
     sys.exit(0)  # exits
 
 
 def exits_with_code() -> None:
-    """Gives up, and says nothing."""
+    """Exits with code 3, without a message."""
     sys.exit(3)  # exits_with_code
 
 
 def raises() -> None:
-    """Fails."""
+    """Raises an error."""
     raise ValueError("planted")  # raises
 
 
 def is_killed() -> None:
-    """Is hit from outside: no line is to blame."""
+    """Kills itself with SIGKILL: no line of the file is reported."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wrong_size() -> None:
-    """Its next all-reduce is of another size."""
+    """Issues the next all-reduce with another size."""
 
-    def other(usual: Callable[..., Work], group: Group, tensor: torch.Tensor, **more: Any) -> Work:
-        return usual(group, torch.ones(tensor.numel() + 8, dtype=tensor.dtype), **more)  # wrong_size
+    def other(original: Callable[..., Work], group: Group, tensor: torch.Tensor, **options: Any) -> Work:
+        return original(group, torch.ones(tensor.numel() + 8, dtype=tensor.dtype), **options)  # wrong_size
 
-    _instead(other)
+    _replace_next_all_reduce(other)
 
 
 def wrong_order() -> None:
-    """It issues one that the others issue later, or never."""
+    """Issues a collective that the other ranks issue later, or never."""
 
-    def other(usual: Callable[..., Work], group: Group, tensor: torch.Tensor, **more: Any) -> Work:
-        usual(group, torch.ones(5), action="GLOBAL_NORM()").wait()  # wrong_order
-        return usual(group, tensor, **more)
+    def other(original: Callable[..., Work], group: Group, tensor: torch.Tensor, **options: Any) -> Work:
+        original(group, torch.ones(5), action="GLOBAL_NORM()").wait()  # wrong_order
+        return original(group, tensor, **options)
 
-    _instead(other)
+    _replace_next_all_reduce(other)
 
 
-def _instead(other: Callable[..., Work]) -> None:
-    """Have the next all_reduce of this process go through `other`."""
-    kinds: set[Any] = {type(each) for each in gc.get_objects() if isinstance(each, Group) and each.size > 1}
-    for kind in kinds:
-        usual = kind.all_reduce
+def _replace_next_all_reduce(other: Callable[..., Work]) -> None:
+    """Routes the next all_reduce of this process through `other`."""
+    classes: set[Any] = {type(each) for each in gc.get_objects() if isinstance(each, Group) and each.size > 1}
+    for cls in classes:
+        original = cls.all_reduce
 
-        def wrong(
+        def replaced(
             group: Group,
             tensor: torch.Tensor,
-            usual: Callable[..., Work] = usual,
-            kind: Any = kind,
-            **more: Any,
+            original: Callable[..., Work] = original,
+            cls: Any = cls,
+            **options: Any,
         ) -> Work:
-            kind.all_reduce = usual
-            return other(usual, group, tensor, **more)
+            cls.all_reduce = original
+            return other(original, group, tensor, **options)
 
-        kind.all_reduce = wrong
+        cls.all_reduce = replaced
 
 
 PLANTS = {

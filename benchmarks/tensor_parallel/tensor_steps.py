@@ -1,10 +1,10 @@
-"""Steps whose matrices are divided by columns and rows: ours, and torch's `parallelize_module`; and the bytes
-that each sends.
+"""Training steps of a tensor-parallel Llama, ours and torch's `parallelize_module`, and the bytes that each
+sends.
 
-q, k, v, gate and up by columns, o and down by rows; norms, embedding and head are whole on every rank, in
-both. Torch's loop trains divided and whole weights in groups of their own and takes their norm in two parts,
-because fused and `foreach` kernels take no mixture of DTensors and tensors; apart from that it is the loop of
-`llama_steps`.
+In both, q, k, v, gate and up are colwise, o and down are rowwise; norms, embedding and LM head are
+replicated. Torch's loop puts sharded and replicated weights in parameter groups of their own and computes
+their norm in two parts, because fused and `foreach` kernels do not accept a mixture of DTensors and tensors.
+Apart from that it is the loop of `llama_steps`.
 """
 
 from collections import defaultdict
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -37,10 +37,10 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 Step = Callable[[], object]
-COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-ROWS = ("self_attn.o_proj", "mlp.down_proj")
-SPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
-WAITS = ("wait_tensor", "_wrap_tensor_autograd")  # for what has been issued
+COLWISE = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+ROWWISE = ("self_attn.o_proj", "mlp.down_proj")
+NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d")
+WAITS = ("wait_tensor", "_wrap_tensor_autograd")  # they issue nothing
 COLLECTIVES = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -49,20 +49,24 @@ COLLECTIVES = {
 }
 
 
-def ours(rank: int, size: int, workload: str, store: str, line: Mapping[str, Any] | None = None) -> Step:
-    """The step of the engine with matrices divided over all ranks; `line` are fields of `Line`.
+def ours(
+    rank: int, size: int, workload: str, store: str, tensor_parallel: Mapping[str, Any] | None = None
+) -> Step:
+    """Returns the step of the engine under tensor parallelism over all ranks; `tensor_parallel` are fields of
+    `TensorParallel`.
 
-    The model is given as what makes it, as config files do: an `nn.Module` that is handed over stays in
-    memory beside its slices.
+    The model is passed as a factory, as config files do: an `nn.Module` that is passed stays in memory beside
+    its shards.
     """
-    return _engine(workload, _world(rank, size, store), TensorParallel(**line or {}))
+    return _engine(workload, _world(rank, size, store), TensorParallel(**tensor_parallel or {}))
 
 
 def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool = False) -> Step:
-    """The step of an ordinary loop round a model that `parallelize_module` has divided over all ranks.
+    """Returns the step of a plain loop with a model that `parallelize_module` has sharded over all ranks.
 
-    With `prepared`, users have also declared that attention and mlp take their input in as one DTensor
-    (`PrepareModuleInput`), which spares the layers their own all-reduces; there is no need of that in ours.
+    With `prepared`, attention and mlp are also declared to take their input as one DTensor
+    (`PrepareModuleInput`), so that their layers need no all-reduces of their own. Ours needs no such
+    declaration.
     """
     join(rank, size, store)
     torch.set_num_threads(1)
@@ -72,11 +76,11 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
     for layer in model.get_submodule("model.layers").children():
         parallelize_module(layer, mesh, _styles(prepared=prepared))
     names = dict(model.named_parameters())
-    apart = [
-        {name: each for name, each in names.items() if isinstance(each, DTensor) == divided}
-        for divided in (True, False)
+    by_sharding = [
+        {name: param for name, param in names.items() if isinstance(param, DTensor) == is_sharded}
+        for is_sharded in (True, False)
     ]
-    groups = [group for part in apart for group in make_param_groups(OPTIMIZER, part)]
+    groups = [group for params in by_sharding for group in make_param_groups(OPTIMIZER, params)]
     optimizer = torch.optim.AdamW(
         groups, lr=OPTIMIZER.lr, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps, fused=True
     )
@@ -88,58 +92,58 @@ def dtensor(rank: int, size: int, workload: str, store: str, *, prepared: bool =
         logits = model(input_ids=batch["input_ids"]).logits
         loss = F.cross_entropy(logits.float().view(-1, VOCABULARY), batch["labels"].reshape(-1))
         loss.backward()
-        _clip([list(part.values()) for part in apart], 1.0)
+        _clip([list(params.values()) for params in by_sharding], 1.0)
         optimizer.step()
         return loss.item()
 
     return step
 
 
-def counted(
-    rank: int, size: int, *, whose: Callable[..., Step], **arguments: Any
+def byte_counting_step(
+    rank: int, size: int, *, build_step: Callable[..., Step], **arguments: Any
 ) -> Callable[[], dict[str, float]]:
-    """A step whose note are the bytes that left this rank in collectives, by collective, and how many there
-    were (`calls`).
+    """Returns a step that returns the bytes that this rank sent, by collective, and the number of collectives
+    (`calls`).
 
-    Ours are taken from the ledger; torch's are counted where they are dispatched. `whose` is `ours` or
+    Ours are taken from the ledger; torch's are counted where they are dispatched. `build_step` is `ours` or
     `dtensor`.
     """
-    if whose is ours:
-        return _from_ledger(rank, size, **arguments)
-    run = whose(rank, size, **arguments)
+    if build_step is ours:
+        return _ledger_step(rank, size, **arguments)
+    run = build_step(rank, size, **arguments)
 
     def step() -> dict[str, float]:
-        with Dispatched(size) as seen:
+        with CollectiveCounter(size) as counter:
             run()
-        return {**seen.sent, "calls": seen.calls}
+        return {**counter.sent_nbytes, "calls": counter.calls}
 
     return step
 
 
-class Dispatched(TorchDispatchMode):
-    """Adds up what the collectives under it send, by the formulas of our ledger.
+class CollectiveCounter(TorchDispatchMode):
+    """Sums the bytes that dispatched collectives send, by the formulas of our ledger.
 
-    Raises KeyError for one that it does not know: nothing shall go uncounted.
+    Raises KeyError for an unknown collective, so that none goes uncounted.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size, self.calls = size, 0
-        self.sent: dict[str, float] = defaultdict(float)
+        self.sent_nbytes: dict[str, float] = defaultdict(float)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it comes back with the tensors inside
-        space, _, name = func.name().partition("::")
+        namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0]
-        if space in SPACES and name not in WAITS:
+        if namespace in NAMESPACES and name not in WAITS:
             collective = COLLECTIVES[name]
-            self.sent[collective] += sent_nbytes(collective, args[0].nbytes, self.size)
+            self.sent_nbytes[collective] += sent_nbytes(collective, args[0].nbytes, self.size)
             self.calls += 1
         return func(*args, **kwargs or {})
 
 
-def _from_ledger(rank: int, size: int, workload: str, store: str) -> Callable[[], dict[str, float]]:
+def _ledger_step(rank: int, size: int, workload: str, store: str) -> Callable[[], dict[str, float]]:
     world = _world(rank, size, store)
     run = _engine(workload, world, TensorParallel())
     ledger = world.ledger
@@ -156,18 +160,18 @@ def _from_ledger(rank: int, size: int, workload: str, store: str) -> Callable[[]
     return step
 
 
-def _engine(workload: str, world: World, line: TensorParallel) -> Step:
+def _engine(workload: str, world: World, tensor_parallel: TensorParallel) -> Step:
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    reading = analyze(spec.model, Batches(spec).next())
+    analyzed = analyze(spec.model, Batches(spec).next())
     job = Job(
         ModelConfig("llama"),
         DataConfig("stdlib", sequence=spec.sequence),
         TrainConfig(batch=spec.batch),
         OPTIMIZER,
     )
-    engine = parallelize(reading, make_plan(reading, job, world.mesh, (line,)), world=world)
+    engine = parallelize(analyzed, make_plan(analyzed, job, world.mesh, (tensor_parallel,)), world=world)
 
     def step() -> float:
         return engine.step(engine.local_batch(batches.next())).loss
@@ -181,22 +185,23 @@ def _world(rank: int, size: int, store: str) -> TorchWorld:
 
 
 def _styles(*, prepared: bool) -> dict[str, Any]:
-    styles: dict[str, Any] = {name: ColwiseParallel() for name in COLUMNS} | {
-        name: RowwiseParallel() for name in ROWS
+    styles: dict[str, Any] = {name: ColwiseParallel() for name in COLWISE} | {
+        name: RowwiseParallel() for name in ROWWISE
     }
     if prepared:
-        whole = Replicate()
+        replicate = Replicate()
+        layouts: dict[str, Placement] = {"hidden_states": replicate}
         styles["self_attn"] = PrepareModuleInput(
-            input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+            input_kwarg_layouts=layouts, desired_input_kwarg_layouts=layouts
         )
-        styles["mlp"] = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,))
+        styles["mlp"] = PrepareModuleInput(input_layouts=(replicate,), desired_input_layouts=(replicate,))
     return styles
 
 
-def _clip(parts: list[list[nn.Parameter]], most: float) -> None:
-    """Scale the gradients of all `parts` down to the norm `most`, of all of them together."""
-    norms = [get_total_norm([each.grad for each in part if each.grad is not None]) for part in parts]
-    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    total = torch.linalg.vector_norm(torch.stack(whole))
-    for part in parts:
-        clip_grads_with_norm_(part, most, total)
+def _clip(params: list[list[nn.Parameter]], max_norm: float) -> None:
+    """Clips the gradients of all lists of parameters by their joint norm."""
+    norms = [get_total_norm([param.grad for param in each if param.grad is not None]) for each in params]
+    full_norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(full_norms))
+    for each in params:
+        clip_grads_with_norm_(each, max_norm, total)

@@ -1,17 +1,17 @@
-"""1-D tensor parallelism beside torch's DTensor: the same split of the same Llama, samples and optimizer, 2
-processes over gloo.
+"""Step time of 1-D tensor parallelism against torch's DTensor: the same sharding of the same Llama, samples
+and optimizer, 2 processes over gloo.
 
     large step   at most 0.92 x `parallelize_module`: CPU seconds of all ranks decide
     small step   at most 0.75 x
-    bytes sent   at most 0.58 x: 4 all-reduces per layer, because a move belongs to the tensor, against 7, one
-                 per layer
+    bytes sent   at most 0.58 x: 4 all-reduces per layer, because a redistribution belongs to the tensor,
+                 against 7, one per linear layer
     peak bytes   not above, large step, resident, above the imports
 
-A second DTensor loop is the twin that shows the noise. *prepared* is the loop of a user who has declared,
-over and above the split, that attention and mlp take their input in once: it sends our bytes, stands beside,
-and has no bar.
+A second DTensor loop is the twin that shows the noise. *prepared* is the loop of a user who has declared, in
+addition to the sharding, that attention and mlp take their input once: it sends the same bytes as ours, is
+shown for comparison, and has no bar.
 
-    python -m benchmarks.tensor_parallel.tensor_vs_dtensor           some fifteen minutes
+    python -m benchmarks.tensor_parallel.tensor_vs_dtensor           about fifteen minutes
     python -m benchmarks.tensor_parallel.tensor_vs_dtensor --quick   a few rounds of each; writes nothing
 """
 
@@ -27,11 +27,11 @@ from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, co
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
-from benchmarks.tensor_parallel.tensor_steps import counted, dtensor, ours
+from benchmarks.tensor_parallel.tensor_steps import byte_counting_step, dtensor, ours
 
 NAME = "tensor_vs_dtensor"
 CLAIM = (
-    "two processes over gloo, the same split: our tensor-parallel step costs at most 0.92 x "
+    "two processes over gloo, the same sharding: our tensor-parallel step costs at most 0.92 x "
     "DTensor's on the large step, "
     "0.75 x on the small one, sends at most 0.58 x its bytes, and its peak is not above"
 )
@@ -51,40 +51,50 @@ PRELOAD = (*HEAVY, "torch.distributed.tensor.parallel")
 
 
 def times(workload: str, window: Window) -> Rounds:
-    """The rounds of one workload."""
+    """Returns the rounds of one workload."""
     with ExitStack() as opened:
-        made = [
+        ranks_of_sides = [
             opened.enter_context(
-                Ranks(name, build, RANKS, preload=PRELOAD, workload=workload, store=fresh_store(), **how)
+                Ranks(name, build, RANKS, preload=PRELOAD, workload=workload, store=fresh_store(), **options)
             )
-            for name, (build, how) in SIDES.items()
+            for name, (build, options) in SIDES.items()
         ]
-        return measure(made, window)
+        return measure(ranks_of_sides, window)
 
 
 def sent(workload: str, name: str) -> dict[str, float]:
-    """The bytes that leave rank 0 in the second step of one side, by collective, and how many collectives
-    there are.
+    """Returns the bytes that rank 0 of one side sends in its second step, by collective, and the number of
+    collectives.
     """
-    build, how = SIDES[name]
-    arguments: Mapping[str, Any] = {"whose": build, "workload": workload, "store": fresh_store(), **how}
-    with Ranks(name, counted, RANKS, preload=PRELOAD, **arguments) as group:
+    build, options = SIDES[name]
+    arguments: Mapping[str, Any] = {
+        "build_step": build,
+        "workload": workload,
+        "store": fresh_store(),
+        **options,
+    }
+    with Ranks(name, byte_counting_step, RANKS, preload=PRELOAD, **arguments) as group:
         *_, cost = [group.step() for _ in range(2)]
     (note, *_) = cost.notes
     return {str(what): float(number) for what, number in note.items()} if isinstance(note, dict) else {}
 
 
 def peak(name: str, steps: int) -> float:
-    """The largest peak of any rank of one side in the large step, in MiB: the median of `steps`."""
-    build, how = SIDES[name]
-    arguments: Mapping[str, Any] = {"whose": build, "workload": "large", "store": fresh_store(), **how}
+    """Returns the largest peak of any rank of one side in the large step, in MiB: the median of `steps`."""
+    build, options = SIDES[name]
+    arguments: Mapping[str, Any] = {
+        "build_step": build,
+        "workload": "large",
+        "store": fresh_store(),
+        **options,
+    }
     with Ranks(name, resident, RANKS, preload=PRELOAD, **arguments) as group:
         costs = [group.step() for _ in range(WARMUP + steps)][WARMUP:]
     return median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20
 
 
 def ratio(found: Mapping[str, Mapping[str, float]]) -> float:
-    """Our bytes over DTensor's."""
+    """Returns our bytes over DTensor's."""
     ours, theirs = (
         sum(number for what, number in found[name].items() if what != "calls") for name in ("ours", "DTensor")
     )
@@ -103,24 +113,31 @@ def main() -> None:
     peaks = {name: peak(name, 1 if quick else STEPS) for name in ("DTensor", "ours", "prepared")}
     print(f"peak MiB: {peaks}", flush=True)
     found: dict[str, tuple[Rounds, Comparison, Comparison]] = {}
-    beside = {}
+    over_prepared = {}
     for workload, bar in BARS.items():
         rounds = times(workload, QUICK if quick else WINDOWS[workload])
         cpu, wall, prepared = (
             compare(rounds, "ours", base=base, twin="twin", bar=bar, figure=figure)
             for base, figure in (("DTensor", "cpu_s"), ("DTensor", "wall_s"), ("prepared", "cpu_s"))
         )
-        found[workload], beside[workload] = (rounds, cpu, wall), prepared.as_dict()
+        found[workload], over_prepared[workload] = (rounds, cpu, wall), prepared.as_dict()
         print(
             f"{workload}: cpu {cpu.ratio}, A/A {cpu.aa}, bar {bar}, holds {cpu.holds}; wall {wall.ratio}",
             flush=True,
         )
-        print(f"{workload}, beside prepared inputs: cpu {prepared.ratio}", flush=True)
+        print(f"{workload}, against prepared inputs: cpu {prepared.ratio}", flush=True)
     if not quick:
-        less = peaks["ours"] <= peaks["DTensor"] and all(ratio(each) <= BYTES_BAR for each in nbytes.values())
-        alone = Result.of_comparisons(NAME, CLAIM, found)
-        detail = {**alone.detail, "bytes": nbytes, "peak MiB": peaks, "beside prepared inputs": beside}
-        print(replace(alone, holds=overall([alone.holds, less]), detail=detail).write(NAME))
+        within_bars = peaks["ours"] <= peaks["DTensor"] and all(
+            ratio(each) <= BYTES_BAR for each in nbytes.values()
+        )
+        result = Result.of_comparisons(NAME, CLAIM, found)
+        detail = {
+            **result.detail,
+            "bytes": nbytes,
+            "peak MiB": peaks,
+            "against prepared inputs": over_prepared,
+        }
+        print(replace(result, holds=overall([result.holds, within_bars]), detail=detail).write(NAME))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What loss and MLPs hold when they run in tiles of tokens: peak live bytes with and without, beside the
-plan's.
+"""Peak live bytes of a chunked loss and tiled MLPs, with and without, against the plan's.
 
-A Llama of 32,000 words and small layers, so that logits are nearly all there is: alone, with its tokens dealt
-to two ranks (ring attention), and with its words divided between two (each rank then has half of each tile),
-once with logits all at once, once in tiles. Another has few words and wide MLPs, alone. Live are all storages
-of tensors that the rank's operations make, also those that autograd alone holds (benchmarks/harness/peak_bytes.py): the
-most of them in the third step, and in an evaluation, beside the plan's (planner/memory.py), which says
-nothing of the buffers in which messages arrive.
+A Llama with a vocabulary of 32,000 and small layers, so that logits dominate the memory: on one rank, under
+ring attention on two ranks, and with vocabulary parallelism on two ranks (each rank then has half of each
+chunk), once with all logits at once, once in chunks. A second model has a small vocabulary and wide MLPs, on
+one rank. Live bytes are all storages of tensors that the rank's operations make, also those that only
+autograd holds (benchmarks/harness/peak_bytes.py): their maximum in the third step, and in an evaluation,
+against the plan's (planner/memory.py), which does not count the buffers in which messages arrive.
 
-The figure is the largest peak of a step in tiles as a multiple of the plan's, less one; the bar is 5 %.
+The figure is the largest peak of a chunked or tiled step as a multiple of the plan's, less one; the bar is
+5 %.
 """
 
 import gc
@@ -41,126 +41,126 @@ from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "tiled_memory"
-CLAIM = "Loss and MLPs in tiles of tokens train with peak live bytes within 5 % of the plan's"
-ROWS, TOKENS, BAR = 2, 512, 0.05
-WORDS, INNER = (32_000, 128), (128, 4_096)  # of the words, and of the width of MLPs: two models
-WAYS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "alone": (Mesh(), ()),
-    "tokens dealt": (Mesh(cp=2), (RingAttention(), DDP(axis="cp"))),
-    "words divided": (Mesh(tp=2), (TensorParallel(), VocabParallel())),
+CLAIM = "A chunked loss and tiled MLPs train with peak live bytes within 5 % of the plan's"
+SAMPLES, TOKENS, BAR = 2, 512, 0.05
+VOCAB_SIZES, MLP_WIDTHS = (32_000, 128), (128, 4_096)  # of the two models
+PARALLELISM: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
+    "one rank": (Mesh(), ()),
+    "ring attention": (Mesh(cp=2), (RingAttention(), DDP(axis="cp"))),
+    "vocab_parallel": (Mesh(tp=2), (TensorParallel(), VocabParallel())),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One of WAYS, with the loss and MLPs in so many tiles; 1: all at once.
+    """One of PARALLELISM, with the loss in `loss_chunks` and MLPs in `mlp_tiles`; 1: all at once.
 
     `wide` is the model with wide MLPs.
     """
 
-    way: str
-    tiles: int
+    parallelism: str
+    loss_chunks: int
     compute: ComputeDtype = "float32"
     micros: int = 1
-    mlp: int = 1
+    mlp_tiles: int = 1
     wide: bool = False
 
     @property
     def mesh(self) -> Mesh:
-        """The grid of its ranks."""
-        return WAYS[self.way][0]
+        """The device mesh."""
+        return PARALLELISM[self.parallelism][0]
 
     def plan(self) -> Plan:
-        """What its ranks play: AdamW."""
+        """Returns the plan, with AdamW."""
         precision = PrecisionConfig(compute=self.compute)
-        train = TrainConfig(batch=ROWS)
+        train = TrainConfig(batch=SAMPLES)
         job = Job(ModelConfig("llama"), DataConfig("example", sequence=TOKENS), train, precision=precision)
-        tiles: tuple[Strategy, ...] = (ChunkedLoss(self.tiles),) if self.tiles > 1 else ()
-        tiles += (TiledMLP(self.mlp),) if self.mlp > 1 else ()
-        return make_plan(
-            reading(self.wide), job, self.mesh, (*WAYS[self.way][1], *tiles), ROWS // self.micros
-        )
+        strategies = PARALLELISM[self.parallelism][1]
+        strategies += (ChunkedLoss(self.loss_chunks),) if self.loss_chunks > 1 else ()
+        strategies += (TiledMLP(self.mlp_tiles),) if self.mlp_tiles > 1 else ()
+        return make_plan(analyzed_model(self.wide), job, self.mesh, strategies, SAMPLES // self.micros)
 
     @property
-    def tiled(self) -> bool:
-        """Whether anything is."""
-        return self.tiles * self.mlp > 1
+    def is_tiled(self) -> bool:
+        """Whether the loss is chunked or MLPs are tiled."""
+        return self.loss_chunks * self.mlp_tiles > 1
 
     def __str__(self) -> str:
-        model = f"{WORDS[self.wide]:,} words, MLPs of {INNER[self.wide]:,}"
+        model = f"vocabulary {VOCAB_SIZES[self.wide]:,}, MLP width {MLP_WIDTHS[self.wide]:,}"
         return (
-            f"{model}, {self.way}, {self.compute}, {self.micros} microbatches, tiles: loss "
-            f"{self.tiles}, mlp {self.mlp}"
+            f"{model}, {self.parallelism}, {self.compute}, {self.micros} microbatches, loss chunks "
+            f"{self.loss_chunks}, MLP tiles {self.mlp_tiles}"
         )
 
 
 CASES = (
-    *(Case(way, tiles) for way in WAYS for tiles in (1, 8)),
-    Case("alone", 16),
-    Case("alone", 8, micros=2),
-    Case("alone", 8, compute="bfloat16"),
-    Case("alone", 1, wide=True),
-    Case("alone", 1, mlp=8, wide=True),
+    *(Case(parallelism, loss_chunks) for parallelism in PARALLELISM for loss_chunks in (1, 8)),
+    Case("one rank", 16),
+    Case("one rank", 8, micros=2),
+    Case("one rank", 8, compute="bfloat16"),
+    Case("one rank", 1, wide=True),
+    Case("one rank", 1, mlp_tiles=8, wide=True),
 )
 
 
 @cache
-def reading(wide: bool) -> AnalyzedModel:
-    """The model on random rows."""
+def analyzed_model(wide: bool) -> AnalyzedModel:
+    """Returns the analyzed model; the trial batch is random tokens."""
     sizes = {
         "hidden_size": 64,
-        "intermediate_size": INNER[wide],
+        "intermediate_size": MLP_WIDTHS[wide],
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
-    config = LlamaConfig(vocab_size=WORDS[wide], num_key_value_heads=4, use_cache=False, **sizes)
+    config = LlamaConfig(vocab_size=VOCAB_SIZES[wide], num_key_value_heads=4, use_cache=False, **sizes)
     return analyze(lambda: LlamaForCausalLM(config), batch(wide))
 
 
 def batch(wide: bool) -> dict[str, torch.Tensor]:
-    """Random tokens."""
-    tokens = torch.randint(WORDS[wide], (ROWS, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    """Returns a batch of random tokens."""
+    tokens = torch.randint(
+        VOCAB_SIZES[wide], (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(0)
+    )
     return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
 
 @dataclass(frozen=True)
-class Found:
-    """The most live bytes of one rank in a step and in an evaluation, and the loss of the step."""
+class Measurement:
+    """The peak live bytes of one rank in a step and in an evaluation, and the loss of the step."""
 
     step: int
     evaluation: int
     loss: float
 
 
-def lived(world: World, case: Case) -> Found:
-    """What one rank of `case` finds."""
-    with PeakLive() as live, parallelize(reading(case.wide), case.plan(), world=world) as engine:
+def measure_rank(world: World, case: Case) -> Measurement:
+    """Returns the measurement of one rank of `case`."""
+    with PeakLive() as live, parallelize(analyzed_model(case.wide), case.plan(), world=world) as engine:
         loss = 0.0
         for _ in range(3):
             gc.collect()
-            live.again()
+            live.reset_peak()
             loss = engine.step(batch(case.wide)).loss
         step = live.peak
         gc.collect()
-        live.again()
+        live.reset_peak()
         engine.evaluate([batch(case.wide)])
-        return Found(step, live.peak, loss)
+        return Measurement(step, live.peak, loss)
 
 
-def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
-    """What each rank found, beside its plan."""
+def compare_to_plan(case: Case, measured: Sequence[Measurement]) -> list[dict[str, object]]:
+    """Returns the measurement of each rank, with the peak of its plan."""
     plan = case.plan()
-    said = [peak_nbytes(plan, rank) for rank in range(len(seen))]
-    offs = [{"plan_peak": most, "off": found.step / most - 1} for found, most in zip(seen, said, strict=True)]
-    named = {"case": str(case), "tiled": case.tiled}
-    return [
-        {**named, "rank": rank, **vars(found), **off}
-        for rank, (found, off) in enumerate(zip(seen, offs, strict=True))
-    ]
+    rows: list[dict[str, object]] = []
+    for rank, each in enumerate(measured):
+        planned = peak_nbytes(plan, rank)
+        row = {"case": str(case), "tiled": case.is_tiled, "rank": rank, **vars(each)}
+        rows.append({**row, "plan_peak": planned, "off": each.step / planned - 1})
+    return rows
 
 
 def result(rows: Sequence[dict[str, object]]) -> Result:
-    """The result: how far the peaks of steps in tiles are off."""
+    """Returns the result: how far the peaks of chunked and tiled steps are off."""
     values = [abs(off) for row in rows if row["tiled"] and isinstance(off := row["off"], float)]
     return Result.of(
         NAME,
@@ -182,7 +182,7 @@ def main() -> None:
         cases = [case for case in CASES if case.mesh.world_size == size]
         with ProcessPool(size, shared_memory=False) as pool:
             for case in cases:
-                rows += rows_of(case, pool.run(lived, case.mesh, case, timeout_s=600))
+                rows += compare_to_plan(case, pool.run(measure_rank, case.mesh, case, timeout_s=600))
                 print(rows[-1], file=sys.stderr)
     print(result(rows).write(NAME))
 

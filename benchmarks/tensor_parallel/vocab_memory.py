@@ -1,12 +1,13 @@
-"""What a rank holds of a large vocabulary that is divided by words: peak live bytes beside the plan's.
+"""Peak live bytes of a rank under vocabulary parallelism, against the plan's.
 
-A Llama of 128,000 words and few layers, so that table, head, their gradients and moments are nearly all there
-is, is divided over four processes along tp: no rank ever holds the table, the head or the logits of all
-words, neither while it starts nor in a step nor when it goes on from a checkpoint. Live are all storages of
-tensors that the rank's operations make (benchmarks/harness/peak_bytes.py), those that autograd alone holds too: the most of
-them while the rank is made, in the third step, and while it resumes. Each is held against planner/memory.py:
-the peak of a step against `peak_bytes`, the two others against the parameters, or all states, and two more of
-the largest slice (one as it is read, and one as it is kept), and what random numbers are drawn in.
+A Llama with a vocabulary of 128,000 and few layers, so that embedding table, LM head, their gradients and
+optimizer states dominate the memory, is sharded over four processes along tp: no rank ever holds the whole
+table, head or logits, neither at the start, nor in a step, nor when it resumes from a checkpoint. Live bytes
+are all storages of tensors that the rank's operations make, also those that only autograd holds
+(benchmarks/harness/peak_bytes.py): their maximum while the rank is initialized, in the third step, and while
+it resumes. Each is compared with planner/memory.py: the peak of a step with `peak_bytes`; the two others with
+the parameters, or all states, plus two of the largest shard (one as it is read, and one as it is kept) and
+the scratch memory in which random numbers are drawn.
 
 The figure is the largest peak of a step as a multiple of the plan's, less one; the bar is 5 %.
 """
@@ -36,53 +37,58 @@ from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "vocab_memory"
-CLAIM = "A model of 128,000 words, divided over 4 ranks, trains with peak live bytes within 5 % of the plan's"
-WORDS, RANKS, BAR = 128_000, 4, 0.05
-SCRATCH = 4 * 8 * CHUNK_NUMEL  # bytes: a few pieces of int64 and float64 (model/random.py)
+CLAIM = (
+    "A model with a vocabulary of 128,000, sharded over 4 ranks, trains with peak live bytes within 5 % of "
+    "the plan's"
+)
+VOCAB_SIZE, RANKS, BAR = 128_000, 4, 0.05
+SCRATCH = 4 * 8 * CHUNK_NUMEL  # bytes: a few chunks of int64 and float64 (model/random.py)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama of so many words, tied or not, over `ranks`."""
+    """A Llama with a tied or untied LM head, on `ranks` ranks."""
 
     tied: bool
-    words: int = WORDS
+    vocab_size: int = VOCAB_SIZE
     hidden: int = 256
     ranks: int = RANKS
-    rows: int = 2
+    num_samples: int = 2
     tokens: int = 32
 
     @property
     def mesh(self) -> Mesh:
-        """The grid of its ranks."""
+        """The device mesh."""
         return Mesh(tp=self.ranks)
 
-    def reading(self) -> AnalyzedModel:
-        """What its model is made of."""
-        return _reading(replace(self, ranks=1))
+    def analyzed_model(self) -> AnalyzedModel:
+        """Returns the analyzed model."""
+        return _analyzed_model(replace(self, ranks=1))
 
     def plan(self) -> Plan:
-        """What its ranks play: pairs and vocabulary divided, AdamW."""
+        """Returns the plan: tensor and vocabulary parallelism, AdamW."""
         job = Job(
-            ModelConfig("llama"), DataConfig("example", sequence=self.tokens), TrainConfig(batch=self.rows)
+            ModelConfig("llama"),
+            DataConfig("example", sequence=self.tokens),
+            TrainConfig(batch=self.num_samples),
         )
-        return make_plan(self.reading(), job, self.mesh)
+        return make_plan(self.analyzed_model(), job, self.mesh)
 
     def batch(self) -> dict[str, torch.Tensor]:
-        """Random tokens."""
+        """Returns a batch of random tokens."""
         tokens = torch.randint(
-            self.words, (self.rows, self.tokens + 1), generator=torch.Generator().manual_seed(0)
+            self.vocab_size, (self.num_samples, self.tokens + 1), generator=torch.Generator().manual_seed(0)
         )
         return {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     def __str__(self) -> str:
-        return f"{self.words:,} words, {self.ranks} ranks, {'tied' if self.tied else 'untied'}"
+        return f"vocabulary {self.vocab_size:,}, {self.ranks} ranks, {'tied' if self.tied else 'untied'}"
 
 
 @cache
-def _reading(case: Case) -> AnalyzedModel:
+def _analyzed_model(case: Case) -> AnalyzedModel:
     config = LlamaConfig(
-        vocab_size=case.words,
+        vocab_size=case.vocab_size,
         hidden_size=case.hidden,
         intermediate_size=2 * case.hidden,
         num_hidden_layers=2,
@@ -95,9 +101,9 @@ def _reading(case: Case) -> AnalyzedModel:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The most live bytes of one rank: while it was made, in a step, and while it took up a checkpoint; and
-    what it kept.
+class Measurement:
+    """The peak live bytes of one rank during initialization, a step and the load of a checkpoint; and its
+    live bytes between steps (`kept`).
     """
 
     made: int
@@ -107,56 +113,56 @@ class Found:
     loss: float
 
 
-def lived(world: World, case: Case, folder: str) -> Found:
-    """What one rank of `case` finds."""
-    reading, plan, batch = case.reading(), case.plan(), case.batch()
-    with PeakLive() as live, parallelize(reading, plan, world=world) as engine:
+def measure_rank(world: World, case: Case, folder: str) -> Measurement:
+    """Returns the measurement of one rank of `case`."""
+    analyzed, plan, batch = case.analyzed_model(), case.plan(), case.batch()
+    with PeakLive() as live, parallelize(analyzed, plan, world=world) as engine:
         made, loss = live.peak, 0.0
         for _ in range(3):
             gc.collect()
-            live.again()
+            live.reset_peak()
             loss = engine.step(batch).loss
         step = live.peak
         gc.collect()
-        live.again()
+        live.reset_peak()
         kept = live.now
         checkpoint = engine.save(Path(folder))
-        live.again()
+        live.reset_peak()
         engine.load(checkpoint)
-        return Found(made, step, live.peak, kept, loss)
+        return Measurement(made, step, live.peak, kept, loss)
 
 
-def largest_slice(plan: Plan, rank: int) -> int:
-    """The bytes of the largest weight that `rank` has."""
-    return max(home.param.numel for home in plan.for_rank(rank).sharding.param_shardings) * 4
+def largest_shard_nbytes(plan: Plan, rank: int) -> int:
+    """Returns the bytes of the largest weight shard of `rank`."""
+    return max(sharding.param.numel for sharding in plan.for_rank(rank).sharding.param_shardings) * 4
 
 
-def rows_of(case: Case, seen: Sequence[Found]) -> list[dict[str, object]]:
-    """What each rank found, beside its plan."""
+def compare_to_plan(case: Case, measured: Sequence[Measurement]) -> list[dict[str, object]]:
+    """Returns the measurement of each rank, with the bytes of its plan."""
     plan, rows = case.plan(), []
-    for rank, found in enumerate(seen):
-        said, states = peak_nbytes(plan, rank), state_bytes(plan, rank)
+    for rank, found in enumerate(measured):
+        planned, states = peak_nbytes(plan, rank), state_bytes(plan, rank)
         at_rest = states.total - states.gradients
         row = {
             "case": str(case),
             "rank": rank,
-            "plan_peak": said,
+            "plan_peak": planned,
             "plan_states": states.as_dict(),
             **vars(found),
         }
-        off = {"step": found.step / said - 1, "kept": found.kept / at_rest - 1}
-        more = 2 * largest_slice(plan, rank)
-        over = {
-            "made": found.made / (states.parameters + more + SCRATCH) - 1,
-            "resumed": found.resumed / (at_rest + more) - 1,
+        off = {"step": found.step / planned - 1, "kept": found.kept / at_rest - 1}
+        two_shards = 2 * largest_shard_nbytes(plan, rank)
+        extra = {
+            "made": found.made / (states.parameters + two_shards + SCRATCH) - 1,
+            "resumed": found.resumed / (at_rest + two_shards) - 1,
         }
-        rows.append({**row, "off": off | over, "two_slices": more})
+        rows.append({**row, "off": off | extra, "two_shards": two_shards})
     return rows
 
 
 def result(rows: Sequence[dict[str, object]]) -> Result:
-    """The result: how far the peaks of steps are off; nowhere may start or restart hold more than a few
-    slices.
+    """Returns the result: how far the peaks of steps are off; initialization and resume may hold at most two
+    more shards.
     """
     offs = [row["off"] for row in rows if isinstance(row["off"], dict)]
     values = [abs(off["step"]) for off in offs]
@@ -181,7 +187,7 @@ def main() -> None:
     with ProcessPool(RANKS, shared_memory=False) as pool:
         for case in (Case(tied=False), Case(tied=True)):
             with TemporaryDirectory() as folder:
-                rows += rows_of(case, pool.run(lived, case.mesh, case, folder, timeout_s=600))
+                rows += compare_to_plan(case, pool.run(measure_rank, case.mesh, case, folder, timeout_s=600))
             print(f"{case}: {rows[-1]['off']}", file=sys.stderr)
     print(result(rows).write(NAME))
 

@@ -1,4 +1,4 @@
-"""How the sides of one set of processes take turns, and when a finding in microseconds holds."""
+"""The turns of several sides in one set of processes, and the verdict of a measurement in microseconds."""
 
 from typing import cast
 
@@ -9,12 +9,12 @@ from benchmarks.harness.rank_processes import Ranks
 from benchmarks.interface_overhead import Finding, Turn, in_turn
 
 
-class OneSet:
-    """Stands for processes that play all sides in turn."""
+class FakeRanks:
+    """Stands for processes that run all sides in turn."""
 
     def __init__(self) -> None:
-        self.played: list[str] = []
-        self._step = in_turn({name: lambda name=name: self.played.append(name) for name in ("a", "b", "c")})
+        self.log: list[str] = []
+        self._step = in_turn({name: lambda name=name: self.log.append(name) for name in ("a", "b", "c")})
 
     def step(self) -> Cost:
         return Cost(0.5, 0.5, (self._step(),))
@@ -30,24 +30,24 @@ class Quiet:
         return 0.0
 
 
-def test_sides_take_turns_as_the_method_asks_for_them() -> None:
-    ranks = OneSet()
+def test_sides_take_turns_as_the_method_requests_them() -> None:
+    ranks = FakeRanks()
     turns = [Turn(name, cast(Ranks, ranks)) for name in ("a", "b", "c")]
     measure(turns, Window(clean=3, most=3, window_s=0.1), Quiet())
-    assert "".join(ranks.played) == "abccba" + "abccbaabc"
+    assert "".join(ranks.log) == "abccba" + "abccbaabc"
 
 
-def test_a_side_that_is_asked_out_of_turn_is_noticed() -> None:
-    with pytest.raises(ValueError, match=r"the ranks played \('a',\), it is the turn of 'b'"):
-        Turn("b", cast(Ranks, OneSet())).step()
+def test_a_side_that_is_requested_out_of_turn_is_noticed() -> None:
+    with pytest.raises(ValueError, match=r"the ranks ran \('a',\), it is the turn of 'b'"):
+        Turn("b", cast(Ranks, FakeRanks())).step()
 
 
-def test_the_cpu_of_the_calling_thread_stands_for_that_of_the_step_where_asked_for() -> None:
-    assert Turn("a", cast(Ranks, OneSet())).step().cpu_s == 0.5
-    calling = Turn("a", cast(Ranks, OneSet()), caller=True).step()
+def test_with_caller_the_cost_of_a_step_is_the_cpu_of_the_calling_thread() -> None:
+    assert Turn("a", cast(Ranks, FakeRanks())).step().cpu_s == 0.5
+    calling = Turn("a", cast(Ranks, FakeRanks()), caller=True).step()
     assert 0 < calling.cpu_s < 0.4
     assert calling.cpu_s + calling.others_s == pytest.approx(0.5), (
-        "what the other threads used is no load from outside"
+        "the CPU of other threads is no outside load"
     )
 
 
@@ -62,7 +62,7 @@ def test_microseconds_hold_within_the_noise_and_not_beyond(
     assert finding.holds == holds
 
 
-def test_too_few_rounds_resolve_nothing() -> None:
+def test_too_few_rounds_are_unresolved() -> None:
     assert (
         Finding("us", 30.0, (1.0,) * 14, Interval(1.0, 1.0, 1.0), Interval(0.0, 0.0, 0.0)).holds
         == "unresolved"

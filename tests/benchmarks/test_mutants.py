@@ -1,4 +1,6 @@
-"""The mutants apply to the source as it is, and the runner tells what catches one, on a small tree."""
+"""The mutants apply to the current source, and the runner finds the test that catches one, on a small
+tree.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,9 +37,9 @@ def scripted_pytest(self: Copy, arguments: Sequence[str], limit_s: float) -> Out
     text = (self.root / SUM.path).read_text()
     failing = [NEVER, *([ADD] if "a - b" in text else [])]
     failing = [test for test in failing if f"--deselect={test}" not in arguments]
-    asked = [test for test in arguments if "::" in test and not test.startswith("-")]
-    failing = [test for test in failing if test in (asked or failing)]
-    if "while" in text and not asked:
+    requested = [test for test in arguments if "::" in test and not test.startswith("-")]
+    failing = [test for test in failing if test in (requested or failing)]
+    if "while" in text and not requested:
         return Outcome("timeout", code=-1, tail=f"no end after {limit_s} s")
     return Outcome("test", failing[0], 1) if failing else Outcome("")
 
@@ -57,7 +59,7 @@ def test_every_mutant_applies_and_compiles():
     assert check(load_mutants()) == []
 
 
-def test_mutants_are_many_and_spread_over_the_packages():
+def test_there_are_many_mutants_in_all_packages():
     mutants = load_mutants()
     counts: dict[str, int] = {}
     for mutant in mutants:
@@ -91,40 +93,40 @@ def test_two_mutants_of_one_name_are_refused(tmp_path: Path):
 
 def test_a_fault_is_caught_by_the_first_test_that_passes_without_it(runner: Runner):
     row = runner.run(SUM, "nearest")
-    assert (row["tier"], row["stage"], row["how"]) == ("default", "mirrored", "test")
+    assert (row["tier"], row["stage"], row["failure"]) == ("default", "mirrored", "test")
     assert row["caught_by"] == ADD, "the other test fails without the fault too"
     assert (runner.mutated.root / SUM.path).read_text() == TREE[SUM.path], "the file is restored"
 
 
-def test_a_fault_that_no_test_sees_survives(runner: Runner):
+def test_a_fault_that_no_test_notices_survives(runner: Runner):
     row = runner.run(replace(SUM, old="return a\n", new="return -a\n"), "nearest")
     assert (row["tier"], row["caught_by"]) == ("survived nearest", "")
 
 
 def test_a_hang_counts_as_caught_and_is_recorded_as_one(runner: Runner):
     row = runner.run(replace(SUM, old="return a\n", new="while a: pass\n"), "nearest")
-    assert (row["tier"], row["how"], row["caught_by"]) == ("default", "timeout", "no end after 900.0 s")
+    assert (row["tier"], row["failure"], row["caught_by"]) == ("default", "timeout", "no end after 900.0 s")
 
 
-def test_a_survivor_of_the_default_tier_meets_the_full_one_and_keeps_its_seconds(runner: Runner):
+def test_a_survivor_of_the_default_tier_runs_against_the_full_one_and_keeps_its_seconds(runner: Runner):
     tiers = Runner(runner.mutated, runner.unchanged, runner.graph, {"test_sums.py": {}})
     row = tiers.run(SUM, "full", {"seconds": 100.0})
     assert (row["tier"], row["stage"], row["caught_by"]) == ("full", "full", ADD)
     assert float(str(row["seconds"])) >= 100.0
 
 
-def test_an_output_tells_how_a_run_ended():
+def test_the_outcome_of_a_run_follows_from_exit_code_and_output():
     assert outcome_of(0, "1 passed") == Outcome("")
-    assert outcome_of(5, "no tests ran").how == ""
+    assert outcome_of(5, "no tests ran").failure == ""
     failed = outcome_of(1, "FAILED tests/a/test_b.py::test_c[2 x 2, ring] - AssertionError: 1 - 2\n1 failed")
-    assert (failed.how, failed.test) == ("test", "tests/a/test_b.py::test_c[2 x 2, ring]")
+    assert (failed.failure, failed.test) == ("test", "tests/a/test_b.py::test_c[2 x 2, ring]")
     assert outcome_of(2, "ERROR tests/a/test_b.py - ImportError: no").test == "tests/a/test_b.py"
     late = outcome_of(1, "FAILED tests/a/test_b.py::test_c - Failed: Timeout (>120.0s) from pytest-timeout.")
-    assert (late.how, late.test) == ("timeout", "tests/a/test_b.py::test_c")
-    assert outcome_of(-11, "").how == "error"
+    assert (late.failure, late.test) == ("timeout", "tests/a/test_b.py::test_c")
+    assert outcome_of(-11, "").failure == "error"
 
 
-def test_rows_of_a_mutant_that_has_changed_are_not_taken():
+def test_rows_of_a_changed_mutant_are_not_used():
     rows = {"sum": {"digest": SUM.digest}, "gone": {"digest": "0"}}
     assert known_rows(rows, [SUM]) == {"sum": rows["sum"]}
     assert known_rows(rows, [replace(SUM, new="a * b")]) == {}
@@ -135,11 +137,12 @@ def test_the_full_tier_catches_what_the_default_tier_has_caught_too():
     assert shares([{"tier": tier} for tier in tiers]) == {"default": 0.8, "full": 0.9}
 
 
-def test_the_result_names_each_survivor_with_what_it_breaks(tmp_path: Path):
+def test_the_result_names_each_survivor_with_its_effect(tmp_path: Path):
     tiers = {"sum": "default", "late": "full", "never": "survived full"}
     mutants = [replace(SUM, name=name, breaks=f"{name} breaks") for name in tiers]
     rows = {
-        name: {"case": name, "package": "sums.py", "tier": tier, "how": ""} for name, tier in tiers.items()
+        name: {"case": name, "package": "sums.py", "tier": tier, "failure": ""}
+        for name, tier in tiers.items()
     }
     write_result(mutants, rows, tmp_path)
     result = stored("suite_power", tmp_path)

@@ -32,7 +32,7 @@ def graph(tmp_path: Path) -> ImportGraph:
     return ImportGraph(tmp_path)
 
 
-def test_a_file_is_as_far_as_the_imports_that_lead_to_it(graph: ImportGraph):
+def test_the_distance_of_a_file_is_its_number_of_imports(graph: ImportGraph):
     distances = graph.distances(ZERO)
     assert distances["tests/parallel/data/test_zero.py"] == 1
     assert distances["tests/parallel/data/test_ddp.py"] == 1, (

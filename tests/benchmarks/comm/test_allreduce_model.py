@@ -1,10 +1,10 @@
-"""The judgement of the benchmark, on times that are made: it holds where it must, and fails where it must."""
+"""The judgement of the benchmark on made-up times: it holds where it must, and fails where it must."""
 
 from dataclasses import replace
 from itertools import product
 from random import Random
 
-from benchmarks.comm.allreduce_model import NAMES, cells_of_auto, errors, half_fitted, halves, judged, noise
+from benchmarks.comm.allreduce_model import NAMES, cells_of_auto, errors, half_fitted, halves, judge, noise
 from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.algorithms.cost_model import all_reduce_seconds
 from meshwright.plan.hardware.network_model import (
@@ -25,7 +25,7 @@ NETWORK = NetworkModel(
 
 
 def timings(scatter: float = 0.0) -> list[AllReduceTiming]:
-    """As `NETWORK` says, the backend 2.5 times the ring; every sample up to `scatter` off."""
+    """The times of `NETWORK`, the backend 2.5 times the ring; every sample up to `scatter` off."""
     random, found = Random(0), []
     for name, n, nbytes in product(NAMES, (2, 3), SIZES):
         took = all_reduce_seconds(get_algorithm("ring" if name == BACKEND else name), n, nbytes, NETWORK) * (
@@ -48,7 +48,7 @@ def test_the_model_is_fitted_to_every_other_size_only():
 
 
 def test_the_claim_holds_on_times_that_a_network_made():
-    result = judged("gloo", timings(0.01))
+    result = judge("gloo", timings(0.01))
     assert result.holds is True
     assert result.median < 0.05
     assert result.repeats == 6
@@ -61,21 +61,21 @@ def test_an_algorithm_that_is_not_as_predicted_makes_the_claim_fail():
         else cell
         for cell in timings()
     ]
-    result = judged("gloo", odd)
+    result = judge("gloo", odd)
     assert result.holds is False
     assert result.median > 0.4
 
 
-def test_where_noise_is_wider_than_the_bar_nothing_is_decided():
+def test_noise_above_the_bar_leaves_the_claim_unresolved():
     random = Random(1)
-    wild = [replace(cell, seconds=cell.seconds * random.uniform(0.3, 3)) for cell in timings(0.9)]
-    assert judged("gloo", wild).holds != True  # noqa: E712  "unresolved" is true too
+    noisy = [replace(cell, seconds=cell.seconds * random.uniform(0.3, 3)) for cell in timings(0.9)]
+    assert judge("gloo", noisy).holds != True  # noqa: E712  "unresolved" is true too
 
 
 def test_a_pick_that_is_not_the_best_is_no_hit():
-    made = timings()
-    cluster = half_fitted("gloo", made)
-    cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in made}
+    measured = timings()
+    cluster = half_fitted("gloo", measured)
+    cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in measured}
     assert all(cell["hit"] for cell in cells_of_auto(cluster, cells))
     quick = {
         key: replace(cell, samples=(1e-9,) * 6) if key[0] == "naive" else cell for key, cell in cells.items()
@@ -83,8 +83,8 @@ def test_a_pick_that_is_not_the_best_is_no_hit():
     assert not any(cell["hit"] for cell in cells_of_auto(cluster, quick))
 
 
-def test_both_errors_of_a_cell_are_told():
-    made = timings()
-    alone, corrected = errors(half_fitted("gloo", made), made[-1])
+def test_both_errors_of_a_cell_are_returned():
+    cells = timings()
+    alone, corrected = errors(half_fitted("gloo", cells), cells[-1])
     assert 0 <= alone < 0.2
     assert 0 <= corrected < 0.2

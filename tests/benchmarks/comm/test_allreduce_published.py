@@ -1,8 +1,8 @@
-"""The published times are read with their sources, and the comparison can fail."""
+"""Published times have sources, and the comparison of the models can fail."""
 
 import csv
 
-from benchmarks.comm.allreduce_published import DATA, LEAST_SIZES, compared, errors, series
+from benchmarks.comm.allreduce_published import DATA, LEAST_SIZES, compare, errors, series
 
 SIZES = [1 << power for power in range(10, 26)]
 
@@ -28,12 +28,12 @@ def test_two_parameters_predict_what_two_parameters_made():
 
 def test_bands_win_where_a_protocol_switches_and_the_claim_says_so():
     switch = [1e-5 + nbytes / 1e8 if nbytes <= 1 << 16 else 2e-3 + nbytes / 1e10 for nbytes in SIZES]
-    plain = [1e-5 + nbytes / 1e9 * (1.3 if place % 2 else 0.7) for place, nbytes in enumerate(SIZES)]
-    assert compared({"switch": (SIZES, switch)}).holds is True
-    assert compared({"noise": (SIZES, plain)}).holds is False
+    plain = [1e-5 + nbytes / 1e9 * (1.3 if index % 2 else 0.7) for index, nbytes in enumerate(SIZES)]
+    assert compare({"switch": (SIZES, switch)}).holds is True
+    assert compare({"noise": (SIZES, plain)}).holds is False
 
 
 def test_the_claim_holds_on_the_published_times():
-    result = compared(series())
+    result = compare(series())
     assert result.holds is True
     assert result.median < result.bar

@@ -1,18 +1,18 @@
-"""What the benchmark of hierarchical all-reduce predicts, and how it decides: on paper, without hosts."""
+"""The predictions of the hierarchical all-reduce benchmark and its verdicts, without hosts."""
 
 import pytest
 
 from benchmarks.comm.hierarchical_hosts import (
     HOST_BY_HOST,
-    IN_TURN,
     JUDGED,
     MIB,
     OURS,
     RING,
+    ROUND_ROBIN,
     Case,
+    nic_load,
     predicted,
     result,
-    through_a_card,
     unresolved,
 )
 from benchmarks.harness.interleaved_timing import Cost, Interval, Rounds, interval
@@ -24,18 +24,18 @@ from meshwright.comm.algorithms import get_algorithm
     [
         (RING, HOST_BY_HOST, 1.5),
         (OURS, HOST_BY_HOST, 1.0),
-        (RING, IN_TURN, 3.0),
+        (RING, ROUND_ROBIN, 3.0),
         (RING, (0, 0, 0, 1, 1, 1), 10 / 6),
     ],
 )
-def test_so_many_tensors_pass_the_busiest_card(name: str, host_of: tuple[int, ...], tensors: float) -> None:
-    assert through_a_card(get_algorithm(name), host_of) == pytest.approx(tensors)
+def test_the_busiest_nic_carries_so_many_tensors(name: str, host_of: tuple[int, ...], tensors: float) -> None:
+    assert nic_load(get_algorithm(name), host_of) == pytest.approx(tensors)
 
 
 @pytest.mark.parametrize("name", [RING, OURS])
-def test_the_price_of_the_rounds_is_what_passes_the_busiest_card(name: str) -> None:
-    carried = through_a_card(get_algorithm(name), HOST_BY_HOST) * 4 * MIB
-    assert predicted(get_algorithm(name), 4 * MIB, 100) == pytest.approx(carried * 8 / 100e6)
+def test_the_predicted_time_is_that_of_the_bytes_through_the_busiest_nic(name: str) -> None:
+    nbytes = nic_load(get_algorithm(name), HOST_BY_HOST) * 4 * MIB
+    assert predicted(get_algorithm(name), 4 * MIB, 100) == pytest.approx(nbytes * 8 / 100e6)
 
 
 def case(factor: float, twin: float = 1.0, num_rounds: int = 20, rate: int = JUDGED) -> Case:
@@ -43,8 +43,8 @@ def case(factor: float, twin: float = 1.0, num_rounds: int = 20, rate: int = JUD
     rounds = Rounds(
         tuple({name: Cost(0.0, wall) for name, wall in walls.items()} for _ in range(num_rounds)), 0, 0.25
     )
-    seen, aa = (interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING)))
-    return Case(rate, 4, 1.5, seen, aa, rounds)
+    factors, aa = (interval(rounds.ratios(*pair, "wall_s")) for pair in ((RING, OURS), ("twin", RING)))
+    return Case(rate, 4, 1.5, factors, aa, rounds)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_whole_interval_must_be_near_the_prediction() -> None:
     assert Case(JUDGED, 4, 1.5, Interval(1.5, 1.1, 1.6), wide.aa, wide.rounds).holds == "unresolved"
 
 
-def test_noise_and_few_rounds_decide_nothing() -> None:
+def test_noise_and_few_rounds_leave_the_case_unresolved() -> None:
     assert case(1.5, twin=1.05).holds is True
     assert case(1.5, twin=1.25).holds == "unresolved"
     assert case(1.7, twin=1.1).holds == "unresolved"
@@ -69,10 +69,10 @@ def test_noise_and_few_rounds_decide_nothing() -> None:
 def test_the_worst_case_at_the_judged_rate_is_shown_and_decides() -> None:
     shown = result([case(1.5), case(1.1), case(9.0, rate=1000)])
     assert (shown.median, shown.bar, shown.holds) == (pytest.approx(1.1), 1.5, False)
-    assert shown.detail["tensors through a card"] == {RING: 1.5, OURS: 1.0, "ring, dealt in turn": 3.0}
+    assert shown.detail["tensors through a NIC"] == {RING: 1.5, OURS: 1.0, "ring, round-robin ranks": 3.0}
 
 
-def test_without_hosts_the_result_says_why() -> None:
+def test_without_hosts_the_result_has_the_reason() -> None:
     shown = unresolved("only root may")
     assert shown.holds == "unresolved"
     assert shown.bar == pytest.approx(1.5)

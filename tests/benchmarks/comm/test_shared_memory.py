@@ -1,4 +1,4 @@
-"""When a bar that is a small part of the other's time holds, although that time scatters."""
+"""The verdict for a bar that is a small fraction of gloo's time, although that time scatters."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_a_bar_far_beyond_the_noise_is_decided_and_one_within_it_is_not(
     assert verdict(found) == holds
 
 
-def test_too_few_rounds_decide_nothing() -> None:
+def test_too_few_rounds_are_unresolved() -> None:
     found = Comparison(
         "memory", "gloo", 0.1, (0.01,) * 14, Interval(0.01, 0.01, 0.01), Interval(1.0, 0.99, 1.01)
     )

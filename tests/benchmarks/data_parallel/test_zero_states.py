@@ -1,4 +1,4 @@
-"""The paper's table from plans: every cell; the check against FSDP; and that what is off is seen."""
+"""The paper's table from plans: every cell; the comparison with FSDP; and that a wrong figure is noticed."""
 
 import csv
 
@@ -9,15 +9,15 @@ from benchmarks.data_parallel.zero_states import (
     BLOCKS,
     DATA,
     against_fsdp,
+    analytic,
     block_buffer,
     cases,
     cells,
-    held,
-    on_paper,
+    measure_live_bytes,
     result,
     states_of,
 )
-from benchmarks.harness.live_bytes import live_bytes, live_storages, probed
+from benchmarks.harness.live_bytes import add_live_probes, live_bytes, live_storages
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
@@ -39,15 +39,15 @@ def test_the_table_has_three_models_six_numbers_of_ranks_and_three_stages():
 
 
 def test_every_cell_is_within_a_unit_of_its_last_digit():
-    found = list(on_paper([cell for cell in cells() if cell.parameters < 10**12 or cell.ranks == 1024]))
+    found = list(analytic([cell for cell in cells() if cell.parameters < 10**12 or cell.ranks == 1024]))
     assert len(found) == 4 + 2 * 6 * 3 + 3
     assert max(row["off"] for row in found) <= 1, max(found, key=lambda row: row["off"])
 
 
-def test_a_state_that_is_forgotten_is_seen():
-    right = states_of(7_500_000_000, 1, 64)
-    assert (right.model_states - right.master) / 1e9 == pytest.approx(31.4 - 0.47, abs=0.1)
-    assert abs((right.model_states - right.master) / 1e9 - 31.4) > 0.1
+def test_a_state_that_is_left_out_is_noticed():
+    states = states_of(7_500_000_000, 1, 64)
+    assert (states.model_states - states.master) / 1e9 == pytest.approx(31.4 - 0.47, abs=0.1)
+    assert abs((states.model_states - states.master) / 1e9 - 31.4) > 0.1
 
 
 def test_from_8_to_128_ranks_the_states_of_8_b_shrink_by_14_gib():
@@ -57,17 +57,17 @@ def test_from_8_to_128_ranks_the_states_of_8_b_shrink_by_14_gib():
     assert found["torchtitan_gib"] == {"eager": 15.4, "compiled": 15.0, "compiled; float8": 15.0}
 
 
-def test_what_is_measured_has_all_stages_and_replicas():
+def test_the_measured_cases_have_all_stages_and_replicas():
     found = cases()
     assert {(case.zero.stage, case.replicas, case.shard) for case in found} == {
-        (stage, *grid) for stage in (1, 2, 3) for grid in ((1, 2), (1, 4), (2, 2))
+        (stage, *mesh) for stage in (1, 2, 3) for mesh in ((1, 2), (1, 4), (2, 2))
     }
     assert len({str(case) for case in found}) == len(found)
 
 
-def test_a_probe_stands_behind_every_act():
+def test_a_probe_follows_every_compute_action():
     plan = Case(ZeRO(), 2).plan()
-    kinds = [action.kind for action in probed(plan).program.actions(FIRST_ROLE)]
+    kinds = [action.kind for action in add_live_probes(plan).program.actions(FIRST_ROLE)]
     assert [kind for kind in kinds if kind != "COMPARE"] == [
         action.kind for action in plan.program.actions(FIRST_ROLE)
     ]
@@ -87,13 +87,13 @@ def test_live_bytes_count_each_storage_once():
     del views
 
 
-def test_two_processes_hold_what_their_plan_says(process_pool: ProcessPool):
+def test_two_processes_hold_the_bytes_of_their_plan(process_pool: ProcessPool):
     case = Case(ZeRO(stage=3), 2, num_micro=2)
     plan = case.plan()
-    for rank, (peak, after) in enumerate(process_pool.run(held, case.mesh, case)):
-        said = state_bytes(plan, rank).total
-        assert abs(after - said) <= 0.01 * said
-        assert said <= peak <= 1.01 * said + 2 * block_buffer(plan)
+    for rank, (peak, after) in enumerate(process_pool.run(measure_live_bytes, case.mesh, case)):
+        planned = state_bytes(plan, rank).total
+        assert abs(after - planned) <= 0.01 * planned
+        assert planned <= peak <= 1.01 * planned + 2 * block_buffer(plan)
 
 
 def test_a_case_that_is_too_far_off_fails_the_claim():

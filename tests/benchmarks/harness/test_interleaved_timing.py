@@ -1,4 +1,4 @@
-"""The rules of the timing method, on made-up costs: nothing here is timed."""
+"""The rules of the timing method, on made-up costs: nothing is timed."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,34 +19,32 @@ from benchmarks.harness.interleaved_timing import (
 
 
 class Scripted:
-    """A configuration whose steps cost what the script says, in turn; it writes its name into a diary at
-    every step.
-    """
+    """A configuration whose steps have the costs of a script; it appends its name to a log at every step."""
 
     def __init__(
-        self, name: str, cpu_s: Iterable[float], diary: list[str] | None = None, wall_s: float = 1.0
+        self, name: str, cpu_s: Iterable[float], log: list[str] | None = None, wall_s: float = 1.0
     ) -> None:
         self.name, self.script, self.wall_s = name, iter(cpu_s), wall_s
-        self.diary = [] if diary is None else diary
+        self.log = [] if log is None else log
 
     def step(self) -> Cost:
-        self.diary.append(self.name)
+        self.log.append(self.name)
         return Cost(next(self.script), self.wall_s)
 
 
 class ScriptedMeter:
-    """Reports the outside loads of the script, one per window, and keeps what it was told of the steps' own
-    CPU.
+    """Reports the outside loads of a script, one per window, and keeps the CPU seconds of the measured
+    steps.
     """
 
     def __init__(self, loads: Iterable[float]) -> None:
-        self.loads, self.own = iter(loads), []
+        self.loads, self.own_cpu_s = iter(loads), []
 
     def start(self) -> None:
         pass
 
     def outside(self, own_cpu_s: float) -> float:
-        self.own.append(own_cpu_s)
+        self.own_cpu_s.append(own_cpu_s)
         return next(self.loads)
 
 
@@ -72,12 +70,12 @@ def test_ratios_are_taken_within_a_round():
     assert slow_then_fast.ratios("candidate", "base", "wall_s") == [3.0, 3.0]
 
 
-def test_every_round_steps_each_configuration_once_and_turns_the_order_about():
-    diary: list[str] = []
+def test_every_round_steps_each_configuration_once_and_reverses_the_order():
+    log: list[str] = []
     names = ("base", "candidate", "twin")
     window = Window(clean=2, warmup=1)
-    measure([Scripted(name, [1.0] * 3, diary) for name in names], window, ScriptedMeter(QUIET))
-    assert diary == [*names, *names, *names[::-1]]
+    measure([Scripted(name, [1.0] * 3, log) for name in names], window, ScriptedMeter(QUIET))
+    assert log == [*names, *names, *names[::-1]]
 
 
 def test_warm_up_steps_are_not_counted():
@@ -100,7 +98,7 @@ def test_short_rounds_are_judged_together_with_the_cpu_of_all_their_steps():
     meter = ScriptedMeter([0.0, 0.5, 0.0])
     configurations = [Scripted("base", [1.0] * 9, wall_s=0.25), Scripted("twin", [2.0] * 9, wall_s=0.25)]
     rounds = measure(configurations, Window(clean=3, warmup=0, window_s=1.0), meter)
-    assert meter.own == [6.0, 6.0, 6.0]
+    assert meter.own_cpu_s == [6.0, 6.0, 6.0]
     assert (len(rounds.clean), rounds.discarded) == (4, 2)
 
 
@@ -112,7 +110,7 @@ def test_measuring_ends_after_the_stated_number_of_rounds():
     assert (len(rounds.clean), rounds.discarded) == (2, 3)
 
 
-def test_a_machine_that_is_never_quiet_is_said():
+def test_a_machine_that_is_never_quiet_is_reported():
     with pytest.raises(
         ValueError,
         match=r"not one of 3 rounds was clean: others used 2\.00 cores .* threshold of 0\.25; wait until",
@@ -121,7 +119,7 @@ def test_a_machine_that_is_never_quiet_is_said():
 
 
 def test_configurations_of_one_name_are_refused():
-    with pytest.raises(ValueError, match="a name may stand once; give each its own"):
+    with pytest.raises(ValueError, match="a name may occur once; give each its own"):
         measure([Scripted("base", []), Scripted("base", [])], Window(), ScriptedMeter(QUIET))
 
 
@@ -158,13 +156,13 @@ def test_a_wide_or_shifted_identical_pair_leaves_the_claim_unresolved():
     assert comparison(cheap, Interval(1.0, 0.98, 1.02)).holds is True
 
 
-def test_fewer_than_fifteen_clean_rounds_decide_nothing():
+def test_fewer_than_fifteen_clean_rounds_are_unresolved():
     exact = Interval(1.0, 1.0, 1.0)
     assert comparison(exact, exact, rounds=14).holds == "unresolved"
     assert comparison(exact, exact, rounds=15).holds is True
 
 
-def test_a_comparison_reads_the_claim_and_its_noise_from_the_same_rounds():
+def test_a_comparison_takes_ratio_and_noise_from_the_same_rounds():
     base = [2.0] * 15
     found = compare(rounds_of(base, [2.1] * 15, base), "candidate", base="base", twin="twin", bar=1.06)
     assert found.ratio.median == pytest.approx(1.05)
@@ -178,12 +176,12 @@ def test_a_comparison_reads_the_claim_and_its_noise_from_the_same_rounds():
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "together"),
+    ("verdicts", "worst"),
     [
         ([True, True], True),
         ([True, "unresolved"], "unresolved"),
         (["unresolved", False, True], False),
     ],
 )
-def test_a_claim_of_several_parts_is_as_good_as_its_worst_part(verdicts, together):
-    assert overall(verdicts) == together
+def test_the_verdict_of_several_verdicts_is_the_worst_of_them(verdicts, worst):
+    assert overall(verdicts) == worst

@@ -1,4 +1,4 @@
-"""The count of what others use, on texts like the kernel's."""
+"""The measurement of outside load, on texts in the kernel's format."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from benchmarks.harness.machine_load import Load, busy_s
 STAT = "cpu  {user} 10 20 9999 8888 30 40 50 60 70\ncpu0 1 2 3\n"
 
 
-def test_busy_time_leaves_out_idle_and_waiting_for_disks():
+def test_busy_time_leaves_out_idle_and_iowait():
     assert busy_s(STAT.format(user=100)) == pytest.approx(2.5)
 
 

@@ -1,6 +1,6 @@
-"""Configurations that live in processes: their protocol and their failures.
+"""Configurations that run in processes: their protocol and their failures.
 
-Three ranks, and no figure is looked at.
+Three ranks; no time is checked.
 """
 
 import os
@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from benchmarks.harness.rank_processes import Here, RankFailed, Ranks, Step
+from benchmarks.harness.rank_processes import InProcess, RankFailed, Ranks, Step
 
 
 def build_counter(rank: int, size: int, *, first: int) -> Step:
@@ -20,18 +20,18 @@ def build_broken(rank: int, size: int) -> Step:
     raise OSError(f"rank {rank} found no store")
 
 
-def build_failing(rank: int, size: int, *, how: str) -> Step:
+def build_failing(rank: int, size: int, *, failure: str) -> Step:
     def step() -> None:
-        if rank == 1 and how == "raise":
+        if rank == 1 and failure == "raise":
             raise ValueError("the loss is not a number")
-        if rank == 1 and how == "die":
+        if rank == 1 and failure == "die":
             os.kill(os.getpid(), signal.SIGKILL)
 
     return step
 
 
 def test_a_step_of_this_process_returns_its_note():
-    cost = Here("here", lambda: 7).step()
+    cost = InProcess("in process", lambda: 7).step()
     assert cost.notes == (7,)
     assert cost.cpu_s >= 0
 
@@ -55,7 +55,7 @@ def test_a_rank_that_cannot_be_built_is_named_with_its_traceback():
 
 def test_a_rank_that_raises_is_named_with_its_traceback():
     with (
-        Ranks("failing", build_failing, 3, preload=(), how="raise") as ranks,
+        Ranks("failing", build_failing, 3, preload=(), failure="raise") as ranks,
         pytest.raises(RankFailed, match=r"(?s)rank 1 of 3 .*ValueError: the loss is not a number"),
     ):
         ranks.step()
@@ -63,7 +63,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback():
 
 def test_a_rank_that_dies_is_named_with_its_exit_status():
     with (
-        Ranks("failing", build_failing, 3, preload=(), how="die") as ranks,
+        Ranks("failing", build_failing, 3, preload=(), failure="die") as ranks,
         pytest.raises(RankFailed, match=r"rank 1 of 3 .* exit status -9"),
     ):
         ranks.step()

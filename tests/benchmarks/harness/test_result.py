@@ -1,4 +1,4 @@
-"""What a benchmark writes: the agreed fields, the worst workload in front, and nothing that names this
+"""The JSON file of a benchmark: its fields, the worst workload in front, and nothing that identifies this
 machine.
 """
 
@@ -30,16 +30,16 @@ FIELDS = [
 ]
 
 
-def part(
-    ratio: float, bar: float, discarded: int = 0, again: float = 1.0
+def workload(
+    ratio: float, bar: float, discarded: int = 0, twin: float = 1.0
 ) -> tuple[Rounds, Comparison, Comparison]:
-    costs = {"torch": Cost(1.0, 1.0), "torch again": Cost(again, again), "meshwright": Cost(ratio, ratio)}
+    costs = {"torch": Cost(1.0, 1.0), "twin": Cost(twin, twin), "meshwright": Cost(ratio, ratio)}
     rounds = Rounds((costs,) * 15, discarded, 0.25, (0.1,))
-    cpu = compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar)
+    cpu = compare(rounds, "meshwright", base="torch", twin="twin", bar=bar)
     return (
         rounds,
         cpu,
-        compare(rounds, "meshwright", base="torch", twin="torch again", bar=bar, figure="wall_s"),
+        compare(rounds, "meshwright", base="torch", twin="twin", bar=bar, figure="wall_s"),
     )
 
 
@@ -51,7 +51,7 @@ def test_the_workload_furthest_above_its_bar_is_the_figure_of_the_claim():
     result = Result.of_comparisons(
         "x",
         "x is cheap",
-        {"large": part(1.01, 1.02, 2), "small": part(1.05, 1.02, 3), "toy": part(1.06, 1.1)},
+        {"large": workload(1.01, 1.02, 2), "small": workload(1.05, 1.02, 3), "toy": workload(1.06, 1.1)},
     )
     assert (result.median, result.bar, result.holds) == (1.05, 1.02, False)
     assert (result.repeats, result.discarded) == (15, 5)
@@ -60,7 +60,9 @@ def test_the_workload_furthest_above_its_bar_is_the_figure_of_the_claim():
 
 def test_a_claim_holds_when_every_workload_does():
     assert (
-        Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02), "toy": part(1.06, 1.1)}).holds
+        Result.of_comparisons(
+            "x", "x is cheap", {"large": workload(1.01, 1.02), "toy": workload(1.06, 1.1)}
+        ).holds
         is True
     )
 
@@ -78,7 +80,7 @@ def test_a_count_holds_when_enough_cases_are_below_the_limit_and_none_above(
 
 
 def test_a_result_is_written_as_json_without_the_name_of_the_machine(tmp_path: Path):
-    path = Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02)}).write(
+    path = Result.of_comparisons("x", "x is cheap", {"large": workload(1.01, 1.02)}).write(
         "x", tmp_path / "results"
     )
     written = json.loads(path.read_text())
@@ -90,26 +92,34 @@ def test_a_result_is_written_as_json_without_the_name_of_the_machine(tmp_path: P
     assert socket.gethostname() not in json.dumps(written["machine"])
 
 
-def test_rows_that_were_measured_anew_stand_beside_those_that_were_not_and_say_when(tmp_path: Path):
-    noisy = part(1.05, 1.1, 3, again=1.2)
-    first = Result.of_comparisons("x", "x is cheap", {"large": part(1.01, 1.02, 2), "small": noisy})
+def test_rows_that_were_measured_again_are_merged_with_the_others_and_have_their_dates(tmp_path: Path):
+    noisy = workload(1.05, 1.1, 3, twin=1.2)
+    first = Result.of_comparisons("x", "x is cheap", {"large": workload(1.01, 1.02, 2), "small": noisy})
     first = replace(first, commit="before", detail={**first.detail, "peak": {"ours": 3}})
     assert first.holds == "unresolved"
     first.write("x", tmp_path)
-    before = stored("x", tmp_path)
-    assert before["holds"] == "unresolved"
-    assert unresolved(before) == ("small",)
-    both = Result.of_comparisons("x", "x is cheap", {"small": part(1.06, 1.1, 1)}).beside(before)
-    assert (both.holds, both.median, both.bar, both.repeats, both.discarded) == (True, 1.01, 1.02, 15, 3)
-    assert both.detail["peak"] == {"ours": 3}
-    both.write("x", tmp_path)
+    previous = stored("x", tmp_path)
+    assert previous["holds"] == "unresolved"
+    assert unresolved(previous) == ("small",)
+    merged = Result.of_comparisons("x", "x is cheap", {"small": workload(1.06, 1.1, 1)}).merge_previous(
+        previous
+    )
+    assert (merged.holds, merged.median, merged.bar, merged.repeats, merged.discarded) == (
+        True,
+        1.01,
+        1.02,
+        15,
+        3,
+    )
+    assert merged.detail["peak"] == {"ours": 3}
+    merged.write("x", tmp_path)
     rows = stored("x", tmp_path)["detail"]
     assert rows["large"]["measured"]["commit"] == "before"
-    assert rows["small"]["measured"]["commit"] == both.commit
+    assert rows["small"]["measured"]["commit"] == merged.commit
     assert rows["small"]["cpu"]["ratio"]["median"] == 1.06
 
 
-def test_a_package_that_is_not_there_is_said():
+def test_a_missing_package_is_reported_as_not_installed():
     assert versions(["no-such-package"])["no-such-package"] == "not installed"
 
 

@@ -1,10 +1,10 @@
-"""Five families of the coverage benchmark, each another way to be a model; the rest run with `make bench`."""
+"""Five different families of the coverage benchmark; the rest run with `make bench`."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.models.model_coverage import BAR, TOLERANCE, covered, named
+from benchmarks.models.model_coverage import BAR, TOLERANCE, check_family, named
 from benchmarks.models.model_families import FAMILIES
 
 SHOWN = {
@@ -19,13 +19,13 @@ SHOWN = {
 @pytest.mark.parametrize("name", SHOWN)
 def test_a_family_equals_one_device_on_two_and_on_three_ranks(name: str, tmp_path: Path):
     (family,) = named([name])
-    row = covered(family, tmp_path)
+    row = check_family(family, tmp_path)
     assert set(row["errors"]) == {"2", "3"}
     assert max(row["errors"].values()) <= TOLERANCE
     assert (row["declared"], row["blocks"]) == SHOWN[name]
     assert row["notes"] == []
 
 
-def test_more_families_are_measured_than_are_claimed_and_none_twice():
+def test_more_families_are_measured_than_claimed_and_none_twice():
     names = [family.name for family in FAMILIES]
     assert len(set(names)) == len(names) > BAR

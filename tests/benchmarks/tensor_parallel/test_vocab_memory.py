@@ -1,19 +1,20 @@
-"""What a rank holds of a divided vocabulary, at a small size: the plan's, at its fullest, at the start and
-when it goes on.
+"""Live bytes of a rank under vocabulary parallelism at a small size: the plan's, at the peak, at the start
+and after a resume.
 """
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks.tensor_parallel.vocab_memory import BAR, Case, lived, result, rows_of
+from benchmarks.tensor_parallel.vocab_memory import BAR, Case, compare_to_plan, measure_rank, result
 from meshwright.testing.ranks import run_on_threads
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_ranks_hold_what_the_plan_says(tied: bool, tmp_path: Path):
-    case = Case(tied, words=8_003, hidden=32, ranks=3, tokens=8)
-    rows = rows_of(case, run_on_threads(lambda world: lived(world, case, str(tmp_path)), case.mesh))
+def test_ranks_hold_the_bytes_of_the_plan(tied: bool, tmp_path: Path):
+    case = Case(tied, vocab_size=8_003, hidden=32, ranks=3, tokens=8)
+    measured = run_on_threads(lambda world: measure_rank(world, case, str(tmp_path)), case.mesh)
+    rows = compare_to_plan(case, measured)
     assert len({row["loss"] for row in rows}) == 1
     for row in rows:
         assert all(off <= BAR for off in row["off"].values()), row

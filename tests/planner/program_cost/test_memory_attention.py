@@ -91,7 +91,7 @@ def off(
     ):
         for _ in range(2):
             gc.collect()
-            live.again()
+            live.reset_peak()
             engine.step(rows(family, tokens))
     return peak_nbytes(plan, 0) / live.peak - 1
 

@@ -42,7 +42,7 @@ def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
             module = engine.executor.state.trained_module.module
             with PeakLive([*module.parameters(), *module.buffers()]) as live:
                 for batch in batches(3, rows):
-                    live.again()
+                    live.reset_peak()
                     engine.step(engine.local_batch(batch))
             return live.peak
 
