@@ -13,7 +13,7 @@ models/             the models that benchmarks train
 pipeline/           pipeline schedules
 planner/            the planner's predictions
 published_runs/     runs that others published
-random_plans/       plans drawn by chance
+random_plans/       random plans beside one device
 recovery/           kills, hangs, restarts
 tensor_parallel/    tensor parallelism
 """
