@@ -6,14 +6,14 @@ Rows do not state these defaults:
                    device at NVIDIA
     NVIDIA's code  sequence parallelism, sharded optimizer states, reductions and gathers overlapped with
                    products, virtual stages of four layers or more
-    torch's        async TP overlaps about half of what tensor ranks send with products: by the bytes of arXiv
-                   2205.05198 at 337 GB/s, 70B runs with it are faster by 49 % of what they sent, 8B runs by
-                   41 %
+    torch's        async TP overlaps about half of what tensor ranks send with products: by the bytes of
+                   arXiv 2205.05198 at 337 GB/s, 70B runs with it are faster by 49 % of what they sent, 8B
+                   runs by 41 %
     DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473,
                    table 2, take their computation, their bytes at the cards' rate, and 14 us for each rank,
                    gather and weight, at any microbatch size
-    recomputing    if a row does not state it, and the run would have needed 1.5 times the device's memory: all
-                   layers, unless the device reads its host's memory at the rate of links, and keeps
+    recomputing    if a row does not state it, and the run would have needed 1.5 times the device's memory:
+                   all layers, unless the device reads its host's memory at the rate of links, and keeps
                    activations there
     by operator    torchtitan's "selective (op)" keeps attention and every second product, and recomputes all
                    else

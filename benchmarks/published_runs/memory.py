@@ -5,11 +5,11 @@ numbers that were fitted on runs are named here:
 
     Aleph-Alpha     the head gathers all logits on every tensor rank, and another microbatch's output waits:
                     14 + 2 bytes; inputs of matrices are kept gathered; norms are one kernel or several.
-                    Fitted on pairs of runs of which one fits: 3.75 bytes of the residual stream that no line of code
-                    explains, 12.75 more without the fused norm (8 by the code, 4 its input, and again a small
-                    part that no line explains). Without a fused kernel 8 bytes per logit more are reserved:
-                    three runs ran out although similar ones ran with it, and any value from 5 to 12 predicts
-                    these right
+                    Fitted on pairs of runs of which one fits: 3.75 bytes of the residual stream that no line
+                    of code explains, 12.75 more without the fused norm (8 by the code, 4 its input, and again
+                    a small part that no line explains). Without a fused kernel 8 bytes per logit more are
+                    reserved: three runs ran out although similar ones ran with it, and any value from 5 to 12
+                    predicts these right
     Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32
                     gradients, tied embedding
     DeepSpeed       the same under ZeRO 1, whose float32 gradients are sharded, with buckets of 5e8 elements

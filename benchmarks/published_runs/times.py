@@ -4,7 +4,8 @@ The first of these that a row has:
 
     step time              as stated
     tokens/s, samples/s    the tokens or samples of a step divided by it
-    model FLOP/s           in the one convention to which they were converted: the FLOPs of a step divided by it
+    model FLOP/s           in the one convention to which they were converted: the FLOPs of a step divided
+                           by it
     FLOP/s                 of hardware, if the source states the formula by which it counts them
 """
 

@@ -74,7 +74,7 @@ def test_wrong_rates_are_noticed():
 
 
 @pytest.mark.parametrize(
-    ("schedules", "order", "chunks"),
+    ("schedules", "order", "virtual_stages"),
     [(("ZB-H1", "ZB-1p"), ZB_H1, 1), (("ZB-V",), ZB_V, 2), (("interleaved-1F1B",), ScheduleProfile(), 0)],
 )
 def test_a_planners_own_closed_form_is_within_a_point_of_published_rates(
