@@ -228,8 +228,8 @@ def compare_case(law: Law, case: Case) -> dict[str, Any]:
     """Returns bubble and peak of the simulated schedule beside the closed forms; `off` is 0 if they agree."""
     schedule = law.make(case)
     errors = list(schedule.errors())
-    rows = simulate(schedule, case.costs)
-    bubble, peak = longest_rank_time(rows) - case.m * case.total, max(rows.peak_memory) / case.v
+    simulation = simulate(schedule, case.costs)
+    bubble, peak = longest_rank_time(simulation) - case.m * case.total, max(simulation.peak_memory) / case.v
     rate = bubble / (bubble + case.m * case.total)
     stated = law.bubble(case) if law.bubble else ZERO * (bubble + case.m * case.total)
     off = max(
@@ -294,9 +294,9 @@ def _line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Simulates all cases, compares, and writes the result."""
-    rows = result(list(compare_all()))
-    print(f"{rows.median:g} of {rows.bar:g} cases agree", file=sys.stderr)
-    print(rows.write(NAME))
+    outcome = result(list(compare_all()))
+    print(f"{outcome.median:g} of {outcome.bar:g} cases agree", file=sys.stderr)
+    print(outcome.write(NAME))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ PRELOAD = (*HEAVY, "torch.distributed.pipelining")
 
 @dataclass(frozen=True)
 class Duration:
-    """The duration of each part of the benchmark."""
+    """The duration of each measurement of the benchmark."""
 
     against_torch: Window = Window(20, 60, 240)
     toy: Window = Window(80, 240, 150, warmup=4)

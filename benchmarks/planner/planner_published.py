@@ -93,7 +93,7 @@ PRIOR = replace(
     attention=0.6,
 )
 HEAD = (
-    "# Shares of peaks that devices reach (fields of MachineRates), fitted by: python -m "
+    "# Shares of their peaks that devices reach (fields of MachineRates), fitted by: python -m "
     "benchmarks.planner.planner_published --fit\n"
 )
 
