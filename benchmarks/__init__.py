@@ -11,9 +11,9 @@ data_parallel/      DDP and ZeRO
 harness/            measurement methods, and the format of results
 models/             the models that benchmarks train
 pipeline/           pipeline schedules
-planner/            predictions of the planner
-published_runs/     runs published by others
-random_plans/       randomly drawn plans
+planner/            the planner's predictions
+published_runs/     runs that others published
+random_plans/       random plans beside one device
 recovery/           kills, hangs, restarts
 tensor_parallel/    tensor parallelism
 """

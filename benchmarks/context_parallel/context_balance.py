@@ -1,26 +1,27 @@
-"""How evenly ranks compute attention: the operations of the kernels that each runs, forward and backward,
-counted as they run.
+"""Load balance of attention over ranks: the operations of the kernels that each rank runs, forward and
+backward, counted while they run.
 
-A kernel is counted by what it goes through, not by what a mask leaves: all pairs of the queries and keys that
-it is given, and n (n+1)/2 of n of each under its own causal flag. A split that is right but uneven is seen,
-and so is one that masks what it need not have computed. A pair of a head takes 2 (d + e) operations forward,
-and 2 (3 d + 2 e) backward, with scores computed again.
+A kernel counts with the pairs that it computes, not with those that a mask leaves: all pairs of its queries
+and keys, and n (n+1)/2 for n of each under its own causal flag. So a split that is correct but uneven is
+seen, and so is one that masks pairs which it need not have computed. A pair of a head takes 2 (d + e)
+operations forward, and 2 (3 d + 2 e) backward, which computes the scores again.
 
-    causal, 4 ranks       ring, zigzag        every rank has an early chunk and a late one      1
-                          ring, striped       every rank has every fourth token                 1
-                          ring, contiguous    the last has (2 P - 1) / P times the mean         1.75, shown
-                          ulysses             every rank has all tokens of as many heads        1
-                          hybrid              zigzag of neighbours that share heads             1
-    windows, documents    striped             of each a rank has every fourth token             1
-                          zigzag, contiguous  what of them falls to whom                        shown
+    mask                  technique           shard of a rank                             busiest / mean
+    causal, 4 ranks       ring, zigzag        an early chunk and a late one               1
+                          ring, striped       every fourth token                          1
+                          ring, contiguous    the last has (2 P - 1) / P times the mean   1.75, shown
+                          ulysses             all tokens of the same number of heads      1
+                          hybrid              zigzag for groups that share heads          1
+    windows, documents    striped             every fourth token of each                  1
+                          zigzag, contiguous  depends on the documents                    shown
 
-Documents that are packed are of unlike lengths: `documents` of a sixth, a third and a half of a row, `packed`
-from one to forty that begin anywhere, in two rows elsewhere. The figure is the busiest rank over the mean;
-the bar is 1.02, of striped documents and windows 1.05. Beside it stands all that ranks compute, as a multiple
-of what one device computes, by the same count, and of the pairs that the mask leaves.
+Packed documents have unequal lengths: `documents` of a sixth, a third and a half of a sample; `packed` from
+one to forty that begin at any token, in two samples at different ones. The figure is the busiest rank over
+the mean; the bar is 1.02, and 1.05 for striped documents and windows. The result also has the operations of
+all ranks, as a multiple of those of one device, by the same count, and of those of unmasked pairs.
 
     python -m benchmarks.context_parallel.context_balance            a minute
-    python -m benchmarks.context_parallel.context_balance --quick    short rows; writes nothing
+    python -m benchmarks.context_parallel.context_balance --quick    short samples; writes nothing
 """
 
 import sys
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.context_parallel.attention_call import Call, Seat, Sizes, fused
+from benchmarks.context_parallel.attention_call import AttentionRank, Call, Sizes, torch_attention
 from benchmarks.harness.result import Result
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -46,13 +47,13 @@ CLAIM = (
     "at 4 ranks the busiest computes at most 1.02 x the mean operations of causal attention: ring with "
     "zigzag slices, Ulysses and their hybrid, forward and backward, counted in the kernels that run (a "
     "ring of contiguous slices: 1.75 x); and at most 1.05 x of packed documents and windows, with tokens "
-    "that are dealt one by one"
+    "that are sharded one by one (striped)"
 )
 RANKS, BAR, OTHERS = 4, 1.02, 1.05
-PACKED = 12  # rows of documents that begin anywhere
-SIZES = Sizes(rows=1, heads=4, groups=2, width=8, values=8)
+PACKED = 12  # masks of documents that begin at any token
+SIZES = Sizes(samples=1, heads=4, groups=2, width=8, values=8)
 FORWARD, BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{half}" for half in ("", "_backward"))
-HOW: Mapping[str, Strategy] = {
+TECHNIQUES: Mapping[str, Strategy] = {
     "ring, zigzag": RingAttention(),
     "ring, striped": RingAttention(load_balance="striped"),
     "ring, contiguous": RingAttention(load_balance="contiguous"),
@@ -63,11 +64,11 @@ HOW: Mapping[str, Strategy] = {
 }
 
 
-class Kernels(TorchDispatchMode):
-    """While active, adds up the operations of the attention kernels that this thread runs.
+class KernelCounter(TorchDispatchMode):
+    """While active, counts the operations of the attention kernels that this thread runs.
 
-    Raises KeyError for one that it does not know, and RuntimeError for scores that are products of their own:
-    nothing shall go uncounted.
+    Raises KeyError for an unknown kernel, and RuntimeError for scores that are computed by matrix products,
+    so that no operation is missed.
     """
 
     def __init__(self) -> None:
@@ -92,120 +93,127 @@ class Kernels(TorchDispatchMode):
             )
         elif name in ("aten::bmm", "aten::baddbmm"):
             raise RuntimeError(
-                f"{name} is not counted; attention is to run in a kernel: give masks that need no gradient"
+                f"{name} is not counted; attention must run in a kernel: use masks that need no gradient"
             )
         return func(*args, **(kwargs or {}))
 
 
 def operations(query: Sequence[int], keys: int, values: int, *, causal: bool, back: bool) -> int:
-    """What a kernel goes through for queries of this shape and so many keys, whose values are so wide."""
-    rows, heads, queries, width = query
+    """Returns the operations of a kernel for queries of shape `query`, `keys` keys, and values of width
+    `values`.
+    """
+    samples, heads, queries, width = query
     pairs = queries * (queries + 1) // 2 if causal else queries * keys
-    return rows * heads * pairs * (2 * (3 * width + 2 * values) if back else 2 * (width + values))
+    return samples * heads * pairs * (2 * (3 * width + 2 * values) if back else 2 * (width + values))
 
 
 @dataclass(frozen=True)
 class Case:
-    """A mask on rows of so many tokens, under one technique."""
+    """A mask on samples of `tokens` tokens, under one technique."""
 
-    how: str
+    technique: str
     mask: str
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.how}, {self.mask}, {self.tokens:,} tokens"
+        return f"{self.technique}, {self.mask}, {self.tokens:,} tokens"
 
     @property
     def bar(self) -> float | None:
-        """What the busiest rank may have; None: it is shown."""
+        """The limit of busiest over mean; None if the case is shown only."""
         if self.mask == "causal":
-            return None if "contiguous" in self.how else BAR
-        return OTHERS if "striped" in self.how and self.mask != "none" else None
+            return None if "contiguous" in self.technique else BAR
+        return OTHERS if "striped" in self.technique and self.mask != "none" else None
 
     @property
     def call(self) -> Call:
         """The call of attention."""
         if not self.mask.startswith("packed"):
             return Sizes(**{**vars(SIZES), "tokens": self.tokens}).call(self.mask, torch.float32)
-        sizes = replace(SIZES, rows=2, tokens=self.tokens)
+        sizes = replace(SIZES, samples=2, tokens=self.tokens)
         return replace(
-            sizes.call("none", torch.float32), mask=packed(int(self.mask.split()[1]), sizes.rows, self.tokens)
+            sizes.call("none", torch.float32),
+            mask=packed(int(self.mask.split()[1]), sizes.samples, self.tokens),
         )
 
 
-def packed(seed: int, rows: int, length: int) -> torch.Tensor:
-    """The mask of documents that begin anywhere, in each row elsewhere, [rows, 1, length, length]."""
+def packed(seed: int, samples: int, length: int) -> torch.Tensor:
+    """Returns a mask of documents with random begins, different in each sample: [samples,
+    1, length, length].
+    """
     draw = torch.Generator().manual_seed(seed)
-    many = [int(torch.randint(1, 41, (), generator=draw)) for _ in range(rows)]
-    begins = torch.zeros(rows, length)
-    for row, count in enumerate(many):
-        begins[row, torch.randperm(length, generator=draw)[: count - 1]] = 1
+    num_documents = [int(torch.randint(1, 41, (), generator=draw)) for _ in range(samples)]
+    begins = torch.zeros(samples, length)
+    for sample, count in enumerate(num_documents):
+        begins[sample, torch.randperm(length, generator=draw)[: count - 1]] = 1
     number = begins.cumsum(1)
-    before = torch.ones(length, length, dtype=torch.bool).tril()
-    return ((number[:, :, None] == number[:, None]) & before).unsqueeze(1)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    return ((number[:, :, None] == number[:, None]) & causal).unsqueeze(1)
 
 
 def cases(*, quick: bool = False) -> Iterator[Case]:
-    """All that are counted."""
+    """Yields all cases."""
     for tokens in (512, 515) if quick else (4096, 4099, 16384):
-        yield from (Case(how, "causal", tokens) for how in HOW)
+        yield from (Case(technique, "causal", tokens) for technique in TECHNIQUES)
     tokens = 512 if quick else 4096
     for mask in ("none", "window", "documents"):
-        yield from (Case(how, mask, tokens) for how in HOW)
+        yield from (Case(technique, mask, tokens) for technique in TECHNIQUES)
     for seed in range(2 if quick else PACKED):
-        hows = ("ring, striped", "hybrid, striped", "ring, zigzag")[: 3 if seed < 2 else 1]
-        yield from (Case(how, f"packed {seed}", tokens + 37 * seed) for how in hows)
+        techniques = ("ring, striped", "hybrid, striped", "ring, zigzag")[: 3 if seed < 2 else 1]
+        yield from (Case(technique, f"packed {seed}", tokens + 37 * seed) for technique in techniques)
 
 
-def counted(case: Case) -> dict[str, object]:
-    """How even the ranks are, forward and backward and in all; and how much they compute,
-    beside one device.
+def count_case(case: Case) -> dict[str, object]:
+    """Returns the balance of the ranks, forward, backward and both; and their operations relative to one
+    device.
     """
     call = case.call
-    ranks = run_on_threads(lambda world: _counted(world, HOW[case.how], call), Mesh(cp=RANKS), timeout_s=600)
-    with Kernels() as one:
-        fused(call)
+    ranks = run_on_threads(
+        lambda world: _count_rank(world, TECHNIQUES[case.technique], call), Mesh(cp=RANKS), timeout_s=600
+    )
+    with KernelCounter() as one:
+        torch_attention(call)
     parts = {"forward": [each[FORWARD] for each in ranks], "backward": [each[BACKWARD] for each in ranks]}
     parts["both"] = [sum(pair) for pair in zip(*parts.values(), strict=True)]
     busiest = {part: max(each) * len(each) / sum(each) for part, each in parts.items()}
     work = sum(parts["both"]) / sum(one.operations.values())
-    left = sum(parts["both"]) / needed(call)
-    told = {"busiest": busiest, "of one device": work, "of what is left": left, "by rank": parts}
-    return {"case": str(case), "bar": case.bar, **told}
+    unmasked = sum(parts["both"]) / unmasked_operations(call)
+    counts = {"busiest": busiest, "of one device": work, "of unmasked pairs": unmasked, "by rank": parts}
+    return {"case": str(case), "bar": case.bar, **counts}
 
 
-def needed(call: Call) -> int:
-    """The operations of the pairs that a mask leaves."""
-    rows, heads, length, width = call.query.shape
+def unmasked_operations(call: Call) -> int:
+    """Returns the operations of the pairs that the mask leaves."""
+    samples, heads, length, width = call.query.shape
     pairs = length * (length + 1) // 2 if call.causal else length**2
     total = (
-        rows * heads * pairs
+        samples * heads * pairs
         if call.mask is None
-        else int(call.mask.expand(rows, heads, length, length).sum())
+        else int(call.mask.expand(samples, heads, length, length).sum())
     )
     return total * (2 * (width + call.value.shape[3]) + 2 * (3 * width + 2 * call.value.shape[3]))
 
 
-def _counted(world: World, strategy: Strategy, call: Call) -> dict[str, int]:
-    seat = Seat(world, strategy, call)
-    with Kernels() as kernels:
-        seat.play()
+def _count_rank(world: World, strategy: Strategy, call: Call) -> dict[str, int]:
+    rank_attention = AttentionRank(world, strategy, call)
+    with KernelCounter() as kernels:
+        rank_attention.run_step()
     return kernels.operations
 
 
-def worst(row: Mapping[str, Any]) -> float:
-    """The busiest rank over the mean, of forward, backward or both: whichever is worst."""
+def worst_imbalance(row: Mapping[str, Any]) -> float:
+    """Returns the busiest rank over the mean: the worst of forward, backward and both."""
     return max(row["busiest"].values())
 
 
 def result(rows: Sequence[Mapping[str, Any]]) -> Result:
-    """The result: the worst of the rows that have a bar, each by its own;
-    the figure is that of causal rows.
+    """Returns the result: every row with a bar is compared with its own; the figure is the
+    worst causal row.
     """
-    judged = [row for row in rows if row["bar"] is not None]
-    values = [worst(row) for row in judged if row["bar"] == BAR]
-    holds = all(worst(row) <= row["bar"] for row in judged)
-    others = [worst(row) for row in judged if row["bar"] != BAR]
+    with_bar = [row for row in rows if row["bar"] is not None]
+    values = [worst_imbalance(row) for row in with_bar if row["bar"] == BAR]
+    holds = all(worst_imbalance(row) <= row["bar"] for row in with_bar)
+    others = [worst_imbalance(row) for row in with_bar if row["bar"] != BAR]
     figures = {
         "values": values,
         "median": max(values),
@@ -223,15 +231,16 @@ def result(rows: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def main() -> None:
-    """Count, and write the result."""
+    """Counts, and writes the result."""
     quick = "--quick" in sys.argv[1:]
     torch.set_num_threads(1)
     rows = []
     for case in cases(quick=quick):
-        rows.append(counted(case))
+        rows.append(count_case(case))
         print(
-            f"{case}: busiest {worst(rows[-1]):.4f}, {rows[-1]['of one device']:.3f} of one device, "
-            f"{rows[-1]['of what is left']:.3f} of what is left",
+            f"{case}: busiest {worst_imbalance(rows[-1]):.4f}, "
+            f"{rows[-1]['of one device']:.3f} of one device, "
+            f"{rows[-1]['of unmasked pairs']:.3f} of unmasked pairs",
             file=sys.stderr,
             flush=True,
         )

@@ -1,15 +1,15 @@
-"""Whole models whose tokens are dealt to ranks: families x techniques x what else divides the work, for
-`context_parity`.
+"""The cases of whole models for `context_parity`: families x context-parallel techniques x the strategies
+that these are combined with.
 
-    ring, ulysses, hybrid   on 2 to 6 ranks, alone: rows of 13 tokens, so that ranks have unlike numbers of
-                            them
-    ring of 3, ulysses on 2, hybrid of 2 x 2 beside copies (DDP), shards (ZeRO 1, 2, 3), divided matrices
-        with a divided sequence,
-    pipelines and recompute: rows of 18 or 24
+    alone      ring, ulysses and hybrid on 2 to 6 ranks: samples of 13 tokens, so that ranks have unequal
+               numbers of them
+    combined   ring of 3, ulysses on 2 and hybrid of 2 x 2, each with DDP, ZeRO 1, 2 and 3, tensor and
+               sequence parallelism, pipelines and activation checkpointing: samples of 18 or 24 tokens
 
-The families are those of benchmarks/tensor_parallel/tensor_families.py; images of ViT are as many patches, less one, below
-each other. Some more: rows of several documents, rows that are padded, layers that see a window (Qwen3), rows
-that are shorter than there are ranks, and an encoder whose rows are longer than those of its decoder (T5).
+The families are those of benchmarks/tensor_parallel/tensor_families.py; an image of ViT is a column of
+patches, one less than there are tokens. More cases: samples of several documents, padded samples, layers with
+a sliding window (Qwen3), samples with fewer tokens than ranks, and an encoder whose sequences are longer than
+those of its decoder (T5).
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.tensor_parallel.tensor_families import batches, loss_of, model_of, named
+from benchmarks.tensor_parallel.tensor_families import batches, loss_of, model_of
+from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze, make_plan, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -41,11 +42,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-ROWS, STEPS = 4, 2
+SAMPLES, STEPS = 4, 2
 ODD = 13
-EVEN = {2: 24, 3: 18, 4: 24}  # tokens by ranks: as many on each, and a number that divides by 3
+EVEN = {2: 24, 3: 18, 4: 24}  # ranks -> tokens: divisible by the ranks, and by 3
 FAMILIES = ("llama", "qwen3", "gpt2", "t5", "vit")
-DEALS: Mapping[str, tuple[int, Strategy]] = {
+TECHNIQUES: Mapping[str, tuple[int, Strategy]] = {
     "ring of 2": (2, RingAttention()),
     "ring of 3": (3, RingAttention()),
     "ring of 4": (4, RingAttention()),
@@ -57,126 +58,147 @@ DEALS: Mapping[str, tuple[int, Strategy]] = {
     "hybrid, 2 x 3": (6, HybridContextParallel(ulysses_degree=2)),
     "hybrid, 3 x 2": (6, HybridContextParallel(ulysses_degree=3)),
 }
-SOME = ("ring of 3", "ulysses on 2", "hybrid, 2 x 2")
-UNLIKE = ("copies", "ZeRO 3 and recompute", "line and pipeline", "pipeline")
-COPIES = DDP(axis="cp")
+COMBINED_TECHNIQUES = ("ring of 3", "ulysses on 2", "hybrid, 2 x 2")
+UNEQUAL_COMBINED_WITH = (
+    "ddp",
+    "ZeRO 3 and activation_checkpointing",
+    "tensor_parallel and pipeline",
+    "pipeline",
+)
+CP_DDP = DDP(axis="cp")
 SHARD = BatchSplit("dp_shard")
-BESIDE: Mapping[str, tuple[Mapping[str, int], tuple[Strategy, ...]]] = {
-    "copies": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
+COMBINED_WITH: Mapping[str, tuple[Mapping[str, int], tuple[Strategy, ...]]] = {
+    "ddp": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
     "ZeRO 1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1))),
     "ZeRO 2": ({"dp_shard": 2}, (SHARD, ZeRO(stage=2))),
     "ZeRO 3": ({"dp_shard": 2}, (SHARD, ZeRO())),
     "ZeRO 3 along cp": ({}, (ZeRO(axis="cp"),)),
-    "line and sequence": ({"tp": 3}, (TensorParallel(), SequenceParallel(), VocabParallel(), COPIES)),
-    "line and pipeline": ({"tp": 3, "pp": 2}, (TensorParallel(), Pipeline(), COPIES)),
-    "pipeline": ({"pp": 2}, (Pipeline(), COPIES)),
-    "recompute": ({}, (ActivationCheckpointing(), COPIES)),
-    "ZeRO 3 and recompute": ({"dp_shard": 2}, (SHARD, ZeRO(), ActivationCheckpointing())),
+    "tensor_parallel and sequence_parallel": (
+        {"tp": 3},
+        (TensorParallel(), SequenceParallel(), VocabParallel(), CP_DDP),
+    ),
+    "tensor_parallel and pipeline": ({"tp": 3, "pp": 2}, (TensorParallel(), Pipeline(), CP_DDP)),
+    "pipeline": ({"pp": 2}, (Pipeline(), CP_DDP)),
+    "activation_checkpointing": ({}, (ActivationCheckpointing(), CP_DDP)),
+    "ZeRO 3 and activation_checkpointing": ({"dp_shard": 2}, (SHARD, ZeRO(), ActivationCheckpointing())),
 }
-KINDS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama, documents": ("llama", {}),
     "llama, padded": ("llama", {}),
     "qwen3, window": ("qwen3", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
     "gpt2, padded": ("gpt2", {}),
-    "t5, unlike lengths": ("t5", {}),
+    "t5, unequal lengths": ("t5", {}),
 }
-PATCH, FEWER = 4, 4  # pixels of a patch's side; tokens that a decoder's rows have less
+PATCH, NUM_FEWER_TOKENS = (
+    4,
+    4,
+)  # side of a patch in pixels; by how many tokens a decoder's sequences are shorter
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model under one plan, on rows of so many tokens."""
+    """One model under one plan, on samples of `tokens` tokens."""
 
     model: str
-    how: str
+    technique: str
     mesh: Mesh
     strategies: tuple[Strategy, ...]
     tokens: int = ODD
 
     def __str__(self) -> str:
         short = f", {self.tokens} tokens" if self.tokens < self.mesh.cp else ""
-        return f"{self.model}, {self.how}{short}"
+        return f"{self.model}, {self.technique}{short}"
 
     def plan(self) -> Plan:
-        """What its ranks play. Raises PlanError where it is refused."""
-        data, train = DataConfig("random", sequence=self.tokens), TrainConfig(batch=ROWS, clip=0.5)
+        """Makes the plan. Raises PlanError if it is refused."""
+        data, train = DataConfig("random", sequence=self.tokens), TrainConfig(batch=SAMPLES, clip=0.5)
         job = Job(ModelConfig(self.model), data, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
-        return make_plan(reading_of(self.model, self.tokens), job, self.mesh, self.strategies, 1)
+        return make_plan(analyzed_model(self.model, self.tokens), job, self.mesh, self.strategies, 1)
 
 
 def cases() -> Iterator[Case]:
-    """All that are compared."""
+    """Yields all cases."""
     for family in FAMILIES:
-        for how, (ranks, strategy) in DEALS.items():
-            yield Case(family, f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES))
-        for how in SOME:
-            ranks, strategy = DEALS[how]
-            for beside, (axes, others) in BESIDE.items():
-                named = tuple(
+        for technique, (ranks, strategy) in TECHNIQUES.items():
+            yield Case(family, f"{technique}, alone", Mesh(cp=ranks), (strategy, CP_DDP))
+        for technique in COMBINED_TECHNIQUES:
+            ranks, strategy = TECHNIQUES[technique]
+            for combined_with, (axes, others) in COMBINED_WITH.items():
+                applicable = tuple(
                     each for each in others if family != "vit" or not isinstance(each, VocabParallel)
-                )  # it has no words
+                )  # a ViT has no vocabulary
                 yield Case(
-                    family, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *named), EVEN[ranks]
+                    family,
+                    f"{technique}, {combined_with}",
+                    Mesh(**axes, cp=ranks),
+                    (strategy, *applicable),
+                    EVEN[ranks],
                 )
-    for kind in KINDS:
-        for how in SOME:
-            ranks, strategy = DEALS[how]
-            yield Case(kind, f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES))
-            for beside in UNLIKE if kind.endswith("lengths") else ():
-                axes, others = BESIDE[beside]
-                yield Case(kind, f"{how}, {beside}", Mesh(**axes, cp=ranks), (strategy, *others))
-    for how in ("ring of 4", "ulysses on 3", "hybrid, 3 x 2"):
-        ranks, strategy = DEALS[how]
-        yield Case("llama", f"{how}, alone", Mesh(cp=ranks), (strategy, COPIES), 2)
+    for variant in VARIANTS:
+        for technique in COMBINED_TECHNIQUES:
+            ranks, strategy = TECHNIQUES[technique]
+            yield Case(variant, f"{technique}, alone", Mesh(cp=ranks), (strategy, CP_DDP))
+            for combined_with in UNEQUAL_COMBINED_WITH if variant.endswith("lengths") else ():
+                axes, others = COMBINED_WITH[combined_with]
+                yield Case(
+                    variant, f"{technique}, {combined_with}", Mesh(**axes, cp=ranks), (strategy, *others)
+                )
+    for technique in ("ring of 4", "ulysses on 3", "hybrid, 3 x 2"):
+        ranks, strategy = TECHNIQUES[technique]
+        yield Case("llama", f"{technique}, alone", Mesh(cp=ranks), (strategy, CP_DDP), 2)
 
 
-def rows_of(model: str, tokens: int, count: int, rows: int) -> list[dict[str, torch.Tensor]]:
-    """Global batches of random numbers for the model of that name, `rows` samples each."""
-    family, _, kind = model.partition(", ")
-    found = batches(named(family), count, rows, tokens)
+def make_batches(model: str, tokens: int, count: int, num_samples: int) -> list[dict[str, torch.Tensor]]:
+    """Returns `count` global batches of random numbers for the model, `num_samples` samples each."""
+    family, _, variant = model.partition(", ")
+    found = batches(find_family(family), count, num_samples, tokens)
     at, noise = torch.arange(tokens), torch.Generator().manual_seed(1)
     for batch in found if family == "vit" else ():
-        batch["pixel_values"] = torch.randn(rows, 3, *_image(tokens), generator=noise)
-    for batch in found if kind else ():
-        starts = torch.tensor([1 + row % (tokens - 1) for row in range(rows)]).unsqueeze(1)
-        if kind == "documents":  # positions begin anew, which is how transformers is told of them
+        batch["pixel_values"] = torch.randn(num_samples, 3, *_image(tokens), generator=noise)
+    for batch in found if variant else ():
+        starts = torch.tensor([1 + sample % (tokens - 1) for sample in range(num_samples)]).unsqueeze(1)
+        if variant == "documents":  # position ids begin again: transformers finds documents by them
             batch["position_ids"] = torch.where(at < starts, at, at - starts)
-        elif kind == "padded":
+        elif variant == "padded":
             batch["attention_mask"] = (at >= starts // 2).long()
             batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
-        elif kind == "unlike lengths":
-            batch |= {key: batch[key][:, :-FEWER] for key in ("decoder_input_ids", "labels")}
+        elif variant == "unequal lengths":
+            batch |= {key: batch[key][:, :-NUM_FEWER_TOKENS] for key in ("decoder_input_ids", "labels")}
     return found
 
 
 def _image(tokens: int) -> tuple[int, int]:
-    """The height and width of an image that is so many tokens: patches, and the one of the class."""
+    """Returns height and width of an image of `tokens` tokens: its patches, and the class token."""
     return PATCH * (tokens - 1), PATCH
 
 
 @cache
-def reading_of(model: str, tokens: int) -> AnalyzedModel:
-    """What the model of that name is made of, learnt from two rows."""
+def analyzed_model(model: str, tokens: int) -> AnalyzedModel:
+    """Returns the analysis of the model of that name, from a batch of two samples."""
     transformers.utils.logging.set_verbosity_error()
-    name, more = KINDS.get(model, (model, {}))
-    family, more = named(name), {**more, "image_size": _image(tokens)} if name == "vit" else more
+    name, more = VARIANTS.get(model, (model, {}))
+    family, more = find_family(name), {**more, "image_size": _image(tokens)} if name == "vit" else more
     return analyze(
-        lambda: model_of(family, even=False, **more), rows_of(model, tokens, 1, 2)[0], loss=loss_of(family)
+        lambda: model_of(family, even=False, **more),
+        make_batches(model, tokens, 1, 2)[0],
+        loss=loss_of(family),
     )
 
 
-def compared(case: Case) -> dict[str, object]:
-    """The error of one case; infinite where it is refused, or where numbers differ by more than they may."""
+def compare(case: Case) -> dict[str, object]:
+    """Returns the error of one case; infinite if it is refused, or if numbers differ by more than the
+    tolerance.
+    """
     row: dict[str, object] = {"case": str(case), "ranks": case.mesh.world_size}
-    loss, given = (
-        loss_of(named(KINDS.get(case.model, (case.model, {}))[0])),
-        rows_of(case.model, case.tokens, STEPS, ROWS),
+    loss, inputs = (
+        loss_of(find_family(VARIANTS.get(case.model, (case.model, {}))[0])),
+        make_batches(case.model, case.tokens, STEPS, SAMPLES),
     )
     try:
-        verdict = verify(reading_of(case.model, case.tokens), case.plan(), given, loss=loss)
-    except PlanError as refused:  # before it starts, or as it runs
+        verdict = verify(analyzed_model(case.model, case.tokens), case.plan(), inputs, loss=loss)
+    except PlanError as refused:  # before the run, or during it
         return {**row, "error": float("inf"), "refused": str(refused)}
-    worst = max(verdict.max_errors.values(), default=float("inf"))
+    error = max(verdict.max_errors.values(), default=float("inf"))
     return (
-        {**row, "error": worst} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
+        {**row, "error": error} if verdict.passed else {**row, "error": float("inf"), "differs": str(verdict)}
     )

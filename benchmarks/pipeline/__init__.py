@@ -1,11 +1,11 @@
 """Pipeline schedules: bubbles, parity, planning time, and step time against torch.
 
-pipeline_formulas   bubbles and peaks of every schedule, against the papers' formulas
+pipeline_formulas   bubble and peak memory of every schedule, against the papers' formulas
 pipeline_models     the models of the parity benchmark
 pipeline_parity     pipelined steps against one device, in float64
-pipeline_published  bubble rates that others published, against our schedules
-pipeline_scale      seconds to make and check the schedule of a large pipeline
-pipeline_steps      one pipelined training step: by hand, by torch, and ours
+pipeline_published  published bubble rates, against the simulation of our schedules
+pipeline_scale      seconds to make, check and simulate the schedule of a large pipeline
+pipeline_steps      one pipelined training step: a plain loop, torch, and ours
 pipeline_vs_torch   step time of pipelines against torch.distributed.pipelining
 sleeping_stages     stages that sleep for a fixed time, to measure schedules without computation
 """

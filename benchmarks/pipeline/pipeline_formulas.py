@@ -1,10 +1,9 @@
-"""Bubbles and peaks of every schedule, played on paper with equal stages, held against the closed forms:
-exactly.
+"""Bubble and peak memory of every schedule, simulated with equal stages, against the closed forms: exactly.
 
 F, I, W are the times of a rank for one microbatch (forward, backward for inputs, for weights), T their sum;
-p ranks, m microbatches, v chunks per rank, M what a rank keeps of a microbatch. A rank's cost runs from its
-first slot to its last, as published rates count it; what is above m T is its bubble. The costliest rank and
-the fullest rank count.
+p ranks, m microbatches, v virtual stages per rank, M the bytes that a rank keeps of a microbatch. The time of
+a rank runs from the begin of its first action to the end of its last, as published rates count it; what is
+above m T is its bubble. The rank with the longest time and the rank with the highest peak count.
 
                      bubble                              peak                       where
     model parallel   m (p - 1) T                         M
@@ -20,14 +19,14 @@ the fullest rank count.
     DualPipe         (p / 2 - 1) (F + I - W)             (p + 1) M                  m >= 2 p, p and m even
     DualPipeV        (p - 1) (F + I - W) / 2             (p + 1 / 2) M              m >= 2 p
 
-M stays until W, as the closed forms have it. For ZB-2p what stays from I to W is 32 / 74 of it, as in the
-paper (34 h + 5 a s and 32 h of a layer, 5 a s = 40 h at its sizes): the last rank puts off W for (p - 1) (F +
-I) / W microbatches, and had it to hold all of M so long, twice the memory of 1F1B would do only where F = I
-= W.
+All of M is kept until W, as in the closed forms. For ZB-2p the share 32 / 74 of it is kept from I to W, as in
+the paper (34 h + 5 a s and 32 h of a layer, 5 a s = 40 h at its sizes): the last rank delays W for
+(p - 1) (F + I) / W microbatches. If it kept all of M for so long, twice the memory of 1F1B would suffice only
+for F = I = W.
 
-DualPipe's own formula counts a forward and a backward that overlap as one act of FB: (p / 2 - 1) (FB + B - 3
-W) with B = I + W. On paper one comes after the other, the forward's result leaves when the forward has ended,
-and the last rank waits I less.
+DualPipe's own formula counts a forward and a backward that overlap as one action of time FB:
+(p / 2 - 1) (FB + B - 3 W) with B = I + W. The simulation runs one after the other, so the output of the
+forward leaves when the forward has ended, and the last rank waits I less.
 """
 
 import sys
@@ -46,40 +45,40 @@ from meshwright.parallel.pipeline.schedules.zero_bubble import zb_2p_schedule, z
 
 NAME = "pipeline_formulas"
 CLAIM = (
-    "bubble and peak of every schedule, played with equal stages: exactly the closed form where "
+    "bubble and peak of every schedule, simulated with equal stages: exactly the closed form where "
     "there is one, at most 1 % where "
     "the paper says about zero"
 )
 ZERO = 0.01
-RANKS, ROUNDS, CHUNKS = (2, 3, 4, 7, 8, 16), (1, 2, 3, 5), (2, 3, 4)
-TIMES = ((12, 12, 12), (36, 36, 24), (36, 24, 12))  # F, I, W of a rank; a chunk takes a v-th of them
+RANKS, ROUNDS, VIRTUAL_STAGES = (2, 3, 4, 7, 8, 16), (1, 2, 3, 5), (2, 3, 4)
+TIMES = ((12, 12, 12), (36, 36, 24), (36, 24, 12))  # F, I, W of a rank; a virtual stage takes 1 / v of them
 EQUAL = TIMES[0]
 
 
 @dataclass(frozen=True)
 class Case:
-    """Ranks, microbatches, parts per rank, the times of a rank, and the share of what it keeps that stays
-    from I to W.
+    """Ranks, microbatches, virtual stages per rank, the times (F, I, W) of a rank, and the share of its
+    memory of a microbatch that is kept from I to W.
     """
 
     p: int
     m: int
     v: int
     times: tuple[int, int, int]
-    late: float = 1.0
+    weight_grad_memory_share: float = 1.0
 
     @property
     def total(self) -> int:
-        """What a rank works for a microbatch."""
+        """The time that a rank computes for a microbatch."""
         return sum(self.times)
 
     @property
     def costs(self) -> StageCosts:
-        """Of its parts; one keeps one unit, so a rank keeps `v` of a microbatch."""
-        parts = self.p * self.v
+        """The costs of the stages; each keeps one unit of memory, so a rank keeps `v` of a microbatch."""
+        num_stages = self.p * self.v
         return replace(
-            StageCosts.uniform(parts, *(time / self.v for time in self.times)),
-            weight_grad_memory=[self.late] * parts,
+            StageCosts.uniform(num_stages, *(time / self.v for time in self.times)),
+            weight_grad_memory=[self.weight_grad_memory_share] * num_stages,
         )
 
 
@@ -91,8 +90,8 @@ class Law:
     """A schedule and its closed forms: `bubble` in the unit of the times, None for about zero, and `peak` in
     units of M.
 
-    `exact` is False where they are upper bounds. `where` says for which cases they are stated; `v` how many
-    parts a rank has.
+    `exact` is False where they are upper bounds. `where`: for which cases they are stated; `v`: numbers of
+    virtual stages per rank.
     """
 
     name: str
@@ -102,11 +101,11 @@ class Law:
     where: Callable[[Case], bool] = lambda case: True
     v: tuple[int, ...] = (1,)
     exact: bool = True
-    late: float = 1.0
+    weight_grad_memory_share: float = 1.0
 
 
-def _ends(law: Callable[[int, int, int], float]) -> Form:
-    """A form that is a multiple of p - 1, from F, I and W."""
+def _times_p_minus_1(law: Callable[[int, int, int], float]) -> Form:
+    """Returns the form (p - 1) `law`(F, I, W)."""
     return lambda case: (case.p - 1) * law(*case.times)
 
 
@@ -136,7 +135,7 @@ LAWS = (
         lambda c: (c.p - 1) * c.total / c.v,
         lambda c: c.p * (1 + (c.p - 1) / (c.p * c.v)),
         where=lambda c: c.m % c.p == 0 and c.m > c.p,
-        v=CHUNKS,
+        v=VIRTUAL_STAGES,
     ),
     Law(
         "interleaved, p does not divide m",
@@ -144,19 +143,19 @@ LAWS = (
         lambda c: (c.p - 1) * c.total / c.v,
         lambda c: min(c.m, (max(interleaved.group_sizes(c.p, c.m)) * (c.v - 1) + 2 * c.p - 1) / c.v),
         where=lambda c: c.m % c.p != 0 and c.m > c.p,
-        v=CHUNKS,
+        v=VIRTUAL_STAGES,
     ),
     Law(
         "ZB-H1",
         lambda c: zb_h1_schedule(c.p, c.m),
-        _ends(lambda f, i, w: f + i - w),
+        _times_p_minus_1(lambda f, i, w: f + i - w),
         lambda c: c.p,
         lambda c: c.m >= 2 * c.p,
     ),
     Law(
         "ZB-H2",
         lambda c: zb_h2_schedule(c.p, c.m),
-        _ends(lambda f, i, w: f + i - 2 * w),
+        _times_p_minus_1(lambda f, i, w: f + i - 2 * w),
         lambda c: 2 * c.p - 1,
         lambda c: c.m >= 2 * c.p,
     ),
@@ -167,7 +166,7 @@ LAWS = (
         lambda c: 2 * c.p,
         where=lambda c: c.m >= 3 * c.p and 3 * c.times[2] >= 2 * c.times[0],
         exact=False,
-        late=32 / 74,
+        weight_grad_memory_share=32 / 74,
     ),
     Law(
         "ZB-V",
@@ -214,19 +213,23 @@ LAWS = (
 
 
 def cases(law: Law) -> Iterator[Case]:
-    """The cases for which `law` is stated: m a multiple of p and one more."""
+    """Yields the cases for which `law` is stated: m is a multiple of p, or one more."""
     for p in RANKS:
         for m in sorted({m for rounds in ROUNDS for m in (rounds * p, rounds * p + 1)}):
-            for chunks in law.v:
-                yield from (case for times in TIMES if law.where(case := Case(p, m, chunks, times, law.late)))
+            for virtual_stages in law.v:
+                yield from (
+                    case
+                    for times in TIMES
+                    if law.where(case := Case(p, m, virtual_stages, times, law.weight_grad_memory_share))
+                )
 
 
-def measured(law: Law, case: Case) -> dict[str, Any]:
-    """What the schedule of `case` takes and holds on paper, beside the forms; `off` is 0 where they agree."""
-    order = law.make(case)
-    faults = list(order.errors())
-    found = simulate(order, case.costs)
-    bubble, peak = longest_rank_time(found) - case.m * case.total, max(found.peak_memory) / case.v
+def compare_case(law: Law, case: Case) -> dict[str, Any]:
+    """Returns bubble and peak of the simulated schedule beside the closed forms; `off` is 0 if they agree."""
+    schedule = law.make(case)
+    errors = list(schedule.errors())
+    simulation = simulate(schedule, case.costs)
+    bubble, peak = longest_rank_time(simulation) - case.m * case.total, max(simulation.peak_memory) / case.v
     rate = bubble / (bubble + case.m * case.total)
     stated = law.bubble(case) if law.bubble else ZERO * (bubble + case.m * case.total)
     off = max(
@@ -239,46 +242,44 @@ def measured(law: Law, case: Case) -> dict[str, Any]:
         "peak": peak,
         "stated peak": round(law.peak(case), 6),
         "exact": law.exact,
-        "off": float("inf") if faults else off,
+        "off": float("inf") if errors else off,
     }
 
 
 def distance(value: float, stated: float, *, exact: bool) -> float:
-    """By how much `value` misses what is stated, as a share of it: 0 where rounding of floats alone is in
-    between.
-    """
-    miss = abs(value - stated) if exact else max(0.0, value - stated)
-    return 0.0 if miss <= 1e-9 * max(1.0, abs(stated)) else miss / max(1.0, abs(stated))
+    """Returns the distance of `value` from `stated`, as a share of it; 0 if it is only rounding."""
+    gap = abs(value - stated) if exact else max(0.0, value - stated)
+    return 0.0 if gap <= 1e-9 * max(1.0, abs(stated)) else gap / max(1.0, abs(stated))
 
 
-def rows_of(laws: Sequence[Law] = LAWS) -> Iterator[dict[str, Any]]:
-    """All cases; one line per schedule goes to stderr."""
+def compare_all(laws: Sequence[Law] = LAWS) -> Iterator[dict[str, Any]]:
+    """Yields the rows of all cases; prints one line per schedule to stderr."""
     for law in laws:
-        found = [measured(law, case) for case in cases(law)]
-        wrong = [row for row in found if row["off"]]
+        rows = [compare_case(law, case) for case in cases(law)]
+        wrong = [row for row in rows if row["off"]]
         kind = "closed forms" if law.exact and law.bubble else "at most what is stated"
-        rates = [row["rate"] for row in found]
+        rates = [row["rate"] for row in rows]
         print(
-            f"{law.name}: {len(found) - len(wrong)} of {len(found)} cases, {kind}; rates to {max(rates):.3f}",
+            f"{law.name}: {len(rows) - len(wrong)} of {len(rows)} cases, {kind}; rates to {max(rates):.3f}",
             file=sys.stderr,
         )
         for row in wrong:
             print(f"   {row}", file=sys.stderr)
-        yield from found
+        yield from rows
 
 
-def result(found: Sequence[dict[str, Any]]) -> Result:
-    """The result of all cases: how many agree."""
+def result(rows: Sequence[dict[str, Any]]) -> Result:
+    """Returns the result of all cases: the number that agree."""
     detail: dict[str, list[str]] = {}
-    for row in found:
+    for row in rows:
         detail.setdefault(row["schedule"], []).append(_line(row))
     return Result.of_count(
-        NAME, CLAIM, [float(row["off"]) for row in found], limit=0.0, bar=len(found), detail=detail
+        NAME, CLAIM, [float(row["off"]) for row in rows], limit=0.0, bar=len(rows), detail=detail
     )
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A case as a line of the result: what was played, beside what is stated."""
+    """Formats a case as a line of the result: the simulated figures beside the stated ones."""
     at, sign = (
         f"p {row['p']}, m {row['m']}, v {row['v']}, F I W {row['F, I, W']}",
         "=" if row["exact"] else "<=",
@@ -292,10 +293,10 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Play all cases, compare, and write the result."""
-    found = result(list(rows_of()))
-    print(f"{found.median:g} of {found.bar:g} cases agree", file=sys.stderr)
-    print(found.write(NAME))
+    """Simulates all cases, compares, and writes the result."""
+    outcome = result(list(compare_all()))
+    print(f"{outcome.median:g} of {outcome.bar:g} cases agree", file=sys.stderr)
+    print(outcome.write(NAME))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """The models of `pipeline_parity`: unmodified classes of transformers, and a U-Net as a user would write it;
-small, many blocks.
+small, with many blocks.
 
-llama       12 layers: one value from block to block
-gpt2        12 layers, its head tied to its embedding: one weight on the first rank and on the last
-t5          an encoder and a decoder, whose layers all take the end of the encoder; one table of words for
-both and the head vit         a class token and positions that belong to the root module; takes images, gives
-classes u-net       residual blocks with group norms: what every block of the way down gives goes to its
-partner on the way up two inputs  CLIP: words and images, two chains that meet in the loss
+    llama       12 layers: one value from block to block
+    gpt2        12 layers, its head tied to its embedding: one weight on the first rank and on the last
+    t5          an encoder and a decoder, whose layers all take the output of the encoder; one embedding for
+                both and for the head
+    vit         a class token and position embeddings that belong to the root module; classifies images
+    u-net       residual blocks with group norms, and a skip connection from every block of the down path to
+                its partner on the up path
+    two inputs  CLIP: text and images, two chains of blocks that meet in the loss
 """
 
 from collections.abc import Callable, Mapping
@@ -24,12 +26,12 @@ from meshwright.api import analyze
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 
-WORDS, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8
-PATCHED = 12  # pixels of images in patches of 4: 9 of them and the class are 10 tokens
+VOCAB_SIZE, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8
+PATCHED = 12  # pixels of images in patches of 4: 9 patches and the class token are 10 tokens
 WIDE = {"hidden_size": 12, "intermediate_size": 18, "num_attention_heads": 2}
-TEXT = {"vocab_size": WORDS, "max_position_embeddings": 16, "use_cache": False, **WIDE}
+TEXT = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": 16, "use_cache": False, **WIDE}
 IMAGE = {"image_size": PATCHED, "patch_size": 4, **WIDE}
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GPT2 = {
     "n_embd": 12,
@@ -50,57 +52,59 @@ T5: dict[str, Any] = {
     "use_cache": False,
 }
 
-Rows = dict[str, torch.Tensor]
+Samples = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One model: how it is made with so many layers, its rows, and its loss; `pairs`: whether it has matrices
-    to divide.
+class ParityModel:
+    """One model.
+
+    `make` takes the number of layers, `samples` the number of samples and a generator. `shardable`: the model
+    has linear layers that tensor parallelism shards.
     """
 
     name: str
     make: Callable[[int], nn.Module]
-    rows: Callable[[int, torch.Generator], Rows]
+    samples: Callable[[int, torch.Generator], Samples]
     loss: Callable[[], Loss] = token_cross_entropy
-    pairs: bool = True
+    shardable: bool = True
 
-    def batches(self, count: int, rows: int) -> list[Rows]:
-        """Global batches of random numbers, `rows` samples each."""
+    def batches(self, count: int, num_samples: int) -> list[Samples]:
+        """Returns `count` global batches of random numbers, `num_samples` samples each."""
         generator = torch.Generator().manual_seed(0)
-        return [self.rows(rows, generator) for _ in range(count)]
+        return [self.samples(num_samples, generator) for _ in range(count)]
 
 
 def llama(layers: int) -> nn.Module:
-    """A Llama with grouped queries."""
+    """A Llama with grouped-query attention."""
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(num_hidden_layers=layers, num_key_value_heads=1, **TEXT)
     )
 
 
 def gpt2(layers: int, *, tied: bool = True) -> nn.Module:
-    """A GPT-2; its head is its embedding, unless it is not `tied`."""
+    """A GPT-2; its head is tied to its embedding if `tied`."""
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_layer=layers, use_cache=False, tie_word_embeddings=tied, **GPT2, **ENDS
+        vocab_size=VOCAB_SIZE, n_layer=layers, use_cache=False, tie_word_embeddings=tied, **GPT2, **ENDS
     )
     return transformers.GPT2LMHeadModel(config)
 
 
 def t5(layers: int) -> nn.Module:
     """A T5: half of the layers in its encoder."""
-    config = transformers.T5Config(**T5, **{"vocab_size": WORDS, "num_layers": layers // 2})
+    config = transformers.T5Config(**T5, **{"vocab_size": VOCAB_SIZE, "num_layers": layers // 2})
     return transformers.T5ForConditionalGeneration(config)
 
 
 def vit(layers: int) -> nn.Module:
-    """A ViT that classifies."""
-    fields: dict[str, Any] = {"num_hidden_layers": layers, "num_labels": CLASSES, **IMAGE, **STILL}
+    """A ViT for image classification."""
+    fields: dict[str, Any] = {"num_hidden_layers": layers, "num_labels": CLASSES, **IMAGE, **NO_DROPOUT}
     config = transformers.ViTConfig(**fields)
     return transformers.ViTForImageClassification(config)
 
 
 def clip(layers: int) -> nn.Module:
-    """A CLIP: half of the layers for words, half for images."""
+    """A CLIP: half of the layers for text, half for images."""
     half = {"num_hidden_layers": layers // 2}
     text = {name: value for name, value in TEXT.items() if name != "use_cache"}
     config = transformers.CLIPConfig(
@@ -110,7 +114,7 @@ def clip(layers: int) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """norm, convolution, twice, and what came in; the norm is over groups of channels, or over the batch."""
+    """A residual block: norm, activation and convolution, twice, and a shortcut; group norm or batch norm."""
 
     def __init__(self, inner: int, outer: int, *, batch_norm: bool) -> None:
         super().__init__()
@@ -122,37 +126,39 @@ class Residual(nn.Module):
         self.convolutions = nn.ModuleList(
             [nn.Conv2d(inner, outer, 3, padding=1), nn.Conv2d(outer, outer, 3, padding=1)]
         )
-        self.across = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1)
+        self.shortcut = nn.Identity() if inner == outer else nn.Conv2d(inner, outer, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x
         for norm, convolution in zip(self.norms, self.convolutions, strict=True):
             y = convolution(F.silu(norm(y)))
-        return self.across(x) + y
+        return self.shortcut(x) + y
 
 
 class UNet(nn.Module):
-    """Three resolutions down and up again; every block on the way down hands what it gives to its partner on
-    the way up.
+    """A U-Net of three resolutions: every block of the down path has a skip connection to its partner on the
+    up path.
     """
 
-    def __init__(self, each: int = 2, width: int = 4, *, batch_norm: bool = False) -> None:
+    def __init__(self, blocks_per_level: int = 2, width: int = 4, *, batch_norm: bool = False) -> None:
         super().__init__()
         widths = [width, width, 2 * width, 2 * width]
-        self.each = each
+        self.blocks_per_level = blocks_per_level
 
         def block(inner: int, outer: int) -> Residual:
             return Residual(inner, outer, batch_norm=batch_norm)
 
         self.first = nn.Conv2d(3, width, 3, padding=1)
         self.down = nn.ModuleList(
-            block(inner if n == 0 else outer, outer) for inner, outer in pairwise(widths) for n in range(each)
+            block(inner if n == 0 else outer, outer)
+            for inner, outer in pairwise(widths)
+            for n in range(blocks_per_level)
         )
         self.middle = block(widths[-1], widths[-1])
         self.up = nn.ModuleList(
             block(2 * outer if n else inner + outer, outer)
             for inner, outer in [(widths[-1], widths[-1]), *zip(widths[:0:-1], widths[-2:0:-1], strict=False)]
-            for n in range(each)
+            for n in range(blocks_per_level)
         )
         self.last = nn.Conv2d(width, 3, 3, padding=1)
 
@@ -161,102 +167,107 @@ class UNet(nn.Module):
         for number, block in enumerate(self.down):
             x = block(x)
             skips.append(x)
-            if number % self.each == self.each - 1:
+            if number % self.blocks_per_level == self.blocks_per_level - 1:
                 x = F.avg_pool2d(x, 2)
         x = self.middle(x)
         for number, block in enumerate(self.up):
-            if number % self.each == 0:
+            if number % self.blocks_per_level == 0:
                 x = F.interpolate(x, scale_factor=2.0, mode="nearest")
             x = block(torch.cat([x, skips.pop()], 1))
         return self.last(x)
 
 
 def u_net(layers: int) -> nn.Module:
-    """A U-Net of so many blocks on its way down and up, or four more."""
+    """A U-Net with at least `layers` blocks on its down and up paths, and at most four more."""
     return UNet(-(-layers // 6))
 
 
-def _tokens(rows: int, generator: torch.Generator) -> torch.Tensor:
-    return torch.randint(3, WORDS, (rows, TOKENS), generator=generator)
+def _tokens(num_samples: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(3, VOCAB_SIZE, (num_samples, TOKENS), generator=generator)
 
 
-def _images(rows: int, generator: torch.Generator, pixels: int = PATCHED) -> torch.Tensor:
-    return torch.randn(rows, 3, pixels, pixels, generator=generator)
+def _images(num_samples: int, generator: torch.Generator, pixels: int = PATCHED) -> torch.Tensor:
+    return torch.randn(num_samples, 3, pixels, pixels, generator=generator)
 
 
-def _text(rows: int, generator: torch.Generator) -> Rows:
-    """Words and labels, of which each row has another number."""
-    labels = _tokens(rows, generator)
-    for row in range(rows):
-        labels[row, : row % 4] = IGNORE_INDEX
-    return {"input_ids": _tokens(rows, generator), "labels": labels}
+def _text(num_samples: int, generator: torch.Generator) -> Samples:
+    """Token ids and labels; the number of labels that count differs from sample to sample."""
+    labels = _tokens(num_samples, generator)
+    for sample in range(num_samples):
+        labels[sample, : sample % 4] = IGNORE_INDEX
+    return {"input_ids": _tokens(num_samples, generator), "labels": labels}
 
 
-def _pairs(rows: int, generator: torch.Generator) -> Rows:
-    return {"decoder_input_ids": _tokens(rows, generator), **_text(rows, generator)}
+def _encoder_decoder_text(num_samples: int, generator: torch.Generator) -> Samples:
+    return {"decoder_input_ids": _tokens(num_samples, generator), **_text(num_samples, generator)}
 
 
-def _classified(rows: int, generator: torch.Generator) -> Rows:
+def _labelled_images(num_samples: int, generator: torch.Generator) -> Samples:
     return {
-        "pixel_values": _images(rows, generator),
-        "labels": torch.randint(0, CLASSES, (rows,), generator=generator),
+        "pixel_values": _images(num_samples, generator),
+        "labels": torch.randint(0, CLASSES, (num_samples,), generator=generator),
     }
 
 
-def _drawn(rows: int, generator: torch.Generator) -> Rows:
-    return {name: _images(rows, generator, PIXELS) for name in ("x", "target")}
+def _image_pairs(num_samples: int, generator: torch.Generator) -> Samples:
+    return {name: _images(num_samples, generator, PIXELS) for name in ("x", "target")}
 
 
-def _told(rows: int, generator: torch.Generator) -> Rows:
-    more = {"pixel_values": _images(rows, generator), "target": torch.randn(rows, 1, generator=generator)}
-    return {"input_ids": _tokens(rows, generator), **more}
+def _text_and_images(num_samples: int, generator: torch.Generator) -> Samples:
+    more = {
+        "pixel_values": _images(num_samples, generator),
+        "target": torch.randn(num_samples, 1, generator=generator),
+    }
+    return {"input_ids": _tokens(num_samples, generator), **more}
 
 
-def _number(name: str) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+def _num_elements(name: str) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
     return lambda batch: torch.tensor(batch[name].numel())
 
 
-def _classes() -> Loss:
+def _classification_loss() -> Loss:
     def total(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return F.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
 
-    return Loss(total, _number("labels"))
+    return Loss(total, _num_elements("labels"))
 
 
-def _distance() -> Loss:
+def _squared_error() -> Loss:
     return Loss(
-        lambda outputs, batch: (outputs - batch["target"]).square().sum(), _number("target"), ("target",)
+        lambda outputs, batch: (outputs - batch["target"]).square().sum(),
+        _num_elements("target"),
+        ("target",),
     )
 
 
-def _agreement() -> Loss:
-    """How far the product of a text and its image is from a number: rows are not compared with each other."""
+def _pair_score_loss() -> Loss:
+    """Squared error of the product of a text and its image: samples are not compared with each other."""
 
     def total(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         score = (outputs.text_embeds * outputs.image_embeds).sum(-1, keepdim=True)
         return (score - batch["target"]).square().sum()
 
-    return Loss(total, _number("target"), ("target",))
+    return Loss(total, _num_elements("target"), ("target",))
 
 
-KINDS = (
-    Kind("llama", llama, _text),
-    Kind("gpt2", gpt2, _text),
-    Kind("t5", t5, _pairs),
-    Kind("vit", vit, _classified, _classes),
-    Kind("u-net", u_net, _drawn, _distance, pairs=False),
-    Kind("two inputs", clip, _told, _agreement),
+MODELS = (
+    ParityModel("llama", llama, _text),
+    ParityModel("gpt2", gpt2, _text),
+    ParityModel("t5", t5, _encoder_decoder_text),
+    ParityModel("vit", vit, _labelled_images, _classification_loss),
+    ParityModel("u-net", u_net, _image_pairs, _squared_error, shardable=False),
+    ParityModel("two inputs", clip, _text_and_images, _pair_score_loss),
 )
 
 
-def named(name: str) -> Kind:
-    """The model of that name."""
-    return {kind.name: kind for kind in KINDS}[name]
+def find_model(name: str) -> ParityModel:
+    """Returns the model of that name."""
+    return {model.name: model for model in MODELS}[name]
 
 
 @cache
-def reading_of(name: str, layers: int) -> AnalyzedModel:
-    """What the model of that name is made of, learnt from two rows."""
-    kind = named(name)
+def analyzed_model(name: str, layers: int) -> AnalyzedModel:
+    """Returns the analysis of the model with `layers` layers, from a batch of two samples."""
+    model = find_model(name)
     transformers.utils.logging.set_verbosity_error()
-    return analyze(lambda: kind.make(layers), kind.batches(1, 2)[0], loss=kind.loss())
+    return analyze(lambda: model.make(layers), model.batches(1, 2)[0], loss=model.loss())

@@ -1,30 +1,30 @@
-"""Pipelines beside one device: schedules x models x ranks x parts per rank x what else divides the work, in
-float64.
+"""Parity of pipelined steps with one device, in float64: schedules x models x ranks x virtual stages x what
+the pipeline is combined with.
 
-Every model (benchmarks/pipeline/pipeline_models.py) is run by the forward that its author wrote; cuts are chosen by
-the strategy. For each case `verify` compares the plan, its ranks as threads, with one ordinary PyTorch loop:
-samples, loss, every gradient before clipping, its norm, and every parameter, after each of three SGD steps
-with weight decay and clipping. The error is the largest difference of any of these, relative to the largest
-magnitude in its block.
+Every model (benchmarks/pipeline/pipeline_models.py) runs with the forward that its author wrote; the strategy
+chooses the split points. For each case `verify` compares the plan, its ranks as threads, with one ordinary
+PyTorch loop: samples, loss, every gradient before clipping, its norm, and every parameter, after each of
+three steps of AdamW with weight decay and clipping. The error is the largest difference of any of these,
+relative to the largest magnitude in its block.
 
-    schedules   all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 parts per rank where a schedule leaves
-                that open
-    beside      nothing; copies (DDP); shards (ZeRO-1, 2, 3); matrices and the sequence divided over 2 ranks
-    batches     a number of microbatches that the ranks do not divide, where the schedule takes one; of 1 or
-                2 rows
+    schedules      all exact ones, on 2, 3 and 4 ranks; with 1, 2 and 3 virtual stages per rank if the
+                   schedule leaves that open
+    combined with  nothing; ddp; zero 1, 2 and 3; tensor_parallel and sequence_parallel on 2 ranks
+    batches        a number of microbatches that the ranks do not divide, if the schedule supports one; of 1
+                   or 2 samples
 
-All of these together are some thousands. Of them as many are drawn, by a seed that is printed, as it takes to
-meet every pair of two choices (a schedule and a model, a model and what is beside it ...). A plan that is
-refused counts as a miss, and stands in the result with what was said.
+That is some thousand cases. A subset is drawn, with a seed that is printed: as many as it takes to cover
+every pair of two choices (a schedule and a model, a model and a combination ...). A plan that is refused
+counts as a miss, and stands in the result with its message.
 
-    python -m benchmarks.pipeline.pipeline_parity                    all that are drawn, and the result; ten minutes on
-                                                            two cores
-    python -m benchmarks.pipeline.pipeline_parity --only "t5, zb_v"  those of all cases with this in their name; no
-                                                            result
-    python -m benchmarks.pipeline.pipeline_parity --quick            one per schedule; no result
+    python -m benchmarks.pipeline.pipeline_parity                     the drawn cases, and the result; ten
+                                                                      minutes on two cores
+    python -m benchmarks.pipeline.pipeline_parity --only "t5, zb_v"   of all cases, those with this in their
+                                                                      name; no result
+    python -m benchmarks.pipeline.pipeline_parity --quick             one case per schedule; no result
 
-What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
-has ended.
+Rows are stored in benchmarks/scratch, by commit: a run continues where an earlier run of the same commit has
+stopped.
 """
 
 import random
@@ -42,7 +42,7 @@ import torch
 
 from benchmarks.harness.case_store import CaseStore
 from benchmarks.harness.result import Result
-from benchmarks.pipeline.pipeline_models import KINDS, TOKENS, Kind, reading_of
+from benchmarks.pipeline.pipeline_models import MODELS, TOKENS, ParityModel, analyzed_model
 from meshwright.api import make_plan, verify
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -62,120 +62,146 @@ from meshwright.plan.strategy import Strategy
 NAME = "pipeline_parity"
 CLAIM = (
     "pipelines of unmodified models equal one device to 1e-10 in float64 after three steps: Llama, GPT-2 "
-    "(tied), T5, ViT, a U-Net with skips over every part, and CLIP (two inputs), in every exact schedule, "
-    "on 2, 3 and 4 ranks with 1 to 3 parts each and odd numbers of microbatches, alone, with DDP, with "
-    "ZeRO-1, 2 and 3, and with matrices and the sequence divided"
+    "(tied), T5, ViT, a U-Net with skip connections over every stage, and CLIP (two inputs), in every exact "
+    "schedule, on 2, 3 and 4 ranks with 1 to 3 virtual stages each and odd numbers of microbatches, alone, "
+    "with DDP, with ZeRO-1, 2 and 3, and with tensor and sequence parallelism"
 )
-RANKS, CHUNKS, STEPS, TOLERANCE, SEED = (2, 3, 4), (1, 2, 3), 3, 1e-10, 7
+NUM_RANKS, VIRTUAL_STAGES, NUM_STEPS, TOLERANCE, SEED = (2, 3, 4), (1, 2, 3), 3, 1e-10, 7
 SHARD = BatchSplit("dp_shard")
-BESIDE: dict[str, tuple[dict[str, int], tuple[Strategy, ...]]] = {
+COMBINED_WITH: dict[str, tuple[dict[str, int], tuple[Strategy, ...]]] = {
     "alone": ({}, ()),
-    "copies": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
+    "ddp": ({"dp_replicate": 2}, (BatchSplit(), DDP())),
     "ZeRO-1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1))),
     "ZeRO-2": ({"dp_shard": 2}, (SHARD, ZeRO(stage=2))),
     "ZeRO-3": ({"dp_shard": 2}, (SHARD, ZeRO())),
-    "line, sequence": ({"tp": 2}, (TensorParallel(), SequenceParallel())),
+    "tensor_parallel, sequence_parallel": ({"tp": 2}, (TensorParallel(), SequenceParallel())),
 }
-LAYERS = {6: 6, 12: 12}  # up to so many parts: so many layers
+LAYERS = {6: 6, 12: 12}  # largest number of stages -> number of layers
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model under one plan: `chunks` is 0 where the schedule says how many parts a rank has."""
+    """One model under one plan; `virtual_stages` is 0 if the schedule defines their number."""
 
-    kind: Kind
+    model: ParityModel
     schedule: str
-    ranks: int
-    chunks: int
-    beside: str
-    micros: int
+    num_ranks: int
+    virtual_stages: int
+    combined_with: str
+    num_microbatches: int
     micro_batch: int
 
     def __str__(self) -> str:
-        parts = f" x {self.chunks}" if self.chunks else ""
-        batch = f"{self.micros} of {self.micro_batch}"
-        return f"{self.kind.name}, {self.schedule}, {self.ranks} ranks{parts}, {self.beside}, {batch}"
+        stages = f" x {self.virtual_stages}" if self.virtual_stages else ""
+        batch = f"{self.num_microbatches} of {self.micro_batch}"
+        ranks = f"{self.num_ranks} ranks{stages}"
+        return f"{self.model.name}, {self.schedule}, {ranks}, {self.combined_with}, {batch}"
 
     @property
     def choices(self) -> tuple[tuple[str, object], ...]:
-        """What was chosen, each with what it is a choice of."""
-        how = f"{self.schedule} {self.chunks}"
-        return ("model", self.kind.name), ("schedule", how), ("ranks", self.ranks), ("beside", self.beside)
+        """The choices of this case, each with its kind."""
+        schedule = f"{self.schedule} {self.virtual_stages}"
+        return (
+            ("model", self.model.name),
+            ("schedule", schedule),
+            ("ranks", self.num_ranks),
+            ("combined with", self.combined_with),
+        )
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
-        parts = self.ranks * (self.chunks or SCHEDULES[self.schedule].num_virtual_stages)
-        return next(layers for most, layers in LAYERS.items() if parts <= most)
+        """The number of layers of the model."""
+        num_stages = self.num_ranks * (self.virtual_stages or SCHEDULES[self.schedule].num_virtual_stages)
+        return next(layers for limit, layers in LAYERS.items() if num_stages <= limit)
 
     @property
-    def rows(self) -> int:
-        """The samples of a global batch."""
-        axes = BESIDE[self.beside][0]
-        return self.micros * self.micro_batch * axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
+    def num_samples(self) -> int:
+        """The number of samples of a global batch."""
+        axes = COMBINED_WITH[self.combined_with][0]
+        return (
+            self.num_microbatches * self.micro_batch * axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
+        )
 
     def plan(self) -> Plan:
-        """What its ranks play. Raises PlanError where it is refused."""
+        """Makes the plan. Raises PlanError if it is refused."""
         job = Job(
-            ModelConfig(self.kind.name),
+            ModelConfig(self.model.name),
             DataConfig("random", sequence=TOKENS),
-            TrainConfig(batch=self.rows, clip=0.5),
+            TrainConfig(batch=self.num_samples, clip=0.5),
             OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
         )
-        axes, others = BESIDE[self.beside]
-        pipeline = Pipeline(schedule=self.schedule, virtual_stages=self.chunks)
+        axes, others = COMBINED_WITH[self.combined_with]
+        pipeline = Pipeline(schedule=self.schedule, virtual_stages=self.virtual_stages)
         return make_plan(
-            reading_of(self.kind.name, self.layers),
+            analyzed_model(self.model.name, self.layers),
             job,
-            Mesh(pp=self.ranks, **axes),
+            Mesh(pp=self.num_ranks, **axes),
             (pipeline, *others),
             self.micro_batch,
         )
 
 
 def cases() -> Iterator[Case]:
-    """All that could be compared."""
+    """Yields all possible cases."""
     rng = random.Random(SEED)
-    for schedule, ranks, kind, beside in product(SCHEDULES, RANKS, KINDS, BESIDE):
-        taken = _micros(schedule, ranks)
-        if not taken or ("tp" in BESIDE[beside][0] and not kind.pairs):
-            continue  # a schedule for an even number of ranks; convolutions are not divided
-        for chunks in (0,) if SCHEDULES[schedule].num_virtual_stages else CHUNKS:
-            yield Case(kind, schedule, ranks, chunks, beside, rng.choice(taken), rng.choice((1, 2)))
+    for schedule, num_ranks, model, combined_with in product(SCHEDULES, NUM_RANKS, MODELS, COMBINED_WITH):
+        supported = _microbatch_counts(schedule, num_ranks)
+        if not supported or ("tp" in COMBINED_WITH[combined_with][0] and not model.shardable):
+            continue  # no number of microbatches is supported, or convolutions, which are not sharded
+        for virtual_stages in (0,) if SCHEDULES[schedule].num_virtual_stages else VIRTUAL_STAGES:
+            yield Case(
+                model,
+                schedule,
+                num_ranks,
+                virtual_stages,
+                combined_with,
+                rng.choice(supported),
+                rng.choice((1, 2)),
+            )
 
 
-def _micros(schedule: str, ranks: int) -> list[int]:
-    """Numbers of microbatches that the schedule takes: such as the ranks do not divide, if there are any."""
-    taken = [n for n in range(ranks + 1, 2 * ranks + 5) if not list(SCHEDULES[schedule].check(ranks, n))]
-    return [n for n in taken if n % ranks] or taken
+def _microbatch_counts(schedule: str, num_ranks: int) -> list[int]:
+    """Numbers of microbatches that the schedule supports: those that the ranks do not divide, if there are
+    any.
+    """
+    supported = [
+        n
+        for n in range(num_ranks + 1, 2 * num_ranks + 5)
+        if not list(SCHEDULES[schedule].check(num_ranks, n))
+    ]
+    return [n for n in supported if n % num_ranks] or supported
 
 
-def drawn(found: Iterable[Case]) -> list[Case]:
-    """As few of these as meet every pair of choices that is met by one of them."""
+def pairwise_subset(found: Iterable[Case]) -> list[Case]:
+    """Returns a small subset of these cases that covers every pair of choices that all of them cover."""
     left = sorted(found, key=str)
     random.Random(SEED).shuffle(left)
-    wanted = {pair for case in left for pair in combinations(case.choices, 2)}
-    taken: list[Case] = []
-    while wanted:
-        best = max(left, key=lambda case: len(wanted.intersection(combinations(case.choices, 2))))
-        wanted.difference_update(combinations(best.choices, 2))
+    uncovered = {pair for case in left for pair in combinations(case.choices, 2)}
+    subset: list[Case] = []
+    while uncovered:
+        best = max(left, key=lambda case: len(uncovered.intersection(combinations(case.choices, 2))))
+        uncovered.difference_update(combinations(best.choices, 2))
         left.remove(best)
-        taken.append(best)
-    return taken
+        subset.append(best)
+    return subset
 
 
-def compared(case: Case) -> dict[str, object]:
-    """The error of one case; infinite where it is refused, or where numbers differ by more than they may."""
+def compare(case: Case) -> dict[str, object]:
+    """Returns the error of one case; infinite if it is refused, or if numbers differ by more than the
+    tolerance.
+    """
     torch.set_num_threads(1)
-    row: dict[str, object] = {"case": str(case), "ranks": case.ranks}
+    row: dict[str, object] = {"case": str(case), "ranks": case.num_ranks}
     try:
         plan = case.plan()
     except PlanError as refused:
         return {**row, "error": float("inf"), "refused": str(refused)}
-    reading = reading_of(case.kind.name, case.layers)
+    analyzed = analyzed_model(case.model.name, case.layers)
     try:
-        verdict = verify(reading, plan, case.kind.batches(STEPS, case.rows), loss=case.kind.loss())
-    except Exception as failed:  # told with the others: one case must not end all
+        verdict = verify(
+            analyzed, plan, case.model.batches(NUM_STEPS, case.num_samples), loss=case.model.loss()
+        )
+    except Exception as failed:  # stored as a row: one case must not end the run
         return {**row, "error": float("inf"), "failed": f"{type(failed).__name__}: {failed}"}
     worst = max(verdict.max_errors.values(), default=float("inf"))
     return (
@@ -184,8 +210,8 @@ def compared(case: Case) -> dict[str, object]:
 
 
 def result(rows: list[dict[str, object]], possible: int) -> Result:
-    """The result of all that were drawn: how many are equal, the worst gap of those, and how many were
-    refused for what.
+    """Returns the result of these rows: how many cases match, the largest error of those, and the refusals by
+    message.
     """
     errors = [float(str(row["error"])) for row in rows]
     kept = [
@@ -202,15 +228,15 @@ def result(rows: list[dict[str, object]], possible: int) -> Result:
 
 
 def main() -> None:
-    """Compare the cases that are asked for, and write the result when all were."""
-    parser = ArgumentParser(description="pipelines beside one device")
+    """Compares the selected cases, and writes the result if all drawn ones were compared."""
+    parser = ArgumentParser(description="parity of pipelined steps with one device")
     parser.add_argument(
-        "--only", default="", help="words that the name of a case contains, of all that there are"
+        "--only", default="", help="text that the name of a case contains, of all possible cases"
     )
     parser.add_argument("--quick", action="store_true", help="one case per schedule")
     options = parser.parse_args()
     every = list(cases())
-    chosen = drawn(every)
+    chosen = pairwise_subset(every)
     if options.quick:
         chosen = list({case.schedule: case for case in chosen}.values())
     chosen = [case for case in every if options.only in str(case)] if options.only else chosen
@@ -218,15 +244,15 @@ def main() -> None:
     kept = CaseStore(NAME)
     found = kept.read()
     with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
-        for ended in as_completed([pool.submit(compared, case) for case in chosen if str(case) not in found]):
+        for ended in as_completed([pool.submit(compare, case) for case in chosen if str(case) not in found]):
             row = ended.result()
             found[str(row["case"])] = row
             kept.add(row)
-            told = next((str(row[key]) for key in ("refused", "failed", "differs") if key in row), "")
-            print(row["case"], row["error"], told, file=sys.stderr, flush=True)
+            failure = next((str(row[key]) for key in ("refused", "failed", "differs") if key in row), "")
+            print(row["case"], row["error"], failure, file=sys.stderr, flush=True)
     rows = [found[str(case)] for case in chosen]
     print(
-        f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} equal one device",
+        f"{sum(float(str(row['error'])) <= TOLERANCE for row in rows)} of {len(rows)} match one device",
         file=sys.stderr,
     )
     if not options.only and not options.quick:

@@ -1,28 +1,28 @@
-"""Bubble rates that others have published, against our lists played on paper: 1F1B, interleaved, ZB-H1, H2,
-1p, 2p, V, DualPipe.
+"""Published bubble rates against the simulation of our schedules: 1F1B, interleaved, ZB-H1, H2, 1p, 2p, V,
+DualPipe.
 
-data/bubble_rates.csv holds the rates, data/bubble_profiles.csv the machine they were computed for:
-milliseconds of F, I and W of a stage, and of a transfer, one line per model. Nothing is fitted to a rate.
-What a row needs beyond its model's line follows:
+data/bubble_rates.csv has the rates, data/bubble_profiles.csv the machine for which they were computed:
+milliseconds of F, I and W of a stage, and of a transfer, one line per model. Nothing is fitted to a rate. The
+other inputs follow:
 
-    F, I, W     in proportion to microbatch and layers per stage: (layers + 2) / p, as the paper leaves out a
-                layer at both ends
-    transfer    in proportion to microbatch: messages of 10 MB and more, over the same links
-    memory      for 1p and 2p: F holds 34 h + 5 a s, of which 32 h stay from I to W (h hidden, a heads, s
-                tokens; table 1 there)
-    rate      = (cost - m (F + I + W)) / cost, cost the longest that a rank takes from its first slot to its
-              last
+    F, I, W     in proportion to the microbatch size and to the layers per stage: (layers + 2) / p, as the
+                paper leaves out a layer at both ends
+    transfer    in proportion to the microbatch size: messages of 10 MB and more, over the same links
+    memory      for 1p and 2p: F keeps 34 h + 5 a s, of which 32 h are kept from I to W (h hidden size,
+                a heads, s tokens; table 1 of the paper)
+    rate      = (cost - m (F + I + W)) / cost, with cost the longest time of a rank from the begin of its
+                first action to the end of its last
 
-Every stage costs the same here. The last one has a head, and it is not even: that of GPT-1.5B is 1.7 layers.
+All stages have the same cost here. In fact the last one has the head as well: that of GPT-1.5B is 1.7 layers.
 But the profile is the average of the stages, and the published rates were computed from that average: 0.1 %
-for ZB-2p leaves no room for a stage that is more than 0.1 % above it. `head` in the result says what comes
-out when the head is taken out of the average and put onto the last stage.
+for ZB-2p leaves no room for a stage that is more than 0.1 % above it. `head` in the result is the rate if the
+cost of the head is moved from the average to the last stage.
 
-The row of DeepSeek-V3 was measured, not computed: its bubble holds what messages could not be hidden. It
-counts like the others.
+The row of DeepSeek-V3 was measured, not computed: its bubble includes exposed communication. It counts like
+the others.
 
-    python -m benchmarks.pipeline.pipeline_published [FILE]       FILE: other rates, in the same columns; scored, and
-                                                         not written
+    python -m benchmarks.pipeline.pipeline_published [FILE]    FILE: other rates, in the same columns; scored,
+                                                               and not written
 """
 
 import csv
@@ -50,12 +50,12 @@ CLAIM = "published bubble rates of pipelines, from published times alone: within
 DATA = Path(__file__).parents[1] / "data"
 RATES, PROFILES = DATA / "bubble_rates.csv", DATA / "bubble_profiles.csv"
 BAR = 0.01
-VOCABULARY = 50304
+VOCAB_SIZE = 50304
 
 
 @dataclass(frozen=True)
 class Profile:
-    """What was published of a model on its machine; times in ms."""
+    """The published profile of a model on its machine; times in ms."""
 
     layers: int
     hidden: int
@@ -64,19 +64,19 @@ class Profile:
     ranks: int
     samples: int
     forward: float
-    inputs: float
-    weights: float
+    input_grad: float
+    weight_grad: float
     transfer: float
 
     @property
-    def late(self) -> float:
-        """The share of a microbatch's memory that stays from I to W."""
+    def weight_grad_memory_share(self) -> float:
+        """The share of a microbatch's memory that is kept from I to W."""
         return 32 * self.hidden / (34 * self.hidden + 5 * self.heads * self.sequence)
 
     @property
     def head(self) -> float:
         """The operations of the head, in layers."""
-        return 2 * self.hidden * VOCABULARY / (24 * self.hidden**2 + 4 * self.sequence * self.hidden)
+        return 2 * self.hidden * VOCAB_SIZE / (24 * self.hidden**2 + 4 * self.sequence * self.hidden)
 
 
 @dataclass(frozen=True)
@@ -86,101 +86,120 @@ class Row:
     model: str
     ranks: int
     samples: int
-    micros: int
+    num_microbatches: int
     schedule: str
-    chunks: int
+    virtual_stages: int
     rate: float
 
     def __str__(self) -> str:
-        return f"{self.model} p {self.ranks} m {self.micros} {self.schedule}"
+        return f"{self.model} p {self.ranks} m {self.num_microbatches} {self.schedule}"
 
 
-def rows(path: Path = RATES) -> list[Row]:
-    """The rows of `path` that have a rate."""
+def read_rows(path: Path = RATES) -> list[Row]:
+    """Returns the rows of `path` that have a rate."""
     with path.open(encoding="utf-8", newline="") as file:
         return [_row(row) for row in csv.DictReader(file) if row["bubble_rate_published"]]
 
 
 def _row(row: Mapping[str, str]) -> Row:
-    samples, chunks = int(row["micro_batch"] or 1), int(row["v"] or 1)
+    samples, virtual_stages = int(row["micro_batch"] or 1), int(row["v"] or 1)
     rate = float(row["bubble_rate_published"])
-    return Row(row["model"], int(row["p"]), samples, int(row["m"]), row["schedule"], chunks, rate)
+    return Row(row["model"], int(row["p"]), samples, int(row["m"]), row["schedule"], virtual_stages, rate)
 
 
-def profiles(path: Path = PROFILES) -> dict[str, Profile]:
-    """The machines by model."""
-    whole = ("layers", "hidden", "heads", "sequence", "p", "micro_batch")
-    times = ("forward_ms", "inputs_ms", "weights_ms", "transfer_ms")
+def read_profiles(path: Path = PROFILES) -> dict[str, Profile]:
+    """Returns the profiles by model."""
+    int_columns = ("layers", "hidden", "heads", "sequence", "p", "micro_batch")
+    float_columns = ("forward_ms", "inputs_ms", "weights_ms", "transfer_ms")
     with path.open(encoding="utf-8", newline="") as file:
         return {
-            row["model"]: Profile(*(int(row[key]) for key in whole), *(float(row[key]) for key in times))
+            row["model"]: Profile(
+                *(int(row[key]) for key in int_columns), *(float(row[key]) for key in float_columns)
+            )
             for row in csv.DictReader(file)
         }
 
 
-def costs_of(row: Row, machines: Mapping[str, Profile], parts: int, *, head: bool = False) -> StageCosts:
-    """The costs of each of `parts` parts; with `head`, the last has the head and both ends a layer less, the
-    average stays.
+def costs_of(row: Row, machines: Mapping[str, Profile], num_stages: int, *, head: bool = False) -> StageCosts:
+    """Returns the costs of `num_stages` stages.
+
+    With `head`, the last stage has the head, and the first and last have one layer less; the average is the
+    same.
     """
     machine = machines[row.model]
     more = row.samples / machine.samples
-    shares = np.full(parts, (machine.layers + 2) / parts)
+    shares = np.full(num_stages, (machine.layers + 2) / num_stages)
     if head:
         shares[0] -= 1
         shares[-1] += machine.head - 1
-    shares *= more * machine.ranks / parts / shares.mean()
-    forward, inputs, weights = (
-        [float(s * each) for s in shares] for each in (machine.forward, machine.inputs, machine.weights)
+    shares *= more * machine.ranks / num_stages / shares.mean()
+    forward, input_grad, weight_grad = (
+        [float(s * each) for s in shares]
+        for each in (machine.forward, machine.input_grad, machine.weight_grad)
     )
     return StageCosts(
-        forward, inputs, weights, more * machine.transfer, [1.0] * parts, [machine.late] * parts
+        forward,
+        input_grad,
+        weight_grad,
+        more * machine.transfer,
+        [1.0] * num_stages,
+        [machine.weight_grad_memory_share] * num_stages,
     )
 
 
-Maker = Callable[[Row, StageCosts], Schedule]
-MAKERS: Mapping[str, Maker] = {
-    "1F1B": lambda row, costs: one_f_one_b.one_f_one_b_schedule(row.ranks, row.micros),
+MakeSchedule = Callable[[Row, StageCosts], Schedule]
+SCHEDULES: Mapping[str, MakeSchedule] = {
+    "1F1B": lambda row, costs: one_f_one_b.one_f_one_b_schedule(row.ranks, row.num_microbatches),
     "interleaved-1F1B": lambda row, costs: interleaved.interleaved_schedule(
-        row.ranks, row.micros, row.chunks
+        row.ranks, row.num_microbatches, row.virtual_stages
     ),
-    "ZB-H1": lambda row, costs: zb_h1_schedule(row.ranks, row.micros),
-    "ZB-H2": lambda row, costs: zb_h2_schedule(row.ranks, row.micros),
-    "ZB-1p": lambda row, costs: zb_schedule_within_memory(row.ranks, row.micros, costs, row.ranks),
-    "ZB-2p": lambda row, costs: zb_schedule_within_memory(row.ranks, row.micros, costs, 2 * row.ranks),
-    "ZB-V": lambda row, costs: zb_v_schedule(row.ranks, row.micros),
-    "DualPipe": lambda row, costs: dualpipe_schedule(row.ranks, row.micros),
+    "ZB-H1": lambda row, costs: zb_h1_schedule(row.ranks, row.num_microbatches),
+    "ZB-H2": lambda row, costs: zb_h2_schedule(row.ranks, row.num_microbatches),
+    "ZB-1p": lambda row, costs: zb_schedule_within_memory(row.ranks, row.num_microbatches, costs, row.ranks),
+    "ZB-2p": lambda row, costs: zb_schedule_within_memory(
+        row.ranks, row.num_microbatches, costs, 2 * row.ranks
+    ),
+    "ZB-V": lambda row, costs: zb_v_schedule(row.ranks, row.num_microbatches),
+    "DualPipe": lambda row, costs: dualpipe_schedule(row.ranks, row.num_microbatches),
 }
-CHUNKS = {"ZB-V": 2}
+VIRTUAL_STAGES = {"ZB-V": 2}
 
 
-def simulated(row: Row, machines: Mapping[str, Profile], *, head: bool = False) -> float:
-    """The bubble rate of our list for `row`."""
-    parts = row.ranks * CHUNKS.get(row.schedule, row.chunks)
-    costs = costs_of(row, machines, parts, head=head)
-    cost = longest_rank_time(simulate(MAKERS[row.schedule](row, costs), costs))
-    work = row.micros * (sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad)) / row.ranks
+def simulated_rate(row: Row, machines: Mapping[str, Profile], *, head: bool = False) -> float:
+    """Returns the simulated bubble rate of our schedule for `row`."""
+    num_stages = row.ranks * VIRTUAL_STAGES.get(row.schedule, row.virtual_stages)
+    costs = costs_of(row, machines, num_stages, head=head)
+    cost = longest_rank_time(simulate(SCHEDULES[row.schedule](row, costs), costs))
+    work = (
+        row.num_microbatches
+        * (sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad))
+        / row.ranks
+    )
     return (cost - work) / cost
 
 
-def closed(row: Row, machines: Mapping[str, Profile]) -> float | None:
-    """The rate by the formula of the paper, which knows neither transfers nor memory; None where there is
-    none.
-    """
+def closed_form_rate(row: Row, machines: Mapping[str, Profile]) -> float | None:
+    """Returns the rate by the formula of the paper, without transfers and memory; None if there is none."""
     machine = machines[row.model]
-    whole = machine.forward + machine.inputs + machine.weights
+    total = machine.forward + machine.input_grad + machine.weight_grad
     idle = {
-        "1F1B": whole,
-        "interleaved-1F1B": whole / row.chunks,
-        "ZB-H1": whole - 2 * machine.weights,
-        "ZB-H2": whole - 3 * machine.weights,
+        "1F1B": total,
+        "interleaved-1F1B": total / row.virtual_stages,
+        "ZB-H1": total - 2 * machine.weight_grad,
+        "ZB-H2": total - 3 * machine.weight_grad,
     }.get(row.schedule)
-    return None if idle is None else (row.ranks - 1) * idle / ((row.ranks - 1) * idle + row.micros * whole)
+    return (
+        None
+        if idle is None
+        else (row.ranks - 1) * idle / ((row.ranks - 1) * idle + row.num_microbatches * total)
+    )
 
 
-def compared(found: Sequence[Row], machines: Mapping[str, Profile]) -> Result:
-    """All rows: our rate, how far it is from the published one, and the errors by schedule.
+def score(found: Sequence[Row], machines: Mapping[str, Profile]) -> Result:
+    """Returns the result of all rows: our rate, its distance from the published one, and the errors by
+    schedule.
 
-    One line each goes to stderr.
+    Prints one line per row to stderr.
     """
     table = list(_table(found, machines))
     errors = np.array([abs(line["ours"] - line["published"]) for line in table])
@@ -208,10 +227,10 @@ def compared(found: Sequence[Row], machines: Mapping[str, Profile]) -> Result:
 
 def _table(found: Sequence[Row], machines: Mapping[str, Profile]) -> Iterator[dict[str, float]]:
     for row in found:
-        line = {"published": row.rate, "ours": simulated(row, machines)}
+        line = {"published": row.rate, "ours": simulated_rate(row, machines)}
         if row.schedule in ("1F1B", "interleaved-1F1B", "ZB-H1", "ZB-H2", "ZB-V"):
-            line["head"] = simulated(row, machines, head=True)
-        formula = closed(row, machines)
+            line["head"] = simulated_rate(row, machines, head=True)
+        formula = closed_form_rate(row, machines)
         if formula is not None:
             line["formula"] = formula
         print(f"{row!s:<50} published {row.rate:.4f}   ours {line['ours']:.4f}", file=sys.stderr)
@@ -219,32 +238,32 @@ def _table(found: Sequence[Row], machines: Mapping[str, Profile]) -> Iterator[di
 
 
 def _error(table: Sequence[Mapping[str, float]], what: str) -> tuple[float, float] | None:
-    """(mean, worst) distance from the published rates, where there is one."""
+    """Returns the (mean, worst) distance from the published rates, None if no row has the rate `what`."""
     errors = [abs(line[what] - line["published"]) for line in table if what in line]
     return (float(np.mean(errors)), max(errors)) if errors else None
 
 
 def main() -> None:
-    """Play all rows, print the errors, and write the result unless another file was scored."""
-    found, machines = rows(Path(sys.argv[1])) if sys.argv[1:] else rows(), profiles()
-    unknown = {row.model for row in found} - set(machines) | {row.schedule for row in found} - set(MAKERS)
+    """Simulates all rows, prints the errors, and writes the result unless another file was scored."""
+    found, machines = read_rows(Path(sys.argv[1])) if sys.argv[1:] else read_rows(), read_profiles()
+    unknown = {row.model for row in found} - set(machines) | {row.schedule for row in found} - set(SCHEDULES)
     if unknown:
         sys.exit(
             f"unknown: {', '.join(sorted(unknown))}; a model needs its line in {PROFILES}, a "
-            f"schedule its maker in MAKERS"
+            f"schedule its function in SCHEDULES"
         )
-    result = compared(found, machines)
+    result = score(found, machines)
     for schedule, line in dict(result.detail["mean and worst error"]).items():  # pyrefly: ignore[no-matching-overload]  a mapping
         print(
             f"{schedule:<20}{line['rows']:>4} rows   ",
-            *(f"{what} {_shown(line[what])}" for what in ("ours", "head", "formula")),
+            *(f"{what} {_format_error(line[what])}" for what in ("ours", "head", "formula")),
         )
     print(f"mean error {result.median:.4f}, at most {BAR}: {'holds' if result.holds else 'does not hold'}")
     if not sys.argv[1:]:
         print(result.write(NAME))
 
 
-def _shown(error: Sequence[float] | None) -> str:
+def _format_error(error: Sequence[float] | None) -> str:
     return f"{error[0]:.4f} (worst {error[1]:.4f})  " if error else "-" + " " * 22
 
 

@@ -1,13 +1,13 @@
-"""Steps of a Llama cut into parts on several ranks: by hand, by torch.distributed.pipelining, and ours; and
-what each holds.
+"""One training step of a Llama in pipeline stages: by a plain loop, by torch.distributed.pipelining, and by
+our engine; with times and peak memory.
 
     rank 0   [ embed  layers 0-3 ]  --- x --->  rank 1   [ layers 4-7  norm  head ]
                                    <--- dx ---
 
-*by hand* is the plain per-stage loop: a module of the stage's own layers, isend and irecv, `backward` from
-what came, in the order of the schedule; nothing else. torch's schedules run the same module. All sides train
-the same parameters on the same samples, with the optimizer of `llama_steps`, clip to norm 1 over all ranks, and
-tell the mean loss on every rank.
+The *plain loop* is a per-stage loop: a module of the stage's own layers, isend and irecv, and `backward` from
+the received gradient, in the order of the schedule; nothing else. torch's schedules run the same module. All
+sides train the same parameters on the same samples, with the optimizer of `llama_steps`, clip to norm 1 over
+all ranks, and return the mean loss on every rank.
 """
 
 import time
@@ -37,13 +37,14 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.engine import Trainer
 
 Step = Callable[[], object]
-THEIRS = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
-CHUNKS = {"interleaved": 2}
+TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
+VIRTUAL_STAGES = {"interleaved": 2}
 
 
 class Stage(nn.Module):
-    """A run of the blocks of a Llama, whose hidden states go in and come out; ids go into the first, logits
-    out of the last.
+    """A run of consecutive layers of a Llama, from hidden states to hidden states.
+
+    The first stage takes ids, the last one returns logits.
     """
 
     def __init__(self, model: Any, first: int, end: int, *, begins: bool, ends: bool) -> None:
@@ -54,7 +55,7 @@ class Stage(nn.Module):
         self.norm, self.head = (model.model.norm, model.lm_head) if ends else (None, None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Hidden states (rows, sequence, width), or logits."""
+        """Returns hidden states (samples, sequence, width), or logits."""
         if self.embed is not None:
             x = self.embed(x)
         tables = self.rotary(x, torch.arange(x.shape[1]).unsqueeze(0))
@@ -63,33 +64,39 @@ class Stage(nn.Module):
         return x if self.norm is None or self.head is None else self.head(self.norm(x))
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters; their ends are the names that they have in the model."""
+        """Yields the parameters by name; a name ends with the name in the model."""
         return self.named_parameters()
 
 
-def stages(workload: str, rank: int, size: int, chunks: int) -> list[Stage]:
-    """The stages of one rank: as many layers in each of all, as nearly as may be, where our own cuts lie."""
-    spec, count = WORKLOADS[workload], size * chunks
-    model, starts = spec.model(), [spec.layers * part // count for part in range(count)] + [spec.layers]
+def stages(workload: str, rank: int, size: int, virtual_stages: int) -> list[Stage]:
+    """Returns the stages of one rank; layers are split as evenly as possible, at `split_points`."""
+    spec, count = WORKLOADS[workload], size * virtual_stages
+    model = spec.model()
+    starts = [*(spec.layers * index // count for index in range(count)), spec.layers]
     spans = list(pairwise(starts))
-    mine = range(rank, count, size)
-    return [Stage(model, *spans[part], begins=part == 0, ends=part == count - 1) for part in mine]
+    local_stages = range(rank, count, size)
+    return [
+        Stage(model, *spans[stage_index], begins=stage_index == 0, ends=stage_index == count - 1)
+        for stage_index in local_stages
+    ]
 
 
-def cuts(workload: str, size: int, chunks: int) -> tuple[str, ...]:
-    """The blocks with which those stages begin, but for the first."""
-    spec, count = WORKLOADS[workload], size * chunks
-    return tuple(f"model.layers.{spec.layers * part // count}" for part in range(1, count))
+def split_points(workload: str, size: int, virtual_stages: int) -> tuple[str, ...]:
+    """Returns the blocks with which the second and later stages begin."""
+    spec, count = WORKLOADS[workload], size * virtual_stages
+    return tuple(f"model.layers.{spec.layers * stage_index // count}" for stage_index in range(1, count))
 
 
 class Update:
-    """What stands round a schedule: the optimizer, the clip by the norm of all ranks, and the loss that all
-    are told.
+    """The part of a step around the schedule: optimizer, clipping by the norm over all ranks, all-reduced
+    loss.
     """
 
-    def __init__(self, mine: Sequence[Stage]) -> None:
+    def __init__(self, local_stages: Sequence[Stage]) -> None:
         named = {
-            f"{number}.{name}": each for number, stage in enumerate(mine) for name, each in stage.named()
+            f"{number}.{name}": each
+            for number, stage in enumerate(local_stages)
+            for name, each in stage.named()
         }
         groups = make_param_groups(OPTIMIZER, named)
         self._parameters = list(named.values())
@@ -98,113 +105,128 @@ class Update:
         )
 
     def begin(self) -> None:
-        """Gradients are gone."""
+        """Frees the gradients."""
         self._optimizer.zero_grad(set_to_none=True)
 
-    def end(self, losses: Sequence[torch.Tensor], micros: int) -> float:
-        """Clip, step, and the mean loss; `losses` of the microbatches, on the last rank."""
+    def end(self, losses: Sequence[torch.Tensor], num_microbatches: int) -> float:
+        """Clips, steps and returns the mean loss; `losses`: those of the microbatches, on the last rank."""
         norms = torch._foreach_norm([each.grad for each in self._parameters if each.grad is not None])
-        told = torch.stack([torch.stack(norms).square().sum(), sum(losses, start=torch.zeros(()))]).detach()
-        dist.all_reduce(told)
-        factor = (1.0 / (told[0].sqrt() + 1e-6)).clamp(max=1.0)
+        reduced = torch.stack(
+            [torch.stack(norms).square().sum(), sum(losses, start=torch.zeros(()))]
+        ).detach()
+        dist.all_reduce(reduced)
+        factor = (1.0 / (reduced[0].sqrt() + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_([each.grad for each in self._parameters if each.grad is not None], factor)
         self._optimizer.step()
-        return told[1].item() / micros
+        return reduced[1].item() / num_microbatches
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean over the tokens of a microbatch."""
+    """Returns the mean loss over the tokens of a microbatch."""
     return F.cross_entropy(logits.float().view(-1, VOCABULARY), labels.reshape(-1))
 
 
-def theirs(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
-    """The step of torch.distributed.pipelining."""
+def torch_step(rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int) -> Step:
+    """Returns the step of torch.distributed.pipelining."""
     join(rank, size, store)
     torch.set_num_threads(1)
-    chunks, batches = CHUNKS.get(schedule, 1), Batches(WORKLOADS[workload])
-    mine = stages(workload, rank, size, chunks)
+    virtual_stages, batches = VIRTUAL_STAGES.get(schedule, 1), Batches(WORKLOADS[workload])
+    local_stages = stages(workload, rank, size, virtual_stages)
     made: Any = [
-        PipelineStage(stage, rank + size * number, size * chunks, torch.device("cpu"))
-        for number, stage in enumerate(mine)
+        PipelineStage(stage, rank + size * number, size * virtual_stages, torch.device("cpu"))
+        for number, stage in enumerate(local_stages)
     ]
-    play: Any = THEIRS[schedule](made if chunks > 1 else made[0], micros, loss_of)
-    update = Update(mine)
+    schedule_runner: Any = TORCH_SCHEDULES[schedule](
+        made if virtual_stages > 1 else made[0], num_microbatches, loss_of
+    )
+    update = Update(local_stages)
 
     def step() -> float:
         batch, losses = batches.next(), list[torch.Tensor]()
         update.begin()
-        given = (batch["input_ids"],) if rank == 0 else ()
+        inputs = (batch["input_ids"],) if rank == 0 else ()
         target = {"target": batch["labels"], "losses": losses} if rank == size - 1 else {}
-        play.step(*given, **target, return_outputs=False)
-        return update.end(losses, micros)
+        schedule_runner.step(*inputs, **target, return_outputs=False)
+        return update.end(losses, num_microbatches)
 
     return step
 
 
-def by_hand(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
-    """The step of a plain loop over the slots of the schedule."""
+def plain_loop_step(
+    rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int
+) -> Step:
+    """Returns the step of a plain loop over the actions of the schedule."""
     join(rank, size, store)
     torch.set_num_threads(1)
-    chunks, batches = CHUNKS.get(schedule, 1), Batches(WORKLOADS[workload])
-    mine = stages(workload, rank, size, chunks)
-    order = SCHEDULES[schedule].build(size, micros, chunks, StageCosts.uniform(size * chunks))
-    update, spec = Update(mine), WORKLOADS[workload]
-    shape = (spec.batch // micros, spec.sequence, spec.hidden)
+    virtual_stages, batches = VIRTUAL_STAGES.get(schedule, 1), Batches(WORKLOADS[workload])
+    local_stages = stages(workload, rank, size, virtual_stages)
+    order = SCHEDULES[schedule].build(
+        size, num_microbatches, virtual_stages, StageCosts.uniform(size * virtual_stages)
+    )
+    update, spec = Update(local_stages), WORKLOADS[workload]
+    shape = (spec.batch // num_microbatches, spec.sequence, spec.hidden)
 
     def step() -> float:
         batch = batches.next()
         update.begin()
-        losses = _looped(
-            rank, order, mine, batch["input_ids"].chunk(micros), batch["labels"].chunk(micros), shape
+        losses = _run_actions(
+            rank,
+            order,
+            local_stages,
+            batch["input_ids"].chunk(num_microbatches),
+            batch["labels"].chunk(num_microbatches),
+            shape,
         )
-        return update.end(losses, micros)
+        return update.end(losses, num_microbatches)
 
     return step
 
 
-def _looped(
+def _run_actions(
     rank: int,
     order: Schedule,
-    mine: Sequence[Stage],
+    local_stages: Sequence[Stage],
     ids: Sequence[torch.Tensor],
     labels: Sequence[torch.Tensor],
     shape: tuple[int, ...],
 ) -> list[torch.Tensor]:
-    """Play this rank's slots; the losses of the microbatches, where this rank takes them."""
-    size, last, micros = order.num_ranks, order.num_stages - 1, len(ids)
-    under_way: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+    """Runs the actions of this rank; returns the losses of the microbatches, on the last rank."""
+    size, last, num_microbatches = order.num_ranks, order.num_stages - 1, len(ids)
+    in_flight: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     sent, losses = [], []
-    for kind, part, micro in order.actions[rank]:
+    for kind, stage_index, micro in order.actions[rank]:
         if kind == "F":
-            x = ids[micro] if part == 0 else torch.empty(shape)
-            if part:
-                dist.recv(x, (part - 1) % size, tag=2 * part)
+            x = ids[micro] if stage_index == 0 else torch.empty(shape)
+            if stage_index:
+                dist.recv(x, (stage_index - 1) % size, tag=2 * stage_index)
                 x.requires_grad_()
-            y = mine[part // size](x)
-            if part == last:
-                y = loss_of(y, labels[micro]) / micros
-                losses.append(y.detach() * micros)
+            y = local_stages[stage_index // size](x)
+            if stage_index == last:
+                y = loss_of(y, labels[micro]) / num_microbatches
+                losses.append(y.detach() * num_microbatches)
             else:
-                sent.append(dist.isend(y.detach(), (part + 1) % size, tag=2 * part + 2))
-            under_way[part, micro] = x, y
+                sent.append(dist.isend(y.detach(), (stage_index + 1) % size, tag=2 * stage_index + 2))
+            in_flight[stage_index, micro] = x, y
         else:
-            x, y = under_way.pop((part, micro))
-            if part == last:
+            x, y = in_flight.pop((stage_index, micro))
+            if stage_index == last:
                 y.backward()
             else:
                 gradient = torch.empty(shape)
-                dist.recv(gradient, (part + 1) % size, tag=2 * part + 3)
+                dist.recv(gradient, (stage_index + 1) % size, tag=2 * stage_index + 3)
                 y.backward(gradient)
-            if part and x.grad is not None:
-                sent.append(dist.isend(x.grad, (part - 1) % size, tag=2 * part + 1))
+            if stage_index and x.grad is not None:
+                sent.append(dist.isend(x.grad, (stage_index - 1) % size, tag=2 * stage_index + 1))
     for each in sent:
         each.wait()
     return losses
 
 
-def ours(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
-    """The step of the engine on the same model, cut at the same places where its parts are as many."""
-    engine, batches = _engine(rank, size, workload, store, schedule, micros)
+def engine_step(
+    rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int
+) -> Step:
+    """Returns the step of our engine on the same model, with the same split points for as many stages."""
+    engine, batches = _engine(rank, size, workload, store, schedule, num_microbatches)
 
     def step() -> float:
         return engine.step(engine.local_batch(batches.next())).loss
@@ -212,31 +234,33 @@ def ours(rank: int, size: int, workload: str, store: str, schedule: str, micros:
     return step
 
 
-def timed(rank: int, size: int, workload: str, store: str, schedule: str, micros: int) -> Step:
-    """Our step, whose note are seconds: the means of F and B of each part by number, and the rest that stands
-    round them.
+def profiled_step(
+    rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int
+) -> Step:
+    """Returns our step, whose note has seconds: the mean of F and of B by stage index, and the rest of the
+    step.
     """
-    engine, batches = _engine(rank, size, workload, store, schedule, micros)
-    player, anatomy = engine.executor, engine.plan.model_spec
-    if anatomy.stage_boundaries is None:
-        raise ValueError("nothing is known of the borders between blocks: read the model with them")
-    part_of = {
-        visit: n
-        for n, part in enumerate(anatomy.stage_boundaries.stages(engine.plan.sharding.split_points))
-        for visit in part.block_calls
+    engine, batches = _engine(rank, size, workload, store, schedule, num_microbatches)
+    executor, model_spec = engine.executor, engine.plan.model_spec
+    if model_spec.stage_boundaries is None:
+        raise ValueError("the analyzed model has no stage boundaries: analyze it with them")
+    stage_of = {
+        block_call: n
+        for n, stage in enumerate(model_spec.stage_boundaries.stages(engine.plan.sharding.split_points))
+        for block_call in stage.block_calls
     }
 
     def step() -> dict[str, object]:
-        watch = StepProfiler(torch.device("cpu"))
-        player.step(engine.local_batch(batches.next()), profiler=watch)
-        return _sorted_out(watch.spans(), part_of)
+        profiler = StepProfiler(torch.device("cpu"))
+        executor.step(engine.local_batch(batches.next()), profiler=profiler)
+        return _mean_times(profiler.spans(), stage_of)
 
     return step
 
 
-def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step:
-    """The seconds that hidden states of a microbatch take from one rank to the next: half of a way there and
-    back.
+def transfer_step(rank: int, size: int, workload: str, store: str, num_microbatches: int) -> Step:
+    """Returns a step whose note has the seconds to send the hidden states of a microbatch to the next rank:
+    half of a round trip.
     """
     join(rank, size, store)
     torch.set_num_threads(1)
@@ -244,7 +268,7 @@ def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step
         WORKLOADS[workload],
         TorchWorld(Mesh(pp=size), rank, "cpu", shared_memory=False).group(("pp",)),
     )
-    tensor, peer = torch.zeros(spec.batch // micros, spec.sequence, spec.hidden), 1 - rank
+    tensor, peer = torch.zeros(spec.batch // num_microbatches, spec.sequence, spec.hidden), 1 - rank
 
     def step() -> float:
         begin = time.perf_counter()
@@ -256,43 +280,48 @@ def pinged(rank: int, size: int, workload: str, store: str, micros: int) -> Step
 
 
 def _engine(
-    rank: int, size: int, workload: str, store: str, schedule: str, micros: int
+    rank: int, size: int, workload: str, store: str, schedule: str, num_microbatches: int
 ) -> tuple[Trainer, Batches]:
     join(rank, size, store)
     torch.set_num_threads(1)
     spec, mesh = WORKLOADS[workload], Mesh(pp=size)
-    chunks = CHUNKS.get(schedule, SCHEDULES[schedule].num_virtual_stages)
-    reading = analyze(
+    virtual_stages = VIRTUAL_STAGES.get(schedule, SCHEDULES[schedule].num_virtual_stages)
+    analyzed = analyze(
         spec.model, Batches(spec).next()
-    )  # an `nn.Module` that is handed over stays in memory beside its parts
+    )  # a function, because a ready `nn.Module` would stay in memory beside its stages
     data = DataConfig("stdlib", sequence=spec.sequence)
     job = Job(ModelConfig("llama"), data, TrainConfig(batch=spec.batch), OPTIMIZER)
     pipeline = Pipeline(
-        schedule=schedule, virtual_stages=CHUNKS.get(schedule, 0), split_points=cuts(workload, size, chunks)
+        schedule=schedule,
+        virtual_stages=VIRTUAL_STAGES.get(schedule, 0),
+        split_points=split_points(workload, size, virtual_stages),
     )
-    plan = make_plan(reading, job, mesh, (pipeline,), spec.batch // micros)
-    return parallelize(reading, plan, world=TorchWorld(mesh, rank, "cpu", shared_memory=False)), Batches(spec)
+    plan = make_plan(analyzed, job, mesh, (pipeline,), spec.batch // num_microbatches)
+    return parallelize(analyzed, plan, world=TorchWorld(mesh, rank, "cpu", shared_memory=False)), Batches(
+        spec
+    )
 
 
-def _sorted_out(spans: Sequence[ProfilerSpan], part_of: Mapping[str, int]) -> dict[str, Any]:
-    """Means of F and B by part, and the sum of all that is neither, nor waiting."""
-    took: dict[str, dict[int, dict[int | None, float]]] = {"F": defaultdict(dict), "B": defaultdict(dict)}
-    last, rest = max(part_of.values()), 0.0
+def _mean_times(spans: Sequence[ProfilerSpan], stage_of: Mapping[str, int]) -> dict[str, Any]:
+    """Returns the mean times of F and B by stage index, and the sum of all other times without waiting."""
+    times: dict[str, dict[int, dict[int | None, float]]] = {"F": defaultdict(dict), "B": defaultdict(dict)}
+    last, rest = max(stage_of.values()), 0.0
     for span in spans:
         seconds, action = span.end - span.begin, span.action
         if span.stream != "compute" or span.kind in ("wait", "F") or (action is None and span.kind != "glue"):
             continue
-        if span.kind == "glue":  # the model's forward, or the script of it
+        if span.kind == "glue":  # the model's forward, or its recorded forward
             inside = next(
                 each.action for each in spans if each.kind == "F" and each.begin >= span.begin and each.action
             )
-            took["F"][part_of[inside.subject]][inside.microbatch] = seconds
+            times["F"][stage_of[inside.subject]][inside.microbatch] = seconds
         elif action is not None and span.kind in ("B", "LOSS"):
-            back = took["B"][part_of.get(action.subject, last)]
+            back = times["B"][stage_of.get(action.subject, last)]
             back[action.microbatch] = back.get(action.microbatch, 0.0) + seconds
         else:
             rest += seconds
     found: dict[str, Any] = {
-        kind: {part: fmean(each.values()) for part, each in parts.items()} for kind, parts in took.items()
+        kind: {stage_index: fmean(each.values()) for stage_index, each in by_stage.items()}
+        for kind, by_stage in times.items()
     }
     return found | {"rest": rest}

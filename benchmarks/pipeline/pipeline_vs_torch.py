@@ -1,23 +1,23 @@
-"""Pipelines beside torch.distributed.pipelining: the same schedule, cuts, model, samples and optimizer, 2
-processes over gloo.
+"""Pipelines against torch.distributed.pipelining: the same schedule, split points, model, samples and
+optimizer, 2 processes over gloo.
 
-    GPipe, 1F1B, interleaved    a step costs at most 1.02 x theirs (CPU seconds of both ranks), wall seconds
-                                beside
-    the same, on paper          the wall seconds of a step within 5 % of what F and B of each part, as
-                                measured, make of the order
+    GPipe, 1F1B, interleaved    a step costs at most 1.02 x torch's (CPU seconds of both ranks); wall seconds
+                                are given as well
+    the same, simulated         the wall seconds of a step are within 5 % of the simulated schedule, from the
+                                measured F and B of each stage
     ZBV                         at most 0.97 x our 1F1B, wall seconds: it computes the same, and waits less
-    peak bytes                  not above theirs, and at most half of DDP's on as many processes
-    toy                         CPU seconds above the plain per-stage loop: at most half of theirs
-    parts that sleep            4 processes, every schedule: the share of a step in which ranks wait, within 3
-                                points of paper
+    peak bytes                  not above torch's, and at most half of DDP's on as many processes
+    toy                         CPU seconds above the plain per-stage loop: at most half of torch's
+    sleeping stages             4 processes, every schedule: the share of a step in which ranks wait, within
+                                3 points of the simulation
 
-8 layers of width 512, a batch of 8 x 256 tokens, 8 microbatches; the toy is as thin as `llama_steps` has it. A
-second loop of theirs is the twin that shows the noise. CPU seconds leave out waiting.
+8 layers of width 512, a batch of 8 x 256 tokens, 8 microbatches; the toy is as thin as in `llama_steps`. A
+second loop of torch is the twin that shows the noise (A/A). CPU seconds leave out waiting.
 
-    python -m benchmarks.pipeline.pipeline_vs_torch           some twenty minutes
-    python -m benchmarks.pipeline.pipeline_vs_torch --paper   what paper says alone; the stored result keeps the rest,
-                                                     each with its date
-    python -m benchmarks.pipeline.pipeline_vs_torch --quick   a few rounds of each; writes nothing
+    python -m benchmarks.pipeline.pipeline_vs_torch               some twenty minutes
+    python -m benchmarks.pipeline.pipeline_vs_torch --simulated   the simulation alone; the stored result
+                                                                  keeps the other rows, each with its date
+    python -m benchmarks.pipeline.pipeline_vs_torch --quick       a few rounds of each; writes nothing
 """
 
 import sys
@@ -43,8 +43,16 @@ from benchmarks.harness.interleaved_timing import (
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result, stored
 from benchmarks.models.llama_steps import HEAVY, ddp, fresh_store
-from benchmarks.pipeline.pipeline_steps import CHUNKS, THEIRS, by_hand, ours, pinged, theirs, timed
-from benchmarks.pipeline.sleeping_stages import Slept, asleep
+from benchmarks.pipeline.pipeline_steps import (
+    TORCH_SCHEDULES,
+    VIRTUAL_STAGES,
+    engine_step,
+    plain_loop_step,
+    profiled_step,
+    torch_step,
+    transfer_step,
+)
+from benchmarks.pipeline.sleeping_stages import SleepStep, sleeping_pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 
@@ -55,20 +63,20 @@ CLAIM = (
     "and within 5 % of their "
     "simulation; ZBV at most 0.97 x our 1F1B; peak bytes not above torch's and at most half of "
     "DDP's; on a toy at most half of "
-    "torch's CPU above the plain loop; parts that sleep: bubbles within 3 points of simulated, "
+    "torch's CPU above the plain loop; sleeping stages: bubbles within 3 points of simulated, "
     "every schedule, 4 processes"
 )
-RANKS, MICROS = 2, 8
-BAR, PAPER, ZBV, OVERHEAD, HALF, POINTS = 1.02, 0.05, 0.97, 0.5, 0.5, 3.0
-SLEEP_S, SLEEPERS = 0.2, 4
+RANKS, NUM_MICROBATCHES = 2, 8
+BAR, SIMULATION_BAR, ZBV_BAR, OVERHEAD_BAR, MEMORY_BAR, BUBBLE_BAR_POINTS = 1.02, 0.05, 0.97, 0.5, 0.5, 3.0
+SLEEP_S, SLEEP_RANKS = 0.2, 4
 PRELOAD = (*HEAVY, "torch.distributed.pipelining")
 
 
 @dataclass(frozen=True)
-class Length:
-    """How long each part of the benchmark is measured."""
+class Duration:
+    """The duration of each measurement of the benchmark."""
 
-    contest: Window = Window(20, 60, 240)
+    against_torch: Window = Window(20, 60, 240)
     toy: Window = Window(80, 240, 150, warmup=4)
     steps: int = 9
     sleep_s: float = SLEEP_S
@@ -77,13 +85,13 @@ class Length:
 
 
 QUICK = Window(3, 4, 120, window_s=0.0, threshold=64.0, warmup=1)
-QUICKLY = Length(QUICK, QUICK, 2, 0.02, ("gpipe", "1f1b", "zb_v"), "toy8")
+QUICK_LENGTH = Duration(QUICK, QUICK, 2, 0.02, ("gpipe", "1f1b", "zb_v"), "toy8")
 
 
 def rounds_of(
     sides: Mapping[str, tuple[Callable[..., Any], Mapping[str, Any]]], workload: str, window: Window
 ) -> Rounds:
-    """The rounds of all `sides`, each a builder and what it is given."""
+    """Measures the rounds of all `sides`, each a builder and its arguments."""
     with ExitStack() as opened:
         made = [
             opened.enter_context(
@@ -94,7 +102,7 @@ def rounds_of(
                     preload=PRELOAD,
                     workload=workload,
                     store=fresh_store(),
-                    micros=MICROS,
+                    num_microbatches=NUM_MICROBATCHES,
                     **how,
                 )
             )
@@ -103,11 +111,13 @@ def rounds_of(
         return measure(made, window)
 
 
-def contest(schedule: str, length: Length) -> tuple[Rounds, Comparison, Comparison]:
-    """One schedule, ours against theirs: rounds, CPU and wall."""
+def against_torch(schedule: str, duration: Duration) -> tuple[Rounds, Comparison, Comparison]:
+    """Returns one schedule, ours against torch's: rounds, CPU and wall comparison."""
     how = {"schedule": schedule}
     rounds = rounds_of(
-        {"torch": (theirs, how), "ours": (ours, how), "twin": (theirs, how)}, length.workload, length.contest
+        {"torch": (torch_step, how), "ours": (engine_step, how), "twin": (torch_step, how)},
+        duration.workload,
+        duration.against_torch,
     )
     cpu, wall = (
         compare(rounds, "ours", base="torch", twin="twin", bar=BAR, figure=figure)
@@ -117,68 +127,81 @@ def contest(schedule: str, length: Length) -> tuple[Rounds, Comparison, Comparis
     return rounds, cpu, wall
 
 
-def on_paper(schedule: str, length: Length) -> dict[str, float]:
-    """The seconds of our step as measured, and as the order of the schedule makes them of F and B of each
-    part.
+def simulated_step(schedule: str, duration: Duration) -> dict[str, float]:
+    """Returns the measured seconds of our step, and the simulated ones from the measured F and B of each
+    stage.
     """
-    chunks, given = CHUNKS.get(schedule, 1), {"workload": length.workload, "micros": MICROS}
-    with Ranks("ping", pinged, RANKS, preload=PRELOAD, store=fresh_store(), **given) as group:
+    virtual_stages, options = (
+        VIRTUAL_STAGES.get(schedule, 1),
+        {"workload": duration.workload, "num_microbatches": NUM_MICROBATCHES},
+    )
+    with Ranks("ping", transfer_step, RANKS, preload=PRELOAD, store=fresh_store(), **options) as group:
         pings: list[Any] = [group.step().notes for _ in range(20)][5:]
         transfer = median(map(max, pings))
     with Ranks(
-        "ours", timed, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **given
+        "ours", profiled_step, RANKS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **options
     ) as group:
-        costs = [group.step() for _ in range(length.steps + 2)][2:]
-    order = SCHEDULES[schedule].build(RANKS, MICROS, chunks, StageCosts.uniform(RANKS * chunks))
+        costs = [group.step() for _ in range(duration.steps + 2)][2:]
+    order = SCHEDULES[schedule].build(
+        RANKS, NUM_MICROBATCHES, virtual_stages, StageCosts.uniform(RANKS * virtual_stages)
+    )
     steps = [
-        (cost.wall_s, *_on_paper(cost.notes, order, transfer)) for cost in costs
-    ]  # each beside its own F and B
-    measured, paper, rest = (median(each) for each in zip(*steps, strict=True))
+        (cost.wall_s, *_simulated_seconds(cost.notes, order, transfer)) for cost in costs
+    ]  # each is simulated from its own F and B
+    measured, simulated, rest = (median(each) for each in zip(*steps, strict=True))
     off = median(wall / made for wall, made, _ in steps) - 1
-    found = {"measured_s": measured, "paper_s": paper, "transfer_s": transfer, "rest_s": rest, "off": off}
-    print(f"{schedule} on paper: {found}", flush=True)
+    found = {
+        "measured_s": measured,
+        "simulated_s": simulated,
+        "transfer_s": transfer,
+        "rest_s": rest,
+        "off": off,
+    }
+    print(f"{schedule} simulated: {found}", flush=True)
     return found
 
 
-def _on_paper(notes: Any, order: Schedule, transfer: float) -> tuple[float, float]:
-    """The seconds that a step takes on paper whose ranks have told of F and B,
-    and what of that is neither.
+def _simulated_seconds(notes: Any, order: Schedule, transfer: float) -> tuple[float, float]:
+    """Returns the simulated seconds of a step from the F and B that its ranks measured, and the seconds of
+    that outside of F and B.
     """
-    told = {
-        kind: {part: seconds for note in notes for part, seconds in note[kind].items()} for kind in ("F", "B")
+    seconds = {
+        kind: {stage: each for note in notes for stage, each in note[kind].items()} for kind in ("F", "B")
     }
-    forward, backward = ([told[kind][part] for part in range(order.num_stages)] for kind in ("F", "B"))
+    forward, backward = ([seconds[kind][stage] for stage in range(order.num_stages)] for kind in ("F", "B"))
     rest = max(note["rest"] for note in notes)
     return simulate(order, StageCosts(forward, backward, [0.0] * order.num_stages, transfer)).end + rest, rest
 
 
-def waits_less(length: Length) -> Comparison:
-    """ZBV against our 1F1B, wall seconds."""
+def zbv_against_1f1b(duration: Duration) -> Comparison:
+    """Compares ZBV with our 1F1B, in wall seconds."""
     sides = {
-        "1f1b": (ours, {"schedule": "1f1b"}),
-        "zb_v": (ours, {"schedule": "zb_v"}),
-        "twin": (ours, {"schedule": "1f1b"}),
+        "1f1b": (engine_step, {"schedule": "1f1b"}),
+        "zb_v": (engine_step, {"schedule": "zb_v"}),
+        "twin": (engine_step, {"schedule": "1f1b"}),
     }
-    rounds = rounds_of(sides, length.workload, length.contest)
-    found = compare(rounds, "zb_v", base="1f1b", twin="twin", bar=ZBV, figure="wall_s")
-    print(f"ZBV / 1F1B: wall {found.ratio}, A/A {found.aa}, bar {ZBV}, holds {found.holds}", flush=True)
+    rounds = rounds_of(sides, duration.workload, duration.against_torch)
+    found = compare(rounds, "zb_v", base="1f1b", twin="twin", bar=ZBV_BAR, figure="wall_s")
+    print(f"ZBV / 1F1B: wall {found.ratio}, A/A {found.aa}, bar {ZBV_BAR}, holds {found.holds}", flush=True)
     return found
 
 
-def peaks(length: Length) -> dict[str, float]:
-    """The largest peak of any rank in MiB, above the imports: the median of the steps, of 1F1B and of DDP."""
-    staged = {"schedule": "1f1b", "micros": MICROS}
+def peaks(duration: Duration) -> dict[str, float]:
+    """Returns the largest peak of any rank in MiB above the imports, the median of the steps, for 1F1B and
+    DDP.
+    """
+    staged = {"schedule": "1f1b", "num_microbatches": NUM_MICROBATCHES}
     sides: Mapping[str, Mapping[str, Any]] = {
-        "torch": {"build_step": theirs, **staged},
-        "ours": {"build_step": ours, **staged},
+        "torch": {"build_step": torch_step, **staged},
+        "ours": {"build_step": engine_step, **staged},
         "DDP": {"build_step": ddp},
     }
     found = {}
     for name, how in sides.items():
         with Ranks(
-            name, resident, RANKS, preload=PRELOAD, workload=length.workload, store=fresh_store(), **how
+            name, resident, RANKS, preload=PRELOAD, workload=duration.workload, store=fresh_store(), **how
         ) as group:
-            costs = [group.step() for _ in range(length.steps + 2)][2:]
+            costs = [group.step() for _ in range(duration.steps + 2)][2:]
         found[name] = (
             median(max(note for note in cost.notes if isinstance(note, int)) for cost in costs) / 2**20
         )
@@ -186,113 +209,124 @@ def peaks(length: Length) -> dict[str, float]:
     return found
 
 
-def overhead(length: Length) -> dict[str, Any]:
-    """CPU seconds of a thin model's step above those of the plain loop: ours over theirs, with its 95 %
+def overhead(duration: Duration) -> dict[str, Any]:
+    """Returns the CPU seconds of a toy step above those of the plain loop: ours over torch's, with the 95 %
     interval.
     """
     how = {"schedule": "1f1b"}
-    sides = {"by hand": (by_hand, how), "torch": (theirs, how), "ours": (ours, how)}
-    rounds = rounds_of(sides, "toy8", length.toy)
-    hand, torch, mine = (np.asarray(rounds.figures(name)) for name in sides)
-    drawn = np.random.default_rng(0).integers(0, len(hand), (9999, len(hand)))
-    ratios = np.median((mine - hand)[drawn], axis=1) / np.median((torch - hand)[drawn], axis=1)
+    sides = {"plain loop": (plain_loop_step, how), "torch": (torch_step, how), "ours": (engine_step, how)}
+    rounds = rounds_of(sides, "toy8", duration.toy)
+    plain, torch, ours = (np.asarray(rounds.figures(name)) for name in sides)
+    drawn = np.random.default_rng(0).integers(0, len(plain), (9999, len(plain)))
+    ratios = np.median((ours - plain)[drawn], axis=1) / np.median((torch - plain)[drawn], axis=1)
     low, high = (float(np.percentile(ratios, each)) for each in (2.5, 97.5))
     found = {
-        "torch_s": interval([float(each) for each in torch - hand]).median,
-        "ours_s": interval([float(each) for each in mine - hand]).median,
-        "by_hand_s": float(np.median(hand)),
+        "torch_s": interval([float(each) for each in torch - plain]).median,
+        "ours_s": interval([float(each) for each in ours - plain]).median,
+        "plain_loop_s": float(np.median(plain)),
         "low": low,
         "high": high,
-        "rounds": len(hand),
+        "rounds": len(plain),
     }
     found["ratio"] = found["ours_s"] / found["torch_s"]
     print(f"toy, above the plain loop: {found}", flush=True)
     return found
 
 
-def slept(length: Length) -> Iterator[tuple[str, Slept]]:
-    """A step of parts that sleep in every schedule: of the slowest rank, the median of some."""
-    how = {"micros": MICROS, "seconds": length.sleep_s}
-    for schedule in length.schedules:
+def sleeping_steps(duration: Duration) -> Iterator[tuple[str, SleepStep]]:
+    """Yields a step of sleeping stages per schedule: that of the slowest rank, the median of some steps."""
+    how = {"num_microbatches": NUM_MICROBATCHES, "seconds": duration.sleep_s}
+    for schedule in duration.schedules:
         with Ranks(
-            "asleep", asleep, SLEEPERS, preload=PRELOAD, store=fresh_store(), schedule=schedule, **how
+            "sleeping stages",
+            sleeping_pipeline,
+            SLEEP_RANKS,
+            preload=PRELOAD,
+            store=fresh_store(),
+            schedule=schedule,
+            **how,
         ) as group:
             steps = [
                 max(
-                    (note for note in group.step().notes if isinstance(note, Slept)),
+                    (note for note in group.step().notes if isinstance(note, SleepStep)),
                     key=lambda each: each.seconds,
                 )
             ]
-            for _ in range(min(length.steps, 4) - 1):
+            for _ in range(min(duration.steps, 4) - 1):
                 steps.append(
                     max(
-                        (note for note in group.step().notes if isinstance(note, Slept)),
+                        (note for note in group.step().notes if isinstance(note, SleepStep)),
                         key=lambda each: each.seconds,
                     )
                 )
         found = sorted(steps[1:], key=lambda each: each.seconds)[len(steps[1:]) // 2]
         print(
-            f"{schedule}: bubble {100 * found.bubble:.1f} %, on paper {100 * found.simulated:.1f} %",
+            f"{schedule}: bubble {100 * found.bubble:.1f} %, simulated {100 * found.simulated:.1f} %",
             flush=True,
         )
         yield schedule, found
 
 
-def again_on_paper(length: Length) -> Result:
-    """The stored result with what paper says measured anew: that part says when, and at which commit."""
+def remeasure_simulated(duration: Duration) -> Result:
+    """Returns the stored result with new simulations, which have their own date and commit."""
     before = stored(NAME)
-    paper = {schedule: on_paper(schedule, length) for schedule in THEIRS}
-    held = {
+    simulated = {schedule: simulated_step(schedule, duration) for schedule in TORCH_SCHEDULES}
+    verdicts = {
         **before["detail"]["holds"],
-        "on paper": all(abs(each["off"]) <= PAPER for each in paper.values()),
+        "simulated": all(abs(each["off"]) <= SIMULATION_BAR for each in simulated.values()),
     }
     now = Result.of(
-        NAME, CLAIM, values=(), median=0.0, spread=(0.0, 0.0), bar=BAR, holds=True, repeats=length.steps
+        NAME, CLAIM, values=(), median=0.0, spread=(0.0, 0.0), bar=BAR, holds=True, repeats=duration.steps
     )
     detail = {
         **before["detail"],
-        "holds": held,
-        "on paper": {**paper, "measured": {"date": now.date, "commit": now.commit}},
+        "holds": verdicts,
+        "simulated": {**simulated, "measured": {"date": now.date, "commit": now.commit}},
     }
-    contests = [before["detail"][schedule]["cpu"]["holds"] for schedule in THEIRS]
-    values: dict[str, Any] = {**before, "detail": detail, "holds": overall([*contests, *held.values()])}
+    contests = [before["detail"][schedule]["cpu"]["holds"] for schedule in TORCH_SCHEDULES]
+    values: dict[str, Any] = {**before, "detail": detail, "holds": overall([*contests, *verdicts.values()])}
     return Result(**values)
 
 
 def main() -> None:
-    """Measure and write the result."""
-    length = QUICKLY if "--quick" in sys.argv[1:] else Length()
-    if "--paper" in sys.argv[1:]:
-        print(again_on_paper(length).write(NAME))
+    """Measures, and writes the result."""
+    duration = QUICK_LENGTH if "--quick" in sys.argv[1:] else Duration()
+    if "--simulated" in sys.argv[1:]:
+        print(remeasure_simulated(duration).write(NAME))
         return
-    asleep_found = dict(slept(length))
-    toy, memory, paper = (
-        overhead(length),
-        peaks(length),
-        {schedule: on_paper(schedule, length) for schedule in THEIRS},
+    sleeping = dict(sleeping_steps(duration))
+    toy, memory, simulated = (
+        overhead(duration),
+        peaks(duration),
+        {schedule: simulated_step(schedule, duration) for schedule in TORCH_SCHEDULES},
     )
-    found, zbv = {schedule: contest(schedule, length) for schedule in THEIRS}, waits_less(length)
-    held: dict[str, Verdict] = {
+    found, zbv = (
+        {schedule: against_torch(schedule, duration) for schedule in TORCH_SCHEDULES},
+        zbv_against_1f1b(duration),
+    )
+    verdicts: dict[str, Verdict] = {
         "ZBV": zbv.holds,
-        "on paper": all(abs(each["off"]) <= PAPER for each in paper.values()),
-        "peak bytes": memory["ours"] <= memory["torch"] and memory["ours"] <= HALF * memory["DDP"],
-        "toy": toy["high"] <= OVERHEAD,
-        "asleep": all(100 * abs(each.bubble - each.simulated) <= POINTS for each in asleep_found.values()),
+        "simulated": all(abs(each["off"]) <= SIMULATION_BAR for each in simulated.values()),
+        "peak bytes": memory["ours"] <= memory["torch"] and memory["ours"] <= MEMORY_BAR * memory["DDP"],
+        "toy": toy["high"] <= OVERHEAD_BAR,
+        "sleeping stages": all(
+            100 * abs(each.bubble - each.simulated) <= BUBBLE_BAR_POINTS for each in sleeping.values()
+        ),
     }
-    print(f"holds: {held}", flush=True)
-    if length is QUICKLY:
+    print(f"holds: {verdicts}", flush=True)
+    if duration is QUICK_LENGTH:
         return
     alone = Result.of_comparisons(NAME, CLAIM, found)
     detail = {
         **alone.detail,
-        "holds": held,
+        "holds": verdicts,
         "ZBV / 1F1B, wall": zbv.as_dict(),
-        "on paper": paper,
+        "simulated": simulated,
         "peak MiB": memory,
         "toy, above the plain loop": toy,
-        "asleep": {schedule: asdict(each) for schedule, each in asleep_found.items()},
+        "sleeping stages": {schedule: asdict(each) for schedule, each in sleeping.items()},
     }
-    print(replace(alone, holds=overall([alone.holds, *held.values()]), detail=detail).write(NAME))
+    print(replace(alone, holds=overall([alone.holds, *verdicts.values()]), detail=detail).write(NAME))
 
 
 if __name__ == "__main__":

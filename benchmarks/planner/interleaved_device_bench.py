@@ -1,15 +1,16 @@
-"""`bench device` in turn with something else: a device that others use too is measured while that runs, not
-before.
+"""`bench device`, interleaved with another measurement: a shared device is measured during that measurement,
+not before it.
 
-Such a machine is now faster, now slower, by up to 40 % within minutes, and what was measured is not true for
-long. So the cells of `bench device` (run/rating.py) in float32 are dealt into hands, and one hand is timed
-behind each step of what is measured, by as many processes at once as the bench has:
+A shared machine becomes faster and slower, by up to 40 % within minutes, so a measurement is soon out of
+date. Therefore the cells of `bench device` (run/measure/device_bench.py) in float32 are split into subsets,
+and one subset is timed after each step of the other measurement, by as many processes at once as the bench
+has:
 
     round 0    step    slices    cells 0, 3, 6 ...        a cell is timed as often as in the bench, for as
                                                           long, by the same code;
-    round 1    slices    cells 1, 4, 7 ...    step        what it took is the median over rounds and processes
+    round 1    slices    cells 1, 4, 7 ...    step        its time is the median over rounds and processes
 
-Left out are products that take longer than a step has time for.
+Products that take longer than a step has time for are left out.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,17 +38,17 @@ from meshwright.run.measure.device_bench import (
 )
 from meshwright.run.measure.timing import DeviceTimer, Operation, slice_batch_timer, timing_windows
 
-HANDS = 3
-MOST = 1 << 30  # multiplications of a product
+NUM_SUBSETS = 3
+MAX_MULTIPLICATIONS = 1 << 30  # of a product
 KINDS = ("product", "forward", "both", "moved", "computed")
 
-Key = tuple[str, object]  # of KINDS, and the size or the name of a cell
+Key = tuple[str, object]  # one of KINDS, and the size or the name of a cell
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What one process timed in a turn, in seconds: cells, slices in a row,
-    and calls forward and backward.
+class BenchTurn:
+    """The times of one process in a turn, in seconds: cells, consecutive slices, and calls forward and
+    backward.
     """
 
     rank: int
@@ -56,13 +57,15 @@ class Turn:
     calls: tuple[float, float]
 
 
-def turns(rank: int, size: int) -> Callable[[], Turn]:
-    """What one of the processes does in each turn."""
+def bench_step(rank: int, size: int) -> Callable[[], BenchTurn]:
+    """Returns the turn of one process: it times the next subset of cells."""
     retain_heap()
     torch.set_num_threads(1)
     device, dtype, sizes = torch.device("cpu"), torch.float32, bench_sizes("cpu")
-    made: tuple[Mapping[Any, Operation], ...] = (
-        matmul_operations(device, dtype, [each for each in sizes.matmuls if prod(each) <= MOST]),
+    all_operations: tuple[Mapping[Any, Operation], ...] = (
+        matmul_operations(
+            device, dtype, [each for each in sizes.matmuls if prod(each) <= MAX_MULTIPLICATIONS]
+        ),
         attention_operations(device, dtype, sizes.attention, backward=False),
         attention_operations(device, dtype, sizes.attention, backward=True),
         memory_operations(device, sizes.memory),
@@ -70,40 +73,42 @@ def turns(rank: int, size: int) -> Callable[[], Turn]:
     )
     cells = {
         (kind, each): operation
-        for kind, some in zip(KINDS, made, strict=True)
-        for each, operation in some.items()
+        for kind, operations in zip(KINDS, all_operations, strict=True)
+        for each, operation in operations.items()
     }
-    watch, batch, number = DeviceTimer(device, 1, SLOT_S), slice_batch_timer(), 0
-    about = {key: min(watch.time_once(operation) for _ in range(3)) for key, operation in cells.items()}
+    timer, batch, number = DeviceTimer(device, 1, SLOT_S), slice_batch_timer(), 0
+    estimates = {key: min(timer.time_once(operation) for _ in range(3)) for key, operation in cells.items()}
 
-    def turn() -> Turn:
+    def turn() -> BenchTurn:
         nonlocal number
-        hand = list(cells)[number % HANDS :: HANDS]
+        subset = list(cells)[number % NUM_SUBSETS :: NUM_SUBSETS]
         number += 1
-        slices = batch()  # first: now all processes are at the same moment
-        samples = {key: watch.time_sample(cells[key], about[key]) for key in hand}
-        return Turn(rank, samples, slices, time_calls(watch))
+        slices = batch()  # first, because all processes are synchronized now
+        samples = {key: timer.time_sample(cells[key], estimates[key]) for key in subset}
+        return BenchTurn(rank, samples, slices, time_calls(timer))
 
     return turn
 
 
-def profile_of(measured: DeviceProfile, seen: Sequence[Turn]) -> DeviceProfile:
-    """The device as it was in the turns that were `seen`; what else is known of it says what the bench has
+def profile_of(measured: DeviceProfile, bench_turns: Sequence[BenchTurn]) -> DeviceProfile:
+    """Returns the profile of the device during `bench_turns`; other fields are those of the profile
     `measured`.
 
-    Raises ValueError where these have not timed every cell.
+    Raises ValueError if the turns have not timed every cell.
     """
     found: dict[str, dict[Any, list[float]]] = {kind: {} for kind in KINDS}
-    for turn in seen:
+    for turn in bench_turns:
         for (kind, each), seconds in turn.cells.items():
             found[kind].setdefault(each, []).append(seconds)
     missing = [kind for kind in KINDS if not found[kind]] or sorted(
         map(str, set(found["forward"]) ^ set(found["both"]))
     )
     if missing:
-        raise ValueError(f"of {', '.join(missing)} nothing was timed: {len(seen)} turns are too few")
-    call_s, call_backward_s = (median(column) for column in zip(*(turn.calls for turn in seen), strict=True))
-    ranks = sorted({turn.rank for turn in seen})
+        raise ValueError(f"of {', '.join(missing)} nothing was timed: {len(bench_turns)} turns are too few")
+    call_s, call_backward_s = (
+        median(column) for column in zip(*(turn.calls for turn in bench_turns), strict=True)
+    )
+    ranks = sorted({turn.rank for turn in bench_turns})
     return replace(
         measured,
         call_s=call_s,
@@ -115,6 +120,6 @@ def profile_of(measured: DeviceProfile, seen: Sequence[Turn]) -> DeviceProfile:
             compute_heavy_points(found["computed"], compute_heavy_operations(torch.device("cpu"))[0], call_s)
         ),
         lag_samples=timing_windows(
-            [[one for turn in seen if turn.rank == rank for one in turn.slices] for rank in ranks]
+            [[one for turn in bench_turns if turn.rank == rank for one in turn.slices] for rank in ranks]
         ),
     )

@@ -1,16 +1,16 @@
-"""Estimates that are often told, derived from the planner's own functions, each step of the derivation
-printed.
+"""Well-known estimates, derived by the planner's own functions.
 
-GPT-3 on one V100       6 FLOPs per weight and token, over 28 TFLOP/s: arXiv 2005.14165 (300 G tokens); arXiv
-2104.04473 tells
-                        of hundreds of years
-a video model           Kinetics in 49 h 55 min, and in 14 min 13 s on 1,536 GPUs: arXiv 1910.00932. Its
-speedup is read from
-                        the two times; beside it what copies that sum their gradients reach at most, by
-                            the planner's gathers
-ZeRO's table            bytes per rank at every stage: read from plans, as benchmarks/data_parallel/zero_states.py does
+Every step of the derivation is printed:
 
-python -m benchmarks.planner.known_estimates
+    GPT-3 on one V100   6 FLOPs per weight and token, over 28 TFLOP/s: arXiv 2005.14165 (300 G tokens); arXiv
+                        2104.04473 speaks of hundreds of years
+    a video model       Kinetics in 49 h 55 min, and in 14 min 13 s on 1,536 GPUs: arXiv 1910.00932. The
+                        speedup is the ratio of the two times; beside it stands the share that data-parallel
+                        replicas reach at least, by the planner's time of their gradient all-reduces
+    ZeRO's table        bytes per rank at every stage, from plans, as in
+                        benchmarks/data_parallel/zero_states.py
+
+    python -m benchmarks.planner.known_estimates
 """
 
 import sys
@@ -29,15 +29,15 @@ CLAIM = (
 )
 GPT3 = "GPT-3: layers 96 hidden 12288 heads 96 vocab 50257 sequence 2048 tied"
 TOKENS, RATE, YEAR = 300e9, 28e12, 365.25 * 86400
-YEARS, TIMES = 355, 211
+YEARS, SPEEDUP = 355, 211
 LONG_S, SHORT_S, GPUS = 49 * 3600 + 55 * 60, 14 * 60 + 13, 1536
 HOST, CLIPS = 6, 12288  # devices on a host of Summit; clips of a step
 WEIGHTS, MACS = 24.3e6, 33e9  # of ResNet-50 with shifts, on eight frames (arXiv 1811.08383, table 2)
-SHARE = 0.4  # of the peak that its convolutions reach in float32: an assumption
+SHARE = 0.4  # of the peak, reached by its convolutions in float32: an assumption
 
 
 def gpt3() -> dict[str, float]:
-    """Years of GPT-3's training on one device at `RATE`, with what they come from."""
+    """Returns the years of GPT-3's training on one device at `RATE`, with the numbers that they come from."""
     shape = parse_shape(GPT3)
     weights = shape.layers * shape.layer_numel + shape.embedding_numel
     flops = 6 * weights * TOKENS
@@ -45,46 +45,48 @@ def gpt3() -> dict[str, float]:
 
 
 def video() -> dict[str, float]:
-    """How many times faster 1,536 devices were than the slower run, and what sums of gradients would leave of
-    their rate.
+    """Returns the speedup of 1,536 devices over the slower run, and the share of their rate that gradient
+    all-reduces leave.
     """
     summit = make_machine("V100", GPUS, host_size_override=HOST)
     peak = summit.peak_flops("float32")
     computed = 3 * 2 * MACS * CLIPS / GPUS / (peak * SHARE)
     summed = 2 * all_gather_seconds(summit, 4 * WEIGHTS, GPUS, 1, GPUS)
     return {
-        "times": LONG_S / SHORT_S,
+        "speedup": LONG_S / SHORT_S,
         "hosts": GPUS / HOST,
         "of_one_host_each": LONG_S / SHORT_S / (GPUS / HOST),
         "computed_s": computed,
-        "summed_s": summed,
-        "said_at_least": computed / (computed + summed),
+        "all_reduce_s": summed,
+        "share_at_least": computed / (computed + summed),
     }
 
 
-def result(told: Mapping[str, float], clips: Mapping[str, float], table: list[dict[str, object]]) -> Result:
-    """How many of the estimates come out as they are told: years and times to the unit, each cell of the
-    table to its digit.
+def result(
+    gpt3_estimate: Mapping[str, float], video_estimate: Mapping[str, float], table: list[dict[str, object]]
+) -> Result:
+    """Returns the number of estimates that are reproduced: years and speedup to the unit, each cell of the
+    table to its last digit.
     """
     values = [
-        abs(told["years"] - YEARS),
-        abs(clips["times"] - TIMES),
+        abs(gpt3_estimate["years"] - YEARS),
+        abs(video_estimate["speedup"] - SPEEDUP),
         *(float(str(row["off"])) for row in table),
     ]
-    detail = {"gpt3": dict(told), "video": dict(clips), "zero": table}
+    detail = {"gpt3": dict(gpt3_estimate), "video": dict(video_estimate), "zero": table}
     return Result.of_count(NAME, CLAIM, values, limit=1.0, bar=len(values), detail=detail)
 
 
 def main() -> None:
-    """Print the derivations, and write the result."""
-    told, clips, table = gpt3(), video(), list(analytic(cells()))
+    """Prints the derivations, and writes the result."""
+    gpt, clips, table = gpt3(), video(), list(analytic(cells()))
     print(
-        f"GPT-3: 6 x {told['weights']:.4g} weights x {told['tokens']:.3g} tokens = {told['flops']:.3g} FLOP; "
-        f"over {told['rate']:.3g} FLOP/s {told['flops'] / told['rate']:.4g} s = {told['years']:.1f} years",
-        f"video: {LONG_S:,} s / {SHORT_S} s = {clips['times']:.1f} times; if the slower run had one host "
+        f"GPT-3: 6 x {gpt['weights']:.4g} weights x {gpt['tokens']:.3g} tokens = {gpt['flops']:.3g} FLOP; "
+        f"over {gpt['rate']:.3g} FLOP/s {gpt['flops'] / gpt['rate']:.4g} s = {gpt['years']:.1f} years",
+        f"video: {LONG_S:,} s / {SHORT_S} s = {clips['speedup']:.1f} times; if the slower run had one host "
         f"of {HOST}, {clips['of_one_host_each']:.0%} of {clips['hosts']:.0f} hosts' rate; computed "
-        f"{clips['computed_s']:.2f} s and summed {clips['summed_s']:.3f} s a step say "
-        f"{clips['said_at_least']:.0%} where nothing hides the sums (an estimate)",
+        f"{clips['computed_s']:.2f} s and all-reduced in {clips['all_reduce_s']:.3f} s a step give "
+        f"{clips['share_at_least']:.0%} if nothing hides the all-reduces (an estimate)",
         *(
             (
                 f"ZeRO: {row['model']} stage {row['stage']} on {row['ranks']}: {row['plan']:.3f} GB, "
@@ -95,7 +97,7 @@ def main() -> None:
         sep="\n",
         file=sys.stderr,
     )
-    found = result(told, clips, table)
+    found = result(gpt, clips, table)
     print(found.write(NAME))
 
 

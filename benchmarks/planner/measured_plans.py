@@ -1,8 +1,8 @@
-"""Twelve mixed plans of models of some 10 M parameters, as one rank plays them: for `planner_here`.
+"""Twelve mixed plans of models of some 10 M parameters, as one rank runs them: for `planner_here`.
 
-Four families of transformers as they are, without dropout; float32, AdamW; 2 and 4 ranks, one thread each,
-over the memory that ranks of one host share. A rank's note is the most bytes that lived in one step, of all
-that torch's operations made.
+Four unmodified families of transformers, without dropout; float32, AdamW; 2 and 4 ranks, one thread each,
+over the shared memory of ranks of one host. A rank's note is the peak of live bytes of one step, of all
+tensors that torch's operations made.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,47 +33,49 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-WORDS, TOKENS, ROWS = 4096, 256, 8
-WARM = 3  # steps before any is timed; in the last of them bytes are counted
+VOCAB_SIZE, TOKENS, NUM_SAMPLES = 4096, 256, 8
+WARMUP_STEPS = 3  # steps before the timed ones; bytes are counted in the last of them
 
 
 @dataclass(frozen=True)
 class Case:
-    """A plan: a family of models, the mesh, what divides the work, and the rows of a microbatch (0: all at
-    once).
+    """A plan: a family of models, the mesh, the strategies, and the samples of a microbatch (0: one
+    microbatch).
     """
 
     family: str
     mesh: Mesh
     strategies: tuple[Strategy, ...]
-    micro: int = 0
+    micro_batch: int = 0
 
 
-SHARDS, COPIES = BatchSplit("dp_shard"), (BatchSplit(), DDP())
+SPLIT, DDP_REPLICAS = BatchSplit("dp_shard"), (BatchSplit(), DDP())
 CASES: Mapping[str, Case] = {
-    "llama, 2 copies": Case("llama", Mesh(dp_replicate=2), COPIES),
-    "bert, ZeRO 1 on 2": Case("bert", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=1))),
-    "gpt2, ZeRO 2 on 2, 2 microbatches": Case("gpt2", Mesh(dp_shard=2), (SHARDS, ZeRO(stage=2)), 2),
-    "llama, ZeRO 3 on 4": Case("llama", Mesh(dp_shard=4), (SHARDS, ZeRO(stage=3))),
-    "gpt2, matrices on 2": Case("gpt2", Mesh(tp=2), (TensorParallel(), VocabParallel())),
-    "llama, matrices on 2, 2 copies": Case(
-        "llama", Mesh(dp_replicate=2, tp=2), (TensorParallel(), VocabParallel(), *COPIES)
+    "llama, ddp on 2": Case("llama", Mesh(dp_replicate=2), DDP_REPLICAS),
+    "bert, ZeRO 1 on 2": Case("bert", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=1))),
+    "gpt2, ZeRO 2 on 2, 2 microbatches": Case("gpt2", Mesh(dp_shard=2), (SPLIT, ZeRO(stage=2)), 2),
+    "llama, ZeRO 3 on 4": Case("llama", Mesh(dp_shard=4), (SPLIT, ZeRO(stage=3))),
+    "gpt2, tensor_parallel on 2": Case("gpt2", Mesh(tp=2), (TensorParallel(), VocabParallel())),
+    "llama, tensor_parallel on 2, ddp on 2": Case(
+        "llama", Mesh(dp_replicate=2, tp=2), (TensorParallel(), VocabParallel(), *DDP_REPLICAS)
     ),
     "llama, 1F1B on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="1f1b"),), 2),
     "gpt2, GPipe on 4": Case("gpt2", Mesh(pp=4), (Pipeline(schedule="gpipe"),), 2),
     "llama, ZB-H1 on 2": Case("llama", Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 2),
     "llama, ring of 2": Case("llama", Mesh(cp=2), (RingAttention(), DDP(axis="cp"))),
     "gpt2, Ulysses on 2": Case("gpt2", Mesh(cp=2), (Ulysses(), DDP(axis="cp"))),
-    "t5, 2 copies, run again": Case("t5", Mesh(dp_replicate=2), (*COPIES, ActivationCheckpointing())),
+    "t5, ddp on 2, activation_checkpointing": Case(
+        "t5", Mesh(dp_replicate=2), (*DDP_REPLICAS, ActivationCheckpointing())
+    ),
 }
 
-NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-SIZES = {"vocab_size": WORDS, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
+SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
 T5: Mapping[str, Any] = {
     **{
-        "vocab_size": WORDS,
+        "vocab_size": VOCAB_SIZE,
         "d_model": 384,
         "d_ff": 1536,
         "d_kv": 64,
@@ -86,7 +88,7 @@ T5: Mapping[str, Any] = {
 
 
 def config_of(family: str) -> tuple[Any, Any]:
-    """The class and the config of a family's model."""
+    """Returns the class and the config of a family's model."""
     match family:
         case "llama":
             config = transformers.LlamaConfig(
@@ -94,18 +96,18 @@ def config_of(family: str) -> tuple[Any, Any]:
             )
             return transformers.LlamaForCausalLM, config
         case "gpt2":
-            said = {
-                "vocab_size": WORDS,
+            fields = {
+                "vocab_size": VOCAB_SIZE,
                 "n_embd": 384,
                 "n_layer": 6,
                 "n_head": 6,
                 "n_positions": TOKENS,
                 "use_cache": False,
             }
-            return transformers.GPT2LMHeadModel, transformers.GPT2Config(**said, **DRY, **ENDS)
+            return transformers.GPT2LMHeadModel, transformers.GPT2Config(**fields, **GPT2_NO_DROPOUT, **ENDS)
         case "bert":
             config = transformers.BertConfig(
-                **SIZES, **NONE, intermediate_size=1536, max_position_embeddings=TOKENS
+                **SIZES, **NO_DROPOUT, intermediate_size=1536, max_position_embeddings=TOKENS
             )
             return transformers.BertForMaskedLM, config
         case _:
@@ -114,39 +116,42 @@ def config_of(family: str) -> tuple[Any, Any]:
 
 
 def batch_of(family: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """The rows of a step."""
-    drawn = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, WORDS, (ROWS, TOKENS + 1), generator=drawn)
+    """Returns the batch of a step."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, VOCAB_SIZE, (NUM_SAMPLES, TOKENS + 1), generator=generator)
     batch = {"input_ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     return {**batch, "decoder_input_ids": tokens[:, :-1].clone()} if family == "t5" else batch
 
 
-def planned(case: Case) -> tuple[AnalyzedModel, Plan]:
-    """What the model is made of, and the plan."""
+def analyze_and_plan(case: Case) -> tuple[AnalyzedModel, Plan]:
+    """Returns the analyzed model and the plan."""
 
     def make() -> nn.Module:
         torch.manual_seed(0)
         model, config = config_of(case.family)
         return model(config)
 
-    reading = analyze(make, batch_of(case.family))
+    analyzed = analyze(make, batch_of(case.family))
     job = Job(
-        ModelConfig(case.family), DataConfig("example", sequence=TOKENS), TrainConfig(batch=ROWS), OPTIMIZER
+        ModelConfig(case.family),
+        DataConfig("example", sequence=TOKENS),
+        TrainConfig(batch=NUM_SAMPLES),
+        OPTIMIZER,
     )
-    return reading, make_plan(reading, job, case.mesh, case.strategies, case.micro)
+    return analyzed, make_plan(analyzed, job, case.mesh, case.strategies, case.micro_batch)
 
 
-def played(rank: int, size: int, plan: str, store: str) -> Callable[[], object]:
-    """The step of one rank; returns the most bytes that lived in an earlier one."""
+def plan_step(rank: int, size: int, plan: str, store: str) -> Callable[[], object]:
+    """Returns the step of one rank, whose note is the peak of live bytes of the last warm-up step."""
     torch.set_num_threads(1)
     case = CASES[plan]
     join(rank, size, store)
     world = TorchWorld(case.mesh, rank, "cpu")
-    engine = parallelize(*planned(case), world=world)
+    engine = parallelize(*analyze_and_plan(case), world=world)
     batch = engine.local_batch(batch_of(case.family))
     module = engine.executor.state.trained_module.module
     with PeakLive([*module.parameters(), *module.buffers()]) as live:
-        for _ in range(WARM):
+        for _ in range(WARMUP_STEPS):
             live.reset_peak()
             engine.step(batch)
 

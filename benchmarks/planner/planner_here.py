@@ -1,21 +1,20 @@
-"""Twelve plans on this machine: seconds of a step, and bytes at the fullest moment of each rank, predicted
-and measured.
+"""Twelve plans on this machine: seconds of a step and peak bytes of each rank, predicted against measured.
 
 The machine is measured as a user would: `bench network` among 2, 3 and 4 ranks, and `bench device` by as many
-processes as there are cores. Then each plan (measured_plans.py) is priced by the one and the other, and played
-by processes over gloo. Nothing is fitted to any of them. Ranks may outnumber cores: the prediction shares the
-cores among them (planner/crowd.py).
+processes as there are cores. Then the time of each plan (measured_plans.py) is predicted from both, and the
+plan is run by processes over gloo. Nothing is fitted to any of them. There may be more ranks than cores: the
+prediction shares the cores among them (core contention).
 
-A machine that others use too is now faster, now slower. So the cells of `bench device` are timed once more in
-turn with the steps of each plan (interleaved_device_bench.py), and the bar is for the prediction by those: the device as
-it was meanwhile. `as_measured` is the prediction by the bench alone, some minutes before.
+A shared machine becomes faster and slower. So the cells of `bench device` are timed once more, interleaved
+with the steps of each plan (interleaved_device_bench.py), and the bar is for the prediction from those: the
+device as it was during the run. `as_measured` is the prediction from the bench alone, some minutes before.
 
     seconds     median of the clean rounds, of the slowest rank              at most 10 % off
-    bytes       the most that lived in a step, by rank                       at most 5 % off
+    bytes       peak of live bytes in a step, by rank                        at most 5 % off
 
-    python -m benchmarks.planner.planner_here           15 minutes
-    python -m benchmarks.planner.planner_here --only "llama, 2 copies"      this plan alone; writes nothing
-    python -m benchmarks.planner.planner_here --quick   a few steps of each; writes nothing
+    python -m benchmarks.planner.planner_here                            15 minutes
+    python -m benchmarks.planner.planner_here --only "llama, ddp on 2"   this plan alone; writes nothing
+    python -m benchmarks.planner.planner_here --quick                    a few steps of each; writes nothing
 """
 
 import subprocess
@@ -30,8 +29,8 @@ from benchmarks.harness.interleaved_timing import Rounds, Window, measure
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
-from benchmarks.planner.interleaved_device_bench import Turn, profile_of, turns
-from benchmarks.planner.measured_plans import CASES, planned, played
+from benchmarks.planner.interleaved_device_bench import BenchTurn, bench_step, profile_of
+from benchmarks.planner.measured_plans import CASES, analyze_and_plan, plan_step
 from meshwright.commands.predict import prediction_hardware
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
@@ -43,96 +42,119 @@ NAME = "planner_here"
 CLAIM = (
     "after `bench device` and `bench network`, the step time of 12 mixed plans on 2 and 4 "
     "processes is predicted within 10 % of "
-    "measured, on the device as it was meanwhile, and the peak of live bytes within 5 %"
+    "measured, on the device as it was during the run, and the peak of live bytes within 5 %"
 )
-SECONDS, BYTES = 0.10, 0.05
+SECONDS_BAR, BYTES_BAR = 0.10, 0.05
 PRELOAD = (*HEAVY, "benchmarks.planner.measured_plans", "benchmarks.planner.interleaved_device_bench")
-MEASURED = {"device": ("--ranks", str(available_cores()), "--threads", "1"), "comm": ("--ranks", "2,3,4")}
+BENCHES = {"device": ("--ranks", str(available_cores()), "--threads", "1"), "comm": ("--ranks", "2,3,4")}
 BENCH = "bench"
 
 
-def measured(what: str, folder: Path, *, quick: bool) -> None:
-    """Measure the device, or comm, of this machine into a file of `folder`."""
-    words = [
+def run_bench(what: str, folder: Path, *, quick: bool) -> None:
+    """Runs `bench what` on this machine, into a file of `folder`."""
+    arguments = [
         "bench",
         what,
-        *MEASURED[what],
+        *BENCHES[what],
         "--out",
         str(folder / f"{what}.toml"),
         *(["--quick"] if quick else []),
     ]
-    print(" ".join(words), file=sys.stderr, flush=True)
-    subprocess.run([sys.executable, "-m", "meshwright", *words], check=True, stdout=subprocess.DEVNULL)
+    print(" ".join(arguments), file=sys.stderr, flush=True)
+    subprocess.run([sys.executable, "-m", "meshwright", *arguments], check=True, stdout=subprocess.DEVNULL)
 
 
-def predicted(plan: Plan, folder: Path, device: str) -> StepPrediction:
-    """A step of `plan` on the links of this machine and the device of this name, both files of `folder`."""
+def predict(plan: Plan, folder: Path, device: str) -> StepPrediction:
+    """Returns the predicted step of `plan` on the links of this machine and on `device`, both files of
+    `folder`.
+    """
     return predict_step(
         plan,
         prediction_hardware(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world_size),
     )
 
 
-def in_turn(name: str, world: int, window: Window) -> Rounds:
-    """Rounds of a step of the plan and of a hand of the bench's cells."""
+def interleaved_rounds(name: str, world: int, window: Window) -> Rounds:
+    """Measures rounds of one step of the plan and one subset of the bench's cells."""
     with (
-        Ranks(name, played, world, preload=PRELOAD, timeout_s=900, plan=name, store=fresh_store()) as ranks,
-        Ranks(BENCH, turns, available_cores(), preload=PRELOAD) as others,
+        Ranks(
+            name, plan_step, world, preload=PRELOAD, timeout_s=900, plan=name, store=fresh_store()
+        ) as ranks,
+        Ranks(BENCH, bench_step, available_cores(), preload=PRELOAD) as bench,
     ):
-        return measure([ranks, others], window)
+        return measure([ranks, bench], window)
 
 
-def tried(name: str, folder: Path, window: Window) -> Mapping[str, object]:
-    """One plan, predicted and measured."""
+def predict_and_measure(name: str, folder: Path, window: Window) -> Mapping[str, object]:
+    """Returns the row of one plan, predicted and measured."""
     case = CASES[name]
-    _, plan = planned(case)
-    rounds = in_turn(name, case.mesh.world_size, window)
-    seen = [note for costs in rounds.clean for note in costs[BENCH].notes if isinstance(note, Turn)]
-    now = write_profile(profile_of(read_profile(folder / "device.toml"), seen), folder / "now.toml")
-    said, before = predicted(plan, folder, "now"), predicted(plan, folder, "device")
-    took, peaks = (
+    _, plan = analyze_and_plan(case)
+    rounds = interleaved_rounds(name, case.mesh.world_size, window)
+    bench_turns = [
+        note for costs in rounds.clean for note in costs[BENCH].notes if isinstance(note, BenchTurn)
+    ]
+    now = write_profile(profile_of(read_profile(folder / "device.toml"), bench_turns), folder / "now.toml")
+    prediction, prediction_before = predict(plan, folder, "now"), predict(plan, folder, "device")
+    measured_s, peaks = (
         median(rounds.figures(name, "wall_s")),
         [int(str(note)) for note in rounds.clean[-1][name].notes],
     )
     planned_peaks = [peak_nbytes(plan, rank) for rank in range(case.mesh.world_size)]
-    off = said.step_s / took - 1
-    bytes_off = max((mine / theirs - 1 for mine, theirs in zip(planned_peaks, peaks, strict=True)), key=abs)
-    words = f"as measured before {before.step_s:.3f} s; uneven {100 * now.lag_samples[0].lag:.1f} %"
-    text = f"{name}: predicted {said.step_s:.3f} s ({words}), took {took:.3f} s ({100 * off:+.1f} %)"
-    print(f"{text}, bytes {100 * bytes_off:+.1f} %", file=sys.stderr, flush=True)
+    off = prediction.step_s / measured_s - 1
+    bytes_off = max(
+        (planned_peak / live_peak - 1 for planned_peak, live_peak in zip(planned_peaks, peaks, strict=True)),
+        key=abs,
+    )
+    comparison = (
+        f"as measured before {prediction_before.step_s:.3f} s; uneven {100 * now.lag_samples[0].lag:.1f} %"
+    )
+    text = f"{name}: predicted {prediction.step_s:.3f} s ({comparison})"
+    print(
+        f"{text}, took {measured_s:.3f} s ({100 * off:+.1f} %), bytes {100 * bytes_off:+.1f} %",
+        file=sys.stderr,
+        flush=True,
+    )
     return {
-        "predicted_s": said.step_s,
-        "measured_s": took,
+        "predicted_s": prediction.step_s,
+        "measured_s": measured_s,
         "off": off,
-        "as_measured": {"predicted_s": before.step_s, "off": before.step_s / took - 1},
+        "as_measured": {
+            "predicted_s": prediction_before.step_s,
+            "off": prediction_before.step_s / measured_s - 1,
+        },
         "stretches": [asdict(each) for each in now.lag_samples],
         "fastest_product": now.best_flops("float32"),
         "cpu_s": median(rounds.figures(name)),
         "rounds": len(rounds.clean),
         "discarded": rounds.discarded,
-        "roles": {role: asdict(each) for role, each in said.roles.items()},
+        "roles": {role: asdict(each) for role, each in prediction.roles.items()},
         "planned_bytes": planned_peaks,
         "live_bytes": peaks,
         "bytes_off": bytes_off,
     }
 
 
-def main(words: Sequence[str]) -> None:
-    """Measure, predict, measure, and write the result."""
-    quick, only = "--quick" in words, words[words.index("--only") + 1] if "--only" in words else ""
+def main(arguments: Sequence[str]) -> None:
+    """Runs the benches, predicts and measures all plans, and writes the result."""
+    quick, only = (
+        "--quick" in arguments,
+        arguments[arguments.index("--only") + 1] if "--only" in arguments else "",
+    )
     window = Window(6, 9, 60, threshold=64.0, window_s=0.0, warmup=1) if quick else Window(15, 60, 180)
     with TemporaryDirectory() as private:
         folder = Path(private)
-        measured("network", folder, quick=quick)
-        measured("device", folder, quick=quick)
-        rows = {name: tried(name, folder, window) for name in CASES if only in name}
+        run_bench("network", folder, quick=quick)
+        run_bench("device", folder, quick=quick)
+        rows = {name: predict_and_measure(name, folder, window) for name in CASES if only in name}
         if quick or only:
             return
-        machine = {name: (folder / f"{name}.toml").read_text() for name in MEASURED}
-    values, held = ([abs(float(str(row[key]))) for row in rows.values()] for key in ("off", "bytes_off"))
-    detail = {"plans": rows, "bytes_off": held, "limit_bytes": BYTES, **machine}
-    figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS}
-    holds = max(values) <= SECONDS and max(held) <= BYTES
+        machine = {name: (folder / f"{name}.toml").read_text() for name in BENCHES}
+    values, byte_errors = (
+        [abs(float(str(row[key]))) for row in rows.values()] for key in ("off", "bytes_off")
+    )
+    detail = {"plans": rows, "bytes_off": byte_errors, "limit_bytes": BYTES_BAR, **machine}
+    figures = {"median": median(values), "spread": (min(values), max(values)), "bar": SECONDS_BAR}
+    holds = max(values) <= SECONDS_BAR and max(byte_errors) <= BYTES_BAR
     print(
         Result.of(NAME, CLAIM, values=values, **figures, holds=holds, repeats=15, detail=detail).write(NAME)
     )

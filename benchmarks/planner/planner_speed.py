@@ -1,14 +1,15 @@
-"""How long a search for a layout takes: 400 B weights on 4,096 devices, and on 100,000. One core, nothing but
-sizes.
+"""Seconds of a search for a layout: 400 B weights on 4,096 devices, and on 100,000; on one core, from sizes
+alone.
 
-    400 B       layers 126, hidden 16384, heads 128, 8 heads of keys: Llama 3's (arXiv 2407.21783); 2,048 rows
+    400 B       layers 126, hidden 16384, heads 128, 8 key heads: Llama 3's (arXiv 2407.21783); 2,048 samples
                 of 8,192 tokens
-    4,096       H100, hosts of 8: as `meshwright plan` searches by itself, and the fastest layout if memory
-                were no limit
-    100,000     the same, 100,000 rows; of its divisors a model has few, so 98,304 (3 x 2^15) is timed too
+    4,096       H100, hosts of 8: the search of `meshwright plan`, and the fastest layout without a memory
+                limit
+    100,000     the same, 100,000 samples; the model's sizes share few divisors with 100,000, so 98,304
+                (3 x 2^15) is timed too
 
-CPU seconds of this process, each the median of its repeats; the slowest of the 100,000's two counts. What a
-search finds is looked at: layouts that fit, on all devices.
+CPU seconds of this process, each the median of its repeats; the slower of the two large cases counts. The
+result of the search is checked: layouts that fit, on all devices.
 
     python -m benchmarks.planner.planner_speed
 """
@@ -38,32 +39,39 @@ CASES: Mapping[str, tuple[int, int, float]] = {
 }
 
 
-def wish(devices: int, rows: int) -> SearchRequest:
-    """What `meshwright plan` looks for."""
-    return SearchConstraints().apply(SearchRequest(parse_shape(SHAPE), make_machine("h100", devices), rows))
-
-
-def found(asked: SearchRequest) -> Iterator[SearchResult]:
-    """What it finds: the layouts that fit, and the fastest if memory were no limit."""
-    yield search(asked, 8)
-    yield search(
-        replace(asked, machine=replace(asked.machine, device=replace(asked.machine.device, memory=inf))), 1
+def search_request(devices: int, num_samples: int) -> SearchRequest:
+    """Returns the request of `meshwright plan`."""
+    return SearchConstraints().apply(
+        SearchRequest(parse_shape(SHAPE), make_machine("h100", devices), num_samples)
     )
 
 
-def seconds(devices: int, rows: int) -> tuple[float, SearchResult]:
-    """CPU seconds of one plan, and what was found.
-
-    Raises ValueError for a layout that leaves a device out, or does not fit.
+def run_searches(request: SearchRequest) -> Iterator[SearchResult]:
+    """Yields the results of the searches: the layouts that fit, and the fastest one without
+    a memory limit.
     """
-    asked = wish(devices, rows)
+    yield search(request, 8)
+    yield search(
+        replace(
+            request, machine=replace(request.machine, device=replace(request.machine.device, memory=inf))
+        ),
+        1,
+    )
+
+
+def seconds(devices: int, num_samples: int) -> tuple[float, SearchResult]:
+    """Returns the CPU seconds of one plan, and the result of the search.
+
+    Raises ValueError if a layout leaves a device out, or does not fit.
+    """
+    request = search_request(devices, num_samples)
     begin = time.process_time()
-    best, _ = found(asked)
+    best, _ = run_searches(request)
     taken = time.process_time() - begin
     wrong = [
         each
         for each in best.best
-        if each.config.num_ranks != devices or each.memory.total > asked.usable_memory
+        if each.config.num_ranks != devices or each.memory.total > request.usable_memory
     ]
     if wrong or not best.best:
         raise ValueError(
@@ -74,11 +82,11 @@ def seconds(devices: int, rows: int) -> tuple[float, SearchResult]:
 
 
 def main() -> None:
-    """Time all cases and write the result."""
+    """Times all cases, and writes the result."""
     detail: dict[str, object] = {}
     shares: dict[str, list[float]] = {}
-    for name, (devices, rows, bar) in CASES.items():
-        runs = [seconds(devices, rows) for _ in range(REPEATS)]
+    for name, (devices, num_samples, bar) in CASES.items():
+        runs = [seconds(devices, num_samples) for _ in range(REPEATS)]
         times = [taken for taken, _ in runs]
         shares[name] = [taken / bar for taken in times]
         best = runs[0][1]

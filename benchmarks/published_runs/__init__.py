@@ -1,9 +1,9 @@
-"""Runs that others published, as input of the planner.
+"""Published training runs, as input of the planner.
 
-layouts   mesh, strategies and habits of the code base of a row
+layouts   mesh and strategies of a row, with the defaults of its code base
 machines  device, host and network of a row
-memory    what each code base keeps in memory
-rows      reads data/published_runs.csv: a row becomes a shape, a layout and a machine
-scores    predicted against measured step times, source by source
-times     seconds of a step, from what a row states
+memory    framework memory of each code base
+rows      reads data/published_runs.csv: a row becomes a model shape, a layout and a machine
+scores    predicted against measured step times, by source
+times     seconds of a step, from the columns of a row
 """

@@ -1,18 +1,22 @@
-"""How published runs were laid out: a row's columns, and what its code base does that rows do not say.
+"""Layouts of published runs: the columns of a row, and the defaults of its code base.
 
-scores         written out, with one kernel for their softmax, before fused attention; kernels written for the
-device at NVIDIA NVIDIA's code  tokens on tensor ranks, moments in shards, sums and gathers beside products,
-four layers or more in a chunk torch's        async TP runs about half of what tensor ranks send beside
-products: by the bytes of arXiv 2205.05198 at 337 GB/s,
-               70B runs with it are faster by 49 % of what they sent, 8B runs by 41 %
-DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473, table
-2, are what they
-               compute, their bytes at the cards' rate, and 14 us for each rank, gather and weight,
-                   whatever the microbatch
-recomputing    where a row says nothing of it, and the run would have needed half as much memory again as
-there is: all layers,
-               unless its devices read their host's memory at the rate of links, and keep activations there
-by operator    torchtitan's "selective (op)" keeps attention and every second product, and runs all else again
+Rows do not state these defaults:
+
+    scores         materialized, with a fused softmax kernel, before fused attention; kernels written for the
+                   device at NVIDIA
+    NVIDIA's code  sequence parallelism, sharded optimizer states, reductions and gathers overlapped with
+                   products, virtual stages of four layers or more
+    torch's        async TP overlaps about half of what tensor ranks send with products: by the bytes of
+                   arXiv 2205.05198 at 337 GB/s, 70B runs with it are faster by 49 % of what they sent, 8B
+                   runs by 41 %
+    DeepSpeed's    stage 3 of 2021 gathers weight by weight, when it is needed. Steps of arXiv 2104.04473,
+                   table 2, take their computation, their bytes at the cards' rate, and 14 us for each rank,
+                   gather and weight, at any microbatch size
+    recomputing    if a row does not state it, and the run would have needed 1.5 times the device's memory:
+                   all layers, unless the device reads its host's memory at the rate of links, and keeps
+                   activations there
+    by operator    torchtitan's "selective (op)" keeps attention and every second product, and recomputes all
+                   else
 """
 
 import re
@@ -31,13 +35,13 @@ from meshwright.planner.analytic.parallel_config import (
 )
 from meshwright.planner.machine.machine import Machine
 
-COHERENT = (
+COHERENT_DEVICES = (
     "GH",
     "GB",
 )  # devices that read their host's memory at the rate of links, and keep activations there
-BEYOND = 1.5  # of its memory: what no run without recomputing held
-# orders by what a row calls them: the closed forms of their papers
-ORDERS: Mapping[str, ScheduleProfile] = {
+MAX_MEMORY_RATIO = 1.5  # of a device's memory: no run without recomputing needed more
+# schedules by their name in a row: the closed forms of their papers
+SCHEDULE_PROFILES: Mapping[str, ScheduleProfile] = {
     "1f1b": ScheduleProfile(),
     "gpipe": ScheduleProfile(),
     "interleaved": ScheduleProfile(),
@@ -47,133 +51,143 @@ ORDERS: Mapping[str, ScheduleProfile] = {
 }
 
 
-class Lacks(Exception):
-    """What a row lacks."""
+class MissingInfo(Exception):
+    """Information that a row lacks."""
 
 
 @dataclass(frozen=True)
-class Habits:
-    """What a code base does that its rows do not say; `chunks`: it interleaves layers wherever there are
-    ranks along pp.
+class CodeBaseDefaults:
+    """Defaults of a code base that its rows do not state; `interleaved`: it uses virtual stages whenever pp >
+    1.
     """
 
     kernel: AttentionKernel = "flash2"
-    fused: bool = True
-    hidden: float = 0.0
-    sums: int = 2
+    fused_norms: bool = True
+    overlap_fraction: float = 0.0
+    grad_reduce_itemsize: int = 2
     dtype: str = "bfloat16"
-    sequence: bool = False
-    shards: int = 0
-    chunks: bool = False
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+    interleaved: bool = False
 
 
-OLD = Habits(
-    kernel="softmax", fused=True
+BEFORE_FLASH = CodeBaseDefaults(
+    kernel="softmax", fused_norms=True
 )  # before fused attention: Megatron with its own softmax and norm kernels
-CORE = Habits(kernel="flash3", hidden=1.0, sequence=True, shards=1, chunks=True)  # NVIDIA's recipes
-# of what tensor ranks send, what torch's async TP runs beside products, where Megatron does all of it
-ASYNC = 0.5
-HABITS: tuple[tuple[str, Habits], ...] = (
-    ("bigscience", replace(OLD, sums=4)),
-    ("Narayanan", OLD),
-    ("Korthikanti", OLD),
-    ("Megatron-LM old", OLD),
-    ("Zero Bubble", OLD),
-    ("MT-NLG", OLD),
-    ("Alpa", OLD),
-    ("eth-easl", OLD),
-    ("DeepSpeed", OLD),
-    ("microsoft/Megatron", OLD),
-    ("NVIDIA", CORE),
-    ("NeMo", CORE),
-    ("Megatron", CORE),
-    ("mosaic", Habits(kernel="flash1")),
-    ("torchtitan", Habits(fused=False)),
-    ("", Habits()),
+MEGATRON_CORE = CodeBaseDefaults(
+    kernel="flash3", overlap_fraction=1.0, sequence_parallel=True, zero_stage=1, interleaved=True
+)  # NVIDIA's recipes
+# share of what tensor ranks send that torch's async TP overlaps with products; Megatron overlaps all of it
+ASYNC_TP_OVERLAP = 0.5
+DEFAULTS_BY_SOURCE: tuple[tuple[str, CodeBaseDefaults], ...] = (
+    ("bigscience", replace(BEFORE_FLASH, grad_reduce_itemsize=4)),
+    ("Narayanan", BEFORE_FLASH),
+    ("Korthikanti", BEFORE_FLASH),
+    ("Megatron-LM old", BEFORE_FLASH),
+    ("Zero Bubble", BEFORE_FLASH),
+    ("MT-NLG", BEFORE_FLASH),
+    ("Alpa", BEFORE_FLASH),
+    ("eth-easl", BEFORE_FLASH),
+    ("DeepSpeed", BEFORE_FLASH),
+    ("microsoft/Megatron", BEFORE_FLASH),
+    ("NVIDIA", MEGATRON_CORE),
+    ("NeMo", MEGATRON_CORE),
+    ("Megatron", MEGATRON_CORE),
+    ("mosaic", CodeBaseDefaults(kernel="flash1")),
+    ("torchtitan", CodeBaseDefaults(fused_norms=False)),
+    ("", CodeBaseDefaults()),
 )
 
 
 def layout_of(
-    source: str, row: Mapping[str, str], shape: ModelShape, said: Mapping[str, float | None], host: int
+    source: str, row: Mapping[str, str], shape: ModelShape, numbers: Mapping[str, float | None], host: int
 ) -> ParallelConfig:
-    """That of a row; `said` are its numbers, `host` the devices of one.
+    """Returns the layout of a row; `numbers`: its numeric columns, `host`: the devices per host.
 
-    Raises Lacks where it says too little.
+    Raises MissingInfo if the row states too little.
     """
-    tp, pp, cp = (int(said.get(axis) or 1) for axis in ("tp", "pp", "cp"))
-    dp = int(said.get("dp") or (said.get("gpus") or 0) // (tp * pp * cp))
-    batch, micro, times = said.get("global_batch"), said.get("micro_batch"), said.get("grad_accum")
+    tp, pp, cp = (int(numbers.get(axis) or 1) for axis in ("tp", "pp", "cp"))
+    dp = int(numbers.get("dp") or (numbers.get("gpus") or 0) // (tp * pp * cp))
+    batch, micro, times = numbers.get("global_batch"), numbers.get("micro_batch"), numbers.get("grad_accum")
     if dp < 1:
-        raise Lacks("no number of devices")
+        raise MissingInfo("no number of devices")
     if not micro and batch and times:
         micro = batch / dp / times
     if not batch and micro and times:
         batch = micro * dp * times
     if not micro or not batch:
-        raise Lacks("no microbatch or no global batch")
-    habits = next(habits for name, habits in HABITS if source.startswith(name))
+        raise MissingInfo("no microbatch or no global batch")
+    defaults = next(defaults for name, defaults in DEFAULTS_BY_SOURCE if source.startswith(name))
     notes, states = row.get("notes", ""), row.get("zero_fsdp", "").lower()
     return ParallelConfig(
         dp=dp,
         tp=tp,
         pp=pp,
         cp=cp,
-        zero_stage=max(habits.shards, _shards(states)),
-        zero_group_size=_within(states, dp, max(1, host // (tp * cp))),
-        virtual_stages=_chunks(
-            source, habits, row.get("schedule", "").lower(), said.get("virtual_stages"), shape, pp
+        zero_stage=max(defaults.zero_stage, _zero_stage(states)),
+        zero_group_size=_zero_group_size(states, dp, max(1, host // (tp * cp))),
+        virtual_stages=_virtual_stages(
+            source, defaults, row.get("schedule", "").lower(), numbers.get("virtual_stages"), shape, pp
         ),
         micro_batch=micro,
         num_microbatches=batch / (micro * dp),
-        recompute=_reruns(row.get("recompute", "").lower()),
+        recompute=_recompute_mode(row.get("recompute", "").lower()),
         sequence_parallel=row.get("seq_parallel", "").startswith("yes")
-        or (habits.sequence and tp > 1 and not row.get("seq_parallel")),
-        schedule_profile=_order(row.get("schedule", "").lower()),
+        or (defaults.sequence_parallel and tp > 1 and not row.get("seq_parallel")),
+        schedule_profile=_schedule_profile(row.get("schedule", "").lower()),
         param_gather_itemsize=1
         if source.startswith("torchtitan") and "fp8 tensorwise" in row.get("precision", "").lower()
         else 2,
-        dtype=_dtype(row.get("precision", "").lower(), habits),
-        grad_reduce_itemsize=habits.sums,
-        attention_kernel=_kernel(notes, habits),
+        dtype=_dtype(row.get("precision", "").lower(), defaults),
+        grad_reduce_itemsize=defaults.grad_reduce_itemsize,
+        attention_kernel=_kernel(notes, defaults),
         fused_norms="RMS kernel" in notes
         if "kernel " in notes
-        else habits.fused or row.get("compile", "") == "yes",
+        else defaults.fused_norms or row.get("compile", "") == "yes",
         compiled=row.get("compile", "") == "yes",
-        overlap_fraction=habits.hidden or ASYNC * ("async tp" in notes.lower()),
+        overlap_fraction=defaults.overlap_fraction or ASYNC_TP_OVERLAP * ("async tp" in notes.lower()),
         recompute_fraction=0.5 if "every 2nd" in row.get("recompute", "") else 1.0,
         gathers_per_param=source.startswith("Narayanan") and "zero-3" in states,
     )
 
 
-def rerun(
+def with_assumed_recompute(
     row: Mapping[str, str], shape: ModelShape, layout: ParallelConfig, machine: Machine
 ) -> ParallelConfig:
-    """`layout`, or one that runs all layers again (see the module)."""
-    if row.get("recompute") or row.get("status", "ok") != "ok" or machine.device.name.startswith(COHERENT):
+    """Returns `layout`, or one that recomputes all layers if the run could not have fitted
+    (see the module).
+    """
+    if (
+        row.get("recompute")
+        or row.get("status", "ok") != "ok"
+        or machine.device.name.startswith(COHERENT_DEVICES)
+    ):
         return layout
     needed = estimate_memory(
         shape, replace(layout, num_microbatches=max(1, round(layout.num_microbatches)))
     ).total
-    return replace(layout, recompute="layers") if needed > BEYOND * machine.device.memory else layout
+    return (
+        replace(layout, recompute="layers") if needed > MAX_MEMORY_RATIO * machine.device.memory else layout
+    )
 
 
-def _chunks(
-    source: str, habits: Habits, schedule: str, said: float | None, shape: ModelShape, pp: int
+def _virtual_stages(
+    source: str, defaults: CodeBaseDefaults, schedule: str, numbers: float | None, shape: ModelShape, pp: int
 ) -> int:
-    """Of layers per rank along pp.
+    """Returns the virtual stages per rank along pp.
 
-    Where a row does not say it, NVIDIA's recipes, and runs that interleave, have four layers or more in a
-    chunk; Zero Bubble PP's interleaved runs one (arXiv 2401.10241, section 5).
+    If a row does not state them, NVIDIA's recipes, and runs with an interleaved schedule, have four layers or
+    more per virtual stage; Zero Bubble PP's interleaved runs have one (arXiv 2401.10241, section 5).
     """
-    if said or pp == 1 or not (habits.chunks or "interleaved" in schedule):
-        return int(said or 1)
+    if numbers or pp == 1 or not (defaults.interleaved or "interleaved" in schedule):
+        return int(numbers or 1)
     each = shape.layers // pp
     if source.startswith("Zero Bubble"):
         return max(1, round((shape.layers + 2) / pp))
     return next((n for n in range(each // 4, 0, -1) if each % n == 0), each)
 
 
-def _shards(text: str) -> int:
+def _zero_stage(text: str) -> int:
     if any(word in text for word in ("zero-2", "grad_op", "reshard grads")):
         return 2
     if any(word in text for word in ("fsdp", "hsdp", "full_shard", "zero-3")):
@@ -181,16 +195,22 @@ def _shards(text: str) -> int:
     return 1 if "zero-1" in text or "distributed optimizer" in text else 0
 
 
-def _within(text: str, copies: int, beside: int) -> int:
-    """Of how many of the copies shards are: so many as it says, or those `beside` each other on a host; 0:
-    all of them.
+def _zero_group_size(text: str, num_replicas: int, replicas_per_host: int) -> int:
+    """Returns over how many of the replicas states are sharded: the number in `text`, or the replicas of a
+    host; 0: all of them.
     """
     found = re.search(r"\bx ?(\d+)|within (\d+)", text)
-    each = int(found[1] or found[2]) if found else beside if "hsdp" in text or "hybrid" in text else copies
-    return each if each < copies and copies % each == 0 else 0
+    each = (
+        int(found[1] or found[2])
+        if found
+        else replicas_per_host
+        if "hsdp" in text or "hybrid" in text
+        else num_replicas
+    )
+    return each if each < num_replicas and num_replicas % each == 0 else 0
 
 
-def _reruns(text: str) -> RecomputeMode:
+def _recompute_mode(text: str) -> RecomputeMode:
     if text.startswith(("full", "yes")) or "every 2nd" in text:
         return "layers"
     if "selective" not in text:
@@ -198,7 +218,7 @@ def _reruns(text: str) -> RecomputeMode:
     return "operators" if "(op)" in text else "attention"
 
 
-def _dtype(text: str, habits: Habits) -> str:
+def _dtype(text: str, defaults: CodeBaseDefaults) -> str:
     if "fp4" in text:
         return "float4"
     if "fp8" in text:
@@ -209,14 +229,16 @@ def _dtype(text: str, habits: Habits) -> str:
             if "mx" in text.partition("(")[0]
             else "float8"
         )
-    return habits.dtype
+    return defaults.dtype
 
 
-def _order(text: str) -> ScheduleProfile:
-    return next((order for name, order in ORDERS.items() if name in text), ORDERS["1f1b"])
+def _schedule_profile(text: str) -> ScheduleProfile:
+    return next(
+        (order for name, order in SCHEDULE_PROFILES.items() if name in text), SCHEDULE_PROFILES["1f1b"]
+    )
 
 
-def _kernel(notes: str, habits: Habits) -> AttentionKernel:
+def _kernel(notes: str, defaults: CodeBaseDefaults) -> AttentionKernel:
     found = re.search(r"kernel (\w+)", notes)
     word = found.group(1) if found else ""
     kernels: Mapping[str, AttentionKernel] = {
@@ -225,4 +247,4 @@ def _kernel(notes: str, habits: Habits) -> AttentionKernel:
         "flash_attentionv1": "flash1",
         "flash_attention": "flash1",
     }
-    return kernels.get(word, "flash2" if word.startswith("flash") else habits.kernel)
+    return kernels.get(word, "flash2" if word.startswith("flash") else defaults.kernel)

@@ -1,25 +1,22 @@
-"""What the code bases of published runs hold in memory, and what the planner says of a run with that.
+"""Framework memory of the code bases of published runs, and the planner's memory estimate of a run with it.
 
-Each code base has its habits (planner/habits.py), read in its source or its paper; where runs had to be
-asked, it says so:
+The framework memory of a code base (planner/analytic/framework_memory.py) is read in its source or its paper;
+numbers that were fitted on runs are named here:
 
     Aleph-Alpha     the head gathers all logits on every tensor rank, and another microbatch's output waits:
-                    14 + 2 bytes;
-                    inputs of matrices are kept gathered; norms are one kernel or several. From pairs of
-                        runs of which one
-                    fitted: 3.75 bytes of the stream that no line explains, 12.75 more without the fused
-                        norm (8 by the code,
-                    4 its input, and again a bit that no line explains). Without a fused kernel 8 bytes
-                        per logit more are
-                    reserved: three runs ran out whose like ran with one, and anything from 5 to 12 says
-                        so of these
+                    14 + 2 bytes; inputs of matrices are kept gathered; norms are one kernel or several.
+                    Fitted on pairs of runs of which one fits: 3.75 bytes of the residual stream that no line
+                    of code explains, 12.75 more without the fused norm (8 by the code, 4 its input, and again
+                    a small part that no line explains). Without a fused kernel 8 bytes per logit more are
+                    reserved: three runs ran out although similar ones ran with it, and any value from 5 to 12
+                    predicts these right
     Megatron        with dropout and its own softmax (arXiv 2205.05198, table 2): 34 + 5 a s / h, float32
-                    gradients, tied words
-    DeepSpeed       the same under ZeRO 1, whose float32 gradients are in shards, with buckets of 5e8 elements
-    nanotron        float32 sums of gradients whole, inputs of matrices gathered, logits in float32 and their
+                    gradients, tied embedding
+    DeepSpeed       the same under ZeRO 1, whose float32 gradients are sharded, with buckets of 5e8 elements
+    nanotron        full float32 sums of gradients, inputs of matrices gathered, logits in float32 and their
                     softmax in place
-    torchtitan      all in shards of float32, recomputing by operator; since 2025 a compiled loss, without
-                    float32 logits
+    torchtitan      all states sharded in float32, recomputing by operator; since 2025 a compiled loss,
+                    without float32 logits
     Megatron core   fused attention, gate and loss; composer: a fused loss, GPT blocks under FSDP
     Sailor          the pipeline of DeepSpeed: five numbers by regression on its own runs, not explained
 """
@@ -33,8 +30,8 @@ from meshwright.planner.analytic.framework_memory import GIB, MESHWRIGHT_MEMORY,
 from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 
-USABLE = 79.25 / 80  # of the memory that a device is sold with: what torch reports
-SPARE = 1.06
+USABLE = 79.25 / 80  # share of the nominal memory of a device that torch reports
+MARGIN = 1.06
 NONE = (0.0, 0.0, 0.0)
 
 MEGATRON = FrameworkMemory(
@@ -47,7 +44,7 @@ MEGATRON = FrameworkMemory(
     fragmentation=1.0,
     driver_context=NONE,
     layer_split="layers",
-)  # 6: with the masks of two dropouts
+)  # residual 6: with the masks of two dropouts
 CORE = FrameworkMemory(
     gradients=2,
     unfused_norm_extra=0,
@@ -91,22 +88,30 @@ ALEPH = FrameworkMemory(
     score_fragmentation=8,
     layer_split="norm",
 )
-OLD = ("Zero Bubble", "Narayanan", "Korthikanti", "MT-NLG", "Alpa", "DeepSpeed", "microsoft/Megatron")
+MEGATRON_SOURCES = (
+    "Zero Bubble",
+    "Narayanan",
+    "Korthikanti",
+    "MT-NLG",
+    "Alpa",
+    "DeepSpeed",
+    "microsoft/Megatron",
+)
 
 
 @dataclass(frozen=True)
-class Code:
-    """A code base: its habits, and whether embedding and head are one where rows do not say it."""
+class CodeBase:
+    """A code base: its framework memory, and whether embedding and head are tied if rows do not state it."""
 
-    habits: FrameworkMemory
+    memory: FrameworkMemory
     tied: bool = False
 
 
-CODES: tuple[tuple[str, Code], ...] = (
-    ("Aleph-Alpha", Code(ALEPH)),
+CODE_BASES: tuple[tuple[str, CodeBase], ...] = (
+    ("Aleph-Alpha", CodeBase(ALEPH)),
     (
         "bigscience",
-        Code(
+        CodeBase(
             replace(
                 MEGATRON,
                 gradients=2,
@@ -118,17 +123,17 @@ CODES: tuple[tuple[str, Code], ...] = (
             tied=True,
         ),
     ),
-    ("torchtitan", Code(TITAN)),
-    ("foundation", Code(TITAN)),
+    ("torchtitan", CodeBase(TITAN)),
+    ("foundation", CodeBase(TITAN)),
     (
         "mosaic",
-        Code(
+        CodeBase(
             replace(SHARDED, logits=4, prefetched_layers=3, fragmentation=1.0, driver_context=(2 * GIB, 0, 0))
         ),
     ),
     (
         "nanotron",
-        Code(
+        CodeBase(
             FrameworkMemory(
                 gradients=4,
                 unfused_norm_extra=0,
@@ -144,7 +149,7 @@ CODES: tuple[tuple[str, Code], ...] = (
     ),
     (
         "eth-easl",
-        Code(
+        CodeBase(
             replace(
                 MEGATRON,
                 gradients=8.8,
@@ -159,59 +164,63 @@ CODES: tuple[tuple[str, Code], ...] = (
             tied=True,
         ),
     ),
-    ("NVIDIA", Code(CORE)),
-    ("NeMo", Code(CORE)),
-    ("Megatron-LM", Code(MEGATRON, tied=True)),
-    ("Megatron", Code(CORE)),
-    *((name, Code(MEGATRON, tied=True)) for name in OLD),
-    ("", Code(MESHWRIGHT_MEMORY)),
+    ("NVIDIA", CodeBase(CORE)),
+    ("NeMo", CodeBase(CORE)),
+    ("Megatron-LM", CodeBase(MEGATRON, tied=True)),
+    ("Megatron", CodeBase(CORE)),
+    *((name, CodeBase(MEGATRON, tied=True)) for name in MEGATRON_SOURCES),
+    ("", CodeBase(MESHWRIGHT_MEMORY)),
 )
-COMPILED_LOSS = "202501"  # torchtitan, from when on the loss is compiled: 16-bit logits and their gradient
-SMALL = 10_000  # nanotron: models of a narrower MLP than this are tied
+COMPILED_LOSS = "202501"  # torchtitan compiles the loss from this month on: 16-bit logits and their gradient
+TIED_BELOW_FFN = 10_000  # nanotron: models with a narrower MLP than this have a tied embedding
 
 
-def code_of(run: Run) -> Code:
-    """The code base of `run`, as it was then."""
-    code = next(code for name, code in CODES if run.source.startswith(name))
-    habits = code.habits
+def code_base_of(run: Run) -> CodeBase:
+    """Returns the code base of `run`, as it was at its date."""
+    code = next(code for name, code in CODE_BASES if run.source.startswith(name))
+    memory = code.memory
     if run.source.startswith("torchtitan"):
-        date = re.search(r"_(\d{6})_", run.cited)
-        habits = replace(habits, logits=4) if date and date[1] >= COMPILED_LOSS else habits
+        date = re.search(r"_(\d{6})_", run.full_source)
+        memory = replace(memory, logits=4) if date and date[1] >= COMPILED_LOSS else memory
     if "fp32 grad" in run.precision:
-        habits = replace(habits, gradients=6)  # sums in float32, besides
-    tied = run.shape.ffn_dim < SMALL if run.source.startswith("nanotron") else code.tied
-    return Code(habits, tied)
+        memory = replace(memory, gradients=6)  # float32 sums in addition
+    tied = run.shape.ffn_dim < TIED_BELOW_FFN if run.source.startswith("nanotron") else code.tied
+    return CodeBase(memory, tied)
 
 
-def held(
-    run: Run, change: Callable[[FrameworkMemory], FrameworkMemory] = lambda habits: habits
+def estimate_run(
+    run: Run, change: Callable[[FrameworkMemory], FrameworkMemory] = lambda memory: memory
 ) -> MemoryEstimate:
-    """What the planner says that the fullest device of `run` holds; `change` makes habits other ones."""
-    code = code_of(run)
-    return estimate_memory(replace(run.shape, tied=code.tied), layout_of(run), change(code.habits))
+    """Returns the memory estimate of the fullest device of `run`; `change` edits the framework memory."""
+    code = code_base_of(run)
+    return estimate_memory(replace(run.shape, tied=code.tied), layout_of(run), change(code.memory))
 
 
 def layout_of(run: Run) -> ParallelConfig:
-    """That of `run`, with what Megatron core always does: moments in shards, tokens on tensor ranks."""
+    """Returns the layout of `run`; Megatron core always shards optimizer states and uses sequence
+    parallelism.
+    """
     layout = replace(run.layout, num_microbatches=max(1, round(run.layout.num_microbatches)))
-    if code_of(run).habits.logits == CORE.logits and run.source.startswith(("NVIDIA", "NeMo", "Megatron")):
+    if code_base_of(run).memory.logits == CORE.logits and run.source.startswith(
+        ("NVIDIA", "NeMo", "Megatron")
+    ):
         return replace(layout, zero_stage=max(1, layout.zero_stage), sequence_parallel=layout.tp > 1)
     return layout
 
 
-def by_torch(run: Run) -> bool:
-    """Whether its peak is what torch counts, which knows no context."""
+def is_torch_metric(run: Run) -> bool:
+    """Whether the peak of `run` was measured by torch, which does not count the driver's context."""
     return (
         any(word in run.metric for word in ("torch", "reserved", "peak memory")) and "Table" not in run.metric
     )
 
 
-def said(run: Run) -> float:
-    """Bytes, of what the row's metric shows."""
-    found = held(run)
-    return found.reserved if by_torch(run) else found.total
+def predicted_nbytes(run: Run) -> float:
+    """Returns the predicted bytes in the row's metric."""
+    found = estimate_run(run)
+    return found.reserved if is_torch_metric(run) else found.total
 
 
-def room(run: Run) -> float:
-    """Bytes that a device of `run` has to give."""
+def usable_nbytes(run: Run) -> float:
+    """Returns the usable bytes of a device of `run`."""
     return run.machine.device.memory * USABLE

@@ -1,13 +1,13 @@
-"""Published runs as the planner sees them: a row of a table becomes a shape, a layout and a machine.
+"""Reads published runs: a row of a table becomes a model shape, a layout and a machine.
 
     published_runs.csv     1,321 rows that others measured, each with its source: a paper, a repository at a
                            commit, a page
 
-What a row does not say is filled in as its source does it (layouts.py), or the row is skipped, and
-counted under the reason: experts, states on the host, devices that are not known, no batch, no time. FLOP
-conventions differ by source: a step's time is what the row says, or what follows from tokens per second, or
-from the model FLOP/s that were brought to one convention; where a source prints hardware FLOPs by a formula
-of its own that is known (times.py), from those.
+What a row does not state is filled in with the defaults of its source (layouts.py), or the row is skipped and
+counted under the reason: experts, states on the host, unknown devices, no batch, no time. FLOP conventions
+differ by source: the time of a step is stated, or follows from tokens per second, or from the model FLOP/s
+that were converted to one convention; if a source prints hardware FLOPs by a known formula of its own
+(times.py), from those.
 """
 
 import csv
@@ -18,7 +18,7 @@ from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 
-from benchmarks.published_runs.layouts import Lacks, layout_of, rerun
+from benchmarks.published_runs.layouts import MissingInfo, layout_of, with_assumed_recompute
 from benchmarks.published_runs.machines import machine_of
 from benchmarks.published_runs.times import seconds_of
 from meshwright.planner.analytic.model_shape import ModelShape
@@ -44,17 +44,17 @@ SIZES = (
     "virtual_stages",
 )
 SIZES += ("micro_batch", "global_batch", "grad_accum", "step_time_s")
-COUNTED = ("kv_heads", "ffn", "vocab", "virtual_stages")  # of which 0 says nothing
-PLAIN = ("gpt", "mpt", "opt")  # models whose MLP has no gate
+ZERO_IS_UNKNOWN = ("kv_heads", "ffn", "vocab", "virtual_stages")  # columns in which 0 means unknown
+UNGATED_MODELS = ("gpt", "mpt", "opt")  # models whose MLP has no gate
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row: where it comes from, what was run on what, and what was measured. `seconds` None: it says no
+    """A row: its source, shape, layout and machine, and the measurements; `seconds` is None if it states no
     time.
 
-    `peak` is in bytes, and `metric` what it was read from; `cited` is the source in full, `precision` what
-    the row says of it.
+    `peak` is in bytes, `metric` the tool that measured it; `full_source` is the source in full, `precision`
+    the text of that column.
     """
 
     key: str
@@ -66,14 +66,12 @@ class Run:
     status: str
     peak: float | None
     metric: str
-    cited: str = ""
+    full_source: str = ""
     precision: str = ""
 
     @property
     def group(self) -> str:
-        """The source, model and number of devices: the grain at which constants are fitted on some rows and
-        scored on others.
-        """
+        """Source, model and number of devices: the rows of a group are all fitted on, or all scored."""
         return f"{self.source}|{self.shape.name}|{self.machine.num_devices}"
 
     @property
@@ -92,7 +90,7 @@ class Skipped:
 
 
 def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
-    """The rows of `file`, those that the planner can take and those that it cannot."""
+    """Returns the rows of `file` that the planner can predict, and those that are skipped."""
     runs, skipped = [], []
     with file.open(encoding="utf-8", newline="") as lines:
         for number, read in enumerate(csv.DictReader(lines), start=2):
@@ -102,13 +100,13 @@ def read_runs(file: Path = RUNS) -> tuple[list[Run], list[Skipped]]:
             key, source = row.get("row_id") or f"line {number}", _source(row.get("source", ""))
             try:
                 runs.append(_run(key, source, row))
-            except Lacks as lack:
-                skipped.append(Skipped(key, source, str(lack)))
+            except MissingInfo as missing:
+                skipped.append(Skipped(key, source, str(missing)))
     return runs, skipped
 
 
 def _source(text: str) -> str:
-    """The short name of a source: its author or repository, without the file and the version."""
+    """Returns the short name of a source: its author or repository, without the file and the version."""
     first = re.split(
         (
             r" data/| scripts/| train/| experiments/| docs/| docs | benchmarks/| validation/| \(| "
@@ -130,51 +128,55 @@ def _number(row: Mapping[str, str], column: str) -> float | None:
 
 def _run(key: str, source: str, row: Mapping[str, str]) -> Run:
     if "single transformer layer" in row.get("notes", ""):
-        raise Lacks("the time of one layer, and of no step")
+        raise MissingInfo("the time of one layer, and of no step")
     if (_number(row, "n_experts") or 0) > 1:
-        raise Lacks("experts, which are not built yet")
+        raise MissingInfo("experts, which are not built yet")
     if "ffload" in row.get("zero_fsdp", ""):
-        raise Lacks("memory of the host, which is not built yet")
+        raise MissingInfo("memory of the host, which is not built yet")
     machine = machine_of(row.get("hardware", ""))
     if machine is None:
-        raise Lacks(f"a device that is not known: {row.get('hardware')!r}")
-    _readable(row)
-    shape, said = _shape(row), {name: _number(row, name) for name in row}
-    layout = layout_of(source, row, shape, said, machine.devices_per_host)
+        raise MissingInfo(f"a device that is not known: {row.get('hardware')!r}")
+    _check_sizes(row)
+    shape, numbers = _shape(row), {name: _number(row, name) for name in row}
+    layout = layout_of(source, row, shape, numbers, machine.devices_per_host)
     if faults := [fault.problem for fault in shape.diagnostics()]:
-        raise Lacks(faults[0])
+        raise MissingInfo(faults[0])
     if layout.pp > shape.layers:
-        raise Lacks(f"pp {layout.pp} for {shape.layers} layers")
-    count = int(said.get("gpus") or layout.num_ranks)
-    seconds = seconds_of(row, said, shape, layout, count)
-    peak, metric = said.get("peak_mem"), row.get("mem_metric", "")
-    binary = any(word in metric for word in ("nvidia-smi", "Table"))  # MiB / 1024, though they are called GB
+        raise MissingInfo(f"pp {layout.pp} for {shape.layers} layers")
+    count = int(numbers.get("gpus") or layout.num_ranks)
+    seconds = seconds_of(row, numbers, shape, layout, count)
+    peak, metric = numbers.get("peak_mem"), row.get("mem_metric", "")
+    binary = any(
+        word in metric for word in ("nvidia-smi", "Table")
+    )  # MiB / 1024, although the unit is called GB
     unit = GIB if binary else {"GiB": GIB, "GB": GB, "MiB": 2**20}.get(row.get("mem_unit", ""), GB)
-    held = None if peak is None else peak * unit
+    peak_nbytes = None if peak is None else peak * unit
     machine = replace(machine, num_devices=count)
-    layout = rerun(row, shape, layout, machine)
+    layout = with_assumed_recompute(row, shape, layout, machine)
     if machine.device.peak(layout.dtype.partition("_")[0]) is None and layout.dtype.startswith("float"):
-        raise Lacks(f"a device without {layout.dtype.partition('_')[0]}")
+        raise MissingInfo(f"a device without {layout.dtype.partition('_')[0]}")
     tokens = layout.num_microbatches * layout.micro_batch * layout.dp * shape.sequence
     if seconds and shape.flops(tokens) / 1.15 > seconds * count * machine.peak_flops(
         layout.dtype.partition("_")[0]
     ):
-        raise Lacks("faster than the peak of its devices: its batch or its time is of another run")
-    status, cited, precision = row.get("status", "ok"), row.get("source", ""), row.get("precision", "")
-    return Run(key, source, shape, layout, machine, seconds, status, held, metric, cited, precision)
+        raise MissingInfo("faster than the peak of its devices: its batch or its time is of another run")
+    status, full_source, precision = row.get("status", "ok"), row.get("source", ""), row.get("precision", "")
+    return Run(
+        key, source, shape, layout, machine, seconds, status, peak_nbytes, metric, full_source, precision
+    )
 
 
-def _readable(row: Mapping[str, str]) -> None:
-    """Raise Lacks where a size is text, or none that can be: it would be taken for one that is not said."""
+def _check_sizes(row: Mapping[str, str]) -> None:
+    """Raises MissingInfo if a size is not a valid number: it would be taken for an unknown one."""
     for column in SIZES:
         text, number = row.get(column, "").strip(), _number(row, column)
         least = 1 if column not in ("micro_batch", "step_time_s") else 1e-9
         if (
             text.strip("?-")
             and (number is None or number < least)
-            and not (column in COUNTED and number == 0)
+            and not (column in ZERO_IS_UNKNOWN and number == 0)
         ):
-            raise Lacks(f"{column} is '{text}', no number above 0")
+            raise MissingInfo(f"{column} is '{text}', no number above 0")
 
 
 def _shape(row: Mapping[str, str]) -> ModelShape:
@@ -182,9 +184,9 @@ def _shape(row: Mapping[str, str]) -> ModelShape:
         name: _number(row, name)
         for name in ("layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len", "params_b")
     }
-    lacking = [name for name in ("layers", "hidden", "heads", "seq_len") if not sizes[name]]
-    if lacking:
-        raise Lacks(f"no {', '.join(lacking)}")
+    missing_columns = [name for name in ("layers", "hidden", "heads", "seq_len") if not sizes[name]]
+    if missing_columns:
+        raise MissingInfo(f"no {', '.join(missing_columns)}")
     plain = ModelShape(
         name=row.get("model", ""),
         layers=int(sizes["layers"] or 0),
@@ -195,10 +197,12 @@ def _shape(row: Mapping[str, str]) -> ModelShape:
         vocab=int(sizes["vocab"] or 51200),
         sequence=int(sizes["seq_len"] or 0),
     )
-    gated, known = replace(plain, gated=True), (sizes["params_b"] or 0) * 1e9
+    gated, num_params = replace(plain, gated=True), (sizes["params_b"] or 0) * 1e9
     name = plain.name.lower()
     if "llama" in name or (
-        known and not any(word in name for word in PLAIN) and _off(gated, known) < _off(plain, known)
+        num_params
+        and not any(word in name for word in UNGATED_MODELS)
+        and _off(gated, num_params) < _off(plain, num_params)
     ):
         return gated
     return plain
@@ -209,6 +213,6 @@ def _off(shape: ModelShape, numel: float) -> float:
 
 
 def sources(runs: Iterable[Run]) -> Iterator[str]:
-    """The short names of all sources, those with most rows first."""
+    """Returns the short names of all sources, those with most rows first."""
     names = [run.source for run in runs]
     return iter(sorted(set(names), key=lambda name: (-names.count(name), name)))

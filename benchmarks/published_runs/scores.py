@@ -1,4 +1,4 @@
-"""The planner scored on runs that others published: predicted against measured step times, source by source.
+"""Scores of the planner on published runs: predicted against measured step times, by source.
 
     constants of a device    fitted on half of the groups of a source (a model on a number of devices), chosen
                              by a hash
@@ -6,11 +6,11 @@
                              correlation of layouts
 
 A source whose rows all fell into the half that scores is predicted with the rates of its devices alone
-(planner/rates.toml). Peaks of memory, and runs that ran out of it, score too (benchmarks/planner/planner_memory.py,
-benchmarks/planner/planner_fit.py).
+(planner/machine/rates.toml). Memory peaks, and runs that ran out of memory, are scored too
+(benchmarks/planner/planner_memory.py, benchmarks/planner/planner_fit.py).
 
-Rows that lack what a prediction needs are skipped and counted. FILE has the columns of
-data/published_runs.csv; constants are fitted on its own half and on that of the file that is shipped.
+Rows that lack the input of a prediction are skipped and counted. FILE has the columns of
+data/published_runs.csv; constants are fitted on its own half and on that of the shipped file.
 
     python -m benchmarks.published_runs.scores [FILE]
 """
@@ -32,24 +32,23 @@ from benchmarks.published_runs.rows import RUNS, Run, Skipped, read_runs, source
 from meshwright.planner.analytic.calibrate import RATE_LIMITS, MeasuredStep, calibrate
 from meshwright.planner.machine.efficiency import MachineRates
 
-FEW = 5  # layouts below which a rank correlation says nothing
+MIN_LAYOUTS = 5  # fewer layouts have no meaningful rank correlation
 STRENGTH = 0.3
-SOUND = {
+RATE_BOUNDS = {
     **RATE_LIMITS,
     "link": (0.6, 0.95),
     "nic": (0.4, 0.95),
     "memory": (0.6, 0.95),
     "attention": (0.3, 0.8),
-}  # what benchmarks of each alone reach
+}  # the range that benchmarks of each alone reach
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well a source's steps are predicted: of so many, mean absolute error, bias and worst of them;
-    fitted on so many others.
+    """The score of a source: number of scored and fitted rows, mean absolute error, bias and worst error.
 
-    `rank` is the rank correlation of the layouts of one model on one number of devices, the mean over those;
-    None for too few.
+    `rank`: the rank correlation of the layouts of one model on one number of devices, the mean over those;
+    None if there are too few.
     """
 
     source: str
@@ -62,70 +61,83 @@ class Score:
     rows: tuple[tuple[str, float, float], ...]  # key, predicted, measured
 
     def as_dict(self) -> dict[str, object]:
-        """Its figures, without the rows."""
+        """Returns the figures, without the rows."""
         return {name: value for name, value in vars(self).items() if name != "rows"}
 
 
-def measured(run: Run) -> MeasuredStep:
-    """`run` as a step that rates are learnt from."""
+def to_measured_step(run: Run) -> MeasuredStep:
+    """Returns `run` as a step that rates are fitted on."""
     if run.seconds is None:
-        raise ValueError(f"{run.key} says no time; choose rows that do")
+        raise ValueError(f"{run.key} states no time; choose rows that do")
     return MeasuredStep(run.shape, run.layout, run.machine, run.seconds, run.source)
 
 
-def learnt(runs: Iterable[Run], strength: float = STRENGTH) -> dict[tuple[str, str], MachineRates]:
-    """The rates of each source on each kind of device, fitted on the rows that may be."""
+def fit_rates(runs: Iterable[Run], strength: float = STRENGTH) -> dict[tuple[str, str], MachineRates]:
+    """Returns the rates of each source on each kind of device, from the rows that are fitted on."""
     kinds: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         kinds.setdefault((run.source, run.machine.device.name), []).append(run)
     return {
         kind: calibrate(
-            members[0].machine.rates, [measured(run) for run in members if run.fitted], strength, SOUND
+            members[0].machine.rates,
+            [to_measured_step(run) for run in members if run.fitted],
+            strength,
+            RATE_BOUNDS,
         )
         for kind, members in kinds.items()
     }
 
 
-def scores(runs: Sequence[Run], rates: Mapping[tuple[str, str], MachineRates]) -> list[Score]:
-    """Of every source, those with most rows first; rows that rates were fitted on do not score."""
+def score_sources(runs: Sequence[Run], rates: Mapping[tuple[str, str], MachineRates]) -> list[Score]:
+    """Returns the score of every source, those with most rows first; rows that rates were fitted on do not
+    score.
+    """
     return [_score(source, [run for run in runs if run.source == source], rates) for source in sources(runs)]
 
 
 def _score(source: str, runs: Sequence[Run], rates: Mapping[tuple[str, str], MachineRates]) -> Score:
     scored = [run for run in runs if not run.fitted]
-    steps = [measured(run) for run in scored]
-    said = [
+    steps = [to_measured_step(run) for run in scored]
+    predicted = [
         step.predicted_s(rates[source, run.machine.device.name])
         for run, step in zip(scored, steps, strict=True)
     ]
-    off = np.array([found / step.seconds - 1 for found, step in zip(said, steps, strict=True)])
-    rows = tuple((run.key, found, step.seconds) for run, found, step in zip(scored, said, steps, strict=True))
-    error, bias, worst = (
-        (float(np.mean(abs(off))), float(np.mean(off)), float(max(abs(off)))) if len(off) else (0.0, 0.0, 0.0)
+    errors = np.array([found / step.seconds - 1 for found, step in zip(predicted, steps, strict=True)])
+    rows = tuple(
+        (run.key, found, step.seconds) for run, found, step in zip(scored, predicted, steps, strict=True)
     )
-    return Score(source, len(scored), len(runs) - len(scored), error, bias, worst, _rank(scored, said), rows)
+    error, bias, worst = (
+        (float(np.mean(abs(errors))), float(np.mean(errors)), float(max(abs(errors))))
+        if len(errors)
+        else (0.0, 0.0, 0.0)
+    )
+    return Score(
+        source, len(scored), len(runs) - len(scored), error, bias, worst, _rank(scored, predicted), rows
+    )
 
 
-def _rank(runs: Sequence[Run], said: Sequence[float]) -> float | None:
+def _rank(runs: Sequence[Run], predicted: Sequence[float]) -> float | None:
     found = []
     for group in {run.group for run in runs}:
-        pairs = [(value, run.seconds) for run, value in zip(runs, said, strict=True) if run.group == group]
-        if len(pairs) >= FEW:
+        pairs = [
+            (value, run.seconds) for run, value in zip(runs, predicted, strict=True) if run.group == group
+        ]
+        if len(pairs) >= MIN_LAYOUTS:
             found.append(float(spearmanr([a for a, _ in pairs], [b for _, b in pairs]).statistic))
     return float(np.mean(found)) if found else None
 
 
-def timed(file: Path) -> tuple[list[Run], list[Skipped]]:
-    """The rows of `file` that say a time, and those that are skipped."""
+def read_timed_runs(file: Path) -> tuple[list[Run], list[Skipped]]:
+    """Returns the rows of `file` that state a time, and those that are skipped."""
     runs, skipped = read_runs(file)
-    silent = [
+    without_time = [
         Skipped(run.key, run.source, "no time") for run in runs if run.seconds is None and run.status == "ok"
     ]
-    return [run for run in runs if run.seconds is not None], [*skipped, *silent]
+    return [run for run in runs if run.seconds is not None], [*skipped, *without_time]
 
 
 def show(found: Sequence[Score], skipped: Sequence[Skipped]) -> None:
-    """Print the scores, and how many rows were skipped for which reason."""
+    """Prints the scores, and the number of skipped rows by reason."""
     table = Table("source", "scored", "fitted on", "error %", "bias %", "worst %", "rank")
     for score in found:
         figures = (
@@ -147,7 +159,7 @@ def show(found: Sequence[Score], skipped: Sequence[Skipped]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Score the rows of a file, and show what came out."""
+    """Scores the rows of a file, and prints the scores."""
     file = Path(arguments[0]) if arguments else RUNS
     if not file.is_file():
         print(
@@ -156,7 +168,7 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 2
     try:
-        runs, skipped = timed(file)
+        runs, skipped = read_timed_runs(file)
     except (UnicodeDecodeError, csv.Error) as error:
         print(
             f"{file} is no table: {error}; needed are the columns of {RUNS} as UTF-8 text; save it as CSV",
@@ -168,11 +180,11 @@ def main(arguments: Sequence[str]) -> int:
             f"{file} has no rows; needed are the columns of {RUNS}, and a row for each run", file=sys.stderr
         )
         return 2
-    shipped = [] if file.resolve() == RUNS.resolve() else timed(RUNS)[0]
-    show(scores(runs, learnt([*runs, *shipped])), skipped)
+    shipped = [] if file.resolve() == RUNS.resolve() else read_timed_runs(RUNS)[0]
+    show(score_sources(runs, fit_rates([*runs, *shipped])), skipped)
     everything, _ = read_runs(file)
     planner_memory.show(planner_memory.groups(everything))
-    planner_fit.show(planner_fit.verdicts(planner_fit.labelled(everything)))
+    planner_fit.show(planner_fit.predict_fit(planner_fit.labelled_runs(everything)))
     return 0
 
 

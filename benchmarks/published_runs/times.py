@@ -1,9 +1,12 @@
-"""How long a published step took: as its row says, or from what it says instead.
+"""Seconds of a published step.
 
-step time     as it is
-tokens/s      the tokens of a step over it
-model FLOP/s  in the one convention to which they were brought, over the FLOPs of a step
-FLOP/s        of hardware, where the source says by which formula it counts them
+The first of these that a row has:
+
+    step time              as stated
+    tokens/s, samples/s    the tokens or samples of a step divided by it
+    model FLOP/s           in the one convention to which they were converted: the FLOPs of a step divided
+                           by it
+    FLOP/s                 of hardware, if the source states the formula by which it counts them
 """
 
 from collections.abc import Callable, Mapping
@@ -14,21 +17,21 @@ from meshwright.planner.analytic.parallel_config import ParallelConfig
 
 def seconds_of(
     row: Mapping[str, str],
-    said: Mapping[str, float | None],
+    numbers: Mapping[str, float | None],
     shape: ModelShape,
     layout: ParallelConfig,
     count: int,
 ) -> float | None:
-    """Seconds of a step: said, or by tokens per second, by model FLOP/s in the one convention, or by the
-    source's formula.
+    """Returns the seconds of a step: stated, or from tokens per second, from model FLOP/s in the one
+    convention, or by the source's formula.
     """
     tokens = layout.num_microbatches * layout.micro_batch * layout.dp * shape.sequence
     step, rate, samples = (
-        said.get("step_time_s"),
-        said.get("tokens_per_s_per_gpu"),
-        said.get("samples_per_s_per_gpu"),
+        numbers.get("step_time_s"),
+        numbers.get("tokens_per_s_per_gpu"),
+        numbers.get("samples_per_s_per_gpu"),
     )
-    model, printed = said.get("std_model_tflops_per_gpu"), said.get("tflops_per_gpu")
+    model, printed = numbers.get("std_model_tflops_per_gpu"), numbers.get("tflops_per_gpu")
     if step:
         return step
     if rate:
@@ -42,7 +45,7 @@ def seconds_of(
 
 
 def _hardware_flops(shape: ModelShape, tokens: float) -> float:
-    """With all layers run once more (arXiv 2104.04473, section 5.1)."""
+    """Returns FLOPs with all layers recomputed (arXiv 2104.04473, section 5.1)."""
     h, length = shape.hidden, shape.sequence
     return 96 * tokens * shape.layers * h * h * (1 + length / (6 * h) + shape.vocab / (16 * shape.layers * h))
 

@@ -1,15 +1,16 @@
-"""What may be refused, and how often two techniques must match: the reviewed file beside this one, and rows
-held against it.
+"""The refusals that are allowed, and how often each pair of techniques must match: the reviewed file beside
+this module, and rows compared with it.
 
     benchmarks/random_plans/combinations.toml
-        seed, count       which plans the tests draw; `pairs` of techniques meet in them at least
-        share             for every pair of techniques the least share of the plans with both that is not
+        seed, count       the plans that the tests draw; at least `pairs` pairs of
+                          techniques occur in them
+        share             for every pair of techniques: the least share of the plans with both that is not
                           refused
-        [[exceptions]]    a pair for which it is another one, and why
-        [[refusals]]      a reason: its words, a pattern of what a fault says, and why that is not simply made
-                          to work
+        [[exceptions]]    a pair with another share, and why
+        [[refusals]]      a reason: its name, a pattern of the diagnostic's text, and why the combination is
+                          not supported
 
-A plan that was spoilt on purpose counts for what can be refused, and not for shares.
+A plan that was perturbed on purpose counts for the reasons of refusals, and not for shares.
 """
 
 import re
@@ -25,14 +26,12 @@ from typing import Any
 FILE = Path(__file__).with_suffix(".toml")
 FINDINGS = ("crashed", "differs", "hangs", "no repair", "new reason")
 Pair = tuple[str, str]
-Row = dict[str, Any]  # what became of one plan
+Row = dict[str, Any]  # the outcome of one plan
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A reason for which plans may be refused: in words, a pattern of what the fault says,
-    and why it is so.
-    """
+    """A reason for which plans may be refused: its name, a pattern of the diagnostic's text, and why."""
 
     reason: str
     says: str
@@ -41,7 +40,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Reviewed:
-    """What benchmarks/random_plans/combinations.toml says."""
+    """The contents of benchmarks/random_plans/combinations.toml."""
 
     seed: int
     count: int
@@ -50,78 +49,81 @@ class Reviewed:
     exceptions: Mapping[str, float]
     refusals: tuple[Refusal, ...]
 
-    def least(self, pair: str) -> float:
-        """The share that this pair keeps."""
+    def min_share(self, pair: str) -> float:
+        """The least share of the plans with this pair that is not refused."""
         return self.exceptions.get(pair, self.share)
 
 
 @dataclass
-class Met:
-    """What became of the plans in which two techniques met: drawn and matched, those not spoilt, and why
-    others were refused.
+class PairCount:
+    """The outcomes of the plans with two techniques: how many were drawn and matched, the same without
+    perturbed plans, and the reasons of refusals.
     """
 
     drawn: int = 0
     matched: int = 0
-    straight: int = 0
-    straight_matched: int = 0
+    unperturbed: int = 0
+    unperturbed_matched: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
 
     @property
     def share(self) -> float:
-        """The share of those not spoilt that matched."""
-        return self.straight_matched / self.straight if self.straight else 1.0
+        """The share of the unperturbed plans that matched."""
+        return self.unperturbed_matched / self.unperturbed if self.unperturbed else 1.0
 
 
-Pairs = dict[Pair, Met]
+Pairs = dict[Pair, PairCount]
 
 
 @cache
 def reviewed() -> Reviewed:
-    """The file, read once."""
-    said = tomllib.loads(FILE.read_text(encoding="utf-8"))
-    exceptions = {each["pair"]: each["share"] for each in said.get("exceptions", ()) if each["why"]}
-    refusals = tuple(Refusal(**each) for each in said["refusals"])
-    return Reviewed(said["seed"], said["count"], said["pairs"], said["share"], exceptions, refusals)
+    """Reads the file, once."""
+    contents = tomllib.loads(FILE.read_text(encoding="utf-8"))
+    exceptions = {each["pair"]: each["share"] for each in contents.get("exceptions", ()) if each["why"]}
+    refusals = tuple(Refusal(**each) for each in contents["refusals"])
+    return Reviewed(
+        contents["seed"], contents["count"], contents["pairs"], contents["share"], exceptions, refusals
+    )
 
 
-def reason_of(what: str) -> str:
-    """The first reason whose pattern is found in what a fault says; nothing where there is none."""
-    return next((refusal.reason for refusal in reviewed().refusals if re.search(refusal.says, what)), "")
+def reason_of(problem: str) -> str:
+    """Returns the first reason whose pattern is found in the text of a diagnostic, "" if there is none."""
+    return next((refusal.reason for refusal in reviewed().refusals if re.search(refusal.says, problem)), "")
 
 
-def of_pairs(rows: Iterable[Row]) -> Pairs:
-    """What became of each pair of techniques, in these rows."""
-    found: Pairs = {}
+def count_pairs(rows: Iterable[Row]) -> Pairs:
+    """Returns the outcomes of each pair of techniques in these rows."""
+    counts: Pairs = {}
     for row in rows:
         for one, other in combinations(sorted(row["techniques"]), 2):
-            met = found.setdefault((one, other), Met())
+            count = counts.setdefault((one, other), PairCount())
             matched = row["outcome"] == "matched"
-            met.drawn += 1
-            met.matched += matched
-            met.straight += not row["spoilt"]
-            met.straight_matched += matched and not row["spoilt"]
-            met.reasons.update(row.get("reasons", ()))
-    return found
+            count.drawn += 1
+            count.matched += matched
+            count.unperturbed += not row["perturbation"]
+            count.unperturbed_matched += matched and not row["perturbation"]
+            count.reasons.update(row.get("reasons", ()))
+    return counts
 
 
-def refused_by(rows: Iterable[Row]) -> dict[str, int]:
-    """How many of these rows were refused for each reason, the most frequent first; one may have several."""
+def count_reasons(rows: Iterable[Row]) -> dict[str, int]:
+    """Returns the number of refused rows by reason, most frequent first; a row may have several reasons."""
     return dict(Counter(reason for row in rows for reason in row.get("reasons", ())).most_common())
 
 
-def short_of(found: Pairs, wanted: Reviewed) -> Iterator[str]:
-    """What is wrong with these pairs, in sentences: a share that is too small, too few that meet, an
-    exception of none.
+def violations(counts: Pairs, limits: Reviewed) -> Iterator[str]:
+    """Yields what is wrong with these pairs: a share that is too small, too few pairs, an exception for a
+    pair that does not occur.
     """
-    met = {" + ".join(pair): each for pair, each in found.items() if each.straight}
-    for pair, each in sorted(met.items()):
-        if each.share < wanted.least(pair):
+    named = {" + ".join(pair): each for pair, each in counts.items() if each.unperturbed}
+    for pair, each in sorted(named.items()):
+        if each.share < limits.min_share(pair):
             reasons = ", ".join(each.reasons)
-            text = f"{pair}: {each.straight_matched} of {each.straight} plans are not refused"
-            yield f"{text}; needed is a share of {wanted.least(pair)} ({reasons})"
-    if len(met) < wanted.pairs:
-        yield f"{len(met)} pairs of techniques meet; needed are {wanted.pairs}"
+            text = f"{pair}: {each.unperturbed_matched} of {each.unperturbed} plans are not refused"
+            yield f"{text}; needed is a share of {limits.min_share(pair)} ({reasons})"
+    if len(named) < limits.pairs:
+        yield f"{len(named)} pairs of techniques occur; needed are {limits.pairs}"
     yield from (
-        f"{pair}: an exception for two that never meet" for pair in sorted(set(wanted.exceptions) - set(met))
+        f"{pair}: an exception for a pair that does not occur"
+        for pair in sorted(set(limits.exceptions) - set(named))
     )

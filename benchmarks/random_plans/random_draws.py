@@ -1,16 +1,17 @@
-"""Plans by chance: a model, a mesh of up to 24 ranks, and any techniques on it, each with options of its own.
+"""Draws random plans: a model, a mesh of up to 24 ranks, and any strategies on it, each with random options.
 
-A plan follows from a seed and a number alone, so that one can be drawn again by itself. What is plainly
-impossible is not drawn (more parts than a model has, tokens in slices that they do not divide into, a square
-with unlike sides): else most of what is drawn would be refused, and for a few reasons. One in `SPOILT` is
-spoilt on purpose, by leaving out a technique, adding one, or by another size of an axis or of the batch: such
-a plan may be refused, with a repair, or it works all the same.
+A plan is a function of a seed and a number, so that each one can be drawn again by itself. Plainly impossible
+plans are not drawn (more pipeline stages than the model has blocks, sequence lengths that sequence
+parallelism does not divide, a square mesh with unequal sides): otherwise most plans would be refused, for a
+few reasons. One plan in `PERTURBED_ONE_IN` is perturbed on purpose: a strategy is left out or added, or an
+axis or the batch gets another size. Such a plan may be refused, with a repair, or it matches like the others.
 
-Of some the last batch is `missing` rows, as an epoch's may be, and some have a guard, whose last step does
-harm.
+Some plans have an incomplete last batch, as the last one of an epoch may be (`num_missing_samples`). Some
+have a loss guard, and a last step whose loss is multiplied, so that the guard must skip it.
 
-`DEALT` are the strategies that deal out the tokens of a sample along cp: each makes itself from a generator
-and the ranks there, and says whether it exchanges heads, which must then divide.
+`CONTEXT_PARALLEL` lists the strategies that shard the tokens of a sample along cp. Each entry makes a
+strategy from a random generator and the number of cp ranks, and tells whether the strategy exchanges heads:
+then the number of heads must be divisible.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Literal
 
-from benchmarks.random_plans.random_models import KNOWN, Known, reading_of
+from benchmarks.random_plans.random_models import MODELS, RandomModel, analyzed_model
 from meshwright.api import make_plan
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
@@ -46,10 +47,10 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.strategy import Strategy
 
-MOST_RANKS, CHEAP_RANKS, STEPS, SPOILT = 24, 5, 2, 8
-WATCHED = LossGuard("skip", window=STEPS)  # judges the step behind STEPS
+MAX_RANKS, FULL_RATE_RANKS, NUM_STEPS, PERTURBED_ONE_IN = 24, 5, 2, 8
+GUARD = LossGuard("skip", window=NUM_STEPS)  # checks the step after the first NUM_STEPS
 DATA_AXES = ("dp_replicate", "dp_shard")
-SIZES = {  # how many ranks, and how often
+SIZES = {  # per axis: numbers of ranks, and their weights in the drawing
     "pp": ((1, 2, 3, 4), (7, 5, 3, 1)),
     "dp_replicate": ((1, 2, 3), (7, 4, 1)),
     "dp_shard": ((1, 2, 3), (6, 4, 1)),
@@ -58,7 +59,7 @@ SIZES = {  # how many ranks, and how often
 }
 ALGORITHMS = ("backend", "backend", "ring", "tree", "root", "naive", "parallel", "tree <= 1 KiB, else ring")
 BALANCES: tuple[Literal["zigzag", "contiguous", "striped"], ...] = ("zigzag", "contiguous", "striped")
-DEALT: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
+CONTEXT_PARALLEL: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
     (lambda rng, ranks: RingAttention(load_balance=rng.choice(BALANCES)), False),
     (lambda rng, ranks: Ulysses(), True),
     (
@@ -68,7 +69,7 @@ DEALT: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
         True,
     ),
 )
-SQUARES: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
+MULTI_DIM_TENSOR_PARALLEL: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
     {
         "tensor_parallel 2d": lambda rng: TensorParallel2D(regather=rng.random() < 0.5),
         "tensor_parallel 2.5d": lambda rng: TensorParallel25D(regather=rng.random() < 0.5),
@@ -76,20 +77,28 @@ SQUARES: Mapping[str, Callable[[Random], Strategy]] = MappingProxyType(
     }
 )
 TECHNIQUES: Mapping[str, str] = (
-    MappingProxyType(  # what may meet in a plan: by the kind of which a plan has one
+    MappingProxyType(  # techniques that a plan may combine -> kind; a plan has at most one of each kind
         {
-            **{name: name for name in ("ddp", "naive_ddp", "data_parallel_master", "replicate_axis")},
+            **{name: name for name in ("ddp", "naive_ddp", "data_parallel_master", "zero replicate_axis")},
             **dict.fromkeys(("zero 1", "zero 2", "zero 3"), "zero"),
             **{
                 name: name
                 for name in (
-                    *("tensor_parallel 1d", "sequence_parallel", "vocab_parallel", *SQUARES),
+                    *(
+                        "tensor_parallel 1d",
+                        "sequence_parallel",
+                        "vocab_parallel",
+                        *MULTI_DIM_TENSOR_PARALLEL,
+                    ),
                     *("ulysses", "ring", "hybrid_context_parallel"),
                 )
             },
             **dict.fromkeys(SCHEDULES, "pipeline"),
             **{name: name for name in ("scatter", "activation_checkpointing", "microbatches", "clipping")},
-            **{name: name for name in ("chunked_loss", "tiled_mlp", "dropout", "guard", "missing rows")},
+            **{
+                name: name
+                for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
+            },
         }
     )
 )
@@ -98,8 +107,11 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Draw:
-    """One plan that was drawn: what is trained, on what mesh, with which strategies as a user might list
-    them.
+    """A random plan: the model, the mesh, the strategies in the order in which a user might list them, and
+    the sizes of the batch.
+
+    `perturbation`: the deliberate change of a perturbed plan, in words, else "". `num_missing_samples`: how
+    many samples the last batch lacks.
     """
 
     seed: int
@@ -107,212 +119,232 @@ class Draw:
     model: str
     mesh: Mesh
     strategies: tuple[Strategy, ...]
-    micros: int
+    num_microbatches: int
     micro_batch: int
     clip: float
-    spoilt: str = ""
-    missing: int = 0
+    perturbation: str = ""
+    num_missing_samples: int = 0
     guard: bool = False
 
     def __str__(self) -> str:
-        said = "; ".join(map(str, self.strategies))
-        batch = f"{self.micros} x {self.micro_batch} rows" + (f", clip {self.clip}" if self.clip else "")
-        batch += (f", {self.missing} missing" if self.missing else "") + (", guard" if self.guard else "")
-        spoilt = f" ({self.spoilt})" if self.spoilt else ""
-        return f"{self.number} of seed {self.seed}: {self.model} on {self.mesh}, {batch}: {said}{spoilt}"
+        strategies = "; ".join(map(str, self.strategies))
+        batch = f"{self.num_microbatches} x {self.micro_batch} samples" + (
+            f", clip {self.clip}" if self.clip else ""
+        )
+        batch += (f", {self.num_missing_samples} missing" if self.num_missing_samples else "") + (
+            ", guard" if self.guard else ""
+        )
+        change = f" ({self.perturbation})" if self.perturbation else ""
+        return (
+            f"{self.number} of seed {self.seed}: {self.model} on {self.mesh}, {batch}: {strategies}{change}"
+        )
 
     @property
-    def rows(self) -> int:
-        """The samples of a global batch."""
+    def num_samples(self) -> int:
+        """The number of samples of a global batch."""
         split = {strategy.axis for strategy in self.strategies if isinstance(strategy, BatchSplit)}
-        return self.micros * self.micro_batch * self.mesh.group_size(split) + (self.spoilt == "one row more")
+        return self.num_microbatches * self.micro_batch * self.mesh.group_size(split) + (
+            self.perturbation == "one more sample"
+        )
 
     @property
-    def steps(self) -> int:
-        """How many are compared; a guard judges the last one."""
-        return STEPS + self.guard
+    def num_steps(self) -> int:
+        """The number of steps that are compared; with a loss guard, one more, which it must skip."""
+        return NUM_STEPS + self.guard
 
     @property
     def techniques(self) -> tuple[str, ...]:
-        """What meets in it: strategies (stages of ZeRO and schedules by themselves), and what the job asks of
-        all of them.
+        """The techniques that the plan combines: its strategies (ZeRO by stage, a pipeline by schedule), and
+        the options of the job.
         """
-        found = [named for strategy in self.strategies for named in _names(strategy)]
-        found += ["microbatches"] if self.micros > 1 else []
+        found = [name for strategy in self.strategies for name in _technique_names(strategy)]
+        found += ["microbatches"] if self.num_microbatches > 1 else []
         found += ["clipping"] if self.clip else []
-        found += ["dropout"] if KNOWN[self.model].random else []
-        found += ["guard"] if self.guard else []
-        found += ["missing rows"] if self.missing else []
+        found += ["dropout"] if MODELS[self.model].has_dropout else []
+        found += ["loss guard"] if self.guard else []
+        found += ["incomplete batch"] if self.num_missing_samples else []
         return tuple(dict.fromkeys(found))
 
     def plan(self) -> Plan:
-        """The plan. Raises PlanError where it is refused."""
-        known = KNOWN[self.model]
+        """Makes the plan. Raises PlanError if it is refused."""
+        model = MODELS[self.model]
         job = Job(
-            ModelConfig(known.name),
-            DataConfig("random", sequence=known.tokens[0]),
-            TrainConfig(batch=self.rows, clip=self.clip),
+            ModelConfig(model.name),
+            DataConfig("random", sequence=model.sequence_lengths[0]),
+            TrainConfig(batch=self.num_samples, clip=self.clip),
             OptimizerConfig("sgd", lr=0.1, weight_decay=0.1, momentum=0.5),
-            guard=WATCHED if self.guard else LossGuard(),
+            guard=GUARD if self.guard else LossGuard(),
         )
-        return make_plan(reading_of(self.model), job, self.mesh, self.strategies, self.micro_batch)
+        return make_plan(analyzed_model(self.model), job, self.mesh, self.strategies, self.micro_batch)
 
 
-def _names(strategy: Strategy) -> tuple[str, ...]:
+def _technique_names(strategy: Strategy) -> tuple[str, ...]:
     match strategy:
         case BatchSplit():
             return ()
         case ZeRO():
-            return (f"zero {strategy.stage}", *(("replicate_axis",) if strategy.replicate_axis else ()))
+            return (f"zero {strategy.stage}", *(("zero replicate_axis",) if strategy.replicate_axis else ()))
         case Pipeline():
             return (strategy.schedule, *(("scatter",) if strategy.scatter else ()))
     return (f"{strategy.name} {strategy.mode}".strip(),)
 
 
 def draw(seed: int, number: int) -> Draw:
-    """The plan of that number under `seed`."""
+    """Returns the random plan `number` of `seed`."""
     rng = Random(f"{seed}/{number}")
     while True:
-        known = rng.choice(tuple(KNOWN.values()))
-        matrices = rng.choices(
-            ("", "tensor_parallel 1d", *SQUARES), (3, 4, *((4, 3, 4) if known.even else (0, 0, 0)))
+        model = rng.choice(tuple(MODELS.values()))
+        tensor_parallel = rng.choices(
+            ("", "tensor_parallel 1d", *MULTI_DIM_TENSOR_PARALLEL),
+            (3, 4, *((4, 3, 4) if model.square_mesh else (0, 0, 0))),
         )[0]
-        sizes = _sizes(rng, known, matrices)
+        sizes = _sizes(rng, model, tensor_parallel)
         mesh = Mesh(**sizes)
         if (
-            1 < mesh.world_size <= MOST_RANKS and rng.random() < CHEAP_RANKS / mesh.world_size
-        ):  # of large ones fewer: they take longer
+            1 < mesh.world_size <= MAX_RANKS and rng.random() < FULL_RATE_RANKS / mesh.world_size
+        ):  # large meshes are drawn less often, because they take longer
             break
-    strategies, micros = _strategies(rng, known, matrices, sizes)
+    strategies, num_microbatches = _strategies(rng, model, tensor_parallel, sizes)
     rng.shuffle(strategies)
     micro_batch, clip = rng.choice((1, 1, 2)), rng.choice((0.0, 0.5, 0.5))
-    led = any(
+    has_master = any(
         isinstance(strategy, DataParallelMaster) for strategy in strategies
-    )  # then no other rank has a loss that a guard could look at
-    guard = rng.random() < 0.2 and not led
-    drawn = Draw(seed, number, known.name, mesh, tuple(strategies), micros, micro_batch, clip, guard=guard)
-    if rng.random() < 0.25 and drawn.rows > 1:
-        drawn = replace(drawn, missing=rng.randint(1, drawn.rows - 1))
-    return _spoilt(rng, drawn) if rng.randrange(SPOILT) == 0 else drawn
+    )  # then no other rank has a loss that a guard could check
+    guard = rng.random() < 0.2 and not has_master
+    drawn = Draw(
+        seed, number, model.name, mesh, tuple(strategies), num_microbatches, micro_batch, clip, guard=guard
+    )
+    if rng.random() < 0.25 and drawn.num_samples > 1:
+        drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
+    return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn
 
 
-def _sizes(rng: Random, known: Known, matrices: str) -> Sizes:
-    """How many ranks there are along each axis; two of three have one rank where nothing asks for more."""
+def _sizes(rng: Random, model: RandomModel, tensor_parallel: str) -> Sizes:
+    """Draws the number of ranks along each axis; about two of three axes have one rank, unless a technique
+    needs more.
+    """
     sizes = {axis: rng.choices(*SIZES[axis])[0] for axis in ("pp", *DATA_AXES)}
-    sizes["pp"] = min(sizes["pp"], known.parts)
-    if known.heads and matrices in ("", "tensor_parallel 1d"):
+    sizes["pp"] = min(sizes["pp"], model.max_stages)
+    if model.num_heads and tensor_parallel in ("", "tensor_parallel 1d"):
         sizes["cp"] = rng.choices(*SIZES["cp"])[0]
-    if matrices == "tensor_parallel 1d":
-        sizes["tp"] = min(rng.choices(*SIZES["tp"])[0], known.ranks)
-    elif matrices:
-        side = rng.choice((2, 2, 3)) if matrices == "tensor_parallel 2d" else 2
+    if tensor_parallel == "tensor_parallel 1d":
+        sizes["tp"] = min(rng.choices(*SIZES["tp"])[0], model.max_tp)
+    elif tensor_parallel:
+        side = rng.choice((2, 2, 3)) if tensor_parallel == "tensor_parallel 2d" else 2
         sizes |= {"dp_shard": side, "tp": side}
-        sizes |= {"tp_depth": side} if matrices == "tensor_parallel 3d" else {}
-        sizes |= {"dp_replicate": rng.choice((2, 3))} if matrices == "tensor_parallel 2.5d" else {}
+        sizes |= {"tp_depth": side} if tensor_parallel == "tensor_parallel 3d" else {}
+        sizes |= {"dp_replicate": rng.choice((2, 3))} if tensor_parallel == "tensor_parallel 2.5d" else {}
     return sizes
 
 
-def _strategies(rng: Random, known: Known, matrices: str, sizes: Sizes) -> tuple[list[Strategy], int]:
-    """The strategies for a mesh of these sizes, and how many microbatches they are given."""
+def _strategies(
+    rng: Random, model: RandomModel, tensor_parallel: str, sizes: Sizes
+) -> tuple[list[Strategy], int]:
+    """Draws the strategies for a mesh of these sizes, and the number of microbatches."""
     found: list[Strategy] = [BatchSplit(axis) for axis in DATA_AXES if sizes[axis] > 1]
-    micros = rng.choice((1, 1, 2, 3))
+    num_microbatches = rng.choice((1, 1, 2, 3))
     if sizes["pp"] > 1:
-        pipeline, micros = _pipeline(rng, known, sizes["pp"])
+        pipeline, num_microbatches = _pipeline(rng, model, sizes["pp"])
         found.append(pipeline)
     if sizes.get("cp", 1) > 1:
-        whole = known.heads % (sizes["cp"] * sizes.get("tp", 1)) == 0
-        make, _ = rng.choice([each for each in DEALT if whole or not each[1]])
+        divisible = model.num_heads % (sizes["cp"] * sizes.get("tp", 1)) == 0
+        make, _ = rng.choice([each for each in CONTEXT_PARALLEL if divisible or not each[1]])
         found.append(make(rng, sizes["cp"]))
-    if matrices == "tensor_parallel 1d":
-        found += _line(rng, known, sizes["tp"], sizes.get("cp", 1))
-        alike = not any(isinstance(strategy, SequenceParallel) for strategy in found)
+    if tensor_parallel == "tensor_parallel 1d":
+        found += _tensor_parallel(rng, model, sizes["tp"], sizes.get("cp", 1))
+        replicated = not any(isinstance(strategy, SequenceParallel) for strategy in found)
         found = [
-            replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and alike else s for s in found
+            replace(s, scatter=rng.random() < 0.3) if isinstance(s, Pipeline) and replicated else s
+            for s in found
         ]
-    elif matrices:
-        found.append(SQUARES[matrices](rng))
-        found += [VocabParallel()] if matrices != "tensor_parallel 3d" and rng.random() < 0.4 else []
-    found += _store(rng, matrices, sizes)
+    elif tensor_parallel:
+        found.append(MULTI_DIM_TENSOR_PARALLEL[tensor_parallel](rng))
+        found += [VocabParallel()] if tensor_parallel != "tensor_parallel 3d" and rng.random() < 0.4 else []
+    found += _data_parallel(rng, tensor_parallel, sizes)
     if rng.random() < 0.35:
         found.append(ActivationCheckpointing(keep_mb=rng.choice((0.0, 0.0, 0.01, 0.1))))
-    if matrices in ("", "tensor_parallel 1d") and known.words and rng.random() < 0.3:
-        found += _tiles(rng, known, matrices)
+    if tensor_parallel in ("", "tensor_parallel 1d") and model.vocab_parallel and rng.random() < 0.3:
+        found += _chunking(rng, model, tensor_parallel)
     if any(isinstance(strategy, DataParallelMaster) for strategy in found):
-        micros = 1
-    return found, micros
+        num_microbatches = 1
+    return found, num_microbatches
 
 
-def _line(rng: Random, known: Known, ranks: int, dealt: int) -> list[Strategy]:
-    """Divided matrices, and what goes with them; slices of tokens where what each of the ranks along cp has
-    divides too.
+def _tensor_parallel(rng: Random, model: RandomModel, ranks: int, cp: int) -> list[Strategy]:
+    """Draws 1-D tensor parallelism with or without sequence and vocabulary parallelism; sequence parallelism
+    only if it divides the tokens of each of the `cp` ranks.
     """
-    least = ranks if dealt == 1 else 2 * ranks * dealt
+    least = ranks if cp == 1 else 2 * ranks * cp
     found: list[Strategy] = [TensorParallel(num_overlap_chunks=rng.choice((1, 1, 2, 3)))]
-    if all(tokens % least == 0 for tokens in known.tokens) and rng.random() < 0.6:
+    if all(tokens % least == 0 for tokens in model.sequence_lengths) and rng.random() < 0.6:
         found.append(SequenceParallel(regather=rng.random() < 0.5))
-    if known.words and rng.random() < 0.5:
+    if model.vocab_parallel and rng.random() < 0.5:
         found.append(VocabParallel())
     return found
 
 
-def _tiles(rng: Random, known: Known, matrices: str) -> list[Strategy]:
+def _chunking(rng: Random, model: RandomModel, tensor_parallel: str) -> list[Strategy]:
     """A chunked loss, or tiled MLPs that are not sharded and have no dropout, or both."""
-    mlp = rng.choice((1, 2, 3)) if not matrices and not known.random else 1
+    mlp = rng.choice((1, 2, 3)) if not tensor_parallel and not model.has_dropout else 1
     chunks = rng.choice((1, 2, 8)) if mlp > 1 else rng.choice((2, 3, 8))
     found: list[Strategy] = [ChunkedLoss(chunks)] if chunks > 1 else []
     return [*found, TiledMLP(mlp)] if mlp > 1 else found
 
 
-def _pipeline(rng: Random, known: Known, ranks: int) -> tuple[Strategy, int]:
-    """A pipeline of so many ranks whose parts the model has, and microbatches that its schedule takes."""
-    most = known.parts // ranks
+def _pipeline(rng: Random, model: RandomModel, ranks: int) -> tuple[Strategy, int]:
+    """Draws a pipeline of `ranks` ranks with no more stages than the model has, and a number of microbatches
+    that its schedule supports.
+    """
+    most = model.max_stages // ranks
     fitting = [name for name, schedule in SCHEDULES.items() if max(1, schedule.num_virtual_stages) <= most]
     schedule = rng.choice([name for name in fitting if not list(SCHEDULES[name].check(ranks, 1))])
     chunks = 0 if SCHEDULES[schedule].num_virtual_stages else rng.randint(1, most)
-    least = 2 if schedule == "dualpipe" else 1  # half of them from either end
+    least = 2 if schedule == "dualpipe" else 1  # half of the microbatches start at either end
     return Pipeline(schedule=schedule, virtual_stages=chunks), rng.randint(least, ranks + 3)
 
 
-def _store(rng: Random, matrices: str, sizes: Sizes) -> list[Strategy]:
-    """Who keeps which weights, where several ranks have other samples or tokens."""
+def _data_parallel(rng: Random, tensor_parallel: str, sizes: Sizes) -> list[Strategy]:
+    """Draws the strategy that stores parameters and reduces gradients, if ranks have different samples or
+    tokens.
+    """
     axes = [axis for axis in (*DATA_AXES, "cp") if sizes.get(axis, 1) > 1]
     split = [axis for axis in axes if axis in DATA_AXES]
     if not axes:
         return []
-    if matrices in SQUARES:
+    if tensor_parallel in MULTI_DIM_TENSOR_PARALLEL:
         return [_zero(rng, "dp_shard", "dp_replicate" if "dp_replicate" in axes else "", 3)]
     if len(split) == 2:
-        axis, across = rng.sample(split, 2)
-        return [_zero(rng, axis, across, rng.choice((1, 2, 3, 3)))]
+        axis, replicate_axis = rng.sample(split, 2)
+        return [_zero(rng, axis, replicate_axis, rng.choice((1, 2, 3, 3)))]
     axis = split[0] if split else axes[0]
     alone = axis in split and all(size == 1 for each, size in sizes.items() if each != axis)
-    kinds = ("replicate", "replicate", "naive", "zero", "zero", "zero", *(("master",) if alone else ()))
+    kinds = ("ddp", "ddp", "naive_ddp", "zero", "zero", "zero", *(("data_parallel_master",) if alone else ()))
     match rng.choice(kinds):
-        case "replicate":
+        case "ddp":
             return [DDP(axis, rng.choice((25.0, 0.01, 0.001)), rng.choice(ALGORITHMS))]
-        case "naive":
+        case "naive_ddp":
             return [NaiveDDP(axis, rng.choice(ALGORITHMS))]
-        case "master":
+        case "data_parallel_master":
             return [DataParallelMaster(axis)]
     return [_zero(rng, axis, "", rng.choice((1, 2, 3, 3)))]
 
 
-def _zero(rng: Random, axis: str, across: str, stage: int) -> Strategy:
-    made = ZeRO(axis, stage, across)
+def _zero(rng: Random, axis: str, replicate_axis: str, stage: int) -> Strategy:
+    zero = ZeRO(axis, stage, replicate_axis)
     if stage < 3:
-        return made
+        return zero
     return replace(
-        made,
+        zero,
         gather=rng.choice(("use", "microbatch", "step")),
         keep_mb=rng.choice((0.0, 0.01)),
         prefetch=rng.choice((0, 1, 3)),
     )
 
 
-def _spoilt(rng: Random, drawn: Draw) -> Draw:
-    """`drawn` with something that a user might get wrong."""
-    listed = drawn.strategies
-    shards = (
+def _perturbed(rng: Random, drawn: Draw) -> Draw:
+    """Returns `drawn` with one mistake that a user might make."""
+    strategies = drawn.strategies
+    sharding = (
         TensorParallel(),
         SequenceParallel(),
         VocabParallel(),
@@ -322,7 +354,7 @@ def _spoilt(rng: Random, drawn: Draw) -> Draw:
         Ulysses(),
     )
     more = (
-        *shards,
+        *sharding,
         DDP(),
         NaiveDDP(),
         ZeRO(),
@@ -331,22 +363,34 @@ def _spoilt(rng: Random, drawn: Draw) -> Draw:
         ActivationCheckpointing(),
         ChunkedLoss(),
     )
-    match rng.choice(("one less", "one more", "one more", "another size", "one row more")):
-        case "one less" if listed:
-            left = rng.choice(listed)
+    match rng.choice(
+        (
+            "one strategy less",
+            "one strategy more",
+            "one strategy more",
+            "another axis size",
+            "one more sample",
+        )
+    ):
+        case "one strategy less" if strategies:
+            left = rng.choice(strategies)
             return replace(
-                drawn, strategies=tuple(s for s in listed if s is not left), spoilt=f"without {left.name}"
+                drawn,
+                strategies=tuple(s for s in strategies if s is not left),
+                perturbation=f"without {left.name}",
             )
-        case "another size":
+        case "another axis size":
             axis = rng.choice(AXES)
             sizes = {each: drawn.mesh.size(each) for each in AXES}
             mesh = Mesh(**{**sizes, axis: sizes[axis] % 3 + 1})
             return (
-                replace(drawn, mesh=mesh, spoilt=f"another size of {axis}")
-                if mesh.world_size <= MOST_RANKS
+                replace(drawn, mesh=mesh, perturbation=f"another size of {axis}")
+                if mesh.world_size <= MAX_RANKS
                 else drawn
             )
-        case "one row more" if drawn.rows > 1:
-            return replace(drawn, spoilt="one row more")
-    added = rng.choice([each for each in more if type(each) not in {type(strategy) for strategy in listed}])
-    return replace(drawn, strategies=(*listed, added), spoilt=f"with {added.name}")
+        case "one more sample" if drawn.num_samples > 1:
+            return replace(drawn, perturbation="one more sample")
+    added = rng.choice(
+        [each for each in more if type(each) not in {type(strategy) for strategy in strategies}]
+    )
+    return replace(drawn, strategies=(*strategies, added), perturbation=f"with {added.name}")

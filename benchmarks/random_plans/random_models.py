@@ -1,16 +1,16 @@
-"""The models of `random_plans`: unmodified classes of transformers in sizes that divide by hardly anything,
-and for grids.
+"""The models of `random_plans`: unmodified classes of transformers, in sizes that hardly any number divides,
+and in sizes for square meshes.
 
-    llama, gpt2, t5      6 heads, 3 keys where keys are grouped, 61 words, a width of 29 between; 9 tokens (of
-                         T5: 9 and 6)
-    t5, alike            the same with 9 tokens on either side
-    .., even             24 heads, 12 keys, 72 words: what grids of 2 x 2 and 3 x 3 ranks divide; 12 tokens
-                         (of T5: 12 and 8)
-    gpt2, dropout        the odd one, with masks; its head is its embedding, as in the others
-    two inputs           CLIP: words and images, two chains that meet in the loss
+    llama, gpt2, t5      6 heads, 3 key heads where keys are grouped, 61 tokens in the vocabulary, an
+                         intermediate size of 29; sequences of 9 tokens (T5: 9 and 6)
+    t5, alike            the same, with 9 tokens for encoder and decoder
+    .., even             24 heads, 12 key heads, 72 tokens in the vocabulary: divisible by meshes of 2 x 2 and
+                         3 x 3 ranks; 12 tokens (T5: 12 and 8)
+    gpt2, dropout        the first gpt2, with dropout; its head is tied to its embedding, as in the others
+    two inputs           CLIP: text and images, two chains of blocks that meet in the loss
 
-Each has four layers (T5 two and two, CLIP two and two), so that a pipeline can have several parts. Of the
-labels some count and some do not, in every row another number, and in every seventh row none.
+Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
+ignored: in every sample another number, and in every seventh sample all.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,90 +23,110 @@ import torch
 import transformers
 from torch import nn
 
-from benchmarks.pipeline.pipeline_models import Rows, clip, named
+from benchmarks.pipeline.pipeline_models import Samples, clip, find_model
 from benchmarks.tensor_parallel.tensor_families import model_of
-from benchmarks.tensor_parallel.tensor_families import named as family_named
+from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 
-WORDS = 61
+VOCAB_SIZE = 61
 LAYERS = {"num_hidden_layers": 4}
-DROPS = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+DROPOUT = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 @dataclass(frozen=True)
-class Known:
-    """One model: how it is made, its rows and loss, and what a drawer must know so as not to ask for what is
-    plainly impossible.
+class RandomModel:
+    """One model, and what a random plan must respect so as not to be plainly impossible.
 
-    `tokens`: lengths that a strategy divides; `parts`: into how many it can be cut; `ranks`: among how many
-    its heads can be dealt; `words`: whether table and head divide by words; `even`: whether squares and cubes
-    divide it; `heads`: among how many tokens can be exchanged, 0 where those of a sample are not dealt out.
+    `samples` takes the number of samples and a generator. `sequence_lengths`: lengths that a strategy may
+    shard; `max_stages`: the most pipeline stages; `max_tp`: the most ranks of 1-D tensor parallelism;
+    `vocab_parallel`: whether embedding and head are shardable by vocabulary; `square_mesh`: whether tensor
+    parallelism in 2, 2.5 and 3 dimensions divides its sizes; `num_heads`: the number of heads that context
+    parallelism may exchange, 0 if tokens are never sharded along cp.
     """
 
     name: str
     make: Callable[[], nn.Module]
-    rows: Callable[[int, torch.Generator], Rows]
-    tokens: tuple[int, ...]
-    parts: int
-    ranks: int
+    samples: Callable[[int, torch.Generator], Samples]
+    sequence_lengths: tuple[int, ...]
+    max_stages: int
+    max_tp: int
     loss: Callable[[], Loss] = token_cross_entropy
-    words: bool = True
-    even: bool = False
-    random: bool = False
-    heads: int = 0
+    vocab_parallel: bool = True
+    square_mesh: bool = False
+    has_dropout: bool = False
+    num_heads: int = 0
 
-    def batches(self, count: int, rows: int) -> list[Rows]:
-        """Global batches of random numbers, `rows` samples each."""
+    def batches(self, count: int, num_samples: int) -> list[Samples]:
+        """Returns `count` global batches of random numbers, `num_samples` samples each."""
         generator = torch.Generator().manual_seed(0)
-        return [self.rows(rows, generator) for _ in range(count)]
+        return [self.samples(num_samples, generator) for _ in range(count)]
 
 
-def _text(tokens: int, decoded: int, rows: int, generator: torch.Generator) -> Rows:
-    """Rows of so many tokens; with `decoded`, those of a decoder too, whose labels they are."""
-    drawn = {"input_ids": torch.randint(3, WORDS, (rows, tokens), generator=generator)}
-    if decoded:
-        drawn["decoder_input_ids"] = torch.randint(3, WORDS, (rows, decoded), generator=generator)
-    labels = torch.randint(3, WORDS, (rows, decoded or tokens), generator=generator)
-    for row in range(rows):
-        labels[row, : labels.shape[1] if row % 7 == 3 else row % 4] = IGNORE_INDEX
-    return {**drawn, "labels": labels}
+def _text(length: int, decoder_length: int, num_samples: int, generator: torch.Generator) -> Samples:
+    """Samples of so many tokens; with `decoded`, those of a decoder too, whose labels they are."""
+    inputs = {"input_ids": torch.randint(3, VOCAB_SIZE, (num_samples, length), generator=generator)}
+    if decoder_length:
+        inputs["decoder_input_ids"] = torch.randint(
+            3, VOCAB_SIZE, (num_samples, decoder_length), generator=generator
+        )
+    labels = torch.randint(3, VOCAB_SIZE, (num_samples, decoder_length or length), generator=generator)
+    for sample in range(num_samples):
+        labels[sample, : labels.shape[1] if sample % 7 == 3 else sample % 4] = IGNORE_INDEX
+    return {**inputs, "labels": labels}
 
 
-def _odd(name: str, family: str, tokens: tuple[int, ...], *, random: bool = False, **more: Any) -> Known:
-    decoded = tokens[1] if len(tokens) > 1 else 0
-    make = partial(model_of, family_named(family), **more)
-    return Known(name, make, partial(_text, tokens[0], decoded), tokens, 6, 6, random=random, heads=6)
-
-
-def _even(family: str, tokens: tuple[int, ...], **more: Any) -> Known:
-    decoded = tokens[1] if len(tokens) > 1 else 0
-    make = partial(model_of, family_named(family), even=True, **more)
-    heads = 24
-    return Known(
-        f"{family}, even", make, partial(_text, tokens[0], decoded), tokens, 6, 6, even=True, heads=heads
+def _odd(
+    name: str, family: str, lengths: tuple[int, ...], *, has_dropout: bool = False, **more: Any
+) -> RandomModel:
+    decoder_length = lengths[1] if len(lengths) > 1 else 0
+    make = partial(model_of, find_family(family), **more)
+    return RandomModel(
+        name,
+        make,
+        partial(_text, lengths[0], decoder_length),
+        lengths,
+        6,
+        6,
+        has_dropout=has_dropout,
+        num_heads=6,
     )
 
 
-KNOWN: Mapping[str, Known] = MappingProxyType(
+def _even(family: str, lengths: tuple[int, ...], **more: Any) -> RandomModel:
+    decoder_length = lengths[1] if len(lengths) > 1 else 0
+    make = partial(model_of, find_family(family), even=True, **more)
+    return RandomModel(
+        f"{family}, even",
+        make,
+        partial(_text, lengths[0], decoder_length),
+        lengths,
+        6,
+        6,
+        square_mesh=True,
+        num_heads=24,
+    )
+
+
+MODELS: Mapping[str, RandomModel] = MappingProxyType(
     {
-        known.name: known
-        for known in (
+        model.name: model
+        for model in (
             _odd("llama", "llama", (9,), **LAYERS),
             _odd("gpt2", "gpt2", (9,), n_layer=4),
-            _odd("gpt2, dropout", "gpt2", (9,), n_layer=4, random=True, **DROPS),
+            _odd("gpt2, dropout", "gpt2", (9,), n_layer=4, has_dropout=True, **DROPOUT),
             _odd("t5", "t5", (9, 6), num_layers=2),
             _odd("t5, alike", "t5", (9, 9), num_layers=2),
-            Known(
+            RandomModel(
                 "two inputs",
                 partial(clip, 4),
-                named("two inputs").rows,
+                find_model("two inputs").samples,
                 (8, 10),
                 4,
                 2,
-                named("two inputs").loss,
-                words=False,
+                find_model("two inputs").loss,
+                vocab_parallel=False,
             ),
             _even("llama", (12,), **LAYERS),
             _even("gpt2", (12,), n_layer=4),
@@ -117,8 +137,8 @@ KNOWN: Mapping[str, Known] = MappingProxyType(
 
 
 @cache
-def reading_of(name: str) -> AnalyzedModel:
-    """What the model of that name is made of, learnt from two rows."""
-    known = KNOWN[name]
+def analyzed_model(name: str) -> AnalyzedModel:
+    """Returns the analysis of the model of that name, from a batch of two samples."""
+    model = MODELS[name]
     transformers.utils.logging.set_verbosity_error()
-    return analyze(known.make, known.batches(1, 2)[0], loss=known.loss())
+    return analyze(model.make, model.batches(1, 2)[0], loss=model.loss())

@@ -1,28 +1,32 @@
-"""Plans by chance beside one device: any techniques together are refused with a repair, or compute what one
-device computes.
+"""Random plans beside one device: any combination of techniques is refused with a repair, or computes what
+one device computes.
 
-Of each number under a seed one plan follows (benchmarks/random_plans/random_draws.py): a model, a mesh of up to 24 ranks,
-strategies with options of their own, microbatches, clipping. `make_plan` refuses it, each fault with a
-repair, or it is compared, its ranks as threads, with one ordinary PyTorch loop in float64, as `verify` does:
-samples, loss, every gradient, the norm and every parameter after each of two SGD steps; from a third, which
-does harm, a guard must spare them. Nothing else may happen. What does is a finding:
+A seed and a number define one plan (benchmarks/random_plans/random_draws.py): a model, a mesh of up to 24
+ranks, strategies with random options, microbatches, gradient clipping. Either `make_plan` refuses it, every
+diagnostic with a repair; or its ranks run as threads, and are compared with one ordinary PyTorch loop in
+float64, as `verify` does: samples, loss, every gradient, the norm and every parameter after each of two SGD
+steps. If the plan has a loss guard, a third step has a harmful loss, and the guard must leave the parameters
+as they were. Any other outcome is a finding:
 
-    crashed      something else than a refusal was raised, or a plan was made and then refused
-    differs      by more than 1e-10 of the largest magnitude in its block, or sent what it did not say
-    hangs        it had not ended after some minutes
-    no repair    it was refused, and a fault says no repair
-    new reason   it was refused for a reason that benchmarks/random_plans/combinations.toml does not list
+    crashed      an error other than a refusal was raised, or a plan was made and then refused
+    differs      a number differs by more than 1e-10 of the largest magnitude in its block, or other messages
+                 were sent than the program states
+    hangs        the run did not end within some minutes
+    no repair    the plan was refused, and a diagnostic has no repair
+    new reason   the plan was refused for a reason that benchmarks/random_plans/combinations.toml does not
+                 list
 
-From the same rows comes the table of pairs of techniques in docs/combinations.md: how often each pair was
-drawn, and how often it matched; and for which reasons it was refused where it never did.
+The table of pairs of techniques in docs/reference/combinations.md is made of the same results: how often each
+pair was drawn, how often it matched, and, if it never did, the reasons of the refusals.
 
-    python -m benchmarks.random_plans.random_plans                   2,000 plans, and the result; an hour on two cores
-    python -m benchmarks.random_plans.random_plans --only 17         one of them, with what it says; no result
-    python -m benchmarks.random_plans.random_plans --shares          plans those of the tests alone, and prints the shares
-                                                        that they have
+    python -m benchmarks.random_plans.random_plans             2,000 plans, and the result; an hour on 2 cores
+    python -m benchmarks.random_plans.random_plans --only 17   one plan, with its messages; no result
+    python -m benchmarks.random_plans.random_plans --shares    makes the plans of the tests, does not run
+                                                               them, and prints the share of each pair that
+                                                               is not refused
 
-What has been found lies in benchmarks/scratch, by commit: a run goes on where another one of the same commit
-has ended.
+Rows are stored in benchmarks/scratch, by commit: a run continues where an earlier run of the same commit has
+stopped.
 """
 
 import sys
@@ -44,13 +48,13 @@ from benchmarks.random_plans.combinations import (
     FINDINGS,
     Pairs,
     Row,
-    of_pairs,
+    count_pairs,
+    count_reasons,
     reason_of,
-    refused_by,
     reviewed,
 )
 from benchmarks.random_plans.random_draws import TECHNIQUES, Draw, draw
-from benchmarks.random_plans.random_models import KNOWN, reading_of
+from benchmarks.random_plans.random_models import MODELS, analyzed_model
 from meshwright.engine.runtime.loss import Batch
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
@@ -64,29 +68,29 @@ from meshwright.verifier.verdict import Verdict
 
 NAME = "random_plans"
 CLAIM = (
-    "2,000 plans drawn by chance (any techniques, up to 24 ranks, odd sizes, several "
+    "2,000 random plans (any techniques, up to 24 ranks, odd sizes, several "
     "microbatches; Llama, GPT-2, T5 and a "
     "model with two inputs) are each refused with a repair or equal one device to 1e-10 in "
     "float64; nothing else"
 )
-SEED, COUNT, LIMIT_S = 8, 2000, 240.0
-HARM = "harm"  # the column of a batch by which its loss is multiplied
-MATCHED = 0.8  # the least share of all that must be equal, not refused
+SEED, NUM_PLANS, LIMIT_S = 8, 2000, 240.0
+HARM = "harm"  # the field of a batch that multiplies its loss
+MATCHED = 0.8  # the least share of all plans that must match, not be refused
 
 
-def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
-    """What becomes of one plan: its outcome, the worst error where it was compared, its faults where it was
-    refused.
+def try_plan(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
+    """Returns the outcome of one plan: with the largest error if it was compared, with the diagnostics if it
+    was refused.
     """
     torch.set_num_threads(1)
     row: Row = {
         "case": str(drawn),
         "number": drawn.number,
-        "spoilt": drawn.spoilt,
+        "perturbation": drawn.perturbation,
         "techniques": list(drawn.techniques),
     }
     found: SimpleQueue[Row] = SimpleQueue()
-    thread = Thread(target=lambda: found.put(_tried(drawn, limit_s)), name="tried", daemon=True)
+    thread = Thread(target=lambda: found.put(_outcome(drawn, limit_s)), name="try_plan", daemon=True)
     thread.start()
     try:
         return {**row, **found.get(timeout=2 * limit_s)}
@@ -95,35 +99,36 @@ def tried(drawn: Draw, limit_s: float = LIMIT_S) -> Row:
         stacks = [
             "".join(traceback.format_stack(frame)) for ident, frame in frames.items() if ident != get_ident()
         ]
-        return {**row, "outcome": "hangs", "said": "\n\n".join(stacks)}
+        return {**row, "outcome": "hangs", "message": "\n\n".join(stacks)}
 
 
-def _tried(drawn: Draw, limit_s: float) -> Row:
+def _outcome(drawn: Draw, limit_s: float) -> Row:
     try:
-        planned = plan_or_refusal(drawn)
-        if not isinstance(planned, Plan):
-            return planned
-        verdict = compared(drawn, planned, limit_s)
-    except Exception:  # told with the others: one plan must not end all
-        return {"outcome": "crashed", "said": traceback.format_exc()}
-    worst = max(verdict.max_errors.values(), default=float("inf"))
+        plan = plan_or_refusal(drawn)
+        if not isinstance(plan, Plan):
+            return plan
+        verdict = compare(drawn, plan, limit_s)
+    except Exception:  # stored as a row: one plan must not end the run
+        return {"outcome": "crashed", "message": traceback.format_exc()}
+    error = max(verdict.max_errors.values(), default=float("inf"))
     return (
-        {"outcome": "matched", "error": worst}
+        {"outcome": "matched", "error": error}
         if verdict.passed
-        else {"outcome": "differs", "said": str(verdict)}
+        else {"outcome": "differs", "message": str(verdict)}
     )
 
 
 def plan_or_refusal(drawn: Draw) -> Plan | Row:
-    """The plan, or what is told of its refusal."""
+    """Returns the plan, or the row of its refusal."""
     try:
         return drawn.plan()
     except PlanError as refused:
-        faults = [asdict(fault) for fault in refused.diagnostics]
-    row: Row = {"faults": faults, "said": "\n".join(f"{each['problem']} -> {each['fix']}" for each in faults)}
-    if not all(each["problem"] and each["fix"] for each in faults):
+        diagnostics = [asdict(diagnostic) for diagnostic in refused.diagnostics]
+    message = "\n".join(f"{each['problem']} -> {each['fix']}" for each in diagnostics)
+    row: Row = {"diagnostics": diagnostics, "message": message}
+    if not all(each["problem"] and each["fix"] for each in diagnostics):
         return {**row, "outcome": "no repair"}
-    reasons = {reason_of(each["problem"]) for each in faults}
+    reasons = {reason_of(each["problem"]) for each in diagnostics}
     return {
         **row,
         "outcome": "refused" if all(reasons) else "new reason",
@@ -131,77 +136,85 @@ def plan_or_refusal(drawn: Draw) -> Plan | Row:
     }
 
 
-def compared(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
-    """The verdict over all ranks; no rank waits longer than `limit_s` for another one."""
-    known, reading = KNOWN[drawn.model], reading_of(drawn.model)
-    batches = known.batches(drawn.steps, drawn.rows)
-    batches[-1] = {key: value[: drawn.rows - drawn.missing] for key, value in batches[-1].items()}
-    loss = known.loss()
+def compare(drawn: Draw, plan: Plan, limit_s: float) -> Verdict:
+    """Returns the verdict over all ranks; no rank waits longer than `limit_s` seconds for another one."""
+    model, analyzed = MODELS[drawn.model], analyzed_model(drawn.model)
+    batches = model.batches(drawn.num_steps, drawn.num_samples)
+    num_last = drawn.num_samples - drawn.num_missing_samples
+    batches[-1] = {key: value[:num_last] for key, value in batches[-1].items()}
+    loss = model.loss()
     if drawn.guard:
-        batches[-1][HARM] = torch.full((drawn.rows - drawn.missing, 1), 1e6)
-        loss = replace(loss.wrap_total(_harmed), targets=(*loss.targets, HARM))
+        batches[-1][HARM] = torch.full((num_last, 1), 1e6)
+        loss = replace(loss.wrap_total(_multiplied), targets=(*loss.targets, HARM))
     case = make_parity_case(
-        reading, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
+        analyzed, plan, loss, lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank)
     )
-    reference = run_reference(case, drawn.steps)
+    reference = run_reference(case, drawn.num_steps)
     if drawn.guard:
         case = replace(case, plan=replace(case.plan, job=replace(case.plan.job, guard=plan.job.guard)))
         reference.steps[-1] = replace(reference.steps[-1], parameters=reference.steps[-2].parameters)
     reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=limit_s)
     for report in reports if drawn.guard else ():
-        _without_last(report, PlannedMessages(case))
+        _drop_last_step(report, PlannedMessages(case))
     return make_verdict(case, reports, "threads", {})
 
 
-def _without_last(report: RankReport, stated: PlannedMessages) -> None:
-    """Forget what was sent in the last step, in which it is asked who did harm: that is in no program."""
+def _drop_last_step(report: RankReport, planned: PlannedMessages) -> None:
+    """Drops the messages of the last step, in which the guard looks for the harmful rank: no program states
+    them.
+    """
     report.num_steps -= 1
     report.microbatch_shapes = report.microbatch_shapes[: report.num_steps]
     report.sent_entries = report.sent_entries[
-        : len(list(stated.messages(report.rank, report.microbatch_shapes or [()] * report.num_steps)))
+        : len(list(planned.messages(report.rank, report.microbatch_shapes or [()] * report.num_steps)))
     ]
 
 
-def _harmed(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`total` as many times as large as the batch says, of which the model hears nothing."""
+def _multiplied(total: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Returns `total` multiplied by the field `HARM` of the batch, which the model does not see."""
 
-    def harmed(outputs: Any, batch: Batch, *more: Any) -> torch.Tensor:
+    def multiplied(outputs: Any, batch: Batch, *more: Any) -> torch.Tensor:
         return total(outputs, batch, *more) * (
             batch[HARM].amax() if HARM in batch and len(batch[HARM]) else 1.0
         )
 
-    return harmed
+    return multiplied
 
 
-def planned(seed: int, numbers: Iterable[int]) -> list[Row]:
-    """What becomes of plans when nobody runs them: a plan that is made counts as one that matches."""
+def make_plans(seed: int, numbers: Iterable[int]) -> list[Row]:
+    """Returns the rows of plans that are made and not run: a plan that is made counts as matched."""
     rows = []
     for number in numbers:
         drawn = draw(seed, number)
-        found = plan_or_refusal(drawn)
-        said = {"outcome": "matched"} if isinstance(found, Plan) else found
+        plan = plan_or_refusal(drawn)
+        outcome = {"outcome": "matched"} if isinstance(plan, Plan) else plan
         rows.append(
-            {"case": str(drawn), "spoilt": drawn.spoilt, "techniques": list(drawn.techniques), **said}
+            {
+                "case": str(drawn),
+                "perturbation": drawn.perturbation,
+                "techniques": list(drawn.techniques),
+                **outcome,
+            }
         )
     return rows
 
 
 def result(seed: int, rows: list[Row]) -> Result:
-    """The result of all that were drawn: how many matched, the worst gap of those, what was refused for which
+    """Returns the result of these rows: how many plans matched, their largest error, and the refusals by
     reason.
     """
     ran = [row for row in rows if row["outcome"] != "refused"]
     errors = [float(row.get("error", float("inf"))) for row in ran]
     pairs = {
         " + ".join(pair): {"drawn": found.drawn, "matched": found.matched, "refused": dict(found.reasons)}
-        for pair, found in of_pairs(rows).items()
+        for pair, found in count_pairs(rows).items()
     }
     detail = {
         "seed": seed,
         "drawn": len(rows),
         "matched": sum(row["outcome"] == "matched" for row in rows),
         "refused": sum(row["outcome"] == "refused" for row in rows),
-        "by_reason": refused_by(rows),
+        "by_reason": count_reasons(rows),
         "worst": max((row["error"] for row in rows if "error" in row), default=-1.0),
         "findings": [row for row in rows if row["outcome"] in FINDINGS],
         "kinds": {
@@ -213,48 +226,50 @@ def result(seed: int, rows: list[Row]) -> Result:
 
 
 def shares(found: Pairs) -> list[str]:
-    """By pair of techniques that meet, in how many plans, and the share of those that are not refused."""
+    """Returns one line per pair of techniques: the number of plans with both, and the share that is not
+    refused.
+    """
     return [
-        f"{' + '.join(pair)}: {each.straight}, {each.share:.2f}"
+        f"{' + '.join(pair)}: {each.unperturbed}, {each.share:.2f}"
         for pair, each in sorted(found.items())
-        if each.straight
+        if each.unperturbed
     ]
 
 
 def main() -> None:
-    """Try the plans that are asked for, and write the result when all were."""
-    parser = ArgumentParser(description="plans by chance beside one device")
-    parser.add_argument("--count", type=int, default=COUNT, help="how many are drawn")
+    """Tries the selected plans, and writes the result if all were tried."""
+    parser = ArgumentParser(description="random plans beside one device")
+    parser.add_argument("--count", type=int, default=NUM_PLANS, help="number of plans")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--only", type=int, default=-1, help="the number of one of them")
+    parser.add_argument("--only", type=int, default=-1, help="the number of one plan")
     parser.add_argument(
-        "--shares", action="store_true", help="plan those of the tests, and print what pairs have"
+        "--shares", action="store_true", help="make the plans of the tests, and print the share of each pair"
     )
     options = parser.parse_args()
     if options.shares:
         wanted = reviewed()
-        print("\n".join(shares(of_pairs(planned(wanted.seed, range(wanted.count))))))
+        print("\n".join(shares(count_pairs(make_plans(wanted.seed, range(wanted.count))))))
         return
     if options.only >= 0:
-        row = tried(draw(options.seed, options.only))
-        print(row["case"], row["outcome"], row.get("error", ""), row.get("said", ""), sep="\n")
+        row = try_plan(draw(options.seed, options.only))
+        print(row["case"], row["outcome"], row.get("error", ""), row.get("message", ""), sep="\n")
         return
-    kept = CaseStore(NAME)
-    found = kept.read()
+    store = CaseStore(NAME)
+    found = store.read()
     chosen = [draw(options.seed, number) for number in range(options.count)]
     with ProcessPoolExecutor(available_cores(), get_context("spawn")) as pool:
-        for ended in as_completed([pool.submit(tried, each) for each in chosen if str(each) not in found]):
+        for ended in as_completed([pool.submit(try_plan, each) for each in chosen if str(each) not in found]):
             row = ended.result()
             found[row["case"]] = row
-            kept.add(row)
-            told = f"\n{row['said']}" if row["outcome"] in FINDINGS else ""
-            print(row["outcome"], row.get("error", ""), row["case"], told, file=sys.stderr, flush=True)
+            store.add(row)
+            message = f"\n{row['message']}" if row["outcome"] in FINDINGS else ""
+            print(row["outcome"], row.get("error", ""), row["case"], message, file=sys.stderr, flush=True)
     rows = [found[str(each)] for each in chosen]
     print(
         f"seed {options.seed}: {sum(row['outcome'] == 'matched' for row in rows)} of {len(rows)} matched",
         file=sys.stderr,
     )
-    if (options.seed, options.count) == (SEED, COUNT):
+    if (options.seed, options.count) == (SEED, NUM_PLANS):
         print(result(options.seed, rows).write(NAME))
 
 

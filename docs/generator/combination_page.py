@@ -15,13 +15,13 @@ PAGE = "docs/reference/combinations.md"
 
 
 def combination_page(root: Path) -> dict[str, str]:
-    """The page by its path, once the benchmark has a result."""
+    """Returns the page by its path, once the benchmark has a result."""
     if not (root / RESULT).exists():
         return {}
     measured = json.loads((root / RESULT).read_text(encoding="utf-8"))
     essay = ast.get_docstring(ast.parse((root / SOURCE).read_text(encoding="utf-8")), clean=False) or ""
     refusals = tomllib.loads((root / REVIEWED).read_text(encoding="utf-8"))["refusals"]
-    held, detail = "It holds" if measured["holds"] else "It does NOT hold", measured["detail"]
+    verdict, detail = "It holds" if measured["holds"] else "It does NOT hold", measured["detail"]
     lines = [
         *(
             "# Combinations",
@@ -31,12 +31,17 @@ def combination_page(root: Path) -> dict[str, str]:
             markdown(essay.strip()),
             "",
         ),
-        f"{held}: of {detail['drawn']} plans under seed {detail['seed']}, {detail['matched']} matched and "
+        f"{verdict}: of {detail['drawn']} plans under seed {detail['seed']}, {detail['matched']} matched and "
         f"{detail['refused']} were refused; the worst difference is {detail['worst']:.1e}. "
         f"{measured['date'][:10]}, commit {measured['commit'][:12]}.",
         *("", "## Pairs of techniques", ""),
-        "Allowed: plans with both equal one device. Refused: all plans with both were refused, for these",
-        "reasons, the most frequent first. What no column names is the same technique with other options.",
+        "Techniques are named as in a config: a strategy (with its `mode` or `stage`), a `schedule` of the",
+        "`pipeline` strategy, or an option of a strategy or of the job. `zero replicate_axis` is HSDP. Pipeline",
+        "`scatter` sends a value in slices, one from each rank that holds it.",
+        "",
+        "Allowed: plans with both equal one device. Refused: all plans with both were refused; the reasons stand",
+        "in brackets, the most frequent first. Two options of one strategy, such as `zero 1` and `zero 2`, are in",
+        "no column.",
         *("", "| technique | allowed with | refused with | not tried with |", "| --- | --- | --- | --- |"),
         *_rows(detail["pairs"], detail["kinds"]),
         *("", "## Reasons", "", "| reason | plans | why |", "| --- | --- | --- |"),
@@ -50,12 +55,12 @@ def combination_page(root: Path) -> dict[str, str]:
 
 
 def _rows(pairs: Mapping[str, Any], kinds: Mapping[str, str]) -> Iterator[str]:
-    """One row per technique: with which others it is allowed, refused, or was not tried."""
-    met = {frozenset(name.split(" + ")): found for name, found in pairs.items()}
+    """Yields one row per technique: the others with which it is allowed, refused, or was not tried."""
+    counts = {frozenset(name.split(" + ")): found for name, found in pairs.items()}
     for name in kinds:
         allowed, refused, untried = [], [], []
         for other in (other for other in kinds if other != name):
-            found = met.get(frozenset((name, other)))
+            found = counts.get(frozenset((name, other)))
             if found is None:
                 untried += [other] if kinds[other] != kinds[name] else []
             elif found["matched"]:

@@ -1,15 +1,20 @@
-"""Rows of four times as many tokens on four ranks, at a small size: the limit is kept, and what breaks it is
-told.
-"""
+"""The longest sequence under a limit of live bytes, at a small size; what exceeds the limit fails."""
 
 import pytest
 import torch
 
-from benchmarks.context_parallel.context_memory import Case, Found, alone, longest, result, row_of
+from benchmarks.context_parallel.context_memory import (
+    Case,
+    MeasuredPeak,
+    longest_sequence,
+    measure_one_rank,
+    result,
+    row_of,
+)
 from benchmarks.harness.peak_bytes import PeakLive
 
 LIMIT = 14 * 2**20
-HELD = {"how": "ring", "tokens": 512, "peak": [LIMIT - 1], "loss off": 0.0, "off": [-0.04]}
+WITHIN_LIMIT = {"technique": "ring", "tokens": 512, "peak": [LIMIT - 1], "loss off": 0.0, "off": [-0.04]}
 
 
 def test_an_operation_that_goes_beyond_the_limit_fails() -> None:
@@ -20,19 +25,19 @@ def test_an_operation_that_goes_beyond_the_limit_fails() -> None:
     assert live.peak == 4400
 
 
-def test_one_rank_trains_on_the_longest_row_and_on_no_longer_one() -> None:
-    tokens = longest(LIMIT)
-    found = alone(Case(tokens, limit=LIMIT))
-    assert isinstance(found, Found)
+def test_one_rank_trains_on_the_longest_sequence_and_on_no_longer_one() -> None:
+    tokens = longest_sequence(LIMIT)
+    found = measure_one_rank(Case(tokens, limit=LIMIT))
+    assert isinstance(found, MeasuredPeak)
     assert found.peak <= LIMIT
-    assert alone(Case(tokens + 64, limit=LIMIT)) is None
+    assert measure_one_rank(Case(tokens + 64, limit=LIMIT)) is None
     row = row_of(Case(tokens, limit=LIMIT), [found], found.losses)
     assert row["loss off"] == 0.0
 
 
-def test_rows_too_short_or_a_loss_that_is_off_fail_the_claim() -> None:
-    assert result(LIMIT, 128, [HELD], {}).holds is True
-    assert result(LIMIT, 129, [HELD], {}).holds is False
-    assert result(LIMIT, 128, [{**HELD, "loss off": 1e-3}], {}).holds is False
-    assert result(LIMIT, 128, [{**HELD, "peak": [LIMIT + 1]}], {}).holds is False
-    assert result(LIMIT, 128, [{**HELD, "off": [0.01, -0.06]}], {}).holds is False
+def test_short_sequences_a_wrong_loss_or_a_wrong_plan_fail_the_claim() -> None:
+    assert result(LIMIT, 128, [WITHIN_LIMIT], {}).holds is True
+    assert result(LIMIT, 129, [WITHIN_LIMIT], {}).holds is False
+    assert result(LIMIT, 128, [{**WITHIN_LIMIT, "loss off": 1e-3}], {}).holds is False
+    assert result(LIMIT, 128, [{**WITHIN_LIMIT, "peak": [LIMIT + 1]}], {}).holds is False
+    assert result(LIMIT, 128, [{**WITHIN_LIMIT, "off": [0.01, -0.06]}], {}).holds is False

@@ -1,8 +1,8 @@
-"""The closed forms by hand on small numbers, and every law on a few of its cases."""
+"""The closed forms on small numbers computed by hand, and every law on a few of its cases."""
 
 import pytest
 
-from benchmarks.pipeline.pipeline_formulas import LAWS, Case, Law, cases, distance, measured, result
+from benchmarks.pipeline.pipeline_formulas import LAWS, Case, Law, cases, compare_case, distance, result
 from meshwright.parallel.pipeline.schedules import gpipe
 
 BY_NAME = {law.name: law for law in LAWS}
@@ -30,10 +30,10 @@ def test_every_schedule_agrees_with_its_law(name: str):
     chosen = [case for case in cases(law) if case.p <= 4]
     assert chosen
     for case in chosen[:: max(1, len(chosen) // 8)]:
-        assert measured(law, case)["off"] == 0.0
+        assert compare_case(law, case)["off"] == 0.0
 
 
-def test_a_bubble_or_a_peak_that_misses_by_a_little_is_noticed():
+def test_a_bubble_or_a_peak_that_is_slightly_off_is_noticed():
     case = Case(4, 8, 1, (12, 12, 12))
     right = Law(
         "right", lambda c: gpipe.gpipe_schedule(c.p, c.m), lambda c: (c.p - 1) * c.total, lambda c: c.m
@@ -41,13 +41,13 @@ def test_a_bubble_or_a_peak_that_misses_by_a_little_is_noticed():
     slow = Law("slow", right.make, lambda c: (c.p - 1) * c.total - 0.01, right.peak)
     full = Law("full", right.make, right.bubble, lambda c: c.m - 1)
     zero = Law("zero", right.make, None, right.peak)
-    rows = [measured(law, case) for law in (right, slow, full, zero)]
+    rows = [compare_case(law, case) for law in (right, slow, full, zero)]
     assert [row["off"] > 0 for row in rows] == [False, True, True, True]
     assert result(rows[:1]).holds is True
     assert result(rows).holds is False
 
 
-def test_a_bound_is_missed_from_above_alone():
+def test_only_values_above_an_upper_bound_are_off():
     assert distance(1.0, 2.0, exact=False) == 0.0
     assert distance(1.0, 2.0, exact=True) == 0.5
     assert distance(3.0, 2.0, exact=False) == 0.5

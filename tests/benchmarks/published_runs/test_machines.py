@@ -1,4 +1,4 @@
-"""What a row's words for its hardware say of memory, hosts and network."""
+"""Machines from the hardware column of a row: memory, devices per host, network."""
 
 import pytest
 
@@ -23,9 +23,9 @@ FIGURES = [  # GiB, devices on a host, GB/s and device out of it
 ]
 
 
-@pytest.mark.parametrize(("called", "memory", "host", "out"), FIGURES)
-def test_hardware_is_read_from_its_words(called: str, memory: float, host: int, out: float):
-    found = machine_of(called)
+@pytest.mark.parametrize(("hardware", "memory", "host", "out"), FIGURES)
+def test_a_machine_is_read_from_the_hardware_column(hardware: str, memory: float, host: int, out: float):
+    found = machine_of(hardware)
     assert found is not None
     assert (found.device.memory / 2**30, found.devices_per_host, found.device.nic_rate / 1e9) == (
         memory,
@@ -34,10 +34,10 @@ def test_hardware_is_read_from_its_words(called: str, memory: float, host: int, 
     )
 
 
-def test_more_than_a_card_carries_without_a_word_whose_it_is_says_nothing():
-    said, unsaid = machine_of("A100-80GB SXM (400Gb/s)"), machine_of("A100-80GB SXM")
-    assert said == unsaid
+def test_a_rate_above_that_of_the_network_card_is_ignored():
+    with_rate, without_rate = machine_of("A100-80GB SXM (400Gb/s)"), machine_of("A100-80GB SXM")
+    assert with_rate == without_rate
 
 
-def test_a_device_that_nobody_knows_is_no_machine():
+def test_an_unknown_device_has_no_machine():
     assert machine_of("TPU v3 (8 per node)") is None

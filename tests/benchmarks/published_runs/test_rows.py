@@ -1,4 +1,4 @@
-"""Published rows as the planner sees them, and how it is scored on them."""
+"""Reading published rows, and scoring the planner on them."""
 
 import csv
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published_runs.rows import RUNS, read_runs
-from benchmarks.published_runs.scores import learnt, main, scores, timed
+from benchmarks.published_runs.scores import fit_rates, main, read_timed_runs, score_sources
 from meshwright.planner.analytic.parallel_config import ScheduleProfile
 
 ROW = {
@@ -89,18 +89,18 @@ def test_a_row_that_lacks_something_is_skipped_with_the_reason(table, change: di
     assert (skipped.key, skipped.why) == ("R1", why)
 
 
-def test_a_time_is_taken_from_what_the_row_says(table):
+def test_the_time_of_a_step_is_stated_or_derived_from_a_rate(table):
     silent = {**ROW, "step_time_s": ""}
-    [said], _ = read_runs(table({**silent, "tokens_per_s_per_gpu": "512"}))
-    assert said.seconds == 256 * 2048 / (512 * 64)
-    [said], _ = read_runs(table({**silent, "std_model_tflops_per_gpu": "100"}))
-    assert said.seconds == pytest.approx(said.shape.flops(256 * 2048) / (100e12 * 64))
-    runs, skipped = timed(table(silent))
+    [run], _ = read_runs(table({**silent, "tokens_per_s_per_gpu": "512"}))
+    assert run.seconds == 256 * 2048 / (512 * 64)
+    [run], _ = read_runs(table({**silent, "std_model_tflops_per_gpu": "100"}))
+    assert run.seconds == pytest.approx(run.shape.flops(256 * 2048) / (100e12 * 64))
+    runs, skipped = read_timed_runs(table(silent))
     assert not runs
     assert skipped[0].why == "no time"
 
 
-def test_what_a_row_says_of_kernels_orders_and_precision_is_heard(table):
+def test_kernels_schedules_and_precision_are_read_from_a_row(table):
     notes = {"notes": "trial 1; kernel flash_attention2 + RMS kernel; more"}
     rows = [
         {**ROW, **notes},
@@ -115,7 +115,7 @@ def test_what_a_row_says_of_kernels_orders_and_precision_is_heard(table):
     assert (rowwise.dtype, rowwise.recompute, rowwise.recompute_fraction) == ("float8_rowwise", "layers", 0.5)
 
 
-def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table):
+def test_defaults_of_nvidias_recipes_are_filled_in_if_a_row_does_not_state_them(table):
     silent = {
         **ROW,
         "source": "NVIDIA/x v1",
@@ -127,7 +127,7 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
         "pp": "2",
     }
     rows = [silent, {**silent, "seq_parallel": "no", "virtual_stages": "4"}, {**silent, "source": "Somebody"}]
-    recipe, said, other = (run.layout for run in read_runs(table(*rows))[0])
+    recipe, stated, other = (run.layout for run in read_runs(table(*rows))[0])
     assert (
         recipe.attention_kernel,
         recipe.overlap_fraction,
@@ -141,7 +141,7 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
         1,
         5,
     )
-    assert (said.sequence_parallel, said.virtual_stages) == (False, 4)
+    assert (stated.sequence_parallel, stated.virtual_stages) == (False, 4)
     assert (
         other.attention_kernel,
         other.overlap_fraction,
@@ -157,7 +157,7 @@ def test_what_nvidias_recipes_always_do_is_filled_in_where_a_row_is_silent(table
     )
 
 
-def test_a_run_that_could_not_have_fitted_recomputed_unless_its_host_holds_more(table):
+def test_a_run_that_could_not_have_fitted_is_taken_to_recompute_unless_its_memory_is_coherent(table):
     wide = {
         **ROW,
         "recompute": "",
@@ -176,7 +176,7 @@ def test_a_run_that_could_not_have_fitted_recomputed_unless_its_host_holds_more(
     assert [run.layout.recompute for run in read_runs(table(*rows))[0]] == ["layers", "none", "none", "none"]
 
 
-def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
+def test_kinds_of_float8_and_of_recomputing_are_distinguished(table):
     few = {**ROW, "hardware": "H100", "recompute": "selective (op)"}
     rows = [{**few, "precision": words} for words in ("FP8-CS (FP8-MX)", "MXFP8", "fp8 rowwise")]
     layouts = [run.layout for run in read_runs(table(*rows))[0]]
@@ -185,7 +185,7 @@ def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
 
 
 @pytest.mark.parametrize(
-    ("said", "shards", "within"),
+    ("zero_fsdp", "stage", "group_size"),
     [
         ("FSDP SHARD_GRAD_OP", 2, 0),
         ("FSDP (ZeRO-2-like: reshard grads only)", 2, 0),
@@ -197,11 +197,9 @@ def test_kinds_of_float8_and_of_recomputing_are_told_apart(table):
         ("none (DDP)", 0, 0),
     ],
 )
-def test_among_whom_states_are_shared_is_heard(table, said: str, shards: int, within: int):
-    [run], _ = read_runs(
-        table({**ROW, "zero_fsdp": said})
-    )  # eight copies; four of them beside each other on a host
-    assert (run.layout.dp, run.layout.zero_stage, run.layout.zero_group_size) == (8, shards, within)
+def test_the_zero_stage_and_group_are_read_from_a_row(table, zero_fsdp: str, stage: int, group_size: int):
+    [run], _ = read_runs(table({**ROW, "zero_fsdp": zero_fsdp}))  # eight replicas, four of them on a host
+    assert (run.layout.dp, run.layout.zero_stage, run.layout.zero_group_size) == (8, stage, group_size)
 
 
 def test_the_shipped_table_is_read_and_every_row_is_accounted_for():
@@ -213,11 +211,11 @@ def test_the_shipped_table_is_read_and_every_row_is_accounted_for():
 
 
 def test_a_group_is_fitted_on_or_scored_but_never_both():
-    runs, _ = timed(RUNS)
+    runs, _ = read_timed_runs(RUNS)
     some = [run for run in runs if run.source == "Zero Bubble PP"]
     for group in {run.group for run in some}:
         assert len({run.fitted for run in some if run.group == group}) == 1
-    [score] = scores(some, learnt(some))
+    [score] = score_sources(some, fit_rates(some))
     assert (score.scored, score.fitted) == (
         sum(not run.fitted for run in some),
         sum(run.fitted for run in some),
@@ -227,15 +225,17 @@ def test_a_group_is_fitted_on_or_scored_but_never_both():
     assert score.rank > 0.9
 
 
-def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
-    """The planted bug: every rank along pp is taken to wait for nobody."""
-    runs, _ = timed(RUNS)
+def test_a_planner_without_pipeline_bubbles_scores_badly():
+    """The planted bug: ranks along pp are taken never to wait."""
+    runs, _ = read_timed_runs(RUNS)
     some = [run for run in runs if run.source == "Zero Bubble PP"]
     blind = [
         replace(run, layout=replace(run.layout, schedule_profile=ScheduleProfile(0.0, 0.0, 0.0)))
         for run in some
     ]
-    assert scores(blind, learnt(blind))[0].error > 1.5 * scores(some, learnt(some))[0].error
+    assert (
+        score_sources(blind, fit_rates(blind))[0].error > 1.5 * score_sources(some, fit_rates(some))[0].error
+    )
 
 
 @pytest.mark.parametrize(
@@ -249,21 +249,19 @@ def test_a_planner_that_knows_nothing_of_pipelines_scores_badly():
         ({"pp": "64", "layers": "40"}, "pp 64 for 40 layers"),
     ],
 )
-def test_a_row_with_sizes_that_cannot_be_is_skipped_and_not_taken_for_another(
-    change: dict[str, str], why: str, table
-):
+def test_a_row_with_invalid_sizes_is_skipped(change: dict[str, str], why: str, table):
     row = {**ROW, "gpus": "128", "tp": "2", "pp": "4", **change}
     _, skipped = read_runs(table(row))
     assert [each.why for each in skipped] == [why]
 
 
 @pytest.mark.parametrize("content", [b"", b"a,b\n", b"\xff\xfe\x00"])
-def test_a_file_without_rows_is_told(content: bytes, tmp_path: Path, capsys):
+def test_a_file_without_rows_is_reported(content: bytes, tmp_path: Path, capsys):
     (tmp_path / "bad.csv").write_bytes(content)
     assert main([str(tmp_path / "bad.csv")]) == 2
     assert "needed are the columns of" in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there_is_told(capsys):
+def test_a_missing_file_is_reported(capsys):
     assert main(["/nowhere.csv"]) == 2
     assert "there is no file /nowhere.csv" in capsys.readouterr().err

@@ -1,11 +1,11 @@
-"""What plans by chance have found, each with a small plan of its own."""
+"""Faults that random plans have found, each with a small plan of its own."""
 
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.random_plans.random_draws import Draw
-from benchmarks.random_plans.random_plans import TOLERANCE, plan_or_refusal, tried
+from benchmarks.random_plans.random_plans import TOLERANCE, plan_or_refusal, try_plan
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -22,32 +22,32 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-ROWS, SQUARE, CUBE = BatchSplit("dp_shard"), Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, tp_depth=2)
+SPLIT, SQUARE, CUBE = BatchSplit("dp_shard"), Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, tp_depth=2)
 
 
 def drawn(model: str, mesh: Mesh, *strategies: Strategy) -> Draw:
-    return Draw(0, 0, model, mesh, strategies, micros=2, micro_batch=1, clip=0.5)
+    return Draw(0, 0, model, mesh, strategies, num_microbatches=2, micro_batch=1, clip=0.5)
 
 
-@pytest.mark.parametrize("cut", ["transformer.h.2", "lm_head"])
-def test_glue_of_a_later_part_that_asks_for_the_width_of_the_stream_hears_of_the_slice(cut: str):
-    pipeline = Pipeline(split_points=(cut,))
-    row = tried(
-        drawn("gpt2, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, TensorParallel2D(), ZeRO(), pipeline), 50.0
+@pytest.mark.parametrize("split_point", ["transformer.h.2", "lm_head"])
+def test_glue_of_a_later_stage_that_reads_the_hidden_size_gets_that_of_the_slice(split_point: str):
+    pipeline = Pipeline(split_points=(split_point,))
+    row = try_plan(
+        drawn("gpt2, even", Mesh(pp=2, dp_shard=2, tp=2), SPLIT, TensorParallel2D(), ZeRO(), pipeline), 50.0
     )
     assert row.get("error", 1.0) < TOLERANCE, row
 
 
-def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in():
+def test_a_tied_head_on_another_rank_than_its_embedding_takes_slices_of_the_hidden_dim():
     pipeline = Pipeline(split_points=("lm_head",))
-    row = tried(
-        drawn("t5, even", Mesh(pp=2, dp_shard=2, tp=2), ROWS, TensorParallel2D(), ZeRO(), pipeline), 50.0
+    row = try_plan(
+        drawn("t5, even", Mesh(pp=2, dp_shard=2, tp=2), SPLIT, TensorParallel2D(), ZeRO(), pipeline), 50.0
     )
     assert row.get("error", 1.0) < TOLERANCE, row
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategies", "said"),
+    ("mesh", "strategies", "problem"),
     [
         (
             SQUARE,
@@ -82,27 +82,31 @@ def test_a_tied_head_on_another_rank_than_its_table_takes_what_its_width_lies_in
     ],
     ids=str,
 )
-def test_what_is_divided_twice_is_refused(mesh: Mesh, strategies: tuple[Strategy, ...], said: str):
-    found = plan_or_refusal(drawn("llama, even", mesh, ROWS, ZeRO(), *strategies))
+def test_a_matrix_that_two_strategies_shard_is_refused(
+    mesh: Mesh, strategies: tuple[Strategy, ...], problem: str
+):
+    found = plan_or_refusal(drawn("llama, even", mesh, SPLIT, ZeRO(), *strategies))
     assert not isinstance(found, Plan)
-    assert said in found["said"]
+    assert problem in found["message"]
     assert found["outcome"] == "refused"
 
 
-def test_shards_along_two_axes_by_two_strategies_are_refused_with_the_one_that_does_it():
+def test_zero_along_two_axes_is_refused_with_replicate_axis_as_the_repair():
     mesh = Mesh(dp_replicate=2, dp_shard=2)
-    found = plan_or_refusal(drawn("llama", mesh, ROWS, BatchSplit(), ZeRO(), ZeRO(axis="dp_replicate")))
+    found = plan_or_refusal(drawn("llama", mesh, SPLIT, BatchSplit(), ZeRO(), ZeRO(axis="dp_replicate")))
     assert not isinstance(found, Plan)
-    assert "cut into shards along dp_shard already, and now along dp_replicate too" in found["said"]
-    assert 'replicate_axis = "dp_shard"' in found["said"]
+    assert "cut into shards along dp_shard already, and now along dp_replicate too" in found["message"]
+    assert 'replicate_axis = "dp_shard"' in found["message"]
 
 
-def test_mlps_that_view_what_they_take_in_run_in_tiles_of_several_rows():
-    row = tried(replace(drawn("gpt2", Mesh(), ChunkedLoss(), TiledMLP(num_tiles=2)), micro_batch=2), 50.0)
+def test_mlps_that_view_their_input_run_in_tiles_of_several_samples():
+    row = try_plan(replace(drawn("gpt2", Mesh(), ChunkedLoss(), TiledMLP(num_tiles=2)), micro_batch=2), 50.0)
     assert row.get("error", 1.0) < TOLERANCE, row
 
 
-def test_a_last_batch_with_fewer_rows_sends_as_much_where_its_own_plan_would_keep_more():
+def test_an_incomplete_last_batch_sends_as_much_although_its_own_plan_would_keep_more():
     strategies = RingAttention(), DDP("cp"), ActivationCheckpointing(keep_mb=0.01)
-    row = tried(replace(drawn("llama", Mesh(cp=2), *strategies), micro_batch=2, missing=1), 50.0)
+    row = try_plan(
+        replace(drawn("llama", Mesh(cp=2), *strategies), micro_batch=2, num_missing_samples=1), 50.0
+    )
     assert row.get("error", 1.0) < TOLERANCE, row

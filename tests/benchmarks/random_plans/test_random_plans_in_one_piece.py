@@ -1,4 +1,4 @@
-"""Plans by chance in which every rank has all layers: each equals one device, or is refused with a repair."""
+"""Random plans without a pipeline: each matches one device, or is refused with a repair."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Plans by chance whose layers lie on several ranks: each equals one device, or is refused with a repair."""
+"""Random plans with a pipeline: each matches one device, or is refused with a repair."""
 
 import pytest
 

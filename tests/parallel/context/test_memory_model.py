@@ -4,7 +4,7 @@ and by both.
 
 import pytest
 
-from benchmarks.context_parallel.context_memory import OFF, Case, lived
+from benchmarks.context_parallel.context_memory import OFF, Case, measure_peak
 from meshwright.parallel.context import memory_model, ring
 from meshwright.parallel.context.memory_model import AttentionMemory, exchange_memory
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
@@ -47,7 +47,7 @@ def test_where_nothing_is_exchanged_nothing_is_added():
 def off(pool: ProcessPool, how: str) -> list[float]:
     """How much more than planned lived on each rank, as a share."""
     case = Case(1024, how, 0)
-    plan, seen = case.plan(), pool.run(lived, case.mesh, case, timeout_s=120)
+    plan, seen = case.plan(), pool.run(measure_peak, case.mesh, case, timeout_s=120)
     return [found.step / peak_nbytes(plan, rank) - 1 for rank, found in enumerate(seen) if found is not None]
 
 

@@ -68,7 +68,9 @@ def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> 
     )
     figures = dict(zip(columns, nonnegative_least_squares(matrix, np.ones(len(cells))), strict=True))
     crowds = tuple(
-        RoundOverhead(number, float(value)) for (part, number, _), value in figures.items() if part == "overhead"
+        RoundOverhead(number, float(value))
+        for (part, number, _), value in figures.items()
+        if part == "overhead"
     )
     links = {part: _link_cost(part, figures) for part in LINK_NAMES}
     return NetworkModel(crowds, **links)
