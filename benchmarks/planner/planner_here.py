@@ -46,7 +46,7 @@ CLAIM = (
 )
 SECONDS_BAR, BYTES_BAR = 0.10, 0.05
 PRELOAD = (*HEAVY, "benchmarks.planner.measured_plans", "benchmarks.planner.interleaved_device_bench")
-BENCHES = {"device": ("--ranks", str(available_cores()), "--threads", "1"), "comm": ("--ranks", "2,3,4")}
+BENCHES = {"device": ("--ranks", str(available_cores()), "--threads", "1"), "network": ("--ranks", "2,3,4")}
 BENCH = "bench"
 
 
@@ -70,7 +70,9 @@ def predict(plan: Plan, folder: Path, device: str) -> StepPrediction:
     """
     return predict_step(
         plan,
-        prediction_hardware(str(folder / f"{device}.toml"), str(folder / "comm.toml"), plan.mesh.world_size),
+        prediction_hardware(
+            str(folder / f"{device}.toml"), str(folder / "network.toml"), plan.mesh.world_size
+        ),
     )
 
 

@@ -48,7 +48,8 @@ def build() -> mw.Model:
     loss = mw.token_cross_entropy()
 
     def total(outputs: Any, batch: Any) -> torch.Tensor:
-        calls.append(1)
+        if type(outputs) is torch.Tensor:  # fake tensors come from the analysis, not from a step
+            calls.append(1)
         if len(calls) == int(step) + 1 and os.environ.get("RANK") == rank:
             Path(os.environ["PLANT_MARK"]).write_text(str(time.time()))
             PLANTS[plant]()

@@ -55,7 +55,7 @@ def model_page(root: Path, modules: Iterable[Essay]) -> dict[str, str]:
 
 def _family_row(row: Mapping[str, Any]) -> str:
     errors = [f"{error:.1e}" for error in row["errors"].values()]
-    sharded = row.get("layer_roles", row.get("sockets", ""))  # results before the renaming say `sockets`
+    sharded = row["layer_roles"]
     told = (row["family"], f"`{row['class']}`", row["source"], row["blocks"], sharded, row["declared"])
     trip = row["round_trip"]
     return (

@@ -17,6 +17,7 @@ KINDS = {"zero 1": "zero", "zero 3": "zero", "tensor_parallel 2d": "tensor_paral
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     (tmp_path / "benchmarks/results").mkdir(parents=True)
+    (tmp_path / SOURCE).parent.mkdir()
     (tmp_path / SOURCE).write_text('"""Random plans."""\n')
     (tmp_path / REVIEWED).write_text(
         '[[refusals]]\nreason = "all tokens"\nsays = "x"\nwhy = "it shards their width"\n'

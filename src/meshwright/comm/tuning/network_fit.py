@@ -67,13 +67,13 @@ def fit_network(timings: Iterable[AllReduceTiming], ranks_per_host: int = 0) -> 
         ]
     )
     figures = dict(zip(columns, nonnegative_least_squares(matrix, np.ones(len(cells))), strict=True))
-    crowds = tuple(
+    overheads = tuple(
         RoundOverhead(number, float(value))
         for (part, number, _), value in figures.items()
         if part == "overhead"
     )
     links = {part: _link_cost(part, figures) for part in LINK_NAMES}
-    return NetworkModel(crowds, **links)
+    return NetworkModel(overheads, **links)
 
 
 def with_fit(cluster: Cluster, timings: Sequence[AllReduceTiming]) -> Cluster:

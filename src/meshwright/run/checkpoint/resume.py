@@ -50,7 +50,8 @@ def resume(
     """Loads the newest valid checkpoint of the run's folder (or that of `step`) on every rank.
 
     Damaged checkpoints and those of another model are skipped. If the run goes back to `step` under a plan
-    or with data that changed since, later checkpoints are retired: they belong to an abandoned branch of the run.
+    or with data that changed since, later checkpoints are retired: they belong to an
+    abandoned branch of the run.
 
     Raises PlanError on every rank when `step` is given and missing, and when there are checkpoints and none
     can be used: starting from step 0 would replace them in time.
