@@ -15,7 +15,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
 PEAK = """
@@ -57,7 +57,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage: int):
-    analyzed = reading_of(tied=True, frozen=True, spare=True)
+    analyzed = analyzed_model(tied=True, frozen=True, spare=True)
     whole = {
         name: analyzed.deferred_init.initial_value(name, torch.float64)
         for name in analyzed.deferred_init.logical_params

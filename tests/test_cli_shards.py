@@ -72,9 +72,9 @@ def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(
     config = config_of(tmp_path / "d", alone, ALONE, STEPS)
     become_the_only_rank(monkeypatch)
     assert said(capsys, "train", config)[0] == 0
-    wanted, found = metrics_of(alone), metrics_of(run)
-    assert wanted.keys() == found.keys()
-    for step, numbers in wanted.items():
+    expected, found = metrics_of(alone), metrics_of(run)
+    assert expected.keys() == found.keys()
+    for step, numbers in expected.items():
         assert found[step] == pytest.approx(numbers, rel=2e-4), f"float32, step {step}"
 
     for each, out in ((run, "ours"), (alone, "theirs")):

@@ -5,12 +5,12 @@ import shutil
 import pytest
 
 from tests.command_line import said
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return course(tmp_path_factory.mktemp("runs") / "one", ranks=1, steps=2, trace_steps=1)
+    return train_small_run(tmp_path_factory.mktemp("runs") / "one", ranks=1, steps=2, trace_steps=1)
 
 
 def test_the_page_goes_into_the_runs_folder_or_where_it_is_asked_to(tmp_path, folder, capsys):

@@ -20,9 +20,9 @@ from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, rows, tiny_job
 
-READING = reading_of(p=0.1)
+ANALYZED = analyzed_model(p=0.1)
 DATA = rows(31)
 Rows = Mapping[str, torch.Tensor]
 
@@ -30,12 +30,12 @@ Rows = Mapping[str, torch.Tensor]
 def plan_in(folder: Path, evaluate: EvalConfig | None = None, steps: int = 6) -> Plan:
     job = tiny_job(evaluate=evaluate or EvalConfig())
     job = replace(job, train=replace(job.train, steps=steps))
-    return make_plan(READING, job, Mesh(dp_replicate=2), run=RunConfig(str(folder), save_every=0, keep=9))
+    return make_plan(ANALYZED, job, Mesh(dp_replicate=2), run=RunConfig(str(folder), save_every=0, keep=9))
 
 
 def played(plan: Plan, **more: object) -> list[TrainResult]:
     def rank(world: World) -> TrainResult:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             return meshwright.train(engine, DATA, **more)
 
     return run_on_threads(rank, plan.mesh)
@@ -83,17 +83,17 @@ def test_an_engine_evaluates_batches_of_its_own(tmp_path):
     batches = [part(DATA, 0, 12), part(DATA, 12, 24), part(DATA, 24, 31)]
 
     def rank(world: World) -> float:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             return engine.evaluate(engine.local_batch(batch) for batch in batches).loss
 
-    with parallelize(READING, make_plan(READING, plan.job)) as alone:
-        wanted = alone.evaluate(batches).loss
-    assert run_on_threads(rank, plan.mesh) == [pytest.approx(wanted, rel=1e-12)] * 2
+    with parallelize(ANALYZED, make_plan(ANALYZED, plan.job)) as alone:
+        expected = alone.evaluate(batches).loss
+    assert run_on_threads(rank, plan.mesh) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):
     def trained(optimizer: object) -> float:
-        with parallelize(READING, make_plan(READING, plan_in(tmp_path).job), optimizer=optimizer) as engine:
+        with parallelize(ANALYZED, make_plan(ANALYZED, plan_in(tmp_path).job), optimizer=optimizer) as engine:
             return [engine.step(part(DATA, 0, 12)).loss for _ in range(3)][-1]
 
     def two(groups: list[dict]) -> list[torch.optim.Optimizer]:

@@ -18,7 +18,7 @@ from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
-from tests.tiny_model import TOKENS, VOCABULARY, Tiny, reading_of, rows
+from tests.tiny_model import TOKENS, VOCABULARY, Tiny, analyzed_model, rows
 
 FLOAT64 = PrecisionConfig("float64", "float64", "float64")
 Batch = dict[str, torch.Tensor]
@@ -38,14 +38,14 @@ def job_of(batch: int = 12, steps: int = 20, clip: float = 0.0, **parts: Any) ->
 class Pair:
     """A player, and a copy of its model from before it began, to train by hand."""
 
-    player: Executor
+    executor: Executor
     model: nn.Module
     loss: Loss
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The player's logical parameters."""
-        return self.player.state.trained_module.parameters
+        return self.executor.state.trained_module.parameters
 
     def loss_alone(self, batch: Batch) -> torch.Tensor:
         """The loss of a whole batch, with its graph, in the copy."""
@@ -81,16 +81,18 @@ def pair(
     """A player of the model that `build` makes, alone on this device."""
     known = build is Tiny and example is None and loss is None
     job, loss = job or job_of(), loss or token_cross_entropy()
-    reading = reading_of() if known else analyze(build, rows(2) if example is None else example, loss=loss)
-    plan = make_plan(reading, job, micro_batch=micro_batch)
-    subject = make_trained_module(reading, torch.device("cpu"), getattr(torch, job.precision.parameters))
+    analyzed = (
+        analyzed_model() if known else analyze(build, rows(2) if example is None else example, loss=loss)
+    )
+    plan = make_plan(analyzed, job, micro_batch=micro_batch)
+    subject = make_trained_module(analyzed, torch.device("cpu"), getattr(torch, job.precision.parameters))
     model = copy.deepcopy(subject.module)
     return Pair(
         Executor(
             plan,
             RankState(subject, single_rank_world(torch.device("cpu")), loss),
             optimizer,
-            make_stateless_rng(reading, plan),
+            make_stateless_rng(analyzed, plan),
         ),
         model,
         loss,

@@ -77,7 +77,7 @@ def global_batches(count: int, size: int = 12) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def reading_of_towers(
+def analyzed_towers(
     loss: Loss = CONTRASTIVE,
     model: type[Towers] = Towers,
     example: dict[str, torch.Tensor] | None = None,
@@ -92,11 +92,11 @@ def reading_of_towers(
 
 
 def towers_plan(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     mesh: Mesh,
     strategies: Iterable[Strategy] | None = None,
     micro_batch: int = 0,
     job: Job | None = None,
 ) -> Plan:
     """The plan over the data axes of `mesh`."""
-    return make_plan(reading, job or tiny_job(), mesh, strategies, micro_batch)
+    return make_plan(analyzed, job or tiny_job(), mesh, strategies, micro_batch)

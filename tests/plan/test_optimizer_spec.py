@@ -21,7 +21,7 @@ from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy, StrategyPhase
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.tiny_model import tiny_job
 
 HIDDEN = ParamSpec("layer.weight", (4, 3), ("layer",), is_hidden_matrix=True)
@@ -183,7 +183,7 @@ class Rows(Strategy):
 
 
 def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
-    mesh, model_spec = Mesh(tp=2), Paper(layers=1).anatomy
+    mesh, model_spec = Mesh(tp=2), SyntheticModel(layers=1).anatomy
 
     def kinds(rule: OptimizerName) -> set[str]:
         plan = Plan.make(tiny_job(optimizer=OptimizerConfig(rule)), mesh, model_spec, (Rows(),))
@@ -195,7 +195,7 @@ def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
 
 
 def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
-    model_spec = Paper(layers=1).anatomy
+    model_spec = SyntheticModel(layers=1).anatomy
     other = replace(
         model_spec, params=tuple(replace(param, is_hidden_matrix=True) for param in model_spec.params)
     )
@@ -209,9 +209,10 @@ def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
 
 def test_param_shardings_know_their_alignment_and_groups_follow_it():
     params = tuple(
-        replace(param, shape=(10, 10), is_hidden_matrix=True) for param in Paper(layers=2).anatomy.params
+        replace(param, shape=(10, 10), is_hidden_matrix=True)
+        for param in SyntheticModel(layers=2).anatomy.params
     )
-    model_spec = replace(Paper(layers=2).anatomy, params=params)
+    model_spec = replace(SyntheticModel(layers=2).anatomy, params=params)
     sharding = Plan.make(tiny_job(optimizer=MUON), Mesh(), model_spec).sharding
     assert [param_sharding.shard_alignment for param_sharding in sharding.param_shardings] == [
         "matrix",

@@ -28,10 +28,10 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Strategy, StrategyPhase
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=10, batch=12))
-MODEL = Paper().anatomy
+MODEL = SyntheticModel().model_spec
 PAIR = (BatchSplit(), DDP())
 OTHER = {  # another value for every field of a job
     "model.source": "other.json",
@@ -150,9 +150,9 @@ def test_the_hash_changes_with_every_field_of_the_job(key: str):
         plan(strategies=(BatchSplit(), NaiveDDP())),
         plan(strategies=(BatchSplit(), DDP(bucket_mb=1.0))),
         replace(plan(), strategies=(BatchSplit(), DDP(algorithm="ring"))),
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper(layers=4).anatomy, PAIR),
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper(numel=7).anatomy, PAIR),
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper(tied=True).anatomy, PAIR),
+        Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(layers=4).model_spec, PAIR),
+        Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(numel=7).model_spec, PAIR),
+        Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(tied=True).model_spec, PAIR),
     ],
     ids=["mesh", "micro_batch", "strategy", "field of a strategy", "algorithm", "blocks", "shapes", "ties"],
 )

@@ -39,9 +39,9 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
     """
     steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
-    reading, plan = planned(llama(), mesh, strategies, micro=2)
+    analyzed, plan = planned(llama(), mesh, strategies, micro=2)
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),

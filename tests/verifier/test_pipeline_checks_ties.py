@@ -13,7 +13,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 NAME = "embed+head over pp 0+2"
 Edit = Callable[[Action], Action | None]
@@ -21,7 +21,7 @@ Edit = Callable[[Action], Action | None]
 
 def plan_of(schedule: str = "1f1b", pp: int = 3) -> Plan:
     strategies = (Pipeline(schedule=schedule), BatchSplit(axis="dp_shard"), ZeRO(stage=1))
-    return make_plan(reading_of(tied=True), tiny_job(), Mesh(pp=pp, dp_shard=2), strategies, 1)
+    return make_plan(analyzed_model(tied=True), tiny_job(), Mesh(pp=pp, dp_shard=2), strategies, 1)
 
 
 def said(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:

@@ -62,7 +62,7 @@ class Teaching(Sharing):
 
 @pytest.mark.parametrize("build", [Sharing, Teaching])
 def test_blocks_inside_blocks_and_calls_without_gradients_are_no_visits(build: type[nn.Module]):
-    reading = analyze(build, rows(2))
-    assert reading.model_spec.block_calls[:2] == ("embed", "layers.0")
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=2)))
+    analyzed = analyze(build, rows(2))
+    assert analyzed.model_spec.block_calls[:2] == ("embed", "layers.0")
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, micro_batch=2)))
     assert verdict.passed, verdict.first_difference

@@ -253,10 +253,10 @@ def test_tensors_that_require_gradients_are_filled_and_stay_what_they_are(proces
     ):
         for rank, found in enumerate(results):
             assert [leaf for _, leaf in found] == [True, True, True, False]
-            wanted = [
+            expected = [
                 torch.full((3,), 3.0),
                 torch.full((9,), 3.0),
                 torch.tensor([3.0 * rank]),
                 torch.full((3,), 3.0),
             ]
-            assert all(torch.equal(tensor, each) for (tensor, _), each in zip(found, wanted, strict=True))
+            assert all(torch.equal(tensor, each) for (tensor, _), each in zip(found, expected, strict=True))

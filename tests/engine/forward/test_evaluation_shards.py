@@ -38,17 +38,17 @@ class Shifted(Tiny):
         return self.head(x + self.shift)
 
 
-READING = analyze(Shifted, part(DATA, 0, 2))
+ANALYZED = analyze(Shifted, part(DATA, 0, 2))
 
 
-def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
+def evaluations_of(mesh: Mesh, strategies: tuple) -> list[list[float]]:
     """What each rank finds: in each of three steps the losses of evaluation and of training, and then what
     the model says.
     """
-    plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
+    plan = make_plan(ANALYZED, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[float]:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             found = []
             for step in range(3):
                 mine = [engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]
@@ -66,16 +66,16 @@ def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_without_it(layout: str):
-    (wanted,) = course(Mesh(), ())
-    for found in course(*LAYOUTS[layout]):
-        assert found == pytest.approx(wanted, rel=1e-10)
+    (expected,) = evaluations_of(Mesh(), ())
+    for found in evaluations_of(*LAYOUTS[layout]):
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("forgotten", ["unshard_block", "refresh_unsharded"])
 def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
-    (wanted,) = course(Mesh(), ())
+    (expected,) = evaluations_of(Mesh(), ())
     monkeypatch.setattr(FlatParams, forgotten, lambda *_, **__: None)
-    assert course(*LAYOUTS["stage 3"])[0] != pytest.approx(wanted, rel=1e-3)
+    assert evaluations_of(*LAYOUTS["stage 3"])[0] != pytest.approx(expected, rel=1e-3)
 
 
 class Leaving(Tiny):
@@ -90,16 +90,16 @@ class Leaving(Tiny):
 
 
 def test_ranks_meet_although_each_leaves_out_other_blocks():
-    reading = analyze(Leaving, part(DATA, 0, 2))
+    analyzed = analyze(Leaving, part(DATA, 0, 2))
 
     def losses(mesh: Mesh, strategies: tuple) -> list[float]:
-        plan = make_plan(reading, tiny_job(), mesh, strategies, 1)
+        plan = make_plan(analyzed, tiny_job(), mesh, strategies, 1)
 
         def rank(world: World) -> float:
-            with parallelize(reading, plan, world=world) as engine:
+            with parallelize(analyzed, plan, world=world) as engine:
                 return engine.evaluate([engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]).loss
 
         return run_on_threads(rank, plan.mesh)
 
-    (wanted,) = losses(Mesh(), ())
-    assert losses(*LAYOUTS["stage 3"]) == pytest.approx([wanted] * 3, rel=1e-12)
+    (expected,) = losses(Mesh(), ())
+    assert losses(*LAYOUTS["stage 3"]) == pytest.approx([expected] * 3, rel=1e-12)

@@ -25,11 +25,11 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.parallel.tensor import model_families
-from tests.parallel.tensor.odd_llama import batches, known
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import VOCABULARY, WIDTH, rows, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
-LLAMA = known(num_hidden_layers=3)
+LLAMA = analyzed_llama(num_hidden_layers=3)
 IDS = batches(1, 3)[0]["input_ids"]
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "three parts": (Mesh(pp=3), (Pipeline(),)),
@@ -42,14 +42,14 @@ Use = Callable[[nn.Module], list[torch.Tensor]]
 
 
 def used(
-    reading: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None
+    analyzed: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None
 ) -> list[list[torch.Tensor]]:
     """What `use` makes of the model behind a step, on each rank, and the loss of the step that follows."""
     batch = batches(1, 12)[0] if batch is None else batch
-    plan = make_plan(reading, tiny_job(), mesh, strategies, 2)
+    plan = make_plan(analyzed, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(batch))
             with engine.full_params() as module:
                 found = use(module)
@@ -115,16 +115,16 @@ DIVIDED: dict[str, Callable[[], AnalyzedModel]] = {
 
 @pytest.mark.parametrize("family", DIVIDED)
 def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(family: str):
-    reading, batch = DIVIDED[family](), model_families.batches("gpt2", 1, rows=12)[0]
+    analyzed, batch = DIVIDED[family](), model_families.batches("gpt2", 1, rows=12)[0]
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         ids = batch["input_ids"][:3]
         return [module(ids).logits, module.generate(ids, use_cache=True, max_new_tokens=3, do_sample=False)]
 
-    (truth,) = used(reading, Mesh(), (), use, batch)
-    for found in used(reading, Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), use, batch):
-        for mine, wanted in zip(found, truth, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    (truth,) = used(analyzed, Mesh(), (), use, batch)
+    for found in used(analyzed, Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), use, batch):
+        for mine, expected in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 class Open(nn.Module):
@@ -177,19 +177,19 @@ class Choosy(Open):
 
 @pytest.mark.parametrize("build_model", [Open, Choosy])
 def test_blocks_may_hand_through_what_they_take_and_look_at_numbers(build_model: Callable[[], nn.Module]):
-    reading = analyze(build_model, part(DATA, 0, 2))
+    analyzed = analyze(build_model, part(DATA, 0, 2))
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         return [module(DATA["input_ids"][:5]), module(DATA["input_ids"][5:7, :3])]
 
-    (truth,) = used(reading, Mesh(), (), use, DATA)
-    for found in used(reading, Mesh(pp=3), (Pipeline(),), use, DATA):
-        for mine, wanted in zip(found, truth, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    (truth,) = used(analyzed, Mesh(), (), use, DATA)
+    for found in used(analyzed, Mesh(pp=3), (Pipeline(),), use, DATA):
+        for mine, expected in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name():
-    reading = analyze(Choosy, part(DATA, 0, 2))
+    analyzed = analyze(Choosy, part(DATA, 0, 2))
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         return [module(DATA["input_ids"], kept=transformers.DynamicCache())]
@@ -198,7 +198,7 @@ def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name()
         PlanError,
         match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache",
     ):
-        used(reading, Mesh(pp=2), (Pipeline(),), use, DATA)
+        used(analyzed, Mesh(pp=2), (Pipeline(),), use, DATA)
 
 
 def test_what_is_sent_is_in_the_ledger_block_by_block():

@@ -10,7 +10,7 @@ from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS, Own
+from tests.parallel.context.test_ring_models import JOB, REPLICAS, ROWS, Own
 from tests.parallel.tensor.odd_llama import batches
 
 
@@ -50,15 +50,15 @@ def test_losses_are_those_of_one_device(make: type[nn.Module], strategy: Strateg
     if make is not Tied:
         rows = [{"input_ids": each["input_ids"], "labels": each["labels"][:, 0]} for each in rows]
     torch.manual_seed(0)
-    reading = analyze(make(), rows[0])
+    analyzed = analyze(make(), rows[0])
 
     def losses(mesh: Mesh, *strategies: Strategy) -> list[float]:
-        plan = make_plan(reading, JOB, mesh, strategies, 2)
+        plan = make_plan(analyzed, JOB, mesh, strategies, 2)
 
         def train(world):
-            with parallelize(reading, plan, world=world) as engine:
+            with parallelize(analyzed, plan, world=world) as engine:
                 return [engine.step(engine.local_batch(each)).loss for each in rows]
 
         return run_on_threads(train, mesh)[0]
 
-    assert losses(Mesh(cp=2), strategy, COPIES) == pytest.approx(losses(Mesh()), rel=1e-5)
+    assert losses(Mesh(cp=2), strategy, REPLICAS) == pytest.approx(losses(Mesh()), rel=1e-5)

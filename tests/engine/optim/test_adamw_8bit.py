@@ -41,10 +41,10 @@ def through(moment: torch.Tensor, signed: bool) -> torch.Tensor:
     return flat.view(moment.shape)
 
 
-def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
+def plain(begin: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
     x = nn.Parameter(begin.clone())
     optimizer = torch.optim.AdamW(groups([x]), betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False)
-    for g in course:
+    for g in grads:
         x.grad = g.clone()
         optimizer.step()
         state = optimizer.state[x]
@@ -57,8 +57,8 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(30, 41), (256,), (1,)], ids=str)
 def test_it_is_adamw_with_quantised_moments(shape: tuple[int, ...]):
-    begin, course = weight(*shape), gradients(*shape)
-    assert (stepped(AdamW8bit, begin, course)[0] - plain(begin, course)).abs().max() < 1e-14
+    begin, grads = weight(*shape), gradients(*shape)
+    assert (stepped(AdamW8bit, begin, grads)[0] - plain(begin, grads)).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -82,14 +82,14 @@ def test_what_is_large_in_its_block_keeps_its_digits_and_outliers_stay_in_theirs
 
 
 def test_rounding_changes_a_step_by_less_than_a_tenth():
-    begin, course = weight(40, 30), gradients(40, 30, steps=20)
+    begin, grads = weight(40, 30), gradients(40, 30, steps=20)
     exact = nn.Parameter(begin.clone())
     optimizer = torch.optim.AdamW(groups([exact]), betas=(0.9, 0.95))
-    for g in course:
+    for g in grads:
         exact.grad = g.clone()
         optimizer.step()
     way = exact.detach() - begin
-    assert (stepped(AdamW8bit, begin, course)[0] - begin - way).norm() < 0.1 * way.norm()
+    assert (stepped(AdamW8bit, begin, grads)[0] - begin - way).norm() < 0.1 * way.norm()
 
 
 @pytest.mark.parametrize("shape", [(256,), (30, 41), (5,)], ids=str)
@@ -104,7 +104,7 @@ def test_it_keeps_two_bytes_and_two_scales_per_block(shape: tuple[int, ...]):
 
 
 def test_pieces_of_whole_blocks_become_what_the_whole_becomes_and_others_do_not():
-    begin, course = weight(30, 41), gradients(30, 41)
-    whole, _ = stepped(AdamW8bit, begin, course)
-    assert torch.equal(stepped_in_pieces(AdamW8bit, begin, course, [256, 768]), whole)
-    assert not torch.equal(stepped_in_pieces(AdamW8bit, begin, course, [300, 768]), whole)
+    begin, grads = weight(30, 41), gradients(30, 41)
+    whole, _ = stepped(AdamW8bit, begin, grads)
+    assert torch.equal(stepped_in_pieces(AdamW8bit, begin, grads, [256, 768]), whole)
+    assert not torch.equal(stepped_in_pieces(AdamW8bit, begin, grads, [300, 768]), whole)

@@ -28,7 +28,7 @@ def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], W
     should be.
     """
     mine, rows = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
-    wanted = gradients(mine, mine(rows).square().sum())
+    expected = gradients(mine, mine(rows).square().sum())
     weights = dict(mine.named_parameters())
     beside = {name: nn.Parameter(weight.data) for name, weight in weights.items()}
     versions = WeightStash(weights, beside)
@@ -43,18 +43,18 @@ def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], W
     versions.load_latest(Action("LOAD_LATEST", ROOM, 0, frees=(ROOM,)))
     for name, weight in weights.items():
         assert weight.data_ptr() == beside[name].data_ptr(), "the newest ones are there again"
-    return found, wanted, versions
+    return found, expected, versions
 
 
 def test_a_backward_meets_the_weights_of_its_forward():
-    found, wanted, versions = stepped(restore=True)
-    assert all(torch.equal(mine, right) for mine, right in zip(found, wanted, strict=True))
+    found, expected, versions = stepped(restore=True)
+    assert all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
     assert versions.nbytes == sum(parameter.nbytes for parameter in model().parameters())
 
 
 def test_without_restore_a_norm_meets_the_newest_ones():
-    found, wanted, _ = stepped(restore=False)
-    assert not torch.allclose(found[0], wanted[0])
+    found, expected, _ = stepped(restore=False)
+    assert not torch.allclose(found[0], expected[0])
 
 
 def test_memory_that_is_let_go_of_serves_the_next_version():

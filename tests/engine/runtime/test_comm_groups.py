@@ -11,18 +11,18 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, rows, tiny_job
 
 STEPS = 2
 
 
 def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
     world.serializes_p2p = True  # as on NCCL
-    reading = reading_of()
-    plan = make_plan(reading, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
+    analyzed = analyzed_model()
+    plan = make_plan(analyzed, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
     batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),

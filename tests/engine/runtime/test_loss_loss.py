@@ -10,7 +10,7 @@ import meshwright as mw
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, get_logits, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from tests.engine.one_device import pair, part
-from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, case_of, plan_of, rows, tiny_job, verdict_of
 
 LOGITS = torch.linspace(-2, 2, 2 * 3 * 5, dtype=torch.float64).view(2, 3, 5)
 LABELS = torch.tensor([[1, IGNORE_INDEX, 4], [IGNORE_INDEX, IGNORE_INDEX, 0]])
@@ -99,15 +99,15 @@ def weighted_rows(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_weighted_tokens_equal_one_device_on_any_ranks(micro_batch: int):
     """The weights of a step add up to less than 1: a count that is no whole number is divided by as it is."""
-    reading, data = reading_of(), weighted_rows(24)
+    analyzed, data = analyzed_model(), weighted_rows(24)
     data["loss_weights"][:12] *= 0.01
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=micro_batch), data), steps=2)
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, micro_batch=micro_batch), data), steps=2)
     assert verdict.passed, str(verdict)
     done = pair()
     optimizer = torch.optim.SGD(done.model.parameters(), lr=0.1, foreach=False)
     for first in (0, 12):
         some = part(data, first, first + 12)
-        metrics = done.player.step(some)
+        metrics = done.executor.step(some)
         total = done.loss.total(done.model(some["input_ids"]), some) / done.loss.count(some)
         optimizer.zero_grad()
         total.backward()
@@ -141,13 +141,13 @@ def squared_error() -> Loss:
 def test_a_loss_of_ones_own_that_counts_rows_equals_one_device(micro_batch: int):
     generator = torch.Generator().manual_seed(2)
     data = {"x": torch.randn(17, 4, generator=generator), "y": torch.randn(17, 2, generator=generator)}
-    reading = mw.analyze(Regression(), data, loss=squared_error())
-    plan = mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=micro_batch)
+    analyzed = mw.analyze(Regression(), data, loss=squared_error())
+    plan = mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=micro_batch)
     batches = [part(data, 0, 12), part(data, 12, 17)]
-    verdict = mw.verify(reading, plan, batches, loss=squared_error())
+    verdict = mw.verify(analyzed, plan, batches, loss=squared_error())
     assert verdict.passed, str(verdict)
     with mw.parallelize(
-        Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data
+        Regression(), mw.make_plan(analyzed, tiny_job()), loss=squared_error(), example=data
     ) as engine:
         metrics = engine.step({key: value.double() for key, value in batches[1].items()})
         assert metrics.tokens == 5

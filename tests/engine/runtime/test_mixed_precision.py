@@ -21,13 +21,13 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.run.training.engine import Trainer
 from tests.engine.one_device import bits, job_of
-from tests.tiny_model import reading_of, rows
+from tests.tiny_model import analyzed_model, rows
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 AUTOCAST = [PrecisionConfig(compute="bfloat16"), PrecisionConfig(compute="float16")]
 ADAMW = OptimizerConfig(lr=0.01)
-READING = reading_of()
+ANALYZED = analyzed_model()
 CPU = torch.device("cpu")
 
 
@@ -39,7 +39,7 @@ def engine_of(
 ) -> Trainer:
     """One device."""
     job: Job = job_of(precision=precision, optimizer=optimizer, **parts)
-    return parallelize(READING, make_plan(READING, job), optimizer=made)
+    return parallelize(ANALYZED, make_plan(ANALYZED, job), optimizer=made)
 
 
 def trained(engine: Trainer, steps: int) -> list[Metrics]:
@@ -70,9 +70,9 @@ def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
 def test_every_parameter_takes_two_and_two_and_twelve_bytes(
     precision: PrecisionConfig, parameters: int, gradients: int, master: int, optimizer_states: int
 ):
-    engine, numel = engine_of(precision), READING.model_spec.numel
+    engine, numel = engine_of(precision), ANALYZED.model_spec.numel
     engine.step(rows(12))
-    sizes, counters = engine.executor.memory_by_category(), 4 * len(READING.model_spec.params)
+    sizes, counters = engine.executor.memory_by_category(), 4 * len(ANALYZED.model_spec.params)
     assert sizes["parameters"] == parameters * numel
     assert sizes["gradients"] == gradients * numel
     assert sizes.get("master", 0) == master * numel
@@ -120,7 +120,7 @@ def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_ma
     for step in range(3):
         for name, master in model_of(engine).items():
             if not step:
-                assert torch.equal(master, READING.deferred_init.initial_value(name, torch.float32))
+                assert torch.equal(master, ANALYZED.deferred_init.initial_value(name, torch.float32))
             assert torch.equal(engine.module.get_parameter(name), master.bfloat16())
         engine.step(rows(12))
 
@@ -131,8 +131,8 @@ def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_ma
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, clip: float):
     job = job_of(precision=MIXED, optimizer=replace(optimizer, weight_decay=0.0), clip=clip)
-    engine = parallelize(READING, make_plan(READING, job))
-    twin = parallelize(READING, make_plan(READING, job))
+    engine = parallelize(ANALYZED, make_plan(ANALYZED, job))
+    twin = parallelize(ANALYZED, make_plan(ANALYZED, job))
     module, masters = twin.module, {n: m.clone().requires_grad_() for n, m in model_of(twin).items()}
     twin.close()
     make = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
@@ -168,8 +168,8 @@ def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
     first = model_of(full)
     for engine in (pure, mixed, full):
         trained(engine, 100)
-    wanted = {name: value - first[name] for name, value in model_of(full).items()}
-    scale = sum(each.square().sum() for each in wanted.values())
+    expected = {name: value - first[name] for name, value in model_of(full).items()}
+    scale = sum(each.square().sum() for each in expected.values())
 
     def missed(engine: Trainer) -> float:
         moved = {name: value.float() - first[name] for name, value in model_of(engine).items()}
@@ -178,7 +178,7 @@ def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
                 name: value.float() - first[name].bfloat16().float()
                 for name, value in model_of(engine).items()
             }
-        return float(sum((moved[name] - wanted[name]).square().sum() for name in wanted) / scale)
+        return float(sum((moved[name] - expected[name]).square().sum() for name in expected) / scale)
 
     assert missed(mixed) < 0.01
     assert missed(pure) > 0.1
@@ -210,10 +210,10 @@ def test_a_scaled_loss_trains_the_same(precision: PrecisionConfig, clip: float):
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
     half, full = (engine_of(each, sgd, clip=clip) for each in (precision, PrecisionConfig()))
     first = model_of(full)
-    for mine, wanted in zip(trained(half, 5), trained(full, 5), strict=True):
+    for mine, expected in zip(trained(half, 5), trained(full, 5), strict=True):
         assert not mine.overflow
-        assert mine.loss == pytest.approx(wanted.loss, rel=2e-3)
-        assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
+        assert mine.loss == pytest.approx(expected.loss, rel=2e-3)
+        assert mine.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
     for name, value in model_of(full).items():
         moved = (value - first[name]).norm()
         assert (model_of(half)[name] - value).norm() < 0.02 * moved + 1e-6, name
@@ -321,9 +321,9 @@ def test_a_run_goes_on_in_other_dtypes(then: PrecisionConfig, now: PrecisionConf
 
 def test_a_norm_of_half_types_does_not_overflow():
     grads = [torch.full((100,), 3e4, dtype=torch.float16), torch.full((7,), 1.0, dtype=torch.bfloat16)]
-    wanted = torch.cat([each.double() for each in grads]).norm().item()
-    assert total_norm(grads).item() == pytest.approx(wanted, rel=1e-6)
-    assert total_norm([each.double() for each in grads]).item() == wanted
+    expected = torch.cat([each.double() for each in grads]).norm().item()
+    assert total_norm(grads).item() == pytest.approx(expected, rel=1e-6)
+    assert total_norm([each.double() for each in grads]).item() == expected
 
 
 def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, rows, tiny_job
 
 AUTOCAST = PrecisionConfig(compute="float16", loss_scale=1024.0)
 HALF = PrecisionConfig("float16", "float16", "float32", master="float32", loss_scale=1024.0)
@@ -42,10 +42,10 @@ def steps(
         optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.0),
         guard=guard or LossGuard("off"),
     )
-    plan = make_plan(reading_of(), job, mesh, strategies, 2)
+    plan = make_plan(analyzed_model(), job, mesh, strategies, 2)
 
     def rank(world: World) -> tuple[list[Metrics], list[bool]]:
-        with parallelize(reading_of(), plan, world=world) as engine:
+        with parallelize(analyzed_model(), plan, world=world) as engine:
             found, moved = list[Metrics](), list[bool]()
             square, store = FlatParams.compute_sqnorm, engine.executor.flat_params
 
@@ -85,12 +85,12 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
 def test_without_one_it_trains_as_one_device_does(precision: PrecisionConfig):
-    ((wanted, _),) = steps(precision, "")
+    ((expected, _),) = steps(precision, "")
     for metrics, moved in steps(precision, "three parts"):
         assert all(moved)
-        assert [each.loss for each in metrics] == pytest.approx([each.loss for each in wanted], rel=2e-3)
+        assert [each.loss for each in metrics] == pytest.approx([each.loss for each in expected], rel=2e-3)
         assert [each.grad_norm for each in metrics] == pytest.approx(
-            [each.grad_norm for each in wanted], rel=1e-2
+            [each.grad_norm for each in expected], rel=1e-2
         )
 
 

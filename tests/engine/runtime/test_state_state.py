@@ -50,7 +50,7 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
         )
         assert state.loss_sum.item() == 0
         state.forward_passes[0], state.final_glue[0] = (
-            ForwardPass(lambda visit: None),
+            ForwardPass(lambda block_call: None),
             (None, BlockCall("(outputs)")),
         )
         state.loss_sum += 3

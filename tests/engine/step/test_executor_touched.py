@@ -17,7 +17,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.strategy import Handler, Runtime, Strategy
-from tests.tiny_model import TOKENS, WIDTH, case_of, plan_of, reading_of, verdict_of
+from tests.tiny_model import TOKENS, WIDTH, analyzed_model, case_of, plan_of, verdict_of
 
 AXIS, LAYER, RANKS = "dp_replicate", "layers.1", 3
 
@@ -74,21 +74,21 @@ class Travel(Strategy):
 
 
 def plan_with(travel: Travel) -> mw.Plan:
-    return plan_of(reading_of(), RANKS, (BatchSplit(), DDP(), travel))
+    return plan_of(analyzed_model(), RANKS, (BatchSplit(), DDP(), travel))
 
 
 def test_what_is_shifted_within_a_block_is_booked_under_its_action():
     plan = plan_with(Travel())
-    found = mw.trace(reading_of(), plan, range(RANKS))
+    found = mw.trace(analyzed_model(), plan, range(RANKS))
     assert found.passed, found
     assert {"F(layers.1, 0)", "B(layers.1, 0)"} <= found.planned_nbytes.keys()
-    verdict = verdict_of(case_of(reading_of(), plan))
+    verdict = verdict_of(case_of(analyzed_model(), plan))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("booked", [RANKS - 1, RANKS + 1])
 def test_one_shift_more_or_less_than_the_program_says_is_named(booked: int):
-    found = mw.trace(reading_of(), plan_with(Travel(booked)), [1])
+    found = mw.trace(analyzed_model(), plan_with(Travel(booked)), [1])
     assert not found.passed
     assert any("layers.1" in fault.problem and "shift of" in fault.problem for fault in found.diagnostics), (
         found

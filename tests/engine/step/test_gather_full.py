@@ -20,11 +20,11 @@ DATA = rows(4)
 
 def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
     """Weights and buffers after a step, as each rank tells them."""
-    reading = analyze(Skips, part(DATA, 0, 2))
-    plan = make_plan(reading, tiny_job(batch=4), mesh, (Pipeline(),) if mesh.pp > 1 else (), 4)
+    analyzed = analyze(Skips, part(DATA, 0, 2))
+    plan = make_plan(analyzed, tiny_job(batch=4), mesh, (Pipeline(),) if mesh.pp > 1 else (), 4)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
             return engine.executor.gather_parameters() | gather_full_buffers(
                 plan, engine.executor.state, "TEST"
@@ -35,11 +35,11 @@ def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_statistics_of_all_layers_are_told_by_the_rank_that_takes_them(ranks: int):
-    (wanted,) = held(Mesh())
-    assert wanted["layers.3.1.num_batches_tracked"] == 1
+    (expected,) = held(Mesh())
+    assert expected["layers.3.1.num_batches_tracked"] == 1
     for found in held(Mesh(pp=ranks)):
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
@@ -52,9 +52,9 @@ def frozen() -> Skips:
 
 
 def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
-    reading = analyze(frozen, part(DATA, 0, 2))
-    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
-    verdict = verify(reading, plan, [DATA] * 2)
+    analyzed = analyze(frozen, part(DATA, 0, 2))
+    plan = make_plan(analyzed, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
+    verdict = verify(analyzed, plan, [DATA] * 2)
     assert not plan.for_rank(0).sharding.model_spec.trainable
     assert verdict.passed, verdict
 
@@ -65,12 +65,12 @@ def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
         model.embed.requires_grad_(False)
         return model
 
-    reading = analyze(made, part(DATA, 0, 2))
+    analyzed = analyze(made, part(DATA, 0, 2))
     job = tiny_job(batch=4, precision=PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32"))
-    plan = make_plan(reading, job, Mesh(pp=2), (Pipeline(split_points=("layers.0",)),), 4)
+    plan = make_plan(analyzed, job, Mesh(pp=2), (Pipeline(split_points=("layers.0",)),), 4)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
             return engine.executor.gather_parameters(use_masters=True)
 
@@ -81,6 +81,9 @@ def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
 
 def test_buffers_that_are_not_told_are_noticed(monkeypatch):
     monkeypatch.setattr(gather_full, "persistent_buffers", lambda module: iter(()))
-    (wanted,) = held(Mesh())
+    (expected,) = held(Mesh())
     monkeypatch.undo()
-    assert held(Mesh(pp=2))[0].keys() - wanted.keys() >= {"layers.0.1.running_mean", "layers.3.1.running_var"}
+    assert held(Mesh(pp=2))[0].keys() - expected.keys() >= {
+        "layers.0.1.running_mean",
+        "layers.3.1.running_var",
+    }

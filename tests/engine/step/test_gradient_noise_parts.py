@@ -20,9 +20,9 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.noise_steps import played
 from tests.engine.one_device import part
-from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, noisy
+from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, rows, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
 ALONE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
@@ -40,20 +40,20 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 @pytest.mark.parametrize("layout", ALONE)
 def test_one_data_rank_compares_its_first_micro_batch_with_the_whole(layout: str):
     metrics, models = played(*ALONE[layout], 3)
-    feed = open_feed(ExampleDataset(rows()), make_plan(READING, tiny_job(), Mesh(), (), 3), 0)
+    feed = open_feed(ExampleDataset(rows()), make_plan(ANALYZED, tiny_job(), Mesh(), (), 3), 0)
     batches = [feed.batch(step) for step in range(3)]
-    wanted = averaged(
+    expected = averaged(
         by_hand(model, [each], [part(each, 0, 3)]) for model, each in zip(models, batches, strict=True)
     )
     for mine in metrics:
-        assert [each.noise_scale for each in mine] == pytest.approx(wanted, rel=1e-8)
+        assert [each.noise_scale for each in mine] == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize("layout", BESIDE)
 def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(layout: str):
     mesh, strategies = BESIDE[layout]
     metrics, models = played(mesh, strategies)
-    plan = make_plan(READING, tiny_job(), Mesh(dp_replicate=3), None, 2)
+    plan = make_plan(ANALYZED, tiny_job(), Mesh(dp_replicate=3), None, 2)
     feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(3)]
     found = []
     for step, model in enumerate(models):
@@ -66,29 +66,29 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
 
 
 def test_slices_of_parts_add_up_what_all_of_them_have_once():
-    reading = pairs(layers=4)
+    analyzed = pairs(layers=4)
 
     def scales(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[float | None]]:
-        plan = make_plan(reading, noisy(tiny_job()), mesh, strategies, 3)
+        plan = make_plan(analyzed, noisy(tiny_job()), mesh, strategies, 3)
 
         def rank(world: World) -> list[float | None]:
-            player, feed = (
-                player_of(reading, plan, world),
+            executor, feed = (
+                executor_of(analyzed, plan, world),
                 open_feed(ExampleDataset(rows()), plan, world.rank),
             )
-            found = [player.step(feed.batch(step)).noise_scale for step in range(3)]
-            player.close()
+            found = [executor.step(feed.batch(step)).noise_scale for step in range(3)]
+            executor.close()
             return found
 
         return run_on_threads(rank, mesh)
 
-    (wanted,) = scales(Mesh(), ())
-    assert scales(Mesh(pp=2, tp=3), (Pipeline(), TensorParallel())) == [pytest.approx(wanted, rel=1e-8)] * 6
+    (expected,) = scales(Mesh(), ())
+    assert scales(Mesh(pp=2, tp=3), (Pipeline(), TensorParallel())) == [pytest.approx(expected, rel=1e-8)] * 6
 
 
 def test_weights_that_several_parts_use_are_refused():
     with pytest.raises(PlanError, match="used by several stages, and no rank has the gradient of one part"):
-        make_plan(reading_of(tied=True), noisy(tiny_job()), Mesh(pp=2), (Pipeline(),), 2)
+        make_plan(analyzed_model(tied=True), noisy(tiny_job()), Mesh(pp=2), (Pipeline(),), 2)
 
 
 def test_a_part_that_does_not_tell_its_squares_is_noticed(monkeypatch):

@@ -9,7 +9,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from tests.engine.noise_steps import played
 from tests.engine.one_device import part
-from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, noisy
+from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy
 from tests.tiny_model import rows, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
@@ -30,7 +30,7 @@ LAYOUTS = {
 def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(layout: str, micro_batch: int):
     """Stage 1 sums what a rank has accumulated, stages 2 and 3 each microbatch: these are then the parts."""
     mesh, strategies = LAYOUTS[layout]
-    plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
+    plan = make_plan(ANALYZED, noisy(tiny_job()), mesh, strategies, micro_batch)
     outcome, models = played(mesh, strategies, micro_batch)
     feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(mesh.world_size)]
     found = []
@@ -39,6 +39,6 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
         size = plan.local_batch if "stage 1" in layout else plan.micro_batch
         small = [part(each, at, at + size) for each in parts for at in range(0, plan.local_batch, size)]
         found.append(by_hand(model, parts, [each for each in small if (each["labels"] >= 0).any()]))
-    wanted = averaged(found)
+    expected = averaged(found)
     for metrics in outcome:
-        assert [each.noise_scale for each in metrics] == pytest.approx(wanted, rel=1e-8)
+        assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-8)

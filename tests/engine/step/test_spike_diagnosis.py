@@ -40,8 +40,8 @@ def told(spike: LossSpike, index: int) -> list[object]:
     return [suspect.phase, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
 
 
-def same(found: list[object], wanted: list[object]) -> bool:
-    return found[:3] == wanted[:3] and found[3:] == pytest.approx(wanted[3:], rel=1e-9, nan_ok=True)
+def same(found: list[object], expected: list[object]) -> bool:
+    return found[:3] == expected[:3] and found[3:] == pytest.approx(expected[3:], rel=1e-9, nan_ok=True)
 
 
 @cache
@@ -65,19 +65,22 @@ def wholly(how: str, ranks: int) -> LossSpike:
 def test_all_ranks_find_what_ranks_with_the_whole_model_find(layout: str, how: str):
     mesh, strategies = LAYOUTS[layout]
     found = spikes(how, mesh, strategies)
-    wanted = wholly(how, mesh.dp_replicate * mesh.dp_shard)
+    expected = wholly(how, mesh.dp_replicate * mesh.dp_shard)
     assert len({repr(each) for each in found}) == 1
     for rank, suspect in enumerate(found[0].rank_reports):
         assert suspect.rank == rank
         index = mesh.coordinate(rank)["dp_shard"] + mesh.coordinate(rank)["dp_replicate"]
-        assert same(told(found[0], rank), told(wanted, index)), (told(found[0], rank), told(wanted, index))
+        assert same(told(found[0], rank), told(expected, index)), (
+            told(found[0], rank),
+            told(expected, index),
+        )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
 def test_what_several_parts_have_of_a_gradient_is_added_up_before_it_is_squared(schedule: str):
-    (wanted,) = spikes("large", Mesh(), (), model=Tied)
+    (expected,) = spikes("large", Mesh(), (), model=Tied)
     for found in spikes("large", Mesh(pp=2), (Pipeline(schedule=schedule),), model=Tied):
-        assert same(told(found, 1), told(wanted, 0)), (told(found, 1), told(wanted, 0))
+        assert same(told(found, 1), told(expected, 0)), (told(found, 1), told(expected, 0))
 
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])

@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
-from tests.tiny_model import Tiny, player_of, rows, tiny_job
+from tests.tiny_model import Tiny, executor_of, rows, tiny_job
 
 DATA = rows(uneven=False)
 MARK = 12  # a token; the first of each row that goes wrong
@@ -101,20 +101,20 @@ def spikes(
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
-    reading = analyze(lambda: model(how), part(clean, 0, 2))
+    analyzed = analyze(lambda: model(how), part(clean, 0, 2))
     plan = make_plan(
-        reading, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch
+        analyzed, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch
     )
     share = 12 // plan.num_data
 
     def rank(world: World) -> LossSpike:
-        player, index = player_of(reading, plan, world), plan.data_index(world.rank)
+        executor, index = executor_of(analyzed, plan, world), plan.data_index(world.rank)
         batches = (clean, clean, {**clean, "input_ids": ids}, clean)
         mine = [part(batch, share * index, share * (index + 1)) for batch in batches]
         if index == plan.num_data - 1 and rows_of_last is not None:
             mine[2] = part(mine[2], 0, rows_of_last) if rows_of_last else None
-        metrics = [player.step(batch) for batch in mine]
-        player.close()
+        metrics = [executor.step(batch) for batch in mine]
+        executor.close()
         assert [each.spike is None for each in metrics] == [True, True, False, True]
         assert metrics[3].loss < metrics[0].loss
         return metrics[2].spike
@@ -152,9 +152,9 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter
 def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(
     stage: int, how: str, micro_batch: int
 ):
-    mine, wanted = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
+    mine, expected = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
     assert repr(mine[0]) == repr(mine[1]) == repr(mine[2])
-    for found, truth in zip(mine[0].rank_reports, wanted[0].rank_reports, strict=True):
+    for found, truth in zip(mine[0].rank_reports, expected[0].rank_reports, strict=True):
         assert (found.rank, found.phase, found.block, found.parameter) == (
             truth.rank,
             truth.phase,

@@ -76,9 +76,9 @@ def test_parameters_in_glue_and_written_buffers_are_noted():
             self.count += 1
             return super().forward(x)
 
-    reading = analyze_model(Noted, X)
-    assert reading.written_buffers == ("count",)
-    assert reading.model_spec.notes == (
+    analyzed = analyze_model(Noted, X)
+    assert analyzed.written_buffers == ("count",)
+    assert analyzed.model_spec.notes == (
         "4 parameters are used outside blocks (layers.1.weight...): complete after the last backward",
         "1 buffers are written by the forward (count...): every rank writes its own",
     )
@@ -148,9 +148,9 @@ def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tens
 
 def test_the_stand_in_row_is_free_of_the_examples_graph():
     x = torch.ones(1, 6, requires_grad=True)
-    reading = analyze_model(Plain, {"x": (x * 2).expand(4, 6)})
-    assert reading.example["x"].shape == (1, 6)
-    assert reading.example["x"].grad_fn is None
+    analyzed = analyze_model(Plain, {"x": (x * 2).expand(4, 6)})
+    assert analyzed.example["x"].shape == (1, 6)
+    assert analyzed.example["x"].grad_fn is None
     assert x.grad is None
 
 
@@ -170,15 +170,15 @@ def test_a_part_in_eval_mode_stays_so_and_a_model_in_eval_mode_trains():
     module, _, _ = analyze_model(part, X).make_module("cpu", torch.float32)
     assert [module.training, module.drop.training] == [True, False]
     assert not analyze_model(part, X).model_spec.has_dropout
-    reading = analyze_model(lambda: Plain(0.5).eval(), X)
-    assert reading.model_spec.has_dropout
-    assert all(inner.training for inner in reading.make_module("cpu", torch.float32)[0].modules())
+    analyzed = analyze_model(lambda: Plain(0.5).eval(), X)
+    assert analyzed.model_spec.has_dropout
+    assert all(inner.training for inner in analyzed.make_module("cpu", torch.float32)[0].modules())
 
 
 def test_every_instance_is_its_own_and_starts_alike():
-    reading = analyze_model(Plain, X)
-    one, blocks, parameters = reading.make_module("cpu", torch.float64)
-    other, _, _ = reading.make_module("cpu", torch.float64)
+    analyzed = analyze_model(Plain, X)
+    one, blocks, parameters = analyzed.make_module("cpu", torch.float64)
+    other, _, _ = analyzed.make_module("cpu", torch.float64)
     assert blocks == {WHOLE_MODEL: one}
     assert list(parameters) == ["first.weight", "first.bias", "second.weight", "second.bias"]
     assert all(parameters[name] is one.get_parameter(name) for name in parameters)
@@ -187,9 +187,9 @@ def test_every_instance_is_its_own_and_starts_alike():
 
 
 def test_what_the_user_declares_comes_before_what_is_found():
-    reading = analyze(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
-    assert reading.model_spec.block_calls == ("second",)
-    assert {w.name: w.block_calls for w in reading.model_spec.params}["first.weight"] == ("(root)",)
+    analyzed = analyze(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
+    assert analyzed.model_spec.block_calls == ("second",)
+    assert {w.name: w.block_calls for w in analyzed.model_spec.params}["first.weight"] == ("(root)",)
 
 
 def test_declared_blocks_that_no_forward_calls_are_refused():
@@ -207,9 +207,9 @@ def test_declared_blocks_that_no_forward_calls_are_refused():
 
 
 def test_the_whole_model_may_be_declared_as_one_block():
-    reading = analyze(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, ())
-    assert reading.model_spec.block_calls == (WHOLE_MODEL,)
-    assert reading.model_spec.notes == ()
+    analyzed = analyze(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, ())
+    assert analyzed.model_spec.block_calls == (WHOLE_MODEL,)
+    assert analyzed.model_spec.notes == ()
 
 
 def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
@@ -241,9 +241,9 @@ def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(
         "num_attention_heads": 64,
     }
     large |= {"num_key_value_heads": 64, "vocab_size": 32000}
-    anatomy = analyze(load_model(ModelConfig(str(config), large), 0), rows, ("labels",)).model_spec
-    assert anatomy.numel == 6_362_865_664
-    assert len(anatomy.block_calls) == 6 + 3
+    model_spec = analyze(load_model(ModelConfig(str(config), large), 0), rows, ("labels",)).model_spec
+    assert model_spec.numel == 6_362_865_664
+    assert len(model_spec.block_calls) == 6 + 3
     assert peak_mb() - before < 64  # its embedding alone would take 1000
 
 
@@ -255,9 +255,9 @@ def test_a_mixture_of_experts_of_many_gigabytes_is_read_without_values(tmp_path:
     )
     rows = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
     before = peak_mb()
-    anatomy = analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",)).model_spec
-    assert anatomy.numel > 12e9
-    assert len(anatomy.block_calls) == 2 + 3
+    model_spec = analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",)).model_spec
+    assert model_spec.numel > 12e9
+    assert len(model_spec.block_calls) == 2 + 3
     assert peak_mb() - before < 512
 
 

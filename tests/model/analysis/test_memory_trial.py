@@ -28,21 +28,23 @@ def squares() -> Loss:
 
 def chained(block, glue=None) -> ModelMemory:
     chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
-    reading = analyze(
+    analyzed = analyze(
         lambda: Chain(chain, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
     )
-    return weighed(reading)
+    return weighed(analyzed)
 
 
-def weighed(reading: AnalyzedModel, compute: torch.dtype = torch.float32) -> ModelMemory:
-    found = reading.measure_memory(torch.float32, compute)
+def weighed(analyzed: AnalyzedModel, compute: torch.dtype = torch.float32) -> ModelMemory:
+    found = analyzed.measure_memory(torch.float32, compute)
     assert found is not None
-    assert [load.block_call for load in found.block_calls] == list(reading.model_spec.block_calls)
+    assert [load.block_call for load in found.block_calls] == list(analyzed.model_spec.block_calls)
     return found
 
 
-def layer_of(reading: AnalyzedModel, compute: torch.dtype = torch.float32) -> BlockMemory:
-    return next(load for load in weighed(reading, compute).block_calls if load.block_call == "model.layers.0")
+def layer_of(analyzed: AnalyzedModel, compute: torch.dtype = torch.float32) -> BlockMemory:
+    return next(
+        load for load in weighed(analyzed, compute).block_calls if load.block_call == "model.layers.0"
+    )
 
 
 def test_what_is_kept_within_is_there_once_and_what_a_backward_makes_of_it_besides():
@@ -96,8 +98,8 @@ def test_scores_that_a_model_makes_itself_are_counted():
 
 
 def test_half_of_the_floats_are_half_as_wide_and_weights_are_cast_whatever_the_rows_are():
-    reading = analyze(llama(), batches(1, length=TOKENS)[0])
-    wide, mixed = layer_of(reading), layer_of(reading, torch.bfloat16)
+    analyzed = analyze(llama(), batches(1, length=TOKENS)[0])
+    wide, mixed = layer_of(analyzed), layer_of(analyzed, torch.bfloat16)
     assert wide.saved_activations.fixed == wide.saved_activations.weight_sized == 0
     cast = sum(p.numel() for name, p in llama().named_parameters() if "layers.0" in name and p.ndim == 2) * 2
     assert mixed.saved_activations.weight_sized == pytest.approx(cast, rel=0.01)
@@ -145,7 +147,7 @@ def test_nothing_is_said_of_a_forward_that_looks_at_values_or_of_a_loss_that_nob
 
 
 def test_a_model_that_is_one_block_is_weighed_too():
-    reading = analyze(
+    analyzed = analyze(
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
         {"input": torch.ones(4, 6)},
         loss=Loss(
@@ -154,11 +156,11 @@ def test_a_model_that_is_one_block_is_weighed_too():
             targets=(),
         ),
     )
-    assert weighed(reading).block_calls
+    assert weighed(analyzed).block_calls
 
 
 def test_it_is_weighed_once_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch):
-    reading = analyze(llama(), batches(1)[0])
-    first = reading.measure_memory(torch.float32, torch.float32)
+    analyzed = analyze(llama(), batches(1)[0])
+    first = analyzed.measure_memory(torch.float32, torch.float32)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", None)
-    assert reading.measure_memory(torch.float32, torch.float32) is first
+    assert analyzed.measure_memory(torch.float32, torch.float32) is first

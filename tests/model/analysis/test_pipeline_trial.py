@@ -76,29 +76,30 @@ def test_where_the_ways_of_a_forward_part_is_told(
 
 
 def test_an_anatomy_has_borders_when_somebody_asks_for_them():
-    reading = analyze_model(lambda: Chain(glue), X)
-    assert reading.model_spec.stage_boundaries is None
-    borders = add_stage_boundaries(reading).model_spec.stage_boundaries
-    assert borders is not None
-    assert borders.block_calls == reading.model_spec.block_calls
-    assert {value.dtype for value in borders.values} == {"float32"}
+    analyzed = analyze_model(lambda: Chain(glue), X)
+    assert analyzed.model_spec.stage_boundaries is None
+    boundaries = add_stage_boundaries(analyzed).model_spec.stage_boundaries
+    assert boundaries is not None
+    assert boundaries.block_calls == analyzed.model_spec.block_calls
+    assert {value.dtype for value in boundaries.values} == {"float32"}
     assert {
         value.dtype
-        for value in add_stage_boundaries(reading, torch.float64).model_spec.stage_boundaries.values
+        for value in add_stage_boundaries(analyzed, torch.float64).model_spec.stage_boundaries.values
     } == {"float64"}
 
 
 def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
-    reading = analyze_model(lambda: Chain(glue), X)
-    borders = add_stage_boundaries(reading, compute_dtype=torch.float32).model_spec.stage_boundaries
-    assert add_stage_boundaries(reading).model_spec.stage_boundaries is borders, (
+    analyzed = analyze_model(lambda: Chain(glue), X)
+    boundaries = add_stage_boundaries(analyzed, compute_dtype=torch.float32).model_spec.stage_boundaries
+    assert add_stage_boundaries(analyzed).model_spec.stage_boundaries is boundaries, (
         "products in the dtype of parameters are no other way"
     )
-    assert get_forward_graphs(reading, torch.float32).get(reading.example).boundaries is borders
+    assert get_forward_graphs(analyzed, torch.float32).get(analyzed.example).boundaries is boundaries
     assert (
-        add_stage_boundaries(reading, compute_dtype=torch.bfloat16).model_spec.stage_boundaries is not borders
+        add_stage_boundaries(analyzed, compute_dtype=torch.bfloat16).model_spec.stage_boundaries
+        is not boundaries
     )
-    assert get_forward_graphs(reading, torch.float64) is not get_forward_graphs(reading, torch.float32)
+    assert get_forward_graphs(analyzed, torch.float64) is not get_forward_graphs(analyzed, torch.float32)
 
 
 def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_borders():

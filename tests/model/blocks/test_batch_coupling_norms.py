@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.model.blocks.batch_coupling import batch_coupled_norms
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
-from tests.parallel.data.tokenwise_model import Dealt
+from tests.parallel.data.tokenwise_model import TokenSharding
 from tests.tiny_model import tiny_job
 
 
@@ -81,7 +81,7 @@ def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
 
 
 def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
-    strategies = (Dealt(), DDP(axis="cp"))
+    strategies = (TokenSharding(), DDP(axis="cp"))
     with pytest.raises(
         PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 microbatches\)"
     ):

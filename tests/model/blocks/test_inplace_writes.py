@@ -140,14 +140,14 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> Plan:
     return make_plan(analyzed, job, mesh, strategies, 1)
 
 
-COPIES = DDP(axis="cp")
+REPLICAS = DDP(axis="cp")
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(cp=3), (RingAttention(), COPIES)),
-        (Mesh(cp=2), (Ulysses(), COPIES)),
+        (Mesh(cp=3), (RingAttention(), REPLICAS)),
+        (Mesh(cp=2), (Ulysses(), REPLICAS)),
         (Mesh(pp=2), (Pipeline(),)),
         (Mesh(dp_replicate=2), (BatchSplit(), DDP(), ActivationCheckpointing())),
     ],
@@ -197,11 +197,11 @@ def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: S
     analyzed = handed_out()
     assert analyzed.sequence_info is not None
     assert analyzed.sequence_info.has_untracked_writes
-    verdict = verify(analyzed, planned(analyzed, mesh, strategy, COPIES), [rows()])
+    verdict = verify(analyzed, planned(analyzed, mesh, strategy, REPLICAS), [rows()])
     assert verdict.passed, verdict
 
 
 def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_trace, "UNTRACKED_ACCESS", frozenset())
     analyzed = handed_out()
-    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed
+    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), [rows()]).passed

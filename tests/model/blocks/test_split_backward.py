@@ -12,7 +12,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from tests.model.dissimilar_blocks import BLOCKS, ONCE, Chain
-from tests.parallel.tensor.odd_llama import known, llama
+from tests.parallel.tensor.odd_llama import analyzed_llama, llama
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -112,7 +112,7 @@ def under_way() -> tuple[nn.Module, BlockCall]:
 
 def test_of_a_llama_each_half_has_half_of_the_products():
     model, block_call = under_way()
-    share = block_shares(ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec))[
+    share = block_shares(ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec))[
         "model.layers.0"
     ]
     with FlopCounterMode(display=False) as first:
@@ -128,7 +128,7 @@ def test_of_a_llama_each_half_has_half_of_the_products():
 
 
 def test_between_the_halves_waits_what_the_plan_says():
-    sharding = ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec)
+    sharding = ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec)
     _, block_call = under_way()
     owed = input_backward(block_call)
     left = (

@@ -18,7 +18,7 @@ LAST = torch.tensor([6, -3])
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
-def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
+def on_ranks(compute: Compute, sharding: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of what ranks give, and the gradient of the sum of its squares, put together."""
     parts, locals_ = list[torch.Tensor](), list[torch.Tensor]()
 
@@ -29,8 +29,8 @@ def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, to
     def bring(local: torch.Tensor, dim: int) -> torch.Tensor:
         raise AssertionError("all tokens are brought together")
 
-    for index in range(deal.num_ranks):
-        share = TokenShard(LENGTH, deal.token_ranges(LENGTH, index), bring, add)
+    for index in range(sharding.num_ranks):
+        share = TokenShard(LENGTH, sharding.token_ranges(LENGTH, index), bring, add)
         locals_.append(share.take_padded(WHOLE, 1).clone().requires_grad_())
         compute(make_sharded_tensor(locals_[-1], 1, share))
     total = sum(parts, start=torch.zeros(()))
@@ -39,7 +39,7 @@ def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, to
     for index, local in enumerate(locals_):
         at, got = 0, local.grad
         assert got is not None
-        for begin, end in deal.token_ranges(LENGTH, index):
+        for begin, end in sharding.token_ranges(LENGTH, index):
             home[:, begin:end] = got[:, at : at + end - begin]
             at += end - begin
     return total.detach(), home
@@ -65,7 +65,7 @@ FEW: dict[str, Compute] = {
 
 
 @pytest.mark.parametrize(
-    "deal",
+    "sharding",
     [
         SequenceSharding(2),
         SequenceSharding(3),
@@ -75,12 +75,12 @@ FEW: dict[str, Compute] = {
     ids=str,
 )
 @pytest.mark.parametrize("name", FEW)
-def test_what_ranks_give_adds_up(name: str, deal: SequenceSharding):
-    made, home = on_ranks(FEW[name], deal)
+def test_what_ranks_give_adds_up(name: str, sharding: SequenceSharding):
+    made, home = on_ranks(FEW[name], sharding)
     whole = WHOLE.clone().requires_grad_()
-    wanted = FEW[name](whole)
-    (wanted**2).sum().backward()
-    torch.testing.assert_close(made, wanted.detach())
+    expected = FEW[name](whole)
+    (expected**2).sum().backward()
+    torch.testing.assert_close(made, expected.detach())
     torch.testing.assert_close(home, whole.grad)
 
 

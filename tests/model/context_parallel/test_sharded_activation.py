@@ -70,10 +70,10 @@ def test_it_looks_as_if_all_tokens_were_here():
     ],
 )
 def test_what_treats_tokens_one_by_one_stays_apart(compute):
-    made, wanted = compute(some()), compute(WHOLE)
+    made, expected = compute(some()), compute(WHOLE)
     assert type(made) is SequenceShardedTensor
-    assert made.shape == wanted.shape
-    torch.testing.assert_close(made.local_tensor, SHARE.take_padded(wanted, made.sequence_dim))
+    assert made.shape == expected.shape
+    torch.testing.assert_close(made.local_tensor, SHARE.take_padded(expected, made.sequence_dim))
 
 
 @pytest.mark.parametrize(

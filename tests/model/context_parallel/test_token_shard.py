@@ -10,18 +10,18 @@ from meshwright.plan.model_spec.sequence_info import SequenceSharding
 LENGTH, MASK = 8, (2, 1, 8, 8)
 
 
-def share(deal: SequenceSharding, index: int = 1) -> TokenShard:
-    together = deal.inner_group_ranges(LENGTH, index) if deal.num_inner_ranks > 1 else ()
-    return TokenShard(LENGTH, deal.token_ranges(LENGTH, index), group_spans=together)
+def share(sharding: SequenceSharding, index: int = 1) -> TokenShard:
+    together = sharding.inner_group_ranges(LENGTH, index) if sharding.num_inner_ranks > 1 else ()
+    return TokenShard(LENGTH, sharding.token_ranges(LENGTH, index), group_spans=together)
 
 
 def test_whoever_has_rows_of_a_mask_finds_those_of_all_who_exchange_heads():
     mask = torch.rand(MASK)
-    for deal, rows in (
+    for sharding, rows in (
         (SequenceSharding(2, num_inner_ranks=2, zigzag=False), range(8)),
         (SequenceSharding(4, num_inner_ranks=2), (0, 1, 6, 7)),
     ):
-        here = share(deal)
+        here = share(sharding)
         own = here.take_mask(mask, 2)
         assert here.take_mask(mask, 2) is own
         found = here.group_mask_rows(own)

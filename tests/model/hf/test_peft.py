@@ -32,7 +32,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stored_base
-from tests.tiny_model import case_of, player_of, rows, tiny_job, verdict_of
+from tests.tiny_model import case_of, executor_of, rows, tiny_job, verdict_of
 
 pytestmark = QUIET
 IN_BASE = "base_model.model.model"
@@ -209,7 +209,7 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
     assert all("lora_" in name for name in trained)
 
     def rank(world: World) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        executor = player_of(analyzed, plan, world)
+        executor = executor_of(analyzed, plan, world)
         before = bits({name: value.clone() for name, value in executor.gather_parameters().items()})
         for _ in range(2):
             executor.step({key: value[4 * world.rank : 4 * world.rank + 4] for key, value in rows().items()})
@@ -260,7 +260,7 @@ def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
 
     def losses(plan: Plan) -> Callable[[World], list[float]]:
         def rank(world: World) -> list[float]:
-            executor = player_of(analyzed, plan, world)
+            executor = executor_of(analyzed, plan, world)
             first = world.rank * plan.local_batch
             batch = {key: value[first : first + plan.local_batch] for key, value in rows().items()}
             found = [executor.step(batch).loss for _ in range(3)]

@@ -17,7 +17,7 @@ from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, part
-from tests.tiny_model import Tiny, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.tiny_model import Tiny, analyzed_model, case_of, executor_of, plan_of, rows, tiny_job, verdict_of
 
 FACTORY = (
     "import sys\nfrom tests.tiny_model import Tiny\n\ndef tied():\n    return Tiny(tied=True)\n\n"
@@ -101,7 +101,7 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
     numel = sum(weight.numel for weight in analyzed.model_spec.trainable)
 
     def rank(world: World) -> tuple[set[str], set[str], float]:
-        executor = player_of(analyzed, plan, world)
+        executor = executor_of(analyzed, plan, world)
         before = bits({name: p.clone() for name, p in executor.state.trained_module.parameters.items()})
         world.ledger.is_recording = True
         for _ in range(2):
@@ -122,7 +122,7 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
 
 
 def test_a_frozen_model_s_plan_has_another_hash():
-    analyzed = reading_of()
+    analyzed = analyzed_model()
     plan = plan_of(analyzed, 1)
     other = replace(plan.job, model=replace(plan.job.model, frozen=("embed.*",)))
     assert replace(plan, job=other).hash != plan.hash

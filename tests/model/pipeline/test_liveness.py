@@ -18,8 +18,8 @@ def test_what_is_live_is_what_was_made_before_and_is_used_behind():
         third = model.layers[2](second + mixed)
         return model.head(third * first + mixed), second
 
-    borders = exact(glue)
-    assert live(borders) == {
+    boundaries = exact(glue)
+    assert live(boundaries) == {
         "layers.1": ["layers.0", "layers.0+1"],
         "layers.2": ["layers.0", "layers.0+1", "layers.1", "layers.1+0"],
         "head": ["layers.1", "layers.2+1"],
@@ -33,9 +33,9 @@ def test_what_glue_makes_of_inputs_alone_is_made_in_every_part():
             x = layer(x) * mask + torch.zeros_like(x)
         return model.head(x)
 
-    borders = exact(glue)
-    assert [value.name for value in borders.values] == ["layers.0+1", "layers.1+1", "layers.2+1"]
-    assert borders.root_params == (("scale", ("layers.0", "layers.1", "layers.2")),)
+    boundaries = exact(glue)
+    assert [value.name for value in boundaries.values] == ["layers.0+1", "layers.1+1", "layers.2+1"]
+    assert boundaries.root_params == (("scale", ("layers.0", "layers.1", "layers.2")),)
 
 
 def test_views_of_what_crosses_are_made_where_they_are_needed():
@@ -45,9 +45,9 @@ def test_views_of_what_crosses_are_made_where_they_are_needed():
         z = model.layers[1](y)
         return model.head(model.layers[2](z) + turned.t() + wide)
 
-    borders = exact(glue)
-    assert live(borders)["layers.2"] == ["layers.0", "layers.0+1", "layers.1"]
-    assert borders.values[1].shape(4) == (1, 6)
+    boundaries = exact(glue)
+    assert live(boundaries)["layers.2"] == ["layers.0", "layers.0+1", "layers.1"]
+    assert boundaries.values[1].shape(4) == (1, 6)
 
 
 def test_containers_keywords_and_things_that_are_no_tensors():
@@ -78,8 +78,8 @@ def test_blocks_that_are_called_several_times():
 
 
 def test_glue_that_writes_in_place_into_what_a_block_gave():
-    borders = exact(writing_in_place, lambda block, x: block.linear(x))
-    assert live(borders)["layers.1"] == ["layers.0+3~"]
+    boundaries = exact(writing_in_place, lambda block, x: block.linear(x))
+    assert live(boundaries)["layers.1"] == ["layers.0+3~"]
 
 
 def test_a_slice_that_is_scaled_in_place_is_one_writing_and_not_two():
@@ -139,7 +139,7 @@ def reading_a_number(model: Chain, x: torch.Tensor) -> object:
 
 def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     one = refused(reading_a_number)
-    assert one.borders.open_boundaries() == ("layers.1",)
+    assert one.boundaries.open_boundaries() == ("layers.1",)
     text = (
         r"no stage can begin with 'layers\.2', after 'layers\.1': the glue after "
         r"'layers\.1' "
@@ -148,7 +148,7 @@ def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     with pytest.raises(
         PlanError, match=rf"{text}\(item at test_liveness\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
     ):
-        one.borders.stages(["layers.2"])
+        one.boundaries.stages(["layers.2"])
 
 
 def test_shapes_that_depend_on_numbers_close_borders():
@@ -157,7 +157,7 @@ def test_shapes_that_depend_on_numbers_close_borders():
         x = model.layers[1](x[x > -9].view(x.shape))
         return model.head(model.layers[2](x))
 
-    assert refused(glue).borders.open_boundaries() == ()
+    assert refused(glue).boundaries.open_boundaries() == ()
 
 
 def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
@@ -177,10 +177,10 @@ def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
             object.__setattr__(self.layers[2], "first", self.layers[0])
 
     one = ranks(Leaving, X)
-    assert one.borders.open_boundaries() == ("head",)
+    assert one.boundaries.open_boundaries() == ("head",)
     assert (
         "'layers.2' uses a tensor that 'layers.0' made and did not return"
-        in one.borders.closed_boundaries[0].reason
+        in one.boundaries.closed_boundaries[0].reason
     )
 
 
@@ -196,7 +196,7 @@ def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
 
     assert (
         "'layers.0' writes into a list or dict among its inputs"
-        in refused(glue, block).borders.closed_boundaries[0].reason
+        in refused(glue, block).boundaries.closed_boundaries[0].reason
     )
 
 
@@ -211,8 +211,8 @@ def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
         return model.head(x)
 
     one = chained(glue, lambda block, x: Opaque(block.linear(x).tanh()))
-    assert one.borders.open_boundaries() == ()
-    reason = one.borders.closed_boundaries[0].reason
+    assert one.boundaries.open_boundaries() == ()
+    reason = one.boundaries.closed_boundaries[0].reason
     assert "'layers.0' returns a Opaque, whose contents cannot be followed" in reason
 
 
@@ -225,8 +225,8 @@ def test_a_view_that_is_written_closes_the_borders_between_both():
         return model.head(model.layers[2](z) + y)
 
     one = refused(glue, lambda block, x: block.linear(x))
-    assert one.borders.open_boundaries() == ("layers.2", "head")
-    assert "and would be sent separately" in one.borders.closed_boundaries[0].reason
+    assert one.boundaries.open_boundaries() == ("layers.2", "head")
+    assert "and would be sent separately" in one.boundaries.closed_boundaries[0].reason
 
 
 def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_borders():
@@ -235,11 +235,11 @@ def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_border
         x = F.dropout(model.layers[1](x), 0.5) * torch.rand(len(x), 1)
         return model.head(model.layers[2](x))
 
-    reading = analyze_model(lambda: Chain(glue), X)
-    borders = trace_forward_graph(reading, X).boundaries
-    assert borders.open_boundaries() == ("layers.1",)
-    assert "draws numbers for all stages (at test_liveness.py:" in borders.closed_boundaries[0].reason
-    assert ForwardGraphCache(reading).get(X).boundaries == borders
+    analyzed = analyze_model(lambda: Chain(glue), X)
+    boundaries = trace_forward_graph(analyzed, X).boundaries
+    assert boundaries.open_boundaries() == ("layers.1",)
+    assert "draws numbers for all stages (at test_liveness.py:" in boundaries.closed_boundaries[0].reason
+    assert ForwardGraphCache(analyzed).get(X).boundaries == boundaries
 
 
 def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_borders():
@@ -252,9 +252,9 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     def dropping(block: Block, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(block.linear(x).tanh(), 0.5)
 
-    borders = trace_forward_graph(analyze_model(lambda: Chain(glue, dropping), X), X).boundaries
-    assert borders.open_boundaries() == ()
-    closed = borders.closed_boundaries[0]
+    boundaries = trace_forward_graph(analyze_model(lambda: Chain(glue, dropping), X), X).boundaries
+    assert boundaries.open_boundaries() == ()
+    closed = boundaries.closed_boundaries[0]
     assert closed.reason.startswith(
         "the glue after 'layers.0' draws numbers for all stages (at test_liveness.py:"
     )

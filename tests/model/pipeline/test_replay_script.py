@@ -31,8 +31,8 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
     for leaf in ran.sent_values.values():
         leaf.grad = torch.ones_like(leaf) if leaf.requires_grad else None
     backward(ran.closing_call)
-    for visit in reversed(ran.forward_pass.block_calls.values()):
-        backward(visit)
+    for block_call in reversed(ran.forward_pass.block_calls.values()):
+        backward(block_call)
     found = [parameter.grad for parameter in parameters.values()] + [
         leaf.grad for leaf in ran.received_values.values()
     ]
@@ -41,13 +41,13 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
     return found
 
 
-def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
+def corrupted(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
     """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward
     gives.
     """
-    module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
+    module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive, scripts, why = (
-        ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place),
+        ForwardDriver(blocks, in_place=one.analyzed.model_spec.writes_in_place),
         ScriptCache(module, blocks),
         [],
     )
@@ -55,18 +55,18 @@ def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
     stores: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
     calls: list[object] = []
     module.register_forward_pre_hook(lambda *given: calls.append(given))
-    for part in one.borders.stages(borders):
+    for part in one.boundaries.stages(boundaries):
 
         def played(
             inputs: Any, store: dict[str, torch.Tensor], scripts: ScriptCache | None, part: Any = part
         ) -> StageResult:
             received = {value.name: store[value.name].clone() for value in part.inputs}
-            given, reach = {"script_cache": scripts, "inputs": inputs}, lambda visit: None
+            given, reach = {"script_cache": scripts, "inputs": inputs}, lambda block_call: None
             rows = len(next(iter(inputs.values())))
             return run_stage(
                 partial(module, **inputs),
                 drive,
-                one.course,
+                one.graph,
                 part,
                 rows,
                 received,
@@ -99,10 +99,10 @@ def simple(model: Chain, x: torch.Tensor) -> object:
 
 
 @pytest.mark.parametrize(
-    "borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
+    "boundaries", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
 )
-def test_glue_and_blocks_are_played_for_other_numbers(borders: tuple[str, ...]):
-    assert spoilt(chained(simple), borders) == [""] * (len(borders) + 1)
+def test_glue_and_blocks_are_played_for_other_numbers(boundaries: tuple[str, ...]):
+    assert corrupted(chained(simple), boundaries) == [""] * (len(boundaries) + 1)
 
 
 def reads(model: Chain, x: torch.Tensor) -> object:
@@ -170,7 +170,7 @@ def casts(model: Chain, x: torch.Tensor) -> object:
     ],
 )
 def test_what_could_differ_is_not_written_down(glue: Forward, said: str):
-    assert any(said in why for why in spoilt(chained(glue)))
+    assert any(said in why for why in corrupted(chained(glue)))
 
 
 def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
@@ -178,7 +178,7 @@ def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
         extra = layer.__dict__.get("extra")
         return torch.tanh(layer.linear(x)) if extra is None else torch.tanh(layer.linear(x)) * extra
 
-    reasons = spoilt(chained(aside, block))
+    reasons = corrupted(chained(aside, block))
     assert any("computes with tensors that are not among its arguments" in why for why in reasons)
 
 
@@ -186,21 +186,21 @@ def whole(one: Ranks, hook: Any = None) -> tuple[ScriptCache, Any]:
     """The scripts of one part that is the whole model, and what runs it on inputs: with scripts,
     or as ever.
     """
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     if hook is not None:
         next(iter(blocks.values())).register_forward_hook(hook)
-    drive, scripts, (part,) = ForwardDriver(blocks), ScriptCache(module, blocks), one.borders.stages(())
+    drive, scripts, (part,) = ForwardDriver(blocks), ScriptCache(module, blocks), one.boundaries.stages(())
 
     def play(inputs: Any, *, truly: bool = False) -> Any:
         given = {"script_cache": None if truly else scripts, "inputs": inputs}
         return run_stage(
             partial(module, **inputs),
             drive,
-            one.course,
+            one.graph,
             part,
             4,
             {},
-            before_block=lambda visit: None,
+            before_block=lambda block_call: None,
             **given,
         ).outputs
 
@@ -290,7 +290,7 @@ def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
 def test_a_constant_that_somebody_writes_into_is_not_used_again():
     one = chained(simple)
     scripts, play = whole(one)
-    key = (one.borders.stages(())[0].block_calls[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
+    key = (one.boundaries.stages(())[0].block_calls[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
     play(one.inputs)
     script = scripts.find(key)
     assert script is not None
@@ -311,6 +311,6 @@ def test_a_llama_is_played(masked: bool):
     ids = torch.arange(20).view(4, 5) % 13
     rows = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
     one = ranks(lambda: transformers.LlamaForCausalLM(config), rows)
-    why = spoilt(one, ("model.layers.1", "model.layers.2"))
+    why = corrupted(one, ("model.layers.1", "model.layers.2"))
     assert len(tree_tensors(list(one.inputs.values()))) == 1 + masked
     assert all("reads a number" in each for each in why) if masked else why == [""] * 3

@@ -29,7 +29,7 @@ def simple(model: Chain, x: torch.Tensor) -> object:
 def test_a_value_that_is_not_handed_over_is_named():
     one = chained(simple)
     part = one.borders.stages(["layers.1", "layers.2"])[2]
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError,
         match=r"the stage of 'layers\.2' takes the value "
@@ -38,11 +38,11 @@ def test_a_value_that_is_not_handed_over_is_named():
         run_stage(
             lambda: module(**one.inputs),
             ForwardDriver(blocks),
-            one.course,
+            one.graph,
             part,
             4,
             {},
-            before_block=lambda visit: None,
+            before_block=lambda block_call: None,
         )
 
 
@@ -51,7 +51,7 @@ def test_a_value_that_is_dropped_from_what_is_live_is_noticed_by_its_name(lost: 
     one = chained(simple)
     kept = tuple(value for value in one.borders.values if value.name != lost)
     assert len(kept) == len(one.borders.values) - 1
-    one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
+    one.graph = replace(one.graph, boundaries=replace(one.borders, values=kept))
     at = {"layers.0": "layers.1", "layers.0+0": "layers.2", "layers.2+0": "head"}[lost]
     with pytest.raises(PlanError, match=rf"the value '{lost.replace('+', chr(92) + '+')}'.*did not receive"):
         one.error([at])
@@ -69,7 +69,7 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
     gathered = "layers.1+0~"
     kept = tuple(value for value in one.borders.values if value.name != gathered)
     assert len(kept) == len(one.borders.values) - 1
-    one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
+    one.graph = replace(one.graph, boundaries=replace(one.borders, values=kept))
     with pytest.raises(
         PlanError,
         match=r"computes sum \(at test_stage_forward\.py:\d+\) "
@@ -81,7 +81,7 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
 def test_a_forward_that_takes_another_way_than_its_course_is_refused():
     one = chained(simple)
     part = one.borders.stages(["layers.1"])[1]
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     received = {value.name: torch.zeros(value.shape(4), dtype=torch.float64) for value in part.inputs}
 
     def play(glue: Forward) -> None:
@@ -89,11 +89,11 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
         run_stage(
             lambda: module(**one.inputs),
             ForwardDriver(blocks),
-            one.course,
+            one.graph,
             part,
             4,
             received,
-            before_block=lambda visit: None,
+            before_block=lambda block_call: None,
         )
 
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
         ),
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError, match=r"calls 'layers\.2' after 'layers\.0', which it did not in the trial run"
     ):
@@ -153,21 +153,21 @@ def test_the_state_of_a_model_is_as_before_when_it_is_left():
                 self.depth -= 1
 
     one = ranks(Counting, X)
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     drive, part = ForwardDriver(blocks), one.borders.stages(["layers.1"])[0]
     ran = run_stage(
-        lambda: module(**one.inputs), drive, one.course, part, 4, {}, before_block=lambda visit: None
+        lambda: module(**one.inputs), drive, one.graph, part, 4, {}, before_block=lambda block_call: None
     )
     drive.detach()
     assert module.depth == 0
     assert list(ran.sent_values) == ["layers.0+0"]
-    assert torch.equal(module(**one.inputs), one.reading.make_module("cpu", torch.float64)[0](**one.inputs))
+    assert torch.equal(module(**one.inputs), one.analyzed.make_module("cpu", torch.float64)[0](**one.inputs))
 
 
 def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     one = chained(simple)
     parts = one.borders.stages(["layers.1", "layers.2"])
-    made = [one.reading.make_module("cpu", torch.float64) for _ in parts]
+    made = [one.analyzed.make_module("cpu", torch.float64) for _ in parts]
     assert one.error(["layers.1", "layers.2"]) < 1e-12
     lost = [
         replace(part, inputs=tuple(replace(v, needs_grad=v.name != "layers.0+0") for v in part.inputs))
@@ -182,7 +182,7 @@ def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
     one = chained(simple)
     first, last = one.borders.stages(["layers.2"])
     store: dict[str, torch.Tensor] = {}
-    module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
+    module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks, cut_graph=False)
     early = played(one, first, module, drive, store)
     late = played(
@@ -206,13 +206,15 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
         return {"y": model.head(model.layers[1](first)), "first": first}
 
     judge = LossSpec(lambda outputs, batch: outputs["y"].sum(), ())
-    reading = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
-    course = ForwardGraphCache(reading).get(X)
-    assert [value.name for value in course.boundaries.live_values("head")] == ["layers.1"]
-    module, blocks, _ = reading.make_module("cpu", torch.float32)
+    analyzed = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
+    graph = ForwardGraphCache(analyzed).get(X)
+    assert [value.name for value in graph.boundaries.live_values("head")] == ["layers.1"]
+    module, blocks, _ = analyzed.make_module("cpu", torch.float32)
     store, drive = dict[str, torch.Tensor](), ForwardDriver(blocks)
-    for part in course.boundaries.stages(["head"]):
-        ran = run_stage(lambda: module(**X), drive, course, part, 4, store, before_block=lambda visit: None)
+    for part in graph.boundaries.stages(["head"]):
+        ran = run_stage(
+            lambda: module(**X), drive, graph, part, 4, store, before_block=lambda block_call: None
+        )
         store |= ran.sent_values
     drive.detach()
     assert torch.equal(ran.outputs["y"], module(**X)["y"])
@@ -228,7 +230,7 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
 def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
     one = chained(simple)
     parts = one.borders.stages(["layers.1", "layers.2"])
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     drive, store = ForwardDriver(blocks), dict[str, torch.Tensor]()
     gc.disable()
     try:
@@ -240,8 +242,8 @@ def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
             ]
             held += [
                 weakref.ref(tensor)
-                for visit in ran.forward_pass.block_calls.values()
-                for tensor, _ in visit.outputs
+                for block_call in ran.forward_pass.block_calls.values()
+                for tensor, _ in block_call.outputs
             ]
             del ran
             assert [ref() for ref in held if ref() is not None] == []

@@ -97,10 +97,10 @@ def checked(
     backward.
     """
     one = ranks(build, example, blocks, total)
-    found = one.borders.open_boundaries()
-    assert found == one.borders.block_calls[1:]
-    for borders in divisions(found, most):
-        assert one.error(borders) < 1e-12, borders
+    found = one.boundaries.open_boundaries()
+    assert found == one.boundaries.block_calls[1:]
+    for boundaries in divisions(found, most):
+        assert one.error(boundaries) < 1e-12, boundaries
     assert one.error(found[:: max(1, len(found) // 3)], lean=True) < 1e-12
     return one
 
@@ -109,14 +109,14 @@ def checked(
 def test_a_family_in_parts_has_the_gradients_of_one_backward(name: str):
     family, head, sizes, example, most = FAMILIES[name]
     one = checked(build(family, head, sizes), example)
-    assert crossing(one.borders, 2)[0] == most
+    assert crossing(one.boundaries, 2)[0] == most
 
 
 def test_vit_hands_one_value_from_layer_to_layer():
     one = checked(
         build("ViT", "ForImageClassification", {**WIDE, **STILL, "image_size": 8, "patch_size": 4}), IMAGE
     )
-    assert crossing(one.borders, 2)[0] == 1
+    assert crossing(one.boundaries, 2)[0] == 1
 
 
 def squared(outputs: torch.Tensor) -> torch.Tensor:
@@ -127,8 +127,8 @@ def squared(outputs: torch.Tensor) -> torch.Tensor:
 def test_a_u_net_sends_its_skips_over_every_part():
     one = checked(UNet, {"x": IMAGE["pixel_values"]}, total=squared)
     live = {
-        border: [str(value) for value in one.borders.live_values(border)]
-        for border in one.borders.open_boundaries()
+        boundary: [str(value) for value in one.boundaries.live_values(boundary)]
+        for boundary in one.boundaries.open_boundaries()
     }
     assert [len(values) for values in live.values()] == [1, 2, 3, 2, 1]
 
@@ -136,15 +136,15 @@ def test_a_u_net_sends_its_skips_over_every_part():
 def test_two_towers_meet_behind_both():
     rows = torch.linspace(-1, 1, 96).view(3, 32)
     one = checked(TwoTowers, {"left": rows[:, :16], "right": rows[:, 16:]}, total=squared)
-    assert [value.consumers for value in one.borders.values if value.producer.startswith("left")][-1] == (
-        one.borders.block_calls[-1],
+    assert [value.consumers for value in one.boundaries.values if value.producer.startswith("left")][-1] == (
+        one.boundaries.block_calls[-1],
     )
 
 
 def test_a_translator_calls_its_embedding_twice_and_hands_a_mean_to_every_layer_of_its_decoder():
     pairs = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :5]}
     one = checked(Translator, pairs, total=lambda outputs: outputs.sin().sum())
-    mean = next(value for value in one.borders.values if value.op == "mean")
+    mean = next(value for value in one.boundaries.values if value.op == "mean")
     assert mean.shape(7) == (7, 1, 16)  # it is sent before it is expanded
     assert mean.consumers == ("encoder.1", "decoder.0")
 
@@ -156,7 +156,7 @@ def test_a_residual_network():
 def test_batch_norms_write_their_statistics_in_their_own_part_only():
     blocks = [f"layers.{n}" for n in range(4)]
     one = checked(Normed, {"x": torch.linspace(-2, 2, 30).view(5, 6).sin()}, blocks, squared)
-    assert [value.op for value in one.borders.values] == ["add"] * 3
+    assert [value.op for value in one.boundaries.values] == ["add"] * 3
 
 
 def test_fine_blocks_send_the_residual_once():
@@ -165,7 +165,9 @@ def test_fine_blocks_send_the_residual_once():
     one = checked(
         build("Llama", "ForCausalLM", sizes), PADDED, ["model.embed_tokens", *fine, "lm_head"], most=3
     )
-    live = {border: len(one.borders.live_values(border)) for border in one.borders.open_boundaries()}
+    live = {
+        boundary: len(one.boundaries.live_values(boundary)) for boundary in one.boundaries.open_boundaries()
+    }
     assert live["model.layers.0.self_attn"] == 2  # what is normed, and the residual
     assert live["model.layers.1.input_layernorm"] == 1
 
@@ -176,31 +178,33 @@ def test_other_numbers_of_rows_and_other_lengths_than_in_the_trial():
         "attention_mask": torch.ones(5, 7, dtype=torch.long),
     }
     one = ranks(build("Llama", "ForCausalLM", GROUPED), PADDED, total=weighed, rows=other)
-    assert one.error(one.borders.open_boundaries()[1:4]) < 1e-12
+    assert one.error(one.boundaries.open_boundaries()[1:4]) < 1e-12
     wide = ranks(
         build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, rows={**PAIRS}
     )
-    assert wide.error(wide.borders.open_boundaries()[2:5]) < 1e-12
+    assert wide.error(wide.boundaries.open_boundaries()[2:5]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama", "t5, whose decoder layers all take the end of the encoder"])
 def test_an_evaluation_in_parts_gives_the_same_outputs(name: str):
     family, head, sizes, example, _ = FAMILIES[name]
     one = ranks(build(family, head, sizes), example, total=weighed)
-    module = one.reading.make_module("cpu", torch.float64)[0].eval()
+    module = one.analyzed.make_module("cpu", torch.float64)[0].eval()
     with torch.no_grad():
         expected = module(**one.inputs)
-    found = one.evaluated(one.borders.open_boundaries()[1::2], ForwardGraphCache(one.reading, torch.float64))
+    found = one.evaluated(
+        one.boundaries.open_boundaries()[1::2], ForwardGraphCache(one.analyzed, torch.float64)
+    )
     assert same(found.logits, expected.logits)
 
 
 def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them():
     one = ranks(build("GPT2", "LMHeadModel", {**GPT2, **HEAD}), {"input_ids": TOKENS}, total=weighed)
-    tied = one.reading.model_spec.params[0]
+    tied = one.analyzed.model_spec.params[0]
     assert tied.block_calls == ("transformer.wte", "lm_head")
-    parts = one.borders.stages(["lm_head"])
+    parts = one.boundaries.stages(["lm_head"])
     gradients, _ = steps(
-        one, parts, [one.reading.make_module("cpu", torch.float64) for _ in parts], lean=False
+        one, parts, [one.analyzed.make_module("cpu", torch.float64) for _ in parts], lean=False
     )
     shares = [each[tied.name] for each in gradients]
     assert all(share.abs().max() > 0 for share in shares)
@@ -209,23 +213,23 @@ def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them
 
 def test_dropout_masks_are_those_of_the_whole_model():
     sizes = {**GPT2, **HEAD, "resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
-    reading = analyze_model(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
-    course = ForwardGraphCache(reading, torch.float64).get({"input_ids": TOKENS})
-    dice = StatelessRNG(3, reading.draw_sites)
-    module, blocks, _ = reading.make_module("cpu", torch.float64)
+    analyzed = analyze_model(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
+    graph = ForwardGraphCache(analyzed, torch.float64).get({"input_ids": TOKENS})
+    dice = StatelessRNG(3, analyzed.draw_sites)
+    module, blocks, _ = analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks)
     store: dict[str, torch.Tensor] = {}
     with StatelessDropout(dice):
         dice.begin_forward(0, torch.tensor([4, 9]))
         expected = drive.forward(dice.enter_block, lambda: module(input_ids=TOKENS))[0].logits
-        for part in course.boundaries.stages(
+        for part in graph.boundaries.stages(
             ["transformer.wpe", "transformer.h.0", "transformer.h.2", "lm_head"]
         ):
             dice.begin_forward(0, torch.tensor([4, 9]))
             ran = run_stage(
                 lambda: module(input_ids=TOKENS),
                 drive,
-                course,
+                graph,
                 part,
                 2,
                 store,

@@ -140,16 +140,16 @@ class Placed(Attention):
     [(Windows, "qkv takes some of the tokens"), (Placed, "it does not run on sequences of")],
 )
 def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], words: str):
-    reading = known(lambda: Images(layer=layer))
+    analyzed = known(lambda: Images(layer=layer))
     with pytest.raises(PlanError, match=words):
-        make_plan(reading, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
+        make_plan(analyzed, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 
 def test_images_to_which_nobody_attends_are_refused():
-    reading = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
-    assert reading.sequence_info is None
+    analyzed = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
+    assert analyzed.sequence_info is None
     with pytest.raises(PlanError, match=r"no block takes in .rows, tokens, width. and attends to them"):
-        make_plan(reading, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
+        make_plan(analyzed, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 
 class Towers(nn.Module):

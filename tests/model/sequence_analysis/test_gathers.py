@@ -7,8 +7,8 @@ from meshwright.model.sequence_analysis.gathers import GatherRecord, compare_gat
 from meshwright.plan.model_spec.sequence_info import GlueGather
 
 
-def moved(visit: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 0) -> GatherRecord:
-    return GatherRecord(visit, numel, tokens, dtype, backward_calls=[*back])
+def moved(block_call: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 0) -> GatherRecord:
+    return GatherRecord(block_call, numel, tokens, dtype, backward_calls=[*back])
 
 
 def test_elements_are_counted_by_row_where_they_come_with_rows():

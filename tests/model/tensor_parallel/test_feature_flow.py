@@ -61,16 +61,16 @@ def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpe
         torch.zeros(2, 5, dtype=torch.long),
         {f"layers.*.{name}": role for name, role in sockets.items()},
     )
-    anatomy = analyze(
+    model_spec = analyze(
         lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
     ).model_spec
     sides = {"colwise": "out", "rowwise": "in"}
     cuts = {
         weight.name.split(".")[2]: weight.split_of_side(sides[weight.role])
-        for weight in anatomy.params
+        for weight in model_spec.params
         if weight.role in sides and weight.name.startswith("layers.1.") and weight.name.endswith("weight")
     }
-    return cuts, anatomy
+    return cuts, model_spec
 
 
 def heads(block: Block, packed: torch.Tensor) -> torch.Tensor:
@@ -156,14 +156,16 @@ def test_a_declared_role_wins():
 
 
 def test_the_number_of_heads_is_told_to_the_module_that_holds_it():
-    _, anatomy = found(attended)
+    _, model_spec = found(attended)
     assert [
-        (number.module, number.name, number.dim_split.sections) for number in anatomy.size_attributes
+        (number.module, number.name, number.dim_split.sections) for number in model_spec.size_attributes
     ] == [
         ("layers.0", "num_heads", (3,)),
         ("layers.1", "num_heads", (3,)),
     ]
-    assert [number.local_value(index, 2) for number in anatomy.size_attributes[:1] for index in range(2)] == [
+    assert [
+        number.local_value(index, 2) for number in model_spec.size_attributes[:1] for index in range(2)
+    ] == [
         2,
         1,
     ]
@@ -177,7 +179,7 @@ def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(cou
         )
         return block.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + gated(block, x)
 
-    shown, anatomy = found(fixed)
+    shown, model_spec = found(fixed)
     assert set(shown) == {"gate", "up", "down"}
     why = (
         "RuntimeError"
@@ -186,5 +188,5 @@ def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(cou
     )
     assert any(
         f"layers of layers.* are not sharded, because it does not run on slices: {why}" in note
-        for note in anatomy.notes
+        for note in model_spec.notes
     )

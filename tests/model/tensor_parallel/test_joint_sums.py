@@ -50,11 +50,11 @@ class Network(nn.Module):
 def sums(*ends: Ends, pairs: int = 2) -> list[int]:
     """The numbers of the sums in which the rows layers end, in order."""
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    reading = analyze(
+    analyzed = analyze(
         lambda: Model(Network(*ends, pairs=pairs), layer_roles=SOCKETS),
         {"input_ids": tokens, "labels": tokens},
     )
-    return [call.sum_id for call in reading.model_spec.layer_calls if call.role == "rowwise"]
+    return [call.sum_id for call in analyzed.model_spec.layer_calls if call.role == "rowwise"]
 
 
 def in_place(layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

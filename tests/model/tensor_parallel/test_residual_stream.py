@@ -17,15 +17,15 @@ from tests.parallel.tensor.model_families import read_family
 WORDS, WIDTH = 13, 8
 
 
-def anatomy_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
-    anatomy = read_family(family, 6).model_spec
-    return {each.block_call: each for each in anatomy.residual_flows}, {
-        call.name: call for call in anatomy.layer_calls
+def model_spec_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
+    model_spec = read_family(family, 6).model_spec
+    return {each.block_call: each for each in model_spec.residual_flows}, {
+        call.name: call for call in model_spec.layer_calls
     }
 
 
 def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
-    passages, calls = anatomy_of("llama")
+    passages, calls = model_spec_of("llama")
     assert [(each.producer, each.consumer) for each in passages.values()] == [
         ("", "model.layers.1"),
         ("model.layers.0", "model.norm"),
@@ -45,17 +45,17 @@ def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
 
 
 def test_norms_of_heads_are_not_on_it():
-    _, calls = anatomy_of("qwen3")
+    _, calls = model_spec_of("qwen3")
     assert not calls["model.layers.0.self_attn.q_norm"].takes_residual
 
 
 def test_glue_that_views_it_ends_it():
-    passages, _ = anatomy_of("gpt2")
+    passages, _ = model_spec_of("gpt2")
     assert passages["transformer.ln_f"].consumer == ""
 
 
 def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
-    passages, calls = anatomy_of("bert")
+    passages, calls = model_spec_of("bert")
     assert (
         calls["bert.encoder.layer.0.attention.self.query"].outer_module
         == "bert.encoder.layer.0.attention.self"
@@ -70,7 +70,7 @@ def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
 
 
 def test_what_a_decoder_takes_from_the_encoder_is_not_its_stream():
-    passages, calls = anatomy_of("t5")
+    passages, calls = model_spec_of("t5")
     cross = "decoder.block.0.layer.1.EncDecAttention"
     assert [calls[f"{cross}.{name}"].takes_residual for name in "qkv"] == [True, False, False]
     assert passages["encoder.final_layer_norm"].consumer == ""
@@ -114,21 +114,21 @@ def found(extra: Callable = same, between: Callable = same) -> ModelSpec:
     tokens = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     model = Pairs(extra, between)
-    anatomy = analyze(
+    model_spec = analyze(
         lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
     ).model_spec
     assert all(
         "forward" not in part.__dict__ and not part._forward_hooks for part in model.modules()
     )  # left as it was
-    return anatomy
+    return model_spec
 
 
 def test_layers_in_a_block_itself_have_no_gate():
-    anatomy = found()
-    assert [each.consumer for each in anatomy.residual_flows] == ["layers.1", "head"]
-    assert {call.outer_module for call in anatomy.layer_calls} == {""}
+    model_spec = found()
+    assert [each.consumer for each in model_spec.residual_flows] == ["layers.1", "head"]
+    assert {call.outer_module for call in model_spec.layer_calls} == {""}
     assert all(
-        call.takes_residual for call in anatomy.layer_calls if call.role in ("colwise", "norm", "lm_head")
+        call.takes_residual for call in model_spec.layer_calls if call.role in ("colwise", "norm", "lm_head")
     )
 
 
@@ -144,9 +144,9 @@ def test_layers_in_a_block_itself_have_no_gate():
     ],
 )
 def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
-    anatomy = found(between=between)
-    assert anatomy.residual_flows[0].consumer == onward
-    assert anatomy.residual_flows[1].producer == ("layers.0" if onward else "")
+    model_spec = found(between=between)
+    assert model_spec.residual_flows[0].consumer == onward
+    assert model_spec.residual_flows[1].producer == ("layers.0" if onward else "")
 
 
 @pytest.mark.parametrize(

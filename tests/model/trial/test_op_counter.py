@@ -9,7 +9,7 @@ from meshwright.api import analyze
 from meshwright.engine.runtime.loss import Loss
 from meshwright.model.trial.op_counter import OpCounter
 from meshwright.plan.model_spec.op_costs import AttentionOp, LinearInSamples, MatmulOp, MemoryOp, OpCounts
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
 ROWS, ONE = 7, LinearInSamples(1)
 
@@ -102,8 +102,8 @@ def test_only_the_open_section_is_written():
 
 
 def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
-    model_spec = known().model_spec
-    works = known().measure_memory(torch.float32, torch.float32).ops
+    model_spec = analyzed_llama().model_spec
+    works = analyzed_llama().measure_memory(torch.float32, torch.float32).ops
     assert [done.block_call for done in works.block_calls] == list(model_spec.block_calls)
     for block_call, flops in zip(model_spec.block_calls, model_spec.flops, strict=True):
         done = works.by_block_call[block_call]
@@ -116,7 +116,7 @@ def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
 
 
 def test_layers_that_are_alike_have_a_backward_each():
-    works = known().measure_memory(torch.float32, torch.float32).ops
+    works = analyzed_llama().measure_memory(torch.float32, torch.float32).ops
     first, second = (works.by_block_call[f"model.layers.{at}"] for at in (0, 1))
     assert first.backward == second.backward != OpCounts()
 

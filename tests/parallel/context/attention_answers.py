@@ -28,7 +28,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 
 ROWS = 2
-VISIT = "layers.0"
+BLOCK_CALL = "layers.0"
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Case:
     def attend(self) -> AttentionSpec:
         """What the plan knows of it."""
         return AttentionSpec(
-            *(VISIT, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
+            *(BLOCK_CALL, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
             *(self.query.shape[2], self.key.shape[2], self.causal, self.mask is not None),
             mask=describe_mask(self.mask),
         )
@@ -110,10 +110,14 @@ def space_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
     """A model of one block that attends."""
     length = attends[0].query_len
     tokens = SequenceInfo(
-        length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), tuple(attends)
+        length,
+        ("input_ids",),
+        ("labels",),
+        (BlockSequenceInfo(BLOCK_CALL, ((1,),), ((1,),)),),
+        tuple(attends),
     )
     return ShardingPlan.one_device(
-        mesh, ModelSpec("tiny", (VISIT,), (), (length,), (1,), sequence_info=tokens)
+        mesh, ModelSpec("tiny", (BLOCK_CALL,), (), (length,), (1,), sequence_info=tokens)
     )
 
 
@@ -207,7 +211,7 @@ def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
         TrainConfig(batch=ROWS),
         precision=PrecisionConfig(dtype, dtype),
     )
-    program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
     actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
     return {
         action.kind: [

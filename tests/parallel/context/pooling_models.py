@@ -143,7 +143,7 @@ def rows(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def reading(make: type[nn.Module], length: int = TOKENS) -> AnalyzedModel:
+def analyzed(make: type[nn.Module], length: int = TOKENS) -> AnalyzedModel:
     """That of such a model, whose weights are the same in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -55,9 +55,9 @@ def bert() -> nn.Module:
 
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
-    reading = analyze(model, batches(1, ROWS, TOKENS)[0])
-    plan = make_plan(reading, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
-    return verify(reading, plan, batches(1, ROWS, TOKENS))
+    analyzed = analyze(model, batches(1, ROWS, TOKENS)[0])
+    plan = make_plan(analyzed, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
+    return verify(analyzed, plan, batches(1, ROWS, TOKENS))
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.M
 
 def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
     rows = batches(1, ROWS, 2)
-    reading = analyze(gpt2(), rows[0])
-    plan = make_plan(reading, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+    analyzed = analyze(gpt2(), rows[0])
+    plan = make_plan(analyzed, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     with pytest.raises(PlanError, match="of sequences of 2 tokens: the slice is ambiguous"):
-        verify(reading, plan, rows)
+        verify(analyzed, plan, rows)
 
 
 def test_a_part_is_drawn_as_within_the_whole() -> None:

@@ -37,9 +37,9 @@ from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.attention_answers import Rank
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
-ROWS, WIDTH, VISIT = 2, 4, "layers.0"
+ROWS, WIDTH, BLOCK_CALL = 2, 4, "layers.0"
 WAYS = [
     (RingAttention(), 2),
     (RingAttention(), 3),
@@ -97,7 +97,10 @@ def case(kernel: tuple[int, int, int], length: int, groups: int = 1) -> Case:
     drawn = [torch.randn(shape, generator=noise, dtype=torch.float64) for shape in shapes]
     reach = (size - 1) * dilation
     return Case(
-        ConvSpec(VISIT, VISIT, length, WIDTH, left, reach - left, needs_grad=True), *drawn, dilation, groups
+        ConvSpec(BLOCK_CALL, BLOCK_CALL, length, WIDTH, left, reach - left, needs_grad=True),
+        *drawn,
+        dilation,
+        groups,
     )
 
 
@@ -106,11 +109,11 @@ def space_of(mesh: Mesh, convolve: ConvSpec) -> ShardingPlan:
         convolve.num_tokens,
         ("input_ids",),
         ("labels",),
-        (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),),
+        (BlockSequenceInfo(BLOCK_CALL, ((1,),), ((1,),)),),
         conv_calls=(convolve,),
     )
     return ShardingPlan.one_device(
-        mesh, ModelSpec("tiny", (VISIT,), (), (convolve.num_tokens,), (1,), sequence_info=tokens)
+        mesh, ModelSpec("tiny", (BLOCK_CALL,), (), (convolve.num_tokens,), (1,), sequence_info=tokens)
     )
 
 
@@ -213,7 +216,7 @@ def stated(strategy: ContextParallel, convolve: ConvSpec, ranks: int) -> list[tu
         TrainConfig(batch=ROWS),
         precision=PrecisionConfig("float64", "float64"),
     )
-    program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
     actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
     return [
         (move.collective, move.nbytes, move.dtype) for action in actions for move in action.inner_transfers
@@ -235,9 +238,9 @@ def planned(
     **job: Any,
 ) -> Plan:
     tokens = SequenceInfo(12, ("input_ids",), ("labels",), attention_calls=attends, conv_calls=convolves)
-    anatomy = replace(known().model_spec, sequence_info=tokens)
+    model_spec = replace(analyzed_llama().model_spec, sequence_info=tokens)
     said = Job(ModelConfig("llama"), DataConfig("random", sequence=12), TrainConfig(batch=4), **job)
-    return Plan.make(said, Mesh(cp=ranks), anatomy, (strategy, DDP("cp")), 0)
+    return Plan.make(said, Mesh(cp=ranks), model_spec, (strategy, DDP("cp")), 0)
 
 
 LAYER = "model.layers.0"

@@ -31,7 +31,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import named
-from tests.parallel.context.test_ring_models import COPIES, ROWS, Attention, padded
+from tests.parallel.context.test_ring_models import REPLICAS, ROWS, Attention, padded
 from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
 from tests.parallel.tensor.odd_llama import batches
 
@@ -96,16 +96,16 @@ def lfm2(**more: object) -> nn.Module:
 
 
 def equal(
-    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
 ) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
     source, train = DataConfig("random", sequence=length), TrainConfig(batch=ROWS, clip=0.5)
     job = Job(ModelConfig("mixed"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
-    plan = make_plan(reading, job, mesh, strategies, micro_batch)
+    plan = make_plan(analyzed, job, mesh, strategies, micro_batch)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches(2, ROWS, length))
+    verdict = verify(analyzed, plan, batches(2, ROWS, length))
     assert verdict.passed, verdict
-    traced = trace(reading, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
+    traced = trace(analyzed, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
     assert traced.passed, traced
 
 
@@ -132,12 +132,12 @@ WAYS = [
     ids=named,
 )
 def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strategy) -> None:
-    equal(made(make), Mesh(cp=ranks), strategy, COPIES)
+    equal(made(make), Mesh(cp=ranks), strategy, REPLICAS)
 
 
 @pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=named)
 def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
-    equal(made(make, length), Mesh(cp=4), RingAttention(), COPIES, length=length)
+    equal(made(make, length), Mesh(cp=4), RingAttention(), REPLICAS, length=length)
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,11 @@ def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
             (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
         ),
         (Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"))),
-        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
-        (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES)),
+        (
+            Mesh(pp=2, cp=3),
+            (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), REPLICAS),
+        ),
+        (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), REPLICAS)),
     ],
     ids=named,
 )
@@ -158,29 +161,29 @@ def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -
 
 
 def test_dropout_between_convolutions_draws_what_one_device_draws() -> None:
-    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), RingAttention(), COPIES)
+    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), RingAttention(), REPLICAS)
 
 
 def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
-    reading, rows = padded(lfm2(), 3)
+    analyzed, rows = padded(lfm2(), 3)
     job = Job(
         ModelConfig("lfm2"),
         DataConfig("random", sequence=9),
         TrainConfig(batch=ROWS),
         OptimizerConfig("adamw", lr=0.1),
     )
-    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), COPIES)), rows)
+    verdict = verify(analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), REPLICAS)), rows)
     assert verdict.passed, verdict
 
 
 def test_evaluations_may_have_longer_rows() -> None:
     plan, alone = (
         planned(made(Mixed), mesh, *more)
-        for mesh, *more in ((Mesh(cp=3), RingAttention(), COPIES), (Mesh(),))
+        for mesh, *more in ((Mesh(cp=3), RingAttention(), REPLICAS), (Mesh(),))
     )
-    (wanted,) = found(made(Mixed), alone, 13)
+    (expected,) = found(made(Mixed), alone, 13)
     for told, loss in found(made(Mixed), plan, 13):
-        assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
+        assert (told.loss, loss) == pytest.approx((expected[0].loss, expected[1]), rel=1e-5)
 
 
 def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
@@ -197,18 +200,18 @@ def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
             x = self.layers[1](self.embed(input_ids))
             return self.head(x + self.layers[2](x)[:, : x.shape[1]])
 
-    reading = made(Own)
-    assert reading.sequence_info is not None
-    assert [each.is_replicated for each in reading.sequence_info.block_calls] == [False, False, True, False]
-    assert reading.sequence_info.conv_calls == ()
-    equal(reading, Mesh(cp=3), RingAttention(), COPIES)
+    analyzed = made(Own)
+    assert analyzed.sequence_info is not None
+    assert [each.is_replicated for each in analyzed.sequence_info.block_calls] == [False, False, True, False]
+    assert analyzed.sequence_info.conv_calls == ()
+    equal(analyzed, Mesh(cp=3), RingAttention(), REPLICAS)
 
 
 def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     """Why there is no plan."""
-    reading = analyze(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
+    analyzed = analyze(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
     with pytest.raises(PlanError) as told:
-        equal(reading, Mesh(cp=ranks), *strategies, COPIES)
+        equal(analyzed, Mesh(cp=ranks), *strategies, REPLICAS)
     return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)
 
 
@@ -289,7 +292,7 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
             super().__init__()
             self.layers[2] = Block()
 
-    equal(made(Own), Mesh(cp=2), RingAttention(), COPIES)
+    equal(made(Own), Mesh(cp=2), RingAttention(), REPLICAS)
     assert "remove the strategy tiled_mlp" in refused(Own, RingAttention(), TiledMLP(num_tiles=2))
 
 
@@ -306,4 +309,4 @@ def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: 
 
     monkeypatch.setattr(conv_call.Conv1dMode, "_call_impl", alone)
     with pytest.raises(AssertionError):
-        equal(made(Mixed), Mesh(cp=3), RingAttention(), COPIES)
+        equal(made(Mixed), Mesh(cp=3), RingAttention(), REPLICAS)

@@ -16,7 +16,7 @@ from meshwright.plan.validation import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import ROWS, answered, case, issued, space_of, stated, worst
 from tests.parallel.context.dense_attention import mask_of
 from tests.parallel.context.test_ulysses import masked
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 WORST = 1e-12
 SHAPES = [
@@ -79,9 +79,9 @@ def test_what_is_issued_is_what_the_program_states(
         heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13)
     )
     strategy, mesh = HybridContextParallel(ulysses_degree=inner, comm_dtype=wire), Mesh(cp=ranks)
-    wanted = stated(strategy, given, mesh)
-    assert {size for _, size, *_ in wanted["F"]} == {inner, ranks}
-    assert all(issued(entries) == wanted for entries in answered(strategy, given, mesh).entries)
+    expected = stated(strategy, given, mesh)
+    assert {size for _, size, *_ in expected["F"]} == {inner, ranks}
+    assert all(issued(entries) == expected for entries in answered(strategy, given, mesh).entries)
 
 
 def test_bytes_are_those_of_the_formula() -> None:
@@ -156,4 +156,4 @@ def test_groups_that_do_not_divide_the_ranks_are_told(inner: int) -> None:
         PlanError,
         match=(f"ulysses_degree = {inner}, and cp has 6 ranks.*\n.*set ulysses_degree to 1 or 2 or 3 or 6"),
     ):
-        planned(known(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))
+        planned(analyzed_llama(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))

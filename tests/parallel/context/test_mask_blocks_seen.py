@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 LENGTH = 24
 
 
-def circle(deal: SequenceSharding | None = None, index: int = 1, causal: bool = False) -> AttentionRing:
-    deal = deal or SequenceSharding(3)
-    spans = tuple(deal.token_ranges(LENGTH, each) for each in range(deal.num_ranks))
+def circle(sharding: SequenceSharding | None = None, index: int = 1, causal: bool = False) -> AttentionRing:
+    sharding = sharding or SequenceSharding(3)
+    spans = tuple(sharding.token_ranges(LENGTH, each) for each in range(sharding.num_ranks))
     return AttentionRing(index, spans[index], spans, 1.0, causal, lambda output, tensor: None)
 
 

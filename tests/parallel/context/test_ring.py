@@ -30,7 +30,7 @@ from meshwright.plan.step.action import Action, Transfer
 from meshwright.plan.strategy import Strategy
 from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
 ROWS, LENGTH, WIDTH = 4, 12, 48
 LAYERS = ("model.layers.0", "model.layers.1")
@@ -63,8 +63,10 @@ def plan(
     """A plan of a Llama whose tokens are known."""
     job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
     job = replace(job, precision=PrecisionConfig(compute=compute))
-    anatomy = replace(known().model_spec, sequence_info=tokens, **more)
-    return Plan.make(job, Mesh(cp=ranks, tp=tp), anatomy, strategies or (RingAttention(), DDP("cp")), micro)
+    model_spec = replace(analyzed_llama().model_spec, sequence_info=tokens, **more)
+    return Plan.make(
+        job, Mesh(cp=ranks, tp=tp), model_spec, strategies or (RingAttention(), DDP("cp")), micro
+    )
 
 
 def of(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[Transfer, ...]:

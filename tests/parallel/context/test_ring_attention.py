@@ -42,13 +42,13 @@ def run(
     during: Callable[[World], Any] | None = None,
 ) -> list[torch.Tensor | None]:
     """The output and the gradients of a ring of so many ranks, put together."""
-    deal, (length, keys) = ring_sharding(balance, ranks), (given[0].shape[2], given[1].shape[2])
+    sharding, (length, keys) = ring_sharding(balance, ranks), (given[0].shape[2], given[1].shape[2])
 
     def play(world: World) -> list[torch.Tensor | None]:
         group = world.group(["cp"])
         mine, spans = (
-            deal.token_ranges(length, group.index),
-            tuple(deal.token_ranges(keys, index) for index in range(ranks)),
+            sharding.token_ranges(length, group.index),
+            tuple(sharding.token_ranges(keys, index) for index in range(ranks)),
         )
         circle = AttentionRing(group.index, mine, spans, SCALE, causal, shift(group), wire)
         query, grad = (_of(mine, given[at]) for at in (0, 3))
@@ -63,7 +63,9 @@ def run(
         return [out.detach(), *(each.grad for each in own), None if rows is None else rows.grad]
 
     parts = run_on_threads(play, Mesh(cp=ranks))
-    return [_joined(deal, [part[at] for part in parts], keys if at in (2, 3) else length) for at in range(5)]
+    return [
+        _joined(sharding, [part[at] for part in parts], keys if at in (2, 3) else length) for at in range(5)
+    ]
 
 
 def _of(spans: Sequence[TokenRange], tensor: torch.Tensor) -> torch.Tensor:
@@ -71,12 +73,16 @@ def _of(spans: Sequence[TokenRange], tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[:, :, :0], *(tensor[:, :, begin:end] for begin, end in spans)], 2)
 
 
-def _joined(deal: SequenceSharding, parts: Sequence[torch.Tensor | None], length: int) -> torch.Tensor | None:
+def _joined(
+    sharding: SequenceSharding, parts: Sequence[torch.Tensor | None], length: int
+) -> torch.Tensor | None:
     """The parts of all ranks in the order of positions."""
     if parts[0] is None:
         return None
     places = [
-        torch.arange(*span) for index in range(deal.num_ranks) for span in deal.token_ranges(length, index)
+        torch.arange(*span)
+        for index in range(sharding.num_ranks)
+        for span in sharding.token_ranges(length, index)
     ]
     return torch.cat([part for part in parts if part is not None], 2)[:, :, torch.cat(places).argsort()]
 
@@ -243,8 +249,8 @@ def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: s
 def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
     length = 512
     for balance in ("zigzag", "striped"):
-        deal = ring_sharding(balance, 4)
-        spans = tuple(deal.token_ranges(length, index) for index in range(4))
+        sharding = ring_sharding(balance, 4)
+        spans = tuple(sharding.token_ranges(length, index) for index in range(4))
         for rank in range(4):
             circle = AttentionRing(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
             view = IntervalMask(circle, KeyIntervals.without_mask(circle), CPU_CALL_COST)

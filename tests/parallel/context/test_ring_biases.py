@@ -61,9 +61,9 @@ def batches(steps: int, *, padded: bool, length: int = TOKENS) -> list[dict[str,
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
     rows = batches(2, padded=padded)
-    reading = analyze(model, rows[0])
+    analyzed = analyze(model, rows[0])
     job = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
-    return verify(reading, make_plan(reading, job, mesh, (*strategies, DDP(axis="cp")), 1), rows)
+    return verify(analyzed, make_plan(analyzed, job, mesh, (*strategies, DDP(axis="cp")), 1), rows)
 
 
 @pytest.mark.parametrize(

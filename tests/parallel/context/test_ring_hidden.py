@@ -112,12 +112,14 @@ def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
         {key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
         for _ in range(2)
     ]
-    reading = analyze(Padded(), rows[0])
+    analyzed = analyze(Padded(), rows[0])
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=9),
         TrainConfig(batch=4),
         OptimizerConfig("sgd", lr=0.1),
     )
-    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), rows)
+    verdict = verify(
+        analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), rows
+    )
     assert verdict.passed, verdict

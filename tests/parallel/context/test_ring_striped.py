@@ -25,7 +25,7 @@ from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import HEADS, ROWS, SIZES, batches, llama
 
 LENGTH = 19
-STRIPED, COPIES = RingAttention(load_balance="striped"), DDP("cp")
+STRIPED, REPLICAS = RingAttention(load_balance="striped"), DDP("cp")
 PACKED = {  # the lengths of the documents in each of the rows
     "one document": [[19]] * ROWS,
     "unlike rows": [[7, 12], [9, 10], [1, 2, 16], [3, 3, 3, 10]],
@@ -52,10 +52,10 @@ def packed(name: str, steps: int = 2) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: int = 0) -> Plan:
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: int = 0) -> Plan:
     train, optimizer = TrainConfig(batch=ROWS, clip=0.5), OptimizerConfig("sgd", lr=0.1)
     job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), train, optimizer)
-    return make_plan(reading, job, mesh, strategies, micro)
+    return make_plan(analyzed, job, mesh, strategies, micro)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: in
 )
 def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None:
     rows = packed(name)
-    reading = analyze(llama(), rows[0])
+    analyzed = analyze(llama(), rows[0])
     assert_exact(
-        reading, planned(reading, Mesh(cp=ranks), STRIPED, COPIES, micro=2 if ranks == 3 else 0), rows
+        analyzed, planned(analyzed, Mesh(cp=ranks), STRIPED, REPLICAS, micro=2 if ranks == 3 else 0), rows
     )
 
 
@@ -82,37 +82,37 @@ def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None
     [
         (Mesh(dp_replicate=2, cp=2), (BatchSplit(), STRIPED, DDP())),
         (Mesh(dp_shard=2, cp=2), (BatchSplit("dp_shard"), STRIPED, ZeRO(stage=3), ActivationCheckpointing())),
-        (Mesh(cp=3, tp=2), (STRIPED, TensorParallel(), COPIES)),
-        (Mesh(cp=4), (HybridContextParallel(load_balance="striped"), COPIES)),
-        (Mesh(cp=3), (RingAttention(), COPIES)),
+        (Mesh(cp=3, tp=2), (STRIPED, TensorParallel(), REPLICAS)),
+        (Mesh(cp=4), (HybridContextParallel(load_balance="striped"), REPLICAS)),
+        (Mesh(cp=3), (RingAttention(), REPLICAS)),
     ],
     ids=["copies", "zero and recompute", "line", "hybrid", "zigzag"],
 )
 def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     rows = packed("unlike rows")
-    reading = analyze(llama(num_attention_heads=4, num_key_value_heads=2), rows[0])
-    assert_exact(reading, planned(reading, mesh, *strategies, micro=1), rows)
+    analyzed = analyze(llama(num_attention_heads=4, num_key_value_heads=2), rows[0])
+    assert_exact(analyzed, planned(analyzed, mesh, *strategies, micro=1), rows)
 
 
 def test_batches_with_other_documents_than_the_example_had() -> None:
-    reading = analyze(llama(), packed("one document", 1)[0])
-    plan = planned(reading, Mesh(cp=3), STRIPED, COPIES)
+    analyzed = analyze(llama(), packed("one document", 1)[0])
+    plan = planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS)
     assert_exact(
-        reading, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)]
+        analyzed, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)]
     )
 
 
 def test_without_a_mask_rows_are_striped_too() -> None:
     rows = batches(2, ROWS, LENGTH)
-    reading = analyze(llama(), rows[0])
-    assert_exact(reading, planned(reading, Mesh(cp=4), STRIPED, COPIES), rows)
+    analyzed = analyze(llama(), rows[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=4), STRIPED, REPLICAS), rows)
 
 
 def test_a_window_is_that_of_one_device() -> None:
     config = transformers.MistralConfig(**SIZES, **HEADS, head_dim=8, use_cache=False, sliding_window=4)
     rows = batches(2, ROWS, LENGTH)
-    reading = analyze(transformers.MistralForCausalLM(config), rows[0])
-    assert_exact(reading, planned(reading, Mesh(cp=3), STRIPED, COPIES), rows)
+    analyzed = analyze(transformers.MistralForCausalLM(config), rows[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), rows)
 
 
 def test_biases_and_dropout_are_those_of_one_device() -> None:
@@ -121,8 +121,8 @@ def test_biases_and_dropout_are_those_of_one_device() -> None:
         vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops
     )
     rows = batches(2, ROWS, LENGTH)
-    reading = analyze(transformers.GPT2LMHeadModel(config), rows[0])
-    assert_exact(reading, planned(reading, Mesh(cp=3), STRIPED, COPIES), rows)
+    analyzed = analyze(transformers.GPT2LMHeadModel(config), rows[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), rows)
 
 
 def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +138,6 @@ def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(MaskCache, "block_mask", counting)
     rows = packed("alike rows", 1)
-    reading = analyze(llama(num_hidden_layers=3), rows[0])
-    assert_exact(reading, planned(reading, Mesh(cp=2), STRIPED, COPIES, micro=2), rows)
+    analyzed = analyze(llama(num_hidden_layers=3), rows[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=2), STRIPED, REPLICAS, micro=2), rows)
     assert sum(looked) * 3 == len(looked)

@@ -32,7 +32,7 @@ from meshwright.verifier.verdict import Verdict
 from tests.model.sequence_analysis.test_block_inputs import LOSS, Images, Towers
 
 ROWS, THEIRS, OURS, WORDS = 4, 13, 9, 67
-COPIES = DDP(axis="cp")
+REPLICAS = DDP(axis="cp")
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 VIT = {
     "hidden_size": 16,
@@ -132,7 +132,7 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
     rows, loss = batches(model, 2, padded=padded), loss_of(model)
-    reading = analyze(model, rows[0], loss=loss)
+    analyzed = analyze(model, rows[0], loss=loss)
     train = TrainConfig(batch=ROWS, clip=0.5)
     job = Job(
         ModelConfig("own"),
@@ -140,16 +140,16 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = F
         train,
         OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
-    plan = make_plan(reading, job, mesh, strategies, 1)
+    plan = make_plan(analyzed, job, mesh, strategies, 1)
     assert not static_checks(plan)
-    return verify(reading, plan, rows, loss=loss)
+    return verify(analyzed, plan, rows, loss=loss)
 
 
 ALONE = [
-    (Mesh(cp=2), (RingAttention(), COPIES)),
-    (Mesh(cp=3), (RingAttention(), COPIES)),
-    (Mesh(cp=2), (Ulysses(), COPIES)),
-    (Mesh(cp=4), (HybridContextParallel(), COPIES)),
+    (Mesh(cp=2), (RingAttention(), REPLICAS)),
+    (Mesh(cp=3), (RingAttention(), REPLICAS)),
+    (Mesh(cp=2), (Ulysses(), REPLICAS)),
+    (Mesh(cp=4), (HybridContextParallel(), REPLICAS)),
 ]
 BESIDE = [
     (Mesh(dp_replicate=2, cp=2), (BatchSplit(), RingAttention(), DDP())),
@@ -157,9 +157,9 @@ BESIDE = [
         Mesh(dp_shard=2, cp=3),
         (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
     ),
-    (Mesh(cp=3, tp=2), (TensorParallel(), RingAttention(), COPIES)),
-    (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), COPIES)),
-    (Mesh(pp=2, cp=2), (Pipeline(), Ulysses(), COPIES)),
+    (Mesh(cp=3, tp=2), (TensorParallel(), RingAttention(), REPLICAS)),
+    (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), REPLICAS)),
+    (Mesh(pp=2, cp=2), (Pipeline(), Ulysses(), REPLICAS)),
 ]
 
 
@@ -178,13 +178,13 @@ def test_a_vit(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
 @pytest.mark.parametrize(
     ("kind", "mesh", "strategies", "padded"),
     [
-        ("Bart", Mesh(cp=3), (RingAttention(), COPIES), True),
-        ("Bart", Mesh(cp=2), (Ulysses(), COPIES), False),
-        ("Marian", Mesh(cp=4), (HybridContextParallel(), COPIES), False),
-        ("Marian", Mesh(cp=4), (HybridContextParallel(), COPIES), True),
-        ("T5", Mesh(cp=2), (Ulysses(), COPIES), True),
-        ("Marian", Mesh(pp=2, cp=2), (Pipeline(), RingAttention(), COPIES), True),
-        ("Marian", Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES), False),
+        ("Bart", Mesh(cp=3), (RingAttention(), REPLICAS), True),
+        ("Bart", Mesh(cp=2), (Ulysses(), REPLICAS), False),
+        ("Marian", Mesh(cp=4), (HybridContextParallel(), REPLICAS), False),
+        ("Marian", Mesh(cp=4), (HybridContextParallel(), REPLICAS), True),
+        ("T5", Mesh(cp=2), (Ulysses(), REPLICAS), True),
+        ("Marian", Mesh(pp=2, cp=2), (Pipeline(), RingAttention(), REPLICAS), True),
+        ("Marian", Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), REPLICAS), False),
     ],
     ids=str,
 )
@@ -201,7 +201,7 @@ def test_masks_between_rows_of_unlike_lengths(
     ids=["t5", "vit", "t5 ulysses"],
 )
 def test_dropout_draws_what_one_device_draws(model: nn.Module, strategy: Strategy) -> None:
-    verdict = judged(model, Mesh(cp=2), strategy, COPIES, padded=True)
+    verdict = judged(model, Mesh(cp=2), strategy, REPLICAS, padded=True)
     assert verdict.passed, verdict
 
 
@@ -220,15 +220,17 @@ def test_a_tower_of_text_and_one_of_images(mesh: Mesh, strategies: tuple[Strateg
 
 
 def test_there_are_more_ranks_than_patches() -> None:
-    verdict = judged(Images(side=8), Mesh(cp=4), RingAttention(), COPIES)  # one patch, and the class
+    verdict = judged(Images(side=8), Mesh(cp=4), RingAttention(), REPLICAS)  # one patch, and the class
     assert verdict.passed, verdict
 
 
 def test_the_plan_says_how_many_there_are() -> None:
     model = t5()
-    reading = analyze(model, batches(model, 1)[0])
+    analyzed = analyze(model, batches(model, 1)[0])
     job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=ROWS))
-    said = sequence_sharding_text(make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1))["tokens"]
+    said = sequence_sharding_text(make_plan(analyzed, job, Mesh(cp=2), (RingAttention(), REPLICAS), 1))[
+        "tokens"
+    ]
     assert said.startswith("13 of each sample, sharded over 2 ranks: 6 to 7 each, and 9: 4 to 5")
 
 
@@ -236,17 +238,17 @@ def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
     model = t5()
     rows = batches(model, 1)[0]
     alike = {**rows, "input_ids": rows["input_ids"][:, :OURS]}
-    reading = analyze(model, alike)
+    analyzed = analyze(model, alike)
     job = Job(ModelConfig("own"), DataConfig("random", sequence=OURS), TrainConfig(batch=ROWS))
-    plan = make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1)
+    plan = make_plan(analyzed, job, Mesh(cp=2), (RingAttention(), REPLICAS), 1)
     with pytest.raises(PlanError, match="the sequences have input_ids 13, decoder_input_ids 9 tokens"):
-        verify(reading, plan, [rows])
+        verify(analyzed, plan, [rows])
 
 
 def test_keys_taken_for_as_many_as_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     coming = ShardedForward.next_attention_shards
     monkeypatch.setattr(
-        ShardedForward, "next_attention_shards", lambda self, visit: (coming(self, visit)[0],) * 2
+        ShardedForward, "next_attention_shards", lambda self, block_call: (coming(self, block_call)[0],) * 2
     )
     with pytest.raises(PlanError, match="attention takes in"):
-        judged(t5(), Mesh(cp=2), RingAttention(), COPIES)
+        judged(t5(), Mesh(cp=2), RingAttention(), REPLICAS)

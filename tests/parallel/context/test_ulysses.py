@@ -94,9 +94,9 @@ def test_so_it_is_with_masks(mask: str) -> None:
 
 def as_stated(given: Case, ranks: int) -> None:
     """Check that every rank issues what the program states."""
-    wanted = stated(Ulysses(), given, Mesh(cp=ranks))
-    assert wanted["F"]
-    assert all(issued(entries) == wanted for entries in answered(Ulysses(), given, Mesh(cp=ranks)).entries)
+    expected = stated(Ulysses(), given, Mesh(cp=ranks))
+    assert expected["F"]
+    assert all(issued(entries) == expected for entries in answered(Ulysses(), given, Mesh(cp=ranks)).entries)
 
 
 def test_bytes_are_those_of_the_paper() -> None:

@@ -26,10 +26,10 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
-from tests.paper_model import Paper
-from tests.parallel.data.test_zero import on_paper, sent, unit
+from tests.paper_model import SyntheticModel
+from tests.parallel.data.test_zero import sent, synthetic_plan, unit
 from tests.parallel.data.test_zero_numbers import SHARD
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, rows, tiny_job
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 WIDE_SUMS = replace(MIXED, gradients="float32", reduce="float32")
@@ -42,7 +42,7 @@ PRECISIONS = [
     ),
 ]
 SGD, ADAMW = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0, momentum=0.9), OptimizerConfig(lr=0.01)
-READING = reading_of(tied=True)
+ANALYZED = analyzed_model(tied=True)
 STAGES = [ZeRO(stage=1), ZeRO(stage=2), ZeRO(stage=3)]
 
 
@@ -51,20 +51,22 @@ def job_in(precision: PrecisionConfig, optimizer: OptimizerConfig = ADAMW, clip:
     return replace(job, train=replace(job.train, clip=clip))
 
 
-def cut(zero: Strategy, ranks: int, job: Job, micro_batch: int = 0, reading: AnalyzedModel = READING) -> Plan:
-    return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
+def cut(
+    zero: Strategy, ranks: int, job: Job, micro_batch: int = 0, analyzed: AnalyzedModel = ANALYZED
+) -> Plan:
+    return make_plan(analyzed, job, Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
 
 
-def copies(ranks: int, job: Job, micro_batch: int = 0, reading: AnalyzedModel = READING) -> Plan:
+def copies(ranks: int, job: Job, micro_batch: int = 0, analyzed: AnalyzedModel = ANALYZED) -> Plan:
     strategies = (BatchSplit(), DDP(bucket_mb=0.0005)) if ranks > 1 else ()
-    return make_plan(reading, job, Mesh(dp_replicate=ranks), strategies, micro_batch)
+    return make_plan(analyzed, job, Mesh(dp_replicate=ranks), strategies, micro_batch)
 
 
-def on_ranks(plan: Plan, work: Callable[[Trainer], object], reading: AnalyzedModel = READING) -> list:
+def on_ranks(plan: Plan, work: Callable[[Trainer], object], analyzed: AnalyzedModel = ANALYZED) -> list:
     """What `work` gives on every rank."""
 
     def rank(world: World) -> object:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             return work(engine)
 
     return run_on_threads(rank, plan.mesh)
@@ -112,20 +114,20 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ran
         assert said["gradients"] == 2 * padded // (ranks if zero.stage > 1 else 1)
         assert said["master"] == 4 * padded // ranks
         assert said["cast"] <= 4 * largest
-    assert sum(said["optimizer_states"] for said in found) == 8 * READING.model_spec.numel
+    assert sum(said["optimizer_states"] for said in found) == 8 * ANALYZED.model_spec.numel
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 1024])
 @pytest.mark.parametrize("micro", [1, 4])
 def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precision: PrecisionConfig):
-    paper = Paper(layers=5, numel=77)
+    paper = SyntheticModel(layers=5, numel=77)
     for zero, gathers, sums in [
         (ZeRO(stage=1), 1, 1),
         (ZeRO(stage=2), 1, micro),
         (ZeRO(gather="step"), 1, micro),
     ]:
-        plan = on_paper(zero, ranks, 4 // micro, paper, precision)
+        plan = synthetic_plan(zero, ranks, 4 // micro, paper, precision)
         assert static_checks(plan) == []
         assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters)
         assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce)
@@ -186,7 +188,7 @@ def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(
         step(engine, 3)
         return whole(engine)
 
-    untied = reading_of()  # a tied weight adds its summands in another order
+    untied = analyzed_model()  # a tied weight adds its summands in another order
     for optimizer in (SGD, ADAMW):
         job = job_in(replace(precision, loss_scale=1024.0 if precision == HALF else 65536.0), optimizer)
         alone = on_ranks(copies(1, job, 6, untied), trained, untied)[0]
@@ -288,5 +290,5 @@ def test_masters_made_again_from_rounded_weights_are_noticed():
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_a_rank_can_be_traced_without_memory(precision: PrecisionConfig):
     for zero in STAGES:
-        traced = trace(READING, cut(zero, 12, job_in(precision)), [7])
+        traced = trace(ANALYZED, cut(zero, 12, job_in(precision)), [7])
         assert traced.passed, str(traced)

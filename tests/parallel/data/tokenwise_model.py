@@ -18,7 +18,7 @@ NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}
 
 
 @dataclass(frozen=True)
-class Dealt(Strategy):
+class TokenSharding(Strategy):
     """Deals the tokens of every sample out along `axis`; blocks must look at one token at a time."""
 
     name: ClassVar[str] = "dealt"
@@ -36,11 +36,11 @@ class Dealt(Strategy):
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         return program.edit(lambda actions: [self._told(action) for action in actions])
 
-    def _summed(self, home: ParamSharding) -> ParamSharding:
+    def _summed(self, param_sharding: ParamSharding) -> ParamSharding:
         return replace(
-            home,
-            layout=home.layout.with_placement(self.axis, R),
-            grad_layout=home.grad_layout.with_placement(self.axis, P),
+            param_sharding,
+            layout=param_sharding.layout.with_placement(self.axis, R),
+            grad_layout=param_sharding.grad_layout.with_placement(self.axis, P),
         )
 
     def _told(self, action: Action) -> Action:

@@ -33,10 +33,10 @@ from tests.model.hf.test_output_capture import with_z
 from tests.tiny_model import (
     VOCABULARY,
     WIDTH,
+    analyzed_model,
     case_of,
+    executor_of,
     first_of,
-    player_of,
-    reading_of,
     rows,
     tiny_job,
     verdict_of,
@@ -52,34 +52,37 @@ CPU = torch.device("cpu")
 
 
 def planned(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     ranks: int = 1,
     store: str = "",
     micro_batch: int = 0,
     mine: tuple[Strategy, ...] = (ALL,),
 ) -> Plan:
     strategies = STORES[store] if store else ()
-    return make_plan(reading, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
+    return make_plan(analyzed, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_equals_one_device(options: dict[str, float | bool], store: str, ranks: int, micro_batch: int):
-    reading = reading_of(**options)
-    plan = planned(reading, ranks, store, micro_batch)
+    analyzed = analyzed_model(**options)
+    plan = planned(analyzed, ranks, store, micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
-def trained(reading: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def trained(analyzed: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Parameters and buffers after some steps on one device."""
-    player = player_of(reading, plan, single_rank_world(CPU))
+    executor = executor_of(analyzed, plan, single_rank_world(CPU))
     for _ in range(steps):
-        player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-    found = bits(player.gather_parameters()), bits(dict(player.state.trained_module.module.named_buffers()))
-    player.close()
+        executor.step({key: value[: plan.local_batch] for key, value in rows().items()})
+    found = (
+        bits(executor.gather_parameters()),
+        bits(dict(executor.state.trained_module.module.named_buffers())),
+    )
+    executor.close()
     return found
 
 
@@ -87,14 +90,14 @@ def same_as_without(
     build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
 ) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
-    reading = analyze(build, rows(2))
+    analyzed = analyze(build, rows(2))
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
-    lean, usual = (make_plan(reading, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
+    lean, usual = (make_plan(analyzed, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
     assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
         "F_CHECKPOINTED",
         "RECOMPUTE",
     }
-    assert trained(reading, lean) == trained(reading, usual)
+    assert trained(analyzed, lean) == trained(analyzed, usual)
     return lean
 
 
@@ -136,11 +139,11 @@ class Stateful(nn.Module):
 def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
     whole = not micro_batch  # batch norm takes the whole batch
     same_as_without(lambda: Stateful(whole=whole), micro_batch)
-    reading = analyze(lambda: Stateful(whole=whole), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(), (ALL,), micro_batch)
-    player = player_of(reading, plan, single_rank_world(CPU))
-    player.step({key: value[:12] for key, value in rows().items()})
-    layers = player.state.trained_module.module.layers
+    analyzed = analyze(lambda: Stateful(whole=whole), rows(2))
+    plan = make_plan(analyzed, tiny_job(), Mesh(), (ALL,), micro_batch)
+    executor = executor_of(analyzed, plan, single_rank_world(CPU))
+    executor.step({key: value[:12] for key, value in rows().items()})
+    layers = executor.state.trained_module.module.layers
     assert [(layer.calls.item(), layer.seen) for layer in layers] == [
         (2 * plan.num_microbatches,) * 2,
         (plan.num_microbatches,) * 2,
@@ -195,12 +198,12 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize("store", ["replicate", "zero 3"])
 def test_a_llama_with_dropout_equals_one_device(store: str):
-    reading = analyze(llama(tie_word_embeddings=True), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
+    analyzed = analyze(llama(tie_word_embeddings=True), rows(2))
+    plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
     assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
         :3
     ] == [f"model.layers.{i}" for i in range(3)]
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
@@ -215,16 +218,16 @@ def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: Precisio
 
 def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
-    reading = analyze(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
+    analyzed = analyze(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
     plan = make_plan(
-        reading,
+        analyzed,
         tiny_job(),
         Mesh(dp_shard=3),
         (*STORES["zero 3"], ActivationCheckpointing(blocks=("*.self_attn",))),
     )
     leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"]
     assert leans == [f"model.layers.{i}.self_attn" for i in range(3)]
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
@@ -240,26 +243,26 @@ def test_masks_that_are_drawn_anew_are_noticed():
             )
 
     entered: dict[str, int] = {}
-    reading = reading_of(p=0.3)
-    case = case_of(reading, planned(reading))
+    analyzed = analyzed_model(p=0.3)
+    case = case_of(analyzed, planned(analyzed))
     usual = verdict_of(case)
     assert usual.passed, str(usual)
-    made = make_stateless_rng(reading, case.plan)
+    made = make_stateless_rng(analyzed, case.plan)
     forgetful = replace(case, make_rng=lambda: Forgetful(case.plan.job.train.seed, made.sites))
     verdict = verdict_of(case, on_rank=lambda case, world: forgetful)
     assert first_of(verdict)[:2] == (0, "gradient")
 
 
 def test_rank_threads_recompute_side_by_side():
-    reading = reading_of(p=0.3, tied=True)
-    lean, usual = (planned(reading, 3, "zero 3", 2, mine) for mine in ((ALL,), ()))
+    analyzed = analyzed_model(p=0.3, tied=True)
+    lean, usual = (planned(analyzed, 3, "zero 3", 2, mine) for mine in ((ALL,), ()))
 
     def played(plan: Plan) -> list[dict[str, bytes]]:
         def play(world) -> dict[str, bytes]:
-            player = player_of(reading, plan, world)
+            executor = executor_of(analyzed, plan, world)
             for _ in range(2):
-                player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-            return bits(player.gather_parameters())
+                executor.step({key: value[: plan.local_batch] for key, value in rows().items()})
+            return bits(executor.gather_parameters())
 
         return run_on_threads(play, plan.mesh)
 
@@ -268,7 +271,7 @@ def test_rank_threads_recompute_side_by_side():
 
 def test_router_logits_are_captured_once_and_keep_their_gradient():
     loss = Loss(with_z, token_cross_entropy().count)
-    reading = analyze(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
-    plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=3), (BatchSplit(), DDP(), ALL))
-    verdict = verify(reading, plan, [ROUTED, ROUTED], loss=loss)
+    analyzed = analyze(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
+    plan = make_plan(analyzed, tiny_job(6), Mesh(dp_replicate=3), (BatchSplit(), DDP(), ALL))
+    verdict = verify(analyzed, plan, [ROUTED, ROUTED], loss=loss)
     assert verdict.passed, str(verdict)

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def planned(
-    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1, job: Job = JOB
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1, job: Job = JOB
 ) -> Plan:
-    """The plan of `reading` on `mesh`."""
-    return make_plan(reading, job, mesh, strategies, micro_batch)
+    """The plan of `analyzed` on `mesh`."""
+    return make_plan(analyzed, job, mesh, strategies, micro_batch)

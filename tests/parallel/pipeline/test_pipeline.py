@@ -24,7 +24,7 @@ from meshwright.plan.step.action import Program
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.parallel.tensor.odd_llama import batches, known
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import rows
 
 ROWS = 6
@@ -37,12 +37,12 @@ JOB = Job(
 SHARD = BatchSplit(axis="dp_shard")
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
-    return make_plan(reading, JOB, mesh, strategies, micro_batch)
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+    return make_plan(analyzed, JOB, mesh, strategies, micro_batch)
 
 
 def llama() -> AnalyzedModel:
-    return known(num_hidden_layers=4)
+    return analyzed_llama(num_hidden_layers=4)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,17 @@ def test_an_encoder_and_a_decoder_hand_over_several_values():
     )
     words = batches(1, ROWS)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
-    reading = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
-    plan = planned(reading, Mesh(pp=3), Pipeline(split_points=("decoder.block.0", "decoder.block.1")))
+    analyzed = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
+    plan = planned(analyzed, Mesh(pp=3), Pipeline(split_points=("decoder.block.0", "decoder.block.1")))
     assert not static_checks(plan)
-    assert verify(reading, plan, [batch]).passed
+    assert verify(analyzed, plan, [batch]).passed
 
 
 def test_masks_are_those_of_one_device():
-    reading = pairs(0.2, layers=4)
+    analyzed = pairs(0.2, layers=4)
     job = replace(JOB, train=TrainConfig(batch=4))
-    plan = make_plan(reading, job, Mesh(pp=3), (Pipeline(),), 1)
-    assert verify(reading, plan, [rows(4)]).passed
+    plan = make_plan(analyzed, job, Mesh(pp=3), (Pipeline(),), 1)
+    assert verify(analyzed, plan, [rows(4)]).passed
 
 
 def test_a_gradient_that_is_not_sent_back_is_noticed():
@@ -179,7 +179,10 @@ def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, said: str):
 
 def test_each_rank_holds_the_weights_of_its_layers_alone():
     plan = planned(llama(), Mesh(pp=3), Pipeline())
-    held = [{home.param.name for home in plan.for_rank(rank).sharding.param_shardings} for rank in range(3)]
+    held = [
+        {param_sharding.param.name for param_sharding in plan.for_rank(rank).sharding.param_shardings}
+        for rank in range(3)
+    ]
     assert sum(map(len, held)) == len(plan.model_spec.params)
     assert "model.embed_tokens.weight" in held[0]
     assert "lm_head.weight" in held[2]

@@ -28,7 +28,7 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.pipeline.test_pipeline import JOB, ROWS, SHARD, llama, planned
-from tests.parallel.tensor.odd_llama import batches, known
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 
 def exact(plan: Plan, steps: int = 1) -> None:
@@ -87,15 +87,15 @@ def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
     schedule: str, keys: int, tp: int, strategies: tuple[Strategy, ...], monkeypatch: pytest.MonkeyPatch
 ):
     length = 9 if tp == 3 else 8
-    reading, mesh = known(length, num_hidden_layers=4, num_key_value_heads=keys), Mesh(pp=2, tp=tp)
+    analyzed, mesh = analyzed_llama(length, num_hidden_layers=4, num_key_value_heads=keys), Mesh(pp=2, tp=tp)
     job = replace(JOB, data=replace(JOB.data, sequence=length))
-    plan = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
+    plan = make_plan(analyzed, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches(1, ROWS, length))
+    verdict = verify(analyzed, plan, batches(1, ROWS, length))
     assert verdict.passed, verdict
     monkeypatch.setattr(LayerSharding, "has_joint_backward", property(lambda way: False))
-    broken = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
-    assert "the ledger of ('I(model.layers" in str(verify(reading, broken, batches(1, ROWS, length)))
+    broken = make_plan(analyzed, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
+    assert "the ledger of ('I(model.layers" in str(verify(analyzed, broken, batches(1, ROWS, length)))
 
 
 def test_a_search_folds_two_parts_per_rank():

@@ -81,7 +81,7 @@ LOSS = Loss(
 
 
 @cache
-def reading() -> AnalyzedModel:
+def analyzed() -> AnalyzedModel:
     return analyze(Chain, rows(), loss=LOSS)
 
 
@@ -93,12 +93,12 @@ def planned(schedule: str) -> Plan:
         OptimizerConfig("sgd", lr=1.0, weight_decay=0.0),
     )
     job = Job(job.model, job.data, job.train, job.optimizer, precision=DOUBLE)
-    return make_plan(reading(), job, Mesh(pp=RANKS), (Pipeline(schedule=schedule),), 1)
+    return make_plan(analyzed(), job, Mesh(pp=RANKS), (Pipeline(schedule=schedule),), 1)
 
 
 def ours(world: World, schedule: str) -> tuple[Gradients, Gradients]:
     """The weights before a step of SGD with rate 1, and its gradients: what the step has taken off them."""
-    with parallelize(reading(), planned(schedule), world=world, loss=LOSS) as engine:
+    with parallelize(analyzed(), planned(schedule), world=world, loss=LOSS) as engine:
         before = {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
         engine.step({name: value.double() for name, value in rows().items()})
         return before, {

@@ -38,10 +38,10 @@ def tokens(seed: int) -> dict[str, torch.Tensor]:
 def compared(world: World, name: str) -> tuple[RankReport, bool]:
     """What this rank found, and whether it sent what its program states."""
     data = [tokens(step) for step in range(STEPS)]
-    reading = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
-    plan = make_plan(reading, tiny_job(train=TrainConfig(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
+    analyzed = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
+    plan = make_plan(analyzed, tiny_job(train=TrainConfig(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),

@@ -66,7 +66,7 @@ def rooted() -> AnalyzedModel:
     return analyze(Rooted, rows(ROWS))
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
     train = TrainConfig(batch=ROWS, clip=0.05)
     job = Job(
         ModelConfig("tied"),
@@ -74,7 +74,7 @@ def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_bat
         train,
         OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
-    return make_plan(reading, job, mesh, strategies, micro_batch)
+    return make_plan(analyzed, job, mesh, strategies, micro_batch)
 
 
 def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -92,11 +92,11 @@ def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     }
 
 
-def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+def equal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
     """Its plan, which computes what one device computes."""
-    plan = planned(reading, mesh, *strategies, micro_batch=micro_batch)
+    plan = planned(analyzed, mesh, *strategies, micro_batch=micro_batch)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, [rows(ROWS), rows(ROWS)])
+    verdict = verify(analyzed, plan, [rows(ROWS), rows(ROWS)])
     assert verdict.passed, verdict
     return plan
 
@@ -126,7 +126,7 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
     assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
     held = [
-        {home.param.name for home in plan.sharding.at_pp_rank(index).param_shardings}
+        {param_sharding.param.name for param_sharding in plan.sharding.at_pp_rank(index).param_shardings}
         & {"start", "middle", "scale"}
         for index in range(3)
     ]
@@ -151,11 +151,11 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
 def test_unmodified_models_are_those_of_one_device(
     family: str, mesh: Mesh, strategies: tuple[Strategy, ...], among: tuple[int, ...]
 ):
-    reading = model_families.read_family(family)
-    plan = model_families.planned(reading, mesh, strategies, 1)
+    analyzed = model_families.read_family(family)
+    plan = model_families.planned(analyzed, mesh, strategies, 1)
     assert not static_checks(plan)
     assert list(ties(plan).values()) == ([among] if among else [])
-    verdict = verify(reading, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
+    verdict = verify(analyzed, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
     assert verdict.passed, verdict
 
 

@@ -139,8 +139,8 @@ def read_family(family: str, length: int = TOKENS, **more: object) -> AnalyzedMo
     return analyze(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
+def planned(analyzed: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
     """Its plan on `mesh` with clipping and weight decay."""
     train, optimizer = TrainConfig(batch=4, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
     job = Job(ModelConfig("family"), DataConfig("random", sequence=TOKENS), train, optimizer)
-    return make_plan(reading, job, mesh, strategies, micro)
+    return make_plan(analyzed, job, mesh, strategies, micro)

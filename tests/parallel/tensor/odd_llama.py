@@ -43,7 +43,7 @@ def batches(count: int, rows: int = ROWS, length: int = TOKENS) -> list[dict[str
 
 
 @cache
-def known(length: int = TOKENS, **more: object) -> AnalyzedModel:
+def analyzed_llama(length: int = TOKENS, **more: object) -> AnalyzedModel:
     """The reading of `llama(**more)` on rows of so many tokens, made once: it takes as long as to train three
     steps.
 
@@ -65,7 +65,7 @@ def planned(
     **job: object,
 ) -> tuple[AnalyzedModel, Plan]:
     """The reading of `model`, and its plan on `mesh` with clipping and weight decay."""
-    reading = analyze(model, batches(1, rows, length)[0])
+    analyzed = analyze(model, batches(1, rows, length)[0])
     train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
     said = Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer, **job)
-    return reading, make_plan(reading, said, mesh, strategies, micro)
+    return analyzed, make_plan(analyzed, said, mesh, strategies, micro)

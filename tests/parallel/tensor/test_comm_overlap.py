@@ -36,7 +36,7 @@ KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), Sequence
 
 
 @cache
-def reading_of(family: str) -> AnalyzedModel:
+def analyzed_model(family: str) -> AnalyzedModel:
     if family != "cohere":
         return read_family(family, LENGTH)
     transformers.utils.logging.set_verbosity_error()
@@ -62,7 +62,7 @@ def inner(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("family", NORMS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_bytes_of_one_sum(family: str, ranks: int):
-    plan, inputs = planned(reading_of(family), Mesh(tp=ranks), (TensorParallel(),)), NORMS[family]
+    plan, inputs = planned(analyzed_model(family), Mesh(tp=ranks), (TensorParallel(),)), NORMS[family]
     assert inner(plan, "F", "1") == [("all_reduce", STREAM)]
     assert inner(plan, "B", "1") == [("all_reduce", STREAM)] * inputs
     k = (1 + inputs) / 2
@@ -77,7 +77,7 @@ def test_a_layer_sends_the_bytes_of_one_sum(family: str, ranks: int):
 def test_in_slices_it_scatters_once(family: str, ranks: int):
     inputs, gathered, scattered = NORMS[family], ("all_gather", STREAM // ranks), ("reduce_scatter", STREAM)
     for strategies, again in ((KEPT, 0), (ANEW, inputs)):
-        plan = planned(reading_of(family), Mesh(tp=ranks), strategies)
+        plan = planned(analyzed_model(family), Mesh(tp=ranks), strategies)
         assert inner(plan, "F", "1") == [gathered] * inputs + [scattered]
         assert sorted(inner(plan, "B", "1")) == [gathered] * (1 + again) + [scattered] * inputs
 
@@ -104,23 +104,26 @@ CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     family, mesh, strategies, micro = CASES[case]
-    reading = reading_of(family)
+    analyzed = analyzed_model(family)
     assert_exact(
-        reading, planned(reading, mesh, strategies, micro), batches(family, 2, length=LENGTH), loss_of(family)
+        analyzed,
+        planned(analyzed, mesh, strategies, micro),
+        batches(family, 2, length=LENGTH),
+        loss_of(family),
     )
 
 
 def test_in_a_cube_the_sum_along_the_depth_is_one():
     even = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 24}
-    reading, cube = (
+    analyzed, cube = (
         read_family("gpt-neox", LENGTH, **even),
         (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="microbatch")),
     )
-    plan = planned(reading, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
+    plan = planned(analyzed, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
     (forward,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(gpt_neox.layers.1, 0)"]
     scattered = [move for move in forward.inner_transfers if move.collective == "reduce_scatter"]
     assert len(scattered) == 3, "q, k and v; the first of the mlp; attention and mlp together"
-    assert_exact(reading, plan, batches("gpt-neox", 1, length=LENGTH))
+    assert_exact(analyzed, plan, batches("gpt-neox", 1, length=LENGTH))
 
 
 class Branches(nn.Module):
@@ -179,7 +182,7 @@ def branches(
 def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
     strategies: tuple[Strategy, ...], factor: float, sums: int
 ):
-    reading, plan = branches(factor, strategies)
+    analyzed, plan = branches(factor, strategies)
     forwards = [
         each
         for each in plan.program.actions(FIRST_ROLE)
@@ -189,15 +192,15 @@ def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
         move for move in forwards[0].inner_transfers if move.collective in ("all_reduce", "reduce_scatter")
     ]
     assert len(moves) == sums * (2 if len(strategies) > 1 else 1), "with 2 chunks, two messages a sum"
-    assert_exact(reading, plan, tokens(2, length=LENGTH))
+    assert_exact(analyzed, plan, tokens(2, length=LENGTH))
 
 
 def test_a_summand_that_is_scaled_and_shared_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    reading, plan = branches(0.5, (TensorParallel(),))
+    analyzed, plan = branches(0.5, (TensorParallel(),))
     monkeypatch.setattr(
         layer_sharding, "joint_sum_members", lambda sums: comm_overlap.joint_sum_members(everybody(plan))
     )
-    assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
+    assert not verify(analyzed, plan, tokens(1, length=LENGTH)).passed
 
 
 def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -215,24 +218,24 @@ def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 def test_a_summand_that_gets_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_sharding, "add_summand", lambda summand, more: summand)
-    reading, plan = branches(1.0, (TensorParallel(),))
-    assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
+    analyzed, plan = branches(1.0, (TensorParallel(),))
+    assert not verify(analyzed, plan, tokens(1, length=LENGTH)).passed
 
 
 @pytest.mark.parametrize("strategies", [(TensorParallel(),), KEPT], ids=["whole", "slices"])
 def test_an_evaluation_and_half_precision_share_it_too(strategies: tuple[Strategy, ...]):
     found = []
     for ranks, those in ((3, strategies), (1, ())):
-        reading, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
+        analyzed, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
         found += run_on_threads(
-            lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh
+            lambda world, analyzed=analyzed, plan=plan: told(world, analyzed, plan), plan.mesh
         )[:1]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
-def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
+def told(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     """The loss and the norm of the gradients of a step, and the loss of an evaluation behind it."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         batch = tokens(1, length=LENGTH)[0]
         metrics = engine.step(engine.local_batch(batch))
         return [metrics.loss, metrics.grad_norm, engine.evaluate([engine.local_batch(batch)]).loss]

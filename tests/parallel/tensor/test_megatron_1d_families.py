@@ -33,14 +33,14 @@ FEWER_KEYS = [
     ("phi3", 4),
 ]  # than ranks
 FAKE = [("gpt2", 3), ("falcon, new", 5)]  # packed weights and shared keys can be traced without memory
-COPIES, SHARDS = (
+HSDP, SHARDS = (
     (TensorParallel(), BatchSplit(), DDP()),
     (TensorParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
 )
 TOGETHER = {
-    "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), COPIES),
-    "copies of t5": ("t5", Mesh(dp_replicate=2, tp=3), COPIES),
-    "copies of qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), COPIES),
+    "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), HSDP),
+    "copies of t5": ("t5", Mesh(dp_replicate=2, tp=3), HSDP),
+    "copies of qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), HSDP),
     "shards of phi3": ("phi3", Mesh(dp_shard=2, tp=2), SHARDS),
     "shards of falcon, few keys": ("falcon", Mesh(dp_shard=2, tp=2), SHARDS),
     "shards of bert, and its words": (
@@ -58,35 +58,35 @@ TOGETHER = {
 
 @pytest.mark.parametrize(("family", "ranks"), [*ALONE, *FEWER_KEYS])
 def test_it_equals_one_device(family: str, ranks: int):
-    reading = read_family(family)
-    plan = planned(reading, Mesh(tp=ranks), (TensorParallel(),))
-    assert_exact(reading, plan, batches(family, 2), loss_of(family), fake=(family, ranks) in FAKE)
+    analyzed = read_family(family)
+    plan = planned(analyzed, Mesh(tp=ranks), (TensorParallel(),))
+    assert_exact(analyzed, plan, batches(family, 2), loss_of(family), fake=(family, ranks) in FAKE)
 
 
 @pytest.mark.parametrize("case", TOGETHER)
 def test_it_equals_one_device_together_with(case: str):
     family, mesh, strategies = TOGETHER[case]
-    reading = read_family(family)
-    assert_exact(reading, planned(reading, mesh, strategies, micro=1), batches(family, 2), loss_of(family))
+    analyzed = read_family(family)
+    assert_exact(analyzed, planned(analyzed, mesh, strategies, micro=1), batches(family, 2), loss_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_all_layers_of_its_blocks_are_divided(family: str):
-    reading = read_family(family)
-    plan = planned(reading, Mesh(tp=2), (TensorParallel(),))
+    analyzed = read_family(family)
+    plan = planned(analyzed, Mesh(tp=2), (TensorParallel(),))
     fewer = 1 if family == "falcon" else 0  # the key that all heads share keeps q, k and v whole
     blocks = [
-        home
-        for home in plan.sharding.param_shardings
-        if home.param.is_hidden_matrix and ".lm_head" not in home.param.name
+        param_sharding
+        for param_sharding in plan.sharding.param_shardings
+        if param_sharding.param.is_hidden_matrix and ".lm_head" not in param_sharding.param.name
     ]
-    whole = {home.param.name for home in blocks if "tp" not in home.sliced_dims}
+    whole = {param_sharding.param.name for param_sharding in blocks if "tp" not in param_sharding.sliced_dims}
     layers = [name for name in whole if "query_key_value" in name]
     assert len(layers) == 2 * fewer
     assert all(
         "query_key_value" in name or "predictions" in name or "classifier" in name for name in whole
     ), whole
-    assert not reading.model_spec.notes or family == "vit"
+    assert not analyzed.model_spec.notes or family == "vit"
 
 
 def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -95,13 +95,13 @@ def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPa
         return tensor.narrow(span.dim, 0, span.size)
 
     monkeypatch.setattr(gqa_heads, "slice_dims", wrong)
-    reading = read_family("llama")
-    verdict = verify(reading, planned(reading, Mesh(tp=4), (TensorParallel(),)), batches("llama", 1))
+    analyzed = read_family("llama")
+    verdict = verify(analyzed, planned(analyzed, Mesh(tp=4), (TensorParallel(),)), batches("llama", 1))
     assert not verdict.passed
     assert verdict.first_difference is not None
 
 
 def test_more_ranks_than_query_heads_are_refused():
-    reading = read_family("falcon")
+    analyzed = read_family("falcon")
     with pytest.raises(PlanError, match=r"into 6 units.*and tp has 7 ranks\n.*set mesh\.tp to at most 6"):
-        planned(reading, Mesh(tp=7), (TensorParallel(),))
+        planned(analyzed, Mesh(tp=7), (TensorParallel(),))

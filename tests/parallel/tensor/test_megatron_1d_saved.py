@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.checkpoint_crossing import crosses
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 MESHES = {
     "divided": Mesh(tp=2),
@@ -31,5 +31,8 @@ MESHES = {
     ],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    (reading, before), (_, after) = planned(known(), MESHES[saved]), planned(known(), MESHES[taken])
-    crosses(reading, before, after, tmp_path)
+    (analyzed, before), (_, after) = (
+        planned(analyzed_llama(), MESHES[saved]),
+        planned(analyzed_llama(), MESHES[taken]),
+    )
+    crosses(analyzed, before, after, tmp_path)

@@ -13,7 +13,7 @@ from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.checkpoint_crossing import crosses
-from tests.parallel.tensor.even_llama import known_even
+from tests.parallel.tensor.even_llama import analyzed_even_llama
 from tests.parallel.tensor.odd_llama import planned
 
 DATA = (BatchSplit(axis="dp_shard"), ZeRO())
@@ -26,6 +26,6 @@ PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 
 @pytest.mark.parametrize(("saved", "taken"), [("square", "cube"), ("cube", "alone"), ("alone", "square")])
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    reading = known_even(tie_word_embeddings=True)
-    (_, before), (_, after) = planned(reading, *PLANS[saved]), planned(reading, *PLANS[taken])
-    crosses(reading, before, after, tmp_path)
+    analyzed = analyzed_even_llama(tie_word_embeddings=True)
+    (_, before), (_, after) = planned(analyzed, *PLANS[saved]), planned(analyzed, *PLANS[taken])
+    crosses(analyzed, before, after, tmp_path)

@@ -28,7 +28,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, batches, known, planned
+from tests.parallel.tensor.odd_llama import ROWS, SIZES, analyzed_llama, batches, planned
 
 LENGTH = 12
 KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
@@ -54,7 +54,7 @@ CASES = {
 def planned_in_slices(
     mesh: Mesh, strategies: tuple, micro: int = 0, **more: object
 ) -> tuple[AnalyzedModel, Plan]:
-    return planned(known(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
+    return planned(analyzed_llama(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
 
 
 def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
@@ -70,10 +70,10 @@ def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned_in_slices(
+    analyzed, plan = planned_in_slices(
         mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks"
     )
-    assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
+    assert_exact(analyzed, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
 
 
 @pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "again"])
@@ -116,30 +116,30 @@ def test_a_head_divided_by_words_takes_slices():
 def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategies: tuple):
     mesh = Mesh(dp_shard=2, tp=2)
     said = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
-    reading, plan = planned(known(LENGTH), mesh, (*strategies, SHARDED, ZeRO()), **said)
+    analyzed, plan = planned(analyzed_llama(LENGTH), mesh, (*strategies, SHARDED, ZeRO()), **said)
     assert dtypes(plan, "model.layers.1") == {"bfloat16", "float32"}  # the latter: of norms
     assert dtypes(plan, "model.norm") == {"float32"}
-    traced = trace(reading, plan, fake=False)
+    traced = trace(analyzed, plan, fake=False)
     assert traced.passed, str(traced)
-    losses = run_on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    losses = run_on_threads(lambda world: losses_of(world, analyzed, plan), mesh)
     assert all(each == losses[0] for each in losses)
-    reading, plan = planned(known(LENGTH), mesh, (TensorParallel(), SHARDED, ZeRO()), **said)
-    whole = run_on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    analyzed, plan = planned(analyzed_llama(LENGTH), mesh, (TensorParallel(), SHARDED, ZeRO()), **said)
+    whole = run_on_threads(lambda world: losses_of(world, analyzed, plan), mesh)
     assert losses[0] == pytest.approx(whole[0], rel=2e-2)
 
 
-def dtypes(plan: Plan, visit: str) -> set[str]:
+def dtypes(plan: Plan, block_call: str) -> set[str]:
     return {
         move.dtype
         for action in plan.program.actions(FIRST_ROLE)
-        if action.subject == visit
+        if action.subject == block_call
         for move in action.inner_transfers
     }
 
 
-def losses_of(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, float]:
+def losses_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> tuple[float, float]:
     """Of a step, and of an evaluation behind it on the same samples."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         batch = batches(1, length=LENGTH)[0]
         first = engine.step(engine.local_batch(batch)).loss
         return first, engine.evaluate([engine.local_batch(batch)]).loss
@@ -148,9 +148,9 @@ def losses_of(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, 
 def test_an_evaluation_in_slices_is_that_of_one_device():
     found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
-        reading, plan = planned_in_slices(mesh, strategies)
+        analyzed, plan = planned_in_slices(mesh, strategies)
         found += run_on_threads(
-            lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh
+            lambda world, analyzed=analyzed, plan=plan: losses_of(world, analyzed, plan), mesh
         )[:1]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
@@ -159,9 +159,9 @@ def test_an_evaluation_in_slices_is_that_of_one_device():
 def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(
     strategies: tuple, whole: int
 ):
-    reading, plan = planned(known(15), Mesh(tp=3), strategies, length=15)
+    analyzed, plan = planned(analyzed_llama(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
-    for saved in run_on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
+    for saved in run_on_threads(lambda world: saved_of(world, analyzed, plan), plan.mesh):
         assert (ROWS, 5, width) in saved  # by norms
         assert (ROWS, 15, width) not in saved
         assert (
@@ -169,7 +169,7 @@ def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_i
         )  # by the head, and by q, k, v, gate and up of two layers
 
 
-def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int, ...]]:
+def saved_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[tuple[int, ...]]:
     """The shapes of what autograd keeps in a step of one rank, but for what it is told to make anew."""
     found: list[tuple[int, ...]] = []
 
@@ -178,7 +178,7 @@ def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int
         return tensor
 
     with (
-        parallelize(reading, plan, world=world) as engine,
+        parallelize(analyzed, plan, world=world) as engine,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         engine.step(engine.local_batch(batches(1, length=15)[0]))
@@ -187,8 +187,8 @@ def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int
 
 def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_sharding, "R", layer_sharding.I)  # what is shared is taken for used alike
-    reading, plan = planned_in_slices(Mesh(tp=2), KEPT)
-    verdict = verify(reading, plan, batches(2, length=LENGTH))
+    analyzed, plan = planned_in_slices(Mesh(tp=2), KEPT)
+    verdict = verify(analyzed, plan, batches(2, length=LENGTH))
     assert not verdict.passed
     assert verdict.first_difference.name.endswith("norm.weight")
 
@@ -256,11 +256,11 @@ class Mixed(nn.Module):
 def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[AnalyzedModel, Plan]:
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    reading = analyze(
+    analyzed = analyze(
         lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
     )
     job = Job(ModelConfig("mixed"), DataConfig("random", sequence=6), TrainConfig(batch=4))
-    return reading, make_plan(reading, job, Mesh(tp=2), strategies)
+    return analyzed, make_plan(analyzed, job, Mesh(tp=2), strategies)
 
 
 @pytest.mark.parametrize(
@@ -294,14 +294,14 @@ def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    reading = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
+    analyzed = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
     job = Job(ModelConfig("shared"), DataConfig("random", sequence=6), TrainConfig(batch=4))
-    return reading, make_plan(reading, job, Mesh(tp=3), KEPT), batch
+    return analyzed, make_plan(analyzed, job, Mesh(tp=3), KEPT), batch
 
 
 def test_a_norm_that_all_layers_share_is_summed_in_each():
-    reading, plan, batch = shared()
-    assert_exact(reading, plan, [batch, batch])
+    analyzed, plan, batch = shared()
+    assert_exact(analyzed, plan, [batch, batch])
 
 
 def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():

@@ -18,10 +18,10 @@ DROPPED = {"gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2}, "bert": {"hidden_dro
 
 
 def trains(family: str, mesh: Mesh, strategies: tuple[Strategy, ...], micro: int = 0, **more: object) -> None:
-    reading = read_family(family, LENGTH, **more)
-    plan = planned(reading, mesh, strategies, micro)
+    analyzed = read_family(family, LENGTH, **more)
+    plan = planned(analyzed, mesh, strategies, micro)
     assert_exact(
-        reading, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new"
+        analyzed, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new"
     )
 
 

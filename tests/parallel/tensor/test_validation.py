@@ -90,10 +90,10 @@ class Convolutions(nn.Module):
 def faults(
     model: nn.Module | Model, mesh: Mesh, strategies: tuple = (TensorParallel(),), **job: object
 ) -> tuple[Diagnostic, ...]:
-    reading = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
+    analyzed = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
     said = Job(ModelConfig("net"), DataConfig("random", sequence=6), TrainConfig(batch=4), **job)
     with pytest.raises(PlanError) as raised:
-        make_plan(reading, said, mesh, strategies)
+        make_plan(analyzed, said, mesh, strategies)
     return raised.value.diagnostics
 
 

@@ -84,17 +84,19 @@ def test_it_equals_one_device(model: str, ranks: int):
         TrainConfig(batch=ROWS, clip=0.5),
         OptimizerConfig(lr=0.1),
     )
-    reading = analyze(module, data[0])
-    logits = reading.model_spec.logits
+    analyzed = analyze(module, data[0])
+    logits = analyzed.model_spec.logits
     assert logits is not None
     assert logits.vocab_size == words
-    plan = make_plan(reading, job, Mesh(tp=ranks), (VocabParallel(),), 2)
-    assert_exact(reading, plan, data)
-    whole = {weight.name: weight.numel for weight in reading.model_spec.params}
-    words_of = [home.param for home in plan.sharding.param_shardings if home.sliced_dims]
+    plan = make_plan(analyzed, job, Mesh(tp=ranks), (VocabParallel(),), 2)
+    assert_exact(analyzed, plan, data)
+    whole = {weight.name: weight.numel for weight in analyzed.model_spec.params}
+    words_of = [
+        param_sharding.param for param_sharding in plan.sharding.param_shardings if param_sharding.sliced_dims
+    ]
     assert words_of
     assert all(weight.numel < 0.6 * whole[weight.name] for weight in words_of)
     table = module.get_input_embeddings().weight.numel()
-    assert not any(home.param.numel == table for home in plan.sharding.param_shardings), (
+    assert not any(param_sharding.param.numel == table for param_sharding in plan.sharding.param_shardings), (
         "no rank has a whole table"
     )

@@ -13,12 +13,12 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Program, program_from_dict, program_to_dict
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 
 def program(*strategies, ranks: int = 3) -> Program:
     job = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(batch=12))
-    return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 2).program
+    return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, 2).program
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from tests.tiny_model import TOKENS, reading_of
+from tests.tiny_model import TOKENS, analyzed_model
 
 SHARD = BatchSplit(axis="dp_shard")
 NAME = "embed+head over pp 0+2"
@@ -31,7 +31,7 @@ def plan_of(mesh: Mesh, *strategies: Strategy, precision: PrecisionConfig | None
         OptimizerConfig(lr=0.1),
     )
     job = job if precision is None else replace(job, precision=precision)
-    return make_plan(reading_of(tied=True), job, mesh, (Pipeline(), *strategies), 2)
+    return make_plan(analyzed_model(tied=True), job, mesh, (Pipeline(), *strategies), 2)
 
 
 def end(plan: Plan, role: str = "pp0") -> list[str]:

@@ -98,7 +98,7 @@ def test_every_error_is_reported():
         memory_ops=(FOUND.memory_ops[1], FOUND.memory_ops[0]),
     )
     messages = [str(diagnostic) for diagnostic in wrong.diagnostics()]
-    wanted = [
+    expected = [
         "version 7",
         "of kind 'tpu'",
         "threads 0",
@@ -106,6 +106,6 @@ def test_every_error_is_reported():
         "matmuls.0.m",
         "flops_per_s of -1.0",
     ]
-    wanted += ["5 of float32; a fit needs at least 6", "0 were measured; needed are 6", "in rising order"]
-    assert all(any(part in each for each in messages) for part in wanted), messages
+    expected += ["5 of float32; a fit needs at least 6", "0 were measured; needed are 6", "in rising order"]
+    assert all(any(part in each for each in messages) for part in expected), messages
     assert all(diagnostic.fix for diagnostic in wrong.diagnostics())

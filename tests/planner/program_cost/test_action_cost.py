@@ -18,7 +18,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost import action_cost
 from meshwright.planner.program_cost.action_cost import ActionCosts
 from meshwright.planner.program_cost.device_time import ExecutionTarget
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
 ROWS, TOKENS = 6, 9
@@ -37,7 +37,7 @@ PAIRS = 4 * 6 * TOKENS * TOKENS * 8 / 2  # of attention, half of whose pairs the
 
 @cache
 def plan_of(mesh: Mesh = ALONE, micro: int = 0) -> Plan:
-    return planned(known(**SIZES), mesh, micro=micro, rows=ROWS)[1]
+    return planned(analyzed_llama(**SIZES), mesh, micro=micro, rows=ROWS)[1]
 
 
 def priced(plan: Plan, on: ExecutionTarget, rank: int = 0) -> dict[str, float]:
@@ -104,9 +104,9 @@ def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp
     among them.
     """
-    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel()))[
-        1
-    ]
+    plan = planned(
+        analyzed_llama(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel())
+    )[1]
     each = [priced(plan, ground(moved=1e9), rank)["LOSS"] for rank in range(ranks)]
     told = (
         ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)
@@ -116,7 +116,7 @@ def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     assert sum(rich) == pytest.approx(2 * ROWS * TOKENS * 68 * 1e-9)
     assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(action_cost.LOGITS_CALLS_PER_CHUNK)
     tiled = planned(
-        known(**SIZES),
+        analyzed_llama(**SIZES),
         Mesh(tp=ranks),
         rows=ROWS,
         strategies=(TensorParallel(), VocabParallel(), ChunkedLoss(2)),
@@ -128,7 +128,7 @@ def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
 
 def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monkeypatch: pytest.MonkeyPatch):
     strategies = (Ulysses(), DDP(axis="cp"))
-    plan = planned(known(**SIZES), Mesh(cp=3), rows=ROWS, strategies=strategies)[1]
+    plan = planned(analyzed_llama(**SIZES), Mesh(cp=3), rows=ROWS, strategies=strategies)[1]
     inner = next(
         action for action in plan.for_rank(0).actions if action.name == "F(model.layers.0, 0)"
     ).inner_transfers
@@ -152,7 +152,7 @@ def test_short_operations_take_a_call_each():
 def test_both_halves_of_a_backward_take_what_the_whole_does():
     whole = priced(plan_of(Mesh(pp=2), 2), ground(flops=1.0))
     halves = planned(
-        known(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),)
+        analyzed_llama(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),)
     )[1]
     found = priced(halves, ground(flops=1.0))
     assert found["I(model.layers.0, 0)"] + found["W(model.layers.0, 0)"] == pytest.approx(

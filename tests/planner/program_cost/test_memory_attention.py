@@ -58,7 +58,7 @@ def rows(family: str, tokens: int) -> dict[str, torch.Tensor]:
     return {name: torch.randint(3, WORDS, (ROWS, tokens), generator=generator) for name in names}
 
 
-def reading_of(family: str, attention: str, tokens: int) -> AnalyzedModel:
+def analyzed_model(family: str, attention: str, tokens: int) -> AnalyzedModel:
     more = {"use_cache": False, "attn_implementation": attention}
     match family:
         case "llama":
@@ -75,7 +75,7 @@ def off(
     family: str, attention: str, tokens: int, *strategies: Strategy, micro: int = 0, dtypes: str = "float32"
 ) -> float:
     """By how much of what lived the plan says more, in a step with moments."""
-    reading = reading_of(family, attention, tokens)
+    analyzed = analyzed_model(family, attention, tokens)
     parameters, _, compute = dtypes.partition(" ")
     precision = PrecisionConfig(parameters, compute or parameters)
     job = Job(
@@ -84,10 +84,10 @@ def off(
         TrainConfig(batch=ROWS),
         precision=precision,
     )
-    plan = make_plan(reading, job, Mesh(), strategies, micro)
+    plan = make_plan(analyzed, job, Mesh(), strategies, micro)
     with (
         PeakLive() as live,
-        parallelize(reading, plan, world=single_rank_world(torch.device("cpu"))) as engine,
+        parallelize(analyzed, plan, world=single_rank_world(torch.device("cpu"))) as engine,
     ):
         for _ in range(2):
             gc.collect()

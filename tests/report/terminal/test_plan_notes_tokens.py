@@ -13,13 +13,13 @@ from meshwright.plan.model_spec.sequence_info import GlueGather, SequenceShardin
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.report.terminal.plan_notes import max_over_mean_attention, sequence_sharding_text
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
 JOB = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
 
 
 def words(mesh: Mesh, *strategies: Strategy) -> dict[str, str]:
-    return sequence_sharding_text(make_plan(known(), JOB, mesh, strategies))
+    return sequence_sharding_text(make_plan(analyzed_llama(), JOB, mesh, strategies))
 
 
 def test_of_all_tokens_on_every_rank_nothing_is_said():
@@ -35,7 +35,7 @@ def test_counts_and_balance_are_said():
 
 @pytest.mark.parametrize("looks", [False, True])
 def test_what_glue_brings_together_is_said(looks: bool):
-    plan = make_plan(known(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     anatomy = replace(
         plan.model_spec,
         sequence_info=replace(
@@ -96,7 +96,7 @@ def test_pairs_in_documents_are_counted_one_by_one(deal: SequenceSharding, ends:
 
 
 def planned(balance: str, length: int, **more: bool) -> str:
-    plan = make_plan(known(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
     attends = tuple(replace(attend, **more) for attend in plan.model_spec.sequence_info.attention_calls)
     anatomy = replace(
         plan.model_spec,

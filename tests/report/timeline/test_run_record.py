@@ -9,12 +9,12 @@ import pytest
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import plan_differences, read_run_record
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return course(tmp_path_factory.mktemp("runs") / "one")
+    return train_small_run(tmp_path_factory.mktemp("runs") / "one")
 
 
 def test_a_whole_run_is_read_whole(folder):
@@ -99,7 +99,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder):
 
 
 def test_two_plans_differ_in_what_was_changed_and_not_in_their_folders(tmp_path, folder):
-    other = course(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
+    other = train_small_run(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
     found = {
         key: (mine, theirs)
         for key, mine, theirs in plan_differences(read_run_record(folder), read_run_record(other))

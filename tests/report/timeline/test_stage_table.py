@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.memory_table import busiest_rank, first_ranks, states_table, states_text
 from meshwright.report.timeline.stage_table import stages_view
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 
 class Skipping(nn.Module):
@@ -43,15 +43,15 @@ def shown(view: object, width: int = 100) -> str:
 
 
 def planned(mesh: Mesh, *strategies: object, micro_batch: int = 1) -> Plan:
-    return make_plan(reading_of(), tiny_job(), mesh, strategies, micro_batch)
+    return make_plan(analyzed_model(), tiny_job(), mesh, strategies, micro_batch)
 
 
 def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses():
     loss = mw.Loss(
         lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
     )
-    reading = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
-    text = shown(stages_view(make_plan(reading, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
+    analyzed = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
+    text = shown(stages_view(make_plan(analyzed, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
     lines = [line.split() for line in text.splitlines() if " | " in line]
     assert [line[:3] for line in lines if line[3] == "layers.0"] == [["0", "|", "1"], ["1", "|", "2"]]
     assert "0 > 1 > 2" in text, "part 1 uses it and hands it on; the sum is glue behind the block of part 2"

@@ -19,14 +19,14 @@ from meshwright.report.timeline.stage_turns import (
     simulated_actions,
     traced_actions,
 )
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 PARTS = [["a"], ["b"]]
 
 
 def planned(schedule: str, ranks: int = 2, chunks: int = 0, *others: object) -> Plan:
     return make_plan(
-        reading_of(),
+        analyzed_model(),
         tiny_job(batch=4),
         Mesh(pp=ranks),
         (Pipeline(schedule=schedule, virtual_stages=chunks), *others),

@@ -9,12 +9,12 @@ import pytest
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import read_run_record
 from meshwright.report.timeline.step_timeline import MAX_RANKS_DRAWN, event_durations_ms, step_timeline
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return read_run_record(course(tmp_path_factory.mktemp("run")))
+    return read_run_record(train_small_run(tmp_path_factory.mktemp("run")))
 
 
 def test_every_action_is_planned_once_and_measured_once_per_rank(record):

@@ -220,11 +220,11 @@ def test_scalars_and_empty_tensors_are_entries_too():
 def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(
     cuts: tuple[int, int], sizes: tuple[int, int], data
 ):
-    def borders(size: int, num: int) -> list[tuple[int, int]]:
+    def boundaries(size: int, num: int) -> list[tuple[int, int]]:
         ends = [size * i // num for i in range(num + 1)]
         return [(start, end - start) for start, end in pairwise(ends)]
 
-    spans = [(a, b) for a in borders(sizes[0], cuts[0]) for b in borders(sizes[1], cuts[1])]
+    spans = [(a, b) for a in boundaries(sizes[0], cuts[0]) for b in boundaries(sizes[1], cuts[1])]
     boxes = [StoredSlice(FILE, str(i), (a[0], b[0]), (a[1], b[1])) for i, (a, b) in enumerate(spans)]
     files = {FILE: ShardFile(10_000, "0" * 64)}
     shuffled = data.draw(st.permutations(boxes))

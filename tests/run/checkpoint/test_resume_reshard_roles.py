@@ -19,7 +19,7 @@ from tests.parallel.data.optimizer_cases import Wide
 from tests.run.checkpoint.test_resume_reshard import LAST, LAYOUTS, SAVED, Left, assert_holds, play
 from tests.tiny_model import rows, tiny_job
 
-READING = analyze(Wide, rows(2))
+ANALYZED = analyze(Wide, rows(2))
 WIDE = PrecisionConfig("float64", "float64", "float64")
 JOBS = {
     **{
@@ -41,7 +41,7 @@ SOME = ("one device", "stage 1 on 2", "stage 2 on 2 x 2", "stage 3 on 3")
 
 def plan_of(layout: str, job: Job) -> Plan:
     mesh, strategies = LAYOUTS[layout]
-    return make_plan(READING, job, mesh, strategies, 1 if mesh.world_size == 4 else 2)
+    return make_plan(ANALYZED, job, mesh, strategies, 1 if mesh.world_size == 4 else 2)
 
 
 @pytest.mark.parametrize("kept", JOBS)
@@ -55,7 +55,7 @@ def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_ow
         plan = plan_of(layout, job)
 
         def rank(world: World, plan: Plan = plan, layout: str = layout) -> Left:
-            with parallelize(READING, plan, world=world) as engine:
+            with parallelize(ANALYZED, plan, world=world) as engine:
                 play(engine, plan, world, SAVED)
                 middle = engine.save(tmp_path / layout)
                 play(engine, plan, world, LAST)
@@ -67,7 +67,7 @@ def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_ow
         plan = plan_of(layout, job)
 
         def again(world: World, plan: Plan = plan, layout: str = layout) -> tuple[list[set[str]], Path]:
-            with parallelize(READING, plan, world=world) as engine:
+            with parallelize(ANALYZED, plan, world=world) as engine:
                 names = []
                 for run in (*(runs[other] for other in SOME if other != layout), runs[layout]):
                     assert engine.load(run.middle) == SAVED

@@ -12,14 +12,14 @@ from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples, eval_source, split_held_out
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.data.mixture import Mixture
-from tests.tiny_model import plan_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, plan_of, rows, tiny_job
 
-READING = reading_of()
+ANALYZED = analyzed_model()
 DATA = ExampleDataset({**rows(31), "id": torch.arange(31)})
 
 
 def plan(ranks: int, micro_batch: int = 0, batch: int = 12, **spec: int):
-    return plan_of(READING, ranks, micro_batch=micro_batch, job=tiny_job(batch, evaluate=EvalConfig(**spec)))
+    return plan_of(ANALYZED, ranks, micro_batch=micro_batch, job=tiny_job(batch, evaluate=EvalConfig(**spec)))
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 0), (2, 0), (2, 3), (3, 0), (3, 2), (4, 1)])

@@ -17,7 +17,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.documents import PackedTexts
 from meshwright.run.data.feed import ExampleDataset, Feed, open_dataset, open_feed
 from meshwright.run.data.text import TextDataset
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.run.data.corpora import jsonl
 
 BATCH, ROWS = 12, 31
@@ -29,7 +29,7 @@ def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
         ModelConfig("model.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5)
     )
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
-    return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, micro_batch)
+    return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, micro_batch)
 
 
 def feeds(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[Feed]:

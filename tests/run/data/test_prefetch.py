@@ -16,14 +16,14 @@ from meshwright.run.data import prefetch
 from meshwright.run.data.feed import ExampleDataset, Feed, open_feed
 from meshwright.run.data.prefetch import PrefetchedFeed
 from meshwright.run.data.prefetch import prefetch as ahead
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 ROWS = {"labels": torch.arange(31)}
 
 
 def feed(data=None, epochs: int = 0) -> Feed:
     job = Job(ModelConfig("m.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=4, seed=5))
-    return open_feed(data or ExampleDataset(ROWS), Plan.make(job, Mesh(), Paper().anatomy), 0)
+    return open_feed(data or ExampleDataset(ROWS), Plan.make(job, Mesh(), SyntheticModel().model_spec), 0)
 
 
 def rows(batch) -> list[int] | None:
