@@ -13,9 +13,9 @@ from tests.command_line import (
     Said,
     become_the_only_rank,
     forget_ranks,
+    invoke,
     lay_out,
     refuse_to_start,
-    said,
 )
 
 
@@ -32,7 +32,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 # plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import Said, forget_ranks, lay_out, refuse_to_start, said
+from tests.command_line import Said, forget_ranks, invoke, lay_out, refuse_to_start
 
 LOOKS = """
 
@@ -34,7 +34,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 def verdict_of(config: Path) -> dict:

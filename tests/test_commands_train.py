@@ -12,10 +12,10 @@ from tests.command_line import (
     become_the_only_rank,
     checkpoint,
     forget_ranks,
+    invoke,
     lay_out,
     metrics,
     refuse_to_start,
-    said,
     steps_kept,
 )
 
@@ -34,7 +34,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 def alone(config: Path, *words: object) -> list[object]:

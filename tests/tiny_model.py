@@ -69,7 +69,7 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def rows(count: int = ROWS, *, uneven: bool = True) -> dict[str, torch.Tensor]:
+def token_samples(count: int = ROWS, *, uneven: bool = True) -> dict[str, torch.Tensor]:
     """`count` rows of tokens and labels; when `uneven`, row i ignores some of its labels, every seventh row
     all of them.
     """
@@ -94,7 +94,7 @@ def tiny_job(batch: int = 12, **changes: object) -> Job:
 @cache
 def analyzed_model(seed: int = 0, loss: Loss | None = None, **options: float | bool) -> AnalyzedModel:
     """What `Tiny(**options)` is made of; read once, for nobody writes into a reading."""
-    return analyze(lambda: Tiny(**options), rows(2), loss=loss, seed=seed)
+    return analyze(lambda: Tiny(**options), token_samples(2), loss=loss, seed=seed)
 
 
 def plan_of(
@@ -112,7 +112,7 @@ def case_of(
     analyzed: AnalyzedModel, plan: Plan, data: dict[str, torch.Tensor] | None = None, loss: Loss | None = None
 ) -> ParityCase:
     """The comparison of `plan` with one device, on `data`."""
-    samples = ExampleDataset(data or rows())
+    samples = ExampleDataset(data or token_samples())
     return ParityCase(
         plan=plan,
         single_device_plan=make_plan(analyzed, single_device_job(plan.job), Mesh(), ()),

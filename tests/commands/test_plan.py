@@ -92,15 +92,15 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (["--devices", "8"], "choose a plan with `meshwright search MODEL`"),
     ],
 )
-def test_words_that_do_not_go_together_are_refused(config: Path, words: list[str], said: str):
-    done = CliRunner().invoke(app, ["plan", str(config), *words])
+def test_words_that_do_not_go_together_are_refused(config: Path, options: list[str], message: str):
+    done = CliRunner().invoke(app, ["plan", str(config), *options])
     assert done.exit_code == 2
-    assert said in " ".join((done.output + done.stderr).split())
+    assert message in " ".join((done.output + done.stderr).split())
 
 
 def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):

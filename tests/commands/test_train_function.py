@@ -20,10 +20,10 @@ from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 ANALYZED = analyzed_model(p=0.1)
-DATA = rows(31)
+DATA = token_samples(31)
 Rows = Mapping[str, torch.Tensor]
 
 

@@ -11,7 +11,7 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import ANALYZED, noisy
-from tests.tiny_model import Tiny, executor_of, rows, tiny_job
+from tests.tiny_model import Tiny, executor_of, tiny_job, token_samples
 
 
 def played(
@@ -24,7 +24,7 @@ def played(
     def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         models, metrics = [], []
         for step in range(3):

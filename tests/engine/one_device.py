@@ -18,7 +18,7 @@ from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
-from tests.tiny_model import TOKENS, VOCABULARY, Tiny, analyzed_model, rows
+from tests.tiny_model import TOKENS, VOCABULARY, Tiny, analyzed_model, token_samples
 
 FLOAT64 = PrecisionConfig("float64", "float64", "float64")
 Batch = dict[str, torch.Tensor]
@@ -82,7 +82,9 @@ def pair(
     known = build is Tiny and example is None and loss is None
     job, loss = job or job_of(), loss or token_cross_entropy()
     analyzed = (
-        analyzed_model() if known else analyze(build, rows(2) if example is None else example, loss=loss)
+        analyzed_model()
+        if known
+        else analyze(build, token_samples(2) if example is None else example, loss=loss)
     )
     plan = make_plan(analyzed, job, micro_batch=micro_batch)
     subject = make_trained_module(analyzed, torch.device("cpu"), getattr(torch, job.precision.parameters))

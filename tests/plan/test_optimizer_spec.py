@@ -101,7 +101,7 @@ def test_the_bytes_of_other_shapes_and_widths():
 
 
 @pytest.mark.parametrize(
-    ("spec", "where", "said"),
+    ("spec", "where", "message"),
     [
         (OptimizerConfig("muon"), "optimizer.momentum", "muon without momentum"),
         (
@@ -141,10 +141,10 @@ def test_the_bytes_of_other_shapes_and_widths():
         ),
     ],
 )
-def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, said: str):
+def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, message: str):
     diagnostics = list(spec.diagnostics())
     assert [diagnostic.location for diagnostic in diagnostics] == [where]
-    assert diagnostics[0].problem.startswith(said)
+    assert diagnostics[0].problem.startswith(message)
     assert diagnostics[0].fix
 
 

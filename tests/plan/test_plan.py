@@ -233,7 +233,7 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"strategies": ()},
@@ -287,10 +287,10 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         ),
     ],
 )
-def test_one_diagnostic_is_reported_once_with_its_repair(changes: dict[str, object], said: str):
+def test_one_diagnostic_is_reported_once_with_its_repair(changes: dict[str, object], message: str):
     found = refused(**changes)
     assert len(found) == 1
-    assert said in found[0]
+    assert message in found[0]
 
 
 def test_diagnostics_of_the_run_are_reported_too():

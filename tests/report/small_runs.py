@@ -16,7 +16,7 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()
 
@@ -42,7 +42,7 @@ def train_small_run(
     def rank(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         train_loop(executor, plan, feed, world, lambda: False)
         executor.close()

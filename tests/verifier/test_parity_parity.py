@@ -238,7 +238,7 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda sent: sent[:-1],
@@ -269,13 +269,13 @@ def test_messages_that_the_program_does_not_state_do_not_pass(
     case: ParityCase,
     reports: list[RankReport],
     change: Callable[[list[LedgerEntry]], list[LedgerEntry]],
-    said: str,
+    message: str,
 ):
     verdict = make_verdict(
         case, [*reports[:2], replace(reports[2], sent_entries=change(reports[2].sent_entries))], "threads", {}
     )
     assert not verdict.passed
-    assert str(verdict.first_difference).startswith(said)
+    assert str(verdict.first_difference).startswith(message)
     assert str(verdict.first_difference).endswith("on rank 2")
 
 

@@ -26,8 +26,8 @@ from tests.tiny_model import (
     executor_of,
     first_of,
     plan_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
@@ -49,7 +49,7 @@ def local_count(actions: list[Action]) -> list[Action]:
 
 
 def test_a_loss_over_the_local_count_where_counts_are_equal(analyzed: AnalyzedModel, plan: Plan):
-    verdict = verdict_of(case_of(analyzed, edited(plan, local_count), rows(uneven=False)))
+    verdict = verdict_of(case_of(analyzed, edited(plan, local_count), token_samples(uneven=False)))
     assert first_of(verdict)[:2] == (0, "gradient")
     assert verdict.first_difference.factor == pytest.approx(3.0)
     assert verdict.cause == "loss scale"
@@ -137,10 +137,10 @@ folder = "{folder}"
 """
 FACTORY = """
 from meshwright.model.loading.loader import Model
-from tests.tiny_model import Tiny, rows
+from tests.tiny_model import Tiny, token_samples
 
 def build():
-    return Model(Tiny(), example=rows())
+    return Model(Tiny(), example=token_samples())
 """
 
 

@@ -17,7 +17,7 @@ from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.verifier.reference import ParityCase, Reference, run_reference
-from tests.tiny_model import analyzed_model, case_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples
 
 
 def by_hand(
@@ -130,7 +130,7 @@ def test_a_parameter_that_no_step_reaches_has_a_gradient_of_zero_and_decays():
 
 
 def test_a_step_in_which_nothing_counts_leaves_the_parameters_as_they_were():
-    data = rows()
+    data = token_samples()
     data["labels"][:] = IGNORE_INDEX
     reference = reference_of(data, steps=2)
     assert [truth.loss for truth in reference.steps] == [0.0, 0.0]
@@ -143,7 +143,9 @@ def test_a_step_in_which_nothing_counts_leaves_the_parameters_as_they_were():
 def test_it_ends_with_the_data():
     analyzed = analyzed_model()
     job = tiny_job(data=DataConfig("example", epochs=1))
-    assert len(run_reference(case_of(analyzed, plan_of(analyzed, 3, job=job), rows(13)), 5).steps) == 2
+    assert (
+        len(run_reference(case_of(analyzed, plan_of(analyzed, 3, job=job), token_samples(13)), 5).steps) == 2
+    )
 
 
 def test_the_users_parameter_groups_hold():

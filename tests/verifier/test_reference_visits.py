@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze
-from tests.tiny_model import VOCABULARY, WIDTH, case_of, plan_of, rows, verdict_of
+from tests.tiny_model import VOCABULARY, WIDTH, case_of, plan_of, token_samples, verdict_of
 
 
 class Inner(nn.Module):
@@ -62,7 +62,7 @@ class Teaching(Sharing):
 
 @pytest.mark.parametrize("build", [Sharing, Teaching])
 def test_blocks_inside_blocks_and_calls_without_gradients_are_no_visits(build: type[nn.Module]):
-    analyzed = analyze(build, rows(2))
+    analyzed = analyze(build, token_samples(2))
     assert analyzed.model_spec.block_calls[:2] == ("embed", "layers.0")
     verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, micro_batch=2)))
     assert verdict.passed, verdict.first_difference

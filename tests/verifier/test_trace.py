@@ -20,7 +20,7 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Handler
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.trace import NeedsRealTensorsError, TraceVerdict, planned_collectives, sample_ranks
-from tests.tiny_model import Tiny, analyzed_model, edited, plan_of, rows, tiny_job
+from tests.tiny_model import Tiny, analyzed_model, edited, plan_of, tiny_job, token_samples
 
 BUCKET_MB = 300 / 2**20  # five buckets, REDUCE(0) to REDUCE(4)
 
@@ -232,7 +232,7 @@ class Looks(Tiny):
 
 
 def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
-    analyzed = mw.analyze(Looks, rows(2))
+    analyzed = mw.analyze(Looks, token_samples(2))
     plan = plan_of(analyzed, 3)
     with pytest.raises(
         NeedsRealTensorsError, match="the model looks at values, which fake tensors lack"

@@ -46,7 +46,7 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("tp=8", "pp=7"), "pp 7 does not divide 64 devices"),
         (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, which does not match 64 devices"),
@@ -78,10 +78,10 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
         (("zero=3", "dp=1"), "no mesh has the data-parallel replicas for ZeRO stage 3"),
     ],
 )
-def test_what_contradicts_itself_is_told_with_what_is_needed(words: tuple[str, ...], said: str):
+def test_what_contradicts_itself_is_told_with_what_is_needed(options: tuple[str, ...], message: str):
     with pytest.raises(PlanError) as raised:
-        run_search(SearchOptions(SMALL, 64, "a100", 256, constraints=words))
-    assert said in str(raised.value)
+        run_search(SearchOptions(SMALL, 64, "a100", 256, constraints=options))
+    assert message in str(raised.value)
     assert "repair: " in str(raised.value)
 
 

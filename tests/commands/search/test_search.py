@@ -49,7 +49,7 @@ def test_a_model_in_words_is_planned_and_explained():
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         ("13b: layers 40 hidden 5120 heads 40", "The model does not fit on one device"),
         (
@@ -58,8 +58,8 @@ def test_a_model_in_words_is_planned_and_explained():
         ),
     ],
 )
-def test_the_scenario_is_said_in_words(model: str, words: str):
-    assert words in shown(SearchOptions(model, 512, "a100", 512))
+def test_the_scenario_is_said_in_words(model: str, message: str):
+    assert message in shown(SearchOptions(model, 512, "a100", 512))
 
 
 def test_the_winner_is_a_config_that_resolves(tmp_path: Path):

@@ -14,9 +14,9 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import Batch, Custom, bits, ignored, job_of, pair, part
-from tests.tiny_model import Tiny, analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import Tiny, analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
-DATA = rows(31)
+DATA = token_samples(31)
 
 
 def shares(data: Batch, ranks: int, size: int) -> list[list[Batch | None]]:

@@ -14,10 +14,10 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
-from tests.tiny_model import WIDTH, Tiny, rows, tiny_job
+from tests.tiny_model import WIDTH, Tiny, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
-DATA = rows(24)
+DATA = token_samples(24)
 LAYOUTS = {
     **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage))) for stage in (1, 2, 3)},
     "hybrid": (Mesh(dp_replicate=2, dp_shard=3), (BatchSplit(), SHARD, ZeRO(replicate_axis="dp_replicate"))),

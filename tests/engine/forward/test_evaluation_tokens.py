@@ -15,9 +15,9 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.parallel.data.tokenwise_model import TokenSharding
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
-DATA = rows(24)
+DATA = token_samples(24)
 ANALYZED = analyzed_model(tied=True)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "tokens": (Mesh(cp=3), (TokenSharding(), DDP(axis="cp"))),

@@ -26,10 +26,10 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, part
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import VOCABULARY, rows, tiny_job
+from tests.tiny_model import VOCABULARY, tiny_job, token_samples
 
 SHARD = Split(axis="dp_shard")
-DATA = rows(31)
+DATA = token_samples(31)
 ANALYZED = pairs(0.3, layers=4)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
     "two parts": (Mesh(pp=2), (Pipeline(),), 1),

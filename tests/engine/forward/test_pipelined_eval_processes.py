@@ -16,14 +16,14 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import ProcessPool
 from tests.engine.one_device import part
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "three parts": (Mesh(pp=3), (Pipeline(),)),
     "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
     "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
-DATA = rows(30)
+DATA = token_samples(30)
 
 
 def evaluations_of(world: World, layout: str) -> dict[str, list[float]]:

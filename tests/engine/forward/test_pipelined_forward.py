@@ -26,7 +26,7 @@ from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
 from tests.parallel.tensor import model_families
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
-from tests.tiny_model import VOCABULARY, WIDTH, rows, tiny_job
+from tests.tiny_model import VOCABULARY, WIDTH, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 LLAMA = analyzed_llama(num_hidden_layers=3)
@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
     "slices": (Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), VocabParallel())),
 }
-DATA = rows(12)
+DATA = token_samples(12)
 Use = Callable[[nn.Module], list[torch.Tensor]]
 
 

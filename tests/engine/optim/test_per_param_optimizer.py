@@ -62,7 +62,7 @@ def test_a_grain_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut", "said"),
+    ("kind", "cut", "message"),
     [
         (
             Own,
@@ -91,10 +91,10 @@ def test_a_grain_that_is_none_is_refused():
     ],
 )
 def test_cuts_that_are_too_fine_are_refused(
-    kind: type[torch.optim.Optimizer], cut: ShardAlignment, said: str
+    kind: type[torch.optim.Optimizer], cut: ShardAlignment, message: str
 ):
     optimizer, parameters = of(kind)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_shard_alignments([optimizer], parameters, {"a": cut})
 
 

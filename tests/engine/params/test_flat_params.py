@@ -16,7 +16,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import analyzed_model, executor_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()  # the 91 elements of its head do not divide by 3
 RANKS = 3
@@ -45,7 +45,7 @@ def on_ranks(
 
     def on_rank(world: World) -> object:
         executor = executor_of(ANALYZED, plan, world_of(world))
-        mine = {key: value[plan.samples_read(world.rank)] for key, value in rows().items()}
+        mine = {key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()}
         found = body(executor, lambda: executor.step(mine).grad_norm)
         executor.close()
         return found

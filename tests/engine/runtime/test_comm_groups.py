@@ -11,7 +11,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 STEPS = 2
 
@@ -20,7 +20,7 @@ def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
     world.serializes_p2p = True  # as on NCCL
     analyzed = analyzed_model()
     plan = make_plan(analyzed, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
-    batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
+    batches = [token_samples(plan.job.train.batch) for _ in range(STEPS)]
     case = make_parity_case(
         analyzed,
         plan,

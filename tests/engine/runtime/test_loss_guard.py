@@ -13,9 +13,9 @@ from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.job import LossGuard, OptimizerConfig
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, job_of, pair, part
-from tests.tiny_model import Tiny, analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import Tiny, analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
-DATA = rows(uneven=False)
+DATA = token_samples(uneven=False)
 
 
 def judged(guard: LossGuard, *steps: tuple[float, float]) -> list[tuple[str, ...]]:

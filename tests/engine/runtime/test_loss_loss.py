@@ -10,7 +10,7 @@ import meshwright as mw
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, get_logits, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from tests.engine.one_device import pair, part
-from tests.tiny_model import analyzed_model, case_of, plan_of, rows, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples, verdict_of
 
 LOGITS = torch.linspace(-2, 2, 2 * 3 * 5, dtype=torch.float64).view(2, 3, 5)
 LABELS = torch.tensor([[1, IGNORE_INDEX, 4], [IGNORE_INDEX, IGNORE_INDEX, 0]])
@@ -64,7 +64,7 @@ def test_weights_of_one_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         (
             torch.ones(2),
@@ -75,8 +75,8 @@ def test_weights_of_one_change_nothing():
     ],
     ids=["shape", "negative", "infinite"],
 )
-def test_weights_that_cannot_be_are_refused(weights: torch.Tensor, said: str):
-    with pytest.raises(PlanError, match=said):
+def test_weights_that_cannot_be_are_refused(weights: torch.Tensor, message: str):
+    with pytest.raises(PlanError, match=message):
         token_cross_entropy().count_weight_and_tokens({"labels": LABELS, "loss_weights": weights})
 
 
@@ -91,7 +91,7 @@ def test_a_key_that_the_batch_lacks_is_named():
 def weighted_rows(count: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return {
-        **rows(count),
+        **token_samples(count),
         "loss_weights": 0.1 * torch.rand(count, 5, generator=generator, dtype=torch.float64),
     }
 

@@ -21,7 +21,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.run.training.engine import Trainer
 from tests.engine.one_device import bits, job_of
-from tests.tiny_model import analyzed_model, rows
+from tests.tiny_model import analyzed_model, token_samples
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
@@ -43,7 +43,7 @@ def engine_of(
 
 
 def trained(engine: Trainer, steps: int) -> list[Metrics]:
-    return [engine.step(rows(12)) for _ in range(steps)]
+    return [engine.step(token_samples(12)) for _ in range(steps)]
 
 
 def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_every_parameter_takes_two_and_two_and_twelve_bytes(
     precision: PrecisionConfig, parameters: int, gradients: int, master: int, optimizer_states: int
 ):
     engine, numel = engine_of(precision), ANALYZED.model_spec.numel
-    engine.step(rows(12))
+    engine.step(token_samples(12))
     sizes, counters = engine.executor.memory_by_category(), 4 * len(ANALYZED.model_spec.params)
     assert sizes["parameters"] == parameters * numel
     assert sizes["gradients"] == gradients * numel
@@ -90,7 +90,7 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
     engine, seen = engine_of(precision), set()
     for parameter in engine.module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
-    engine.step(rows(12))
+    engine.step(token_samples(12))
     roles = {role: getattr(torch, dtype) for role, dtype in precision.roles.items()}
     assert {parameter.dtype for parameter in engine.module.parameters()} == {roles["parameters"]}
     assert seen == {roles["gradients"]}
@@ -122,7 +122,7 @@ def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_ma
             if not step:
                 assert torch.equal(master, ANALYZED.deferred_init.initial_value(name, torch.float32))
             assert torch.equal(engine.module.get_parameter(name), master.bfloat16())
-        engine.step(rows(12))
+        engine.step(token_samples(12))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, cli
     words = {"betas": optimizer.betas} if optimizer.name == "adamw" else {"momentum": 0.9}
     alone = make(list(masters.values()), lr=optimizer.lr, weight_decay=0.0, fused=True, **words)
     for _ in range(3):
-        batch = rows(12)
+        batch = token_samples(12)
         metrics = engine.step(batch)
         module.zero_grad()
         logits = module(batch["input_ids"]).float()
@@ -191,7 +191,7 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision
         OptimizerConfig("sgd", lr=1e-3, weight_decay=0.0),
     )
     before, left_out = model_of(engine), 0
-    while (metrics := engine.step(rows(12))).overflow:
+    while (metrics := engine.step(token_samples(12))).overflow:
         left_out += 1
         assert metrics.is_skipped
         assert metrics.spike is None
@@ -200,7 +200,7 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision
     assert 10 < left_out < 30
     assert metrics.loss_scale == 2.0 ** (40 - left_out)
     assert bits(model_of(engine)) != bits(before)
-    said = [engine.step(rows(12)).loss_scale for _ in range(3)]
+    said = [engine.step(token_samples(12)).loss_scale for _ in range(3)]
     assert 2.0 ** (41 - left_out) in said
 
 
@@ -227,7 +227,7 @@ def test_unscaled_gradients_come_from_the_player(compute: str):
         engine.executor._actions.update.step = lambda engine=engine: found.append(
             engine.executor.gather_gradients()
         )
-        engine.step(rows(12))
+        engine.step(token_samples(12))
     for name, gradient in found[1].items():
         torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
 
@@ -257,12 +257,12 @@ def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
 def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
     guard = LossGuard("skip", factor=0.0)
     engine = engine_of(replace(HALF, loss_scale=2.0**40), guard=guard)
-    metrics = engine.step(rows(12))
+    metrics = engine.step(token_samples(12))
     assert (metrics.overflow, metrics.spike, metrics.loss_scale) == (True, None, 2.0**39)
     engine = engine_of(HALF, guard=guard)
     with torch.no_grad():
         engine.module.head.bias[0] = inf
-    metrics = engine.step(rows(12))
+    metrics = engine.step(token_samples(12))
     assert not metrics.overflow
     assert metrics.spike is not None
     assert metrics.loss_scale == 65536.0  # a forward that is not finite says nothing about the scale

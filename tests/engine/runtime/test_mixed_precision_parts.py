@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 AUTOCAST = PrecisionConfig(compute="float16", loss_scale=1024.0)
 HALF = PrecisionConfig("float16", "float16", "float32", master="float32", loss_scale=1024.0)
@@ -61,7 +61,7 @@ def steps(
             store.compute_sqnorm = planting
             for _ in range(3):
                 before = bits(engine.executor.gather_parameters())
-                found.append(engine.step(engine.local_batch(rows(12))))
+                found.append(engine.step(engine.local_batch(token_samples(12))))
                 moved.append(before != bits(engine.executor.gather_parameters()))
             return found, moved
 

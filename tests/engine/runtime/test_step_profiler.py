@@ -24,7 +24,7 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
     def rank(world):
         executor, feed, watch = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
             StepProfiler(world.device),
         )
         metrics = [executor.step(feed.batch(0)), executor.step(feed.batch(1), profiler=watch)]
@@ -98,7 +98,7 @@ def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
     def unwatched(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         return [executor.step(feed.batch(step)) for step in range(3)]
 
@@ -136,7 +136,7 @@ def test_sizes_are_those_of_the_tensors():
     def rank(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         before = executor.memory_by_category()
         executor.step(feed.batch(0))

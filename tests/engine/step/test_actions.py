@@ -12,9 +12,9 @@ from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from tests.engine.one_device import Custom, Pair, bits, ignored, job_of, pair, part
-from tests.tiny_model import TOKENS, Tiny, rows
+from tests.tiny_model import TOKENS, Tiny, token_samples
 
-UNEVEN = rows(36)
+UNEVEN = token_samples(36)
 SGD = {"lr": 0.1, "foreach": False, "fused": False}
 
 
@@ -54,14 +54,16 @@ def test_a_short_batch_leaves_micro_batches_short_or_empty(count: int):
 
 
 def test_micro_batches_without_labels_weigh_nothing():
-    batch = ignored(rows(12, uneven=False), 3, 4, 5, 9)
+    batch = ignored(token_samples(12, uneven=False), 3, 4, 5, 9)
     done = pair(micro_batch=3)
     assert train(done, 1, batch) < 1e-12
     assert done.error < 1e-12
 
 
 @pytest.mark.parametrize(
-    "batch", [None, ignored(rows(12)), part(rows(12), 0, 0)], ids=["no rows", "no labels", "an empty batch"]
+    "batch",
+    [None, ignored(token_samples(12)), part(token_samples(12), 0, 0)],
+    ids=["no rows", "no labels", "an empty batch"],
 )
 def test_a_step_in_which_nothing_counts_changes_nothing_but_the_count_of_steps(
     batch: dict[str, torch.Tensor] | None,
@@ -132,7 +134,7 @@ def test_a_block_left_out_at_some_steps_is_no_fault():
 
     done = pair(
         lambda: Skipping(chain),
-        {key: torch.zeros_like(value) for key, value in rows(2).items()},
+        {key: torch.zeros_like(value) for key, value in token_samples(2).items()},
         micro_batch=3,
     )
     optimizer = torch.optim.SGD(done.model.parameters(), **SGD)
@@ -163,7 +165,7 @@ def test_a_step_that_failed_leaves_nothing_to_the_next():
             raise KeyError("planted")
         return token_cross_entropy().total(outputs, batch)
 
-    batch = rows(12, uneven=False)
+    batch = token_samples(12, uneven=False)
     batch["labels"][8, 0] = 12
     batch["labels"][[0, 4], 0] = 0
     done = pair(

@@ -22,9 +22,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import Custom, bits, job_of, pair, part
-from tests.tiny_model import Tiny, rows
+from tests.tiny_model import Tiny, token_samples
 
-BATCH = rows(12)
+BATCH = token_samples(12)
 
 
 def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
 
 
 def test_one_rank_that_asks_to_stop_is_heard_by_all():
-    analyzed = analyze(Tiny, rows(2))
+    analyzed = analyze(Tiny, token_samples(2))
     plan = make_plan(analyzed, job_of(), Mesh(dp_replicate=3))
 
     def play(world) -> list[Metrics]:
@@ -80,7 +80,7 @@ def test_a_step_with_too_many_or_unequal_rows_is_refused():
         ValueError,
         match=r"13 samples and this rank takes 12 in a step; pass at most that many, or raise train\.batch",
     ):
-        done.executor.step(rows(13))
+        done.executor.step(token_samples(13))
     needed = "the batch holds input_ids 12, labels 11; needed are as many samples in every tensor"
     with pytest.raises(ValueError, match=needed):
         done.executor.step({**BATCH, "labels": BATCH["labels"][:11]})
@@ -129,7 +129,7 @@ def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often
 
 
 def test_an_action_that_nobody_plays_is_refused():
-    analyzed = analyze(Tiny, rows(2))
+    analyzed = analyze(Tiny, token_samples(2))
     plan = make_plan(analyzed, job_of())
     strange = replace(
         plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")])
@@ -178,7 +178,7 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
         schedule=ScheduleConfig("cosine", warmup=2),
         steps=8,
     )
-    batches = [part(rows(60), 10 * step, 10 * step + 10) for step in range(6)]
+    batches = [part(token_samples(60), 10 * step, 10 * step + 10) for step in range(6)]
 
     def fresh() -> Executor:
         return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).executor
@@ -258,7 +258,7 @@ def test_activations_and_gradients_are_gone_without_the_garbage_collector():
 
 def test_a_batch_is_let_go_after_its_step():
     done = pair(micro_batch=4)
-    batch = rows(12)
+    batch = token_samples(12)
     kept = [weakref.ref(value.untyped_storage()) for value in batch.values()]
     done.executor.step(batch)
     del batch

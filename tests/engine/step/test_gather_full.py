@@ -13,9 +13,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.forward.test_pipelined_eval import Skips
 from tests.engine.one_device import part
-from tests.tiny_model import Tiny, rows, tiny_job
+from tests.tiny_model import Tiny, tiny_job, token_samples
 
-DATA = rows(4)
+DATA = token_samples(4)
 
 
 def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:

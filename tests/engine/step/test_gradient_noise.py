@@ -37,8 +37,8 @@ from tests.tiny_model import (
     executor_of,
     first_of,
     plan_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
@@ -96,7 +96,7 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
     def rank(world: World) -> tuple[list[Metrics], list[nn.Module]]:
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         models, metrics = [], []
         for step in range(steps):
@@ -114,7 +114,7 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
 def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, micro_batch: int, strategies):
     plan = plan_of(ANALYZED, ranks, strategies, micro_batch, noisy(tiny_job()))
     outcome = played(plan)
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(ranks)]
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)]
     steps = [[feed.batch(step) for feed in feeds] for step in range(4)]
     counts = {LOSS.count(batch).item() for parts in steps for batch in parts}
     assert len(counts) > 1, "the parts must differ in what counts in them"
@@ -129,7 +129,7 @@ def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, m
 def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int):
     plan = plan_of(ANALYZED, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
     ((metrics, models),) = played(plan)
-    feed = open_feed(ExampleDataset(rows()), plan, 0)
+    feed = open_feed(ExampleDataset(token_samples()), plan, 0)
     batches = [feed.batch(step) for step in range(4)]
     found = [by_hand(model, [b], [part(b, 0, micro_batch)]) for model, b in zip(models, batches, strict=True)]
     expected = averaged(found)
@@ -140,7 +140,9 @@ def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cas
     job = noisy(tiny_job())
     job = replace(job, precision=replace(job.precision, reduce="float32"))
     (metrics, models), *_ = played(plan_of(ANALYZED, 3, job=job), steps=1)
-    feeds = [open_feed(ExampleDataset(rows()), plan_of(ANALYZED, 3, job=job), rank) for rank in range(3)]
+    feeds = [
+        open_feed(ExampleDataset(token_samples()), plan_of(ANALYZED, 3, job=job), rank) for rank in range(3)
+    ]
     parts = [feed.batch(0) for feed in feeds]
     (expected,) = averaged([by_hand(models[0], parts, parts)])
     assert metrics[0].noise_scale == pytest.approx(expected, rel=1e-5)
@@ -241,7 +243,7 @@ def test_a_ratio_that_is_no_batch_size_is_not_told():
 
 def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
     plan = plan_of(ANALYZED, 3, job=noisy(tiny_job()))
-    given = [part(rows(uneven=False), 4 * rank, 4 * rank + 4) for rank in range(3)]
+    given = [part(token_samples(uneven=False), 4 * rank, 4 * rank + 4) for rank in range(3)]
 
     def rank(world: World) -> tuple[nn.Module, list[torch.Tensor], list[Metrics]]:
         executor = executor_of(ANALYZED, plan, world)
@@ -266,7 +268,7 @@ def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
 
 def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
     done = pair(job=noisy(job_of(guard=LossGuard("skip", factor=1.02, window=4))), micro_batch=4)
-    data, skipped = rows(), 0
+    data, skipped = token_samples(), 0
     for step in range(8):
         before = done.executor.state_dict()["noise/averages"].clone()
         metrics = done.executor.step(part(data, step, step + 12))
@@ -291,7 +293,7 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(
     def rank(world: World, plan: Plan) -> dict[str, bytes]:
         executor, feed = (
             executor_of(analyzed, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         for step in range(3):
             executor.step(feed.batch(step))
@@ -336,14 +338,14 @@ def test_the_averages_come_back_as_they_were_and_begin_anew_without():
         pair(job=job_of(), micro_batch=4),
     )
     for _ in range(3):
-        first.executor.step(rows(12))
-        plain.executor.step(rows(12))
+        first.executor.step(token_samples(12))
+        plain.executor.step(token_samples(12))
     assert "noise/averages" not in plain.executor.state_dict()
     second.executor.load_state_dict(
         {name: value.clone() for name, value in first.executor.state_dict().items()}, 3
     )
-    assert first.executor.step(rows(12)) == second.executor.step(rows(12))
+    assert first.executor.step(token_samples(12)) == second.executor.step(token_samples(12))
     second.executor.load_state_dict(plain.executor.state_dict(), 3)
     assert second.executor.state_dict()["noise/averages"].tolist() == [0.0, 0.0]
     plain.executor.load_state_dict(first.executor.state_dict(), 3)
-    assert plain.executor.step(rows(12)).noise_scale is None
+    assert plain.executor.step(token_samples(12)).noise_scale is None

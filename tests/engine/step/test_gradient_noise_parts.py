@@ -22,7 +22,7 @@ from tests.engine.noise_steps import played
 from tests.engine.one_device import part
 from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import analyzed_model, executor_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 ALONE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
@@ -40,7 +40,7 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 @pytest.mark.parametrize("layout", ALONE)
 def test_one_data_rank_compares_its_first_micro_batch_with_the_whole(layout: str):
     metrics, models = played(*ALONE[layout], 3)
-    feed = open_feed(ExampleDataset(rows()), make_plan(ANALYZED, tiny_job(), Mesh(), (), 3), 0)
+    feed = open_feed(ExampleDataset(token_samples()), make_plan(ANALYZED, tiny_job(), Mesh(), (), 3), 0)
     batches = [feed.batch(step) for step in range(3)]
     expected = averaged(
         by_hand(model, [each], [part(each, 0, 3)]) for model, each in zip(models, batches, strict=True)
@@ -54,7 +54,7 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
     mesh, strategies = BESIDE[layout]
     metrics, models = played(mesh, strategies)
     plan = make_plan(ANALYZED, tiny_job(), Mesh(dp_replicate=3), None, 2)
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(3)]
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(3)]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]
@@ -74,7 +74,7 @@ def test_slices_of_parts_add_up_what_all_of_them_have_once():
         def rank(world: World) -> list[float | None]:
             executor, feed = (
                 executor_of(analyzed, plan, world),
-                open_feed(ExampleDataset(rows()), plan, world.rank),
+                open_feed(ExampleDataset(token_samples()), plan, world.rank),
             )
             found = [executor.step(feed.batch(step)).noise_scale for step in range(3)]
             executor.close()

@@ -10,7 +10,7 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from tests.engine.noise_steps import played
 from tests.engine.one_device import part
 from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy
-from tests.tiny_model import rows, tiny_job
+from tests.tiny_model import tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
@@ -32,7 +32,7 @@ def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(lay
     mesh, strategies = LAYOUTS[layout]
     plan = make_plan(ANALYZED, noisy(tiny_job()), mesh, strategies, micro_batch)
     outcome, models = played(mesh, strategies, micro_batch)
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(mesh.world_size)]
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(mesh.world_size)]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]

@@ -19,9 +19,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import part
-from tests.tiny_model import Tiny, executor_of, rows, tiny_job
+from tests.tiny_model import Tiny, executor_of, tiny_job, token_samples
 
-DATA = rows(uneven=False)
+DATA = token_samples(uneven=False)
 MARK = 12  # a token; the first of each row that goes wrong
 
 

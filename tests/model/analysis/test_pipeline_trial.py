@@ -56,7 +56,7 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
 
 
 @pytest.mark.parametrize(
-    ("forward", "said"),
+    ("forward", "message"),
     [
         (
             row_by_row,
@@ -69,9 +69,9 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
     ],
 )
 def test_where_the_ways_of_a_forward_part_is_told(
-    forward: Callable[[Chain, torch.Tensor], object], said: str
+    forward: Callable[[Chain, torch.Tensor], object], message: str
 ):
-    with pytest.raises(PlanError, match=f"takes another path on 5 samples than on 3: {said}"):
+    with pytest.raises(PlanError, match=f"takes another path on 5 samples than on 3: {message}"):
         add_stage_boundaries(analyze_model(lambda: Chain(forward), X))
 
 

@@ -48,7 +48,7 @@ def analyze_model(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: Normed(nn.BatchNorm1d(6)), "then norm.eval()"),
         (lambda: Normed(nn.BatchNorm1d(6)).eval(), "then norm.eval()"),
@@ -65,7 +65,7 @@ def analyze_model(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
     ids=["training", "model in eval mode is trained", "sync", "no statistics", "no statistics, frozen"],
 )
 def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
-    build: Callable[[], nn.Module], said: str
+    build: Callable[[], nn.Module], message: str
 ):
     analyzed = analyze_model(build)
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=3), 0), (mw.Mesh(), 4)):
@@ -74,7 +74,7 @@ def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
         assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(
             caught.value
         )
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     assert (
         mw.make_plan(analyzed, tiny_job()).num_microbatches == 1
     )  # on one device at once it is what it always was

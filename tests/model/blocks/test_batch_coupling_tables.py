@@ -70,7 +70,7 @@ def counted() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             normed,
@@ -84,13 +84,13 @@ def counted() -> nn.Module:
     ids=["norm", "count", "by its function", "norm of a bag", "count of a bag"],
 )
 def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
-    words: Callable[[], nn.Module], said: str
+    words: Callable[[], nn.Module], message: str
 ):
     analyzed = analyze_model(words)
     for mesh in (mw.Mesh(dp_replicate=2), mw.Mesh(dp_shard=3)):
         with pytest.raises(PlanError) as caught:
             mw.make_plan(analyzed, tiny_job(), mesh)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
         assert "repair: remove it" in str(caught.value)
         assert "or train on one device with micro_batch = 0" in str(caught.value)
 
@@ -145,7 +145,7 @@ class Written(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "changes", "said"),
+    ("mesh", "changes", "message"),
     [
         (mw.Mesh(dp_shard=2), {}, "it is gathered for a use, and freed"),
         (
@@ -156,9 +156,9 @@ class Written(nn.Module):
     ],
     ids=["shards", "master"],
 )
-def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], said: str):
+def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], message: str):
     with pytest.raises(
-        PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"
+        PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {message}"
     ):
         mw.make_plan(analyze_model(Written), tiny_job(**changes), mesh)
 

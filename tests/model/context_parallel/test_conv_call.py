@@ -86,7 +86,7 @@ def test_more_convolutions_than_in_the_trial_run_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("known", "given", "said"),
+    ("known", "given", "kwargs"),
     [
         (CAUSAL, OWN[..., :3], {"padding": 2}),
         (replace(CAUSAL, token_numel=2), OWN, {"padding": 2}),
@@ -97,18 +97,18 @@ def test_more_convolutions_than_in_the_trial_run_are_refused():
     ],
 )
 def test_another_convolution_than_in_the_trial_run_is_refused(
-    known: ConvSpec, given: torch.Tensor, said: dict[str, Any]
+    known: ConvSpec, given: torch.Tensor, kwargs: dict[str, Any]
 ):
     with (
         Asking(known).mode(),
         pytest.raises(PlanError, match=r"'layer.conv' convolves \[4, \d\](?s:.*)4 tokens of width") as told,
     ):
-        F.conv1d(given, WEIGHT, **said)
+        F.conv1d(given, WEIGHT, **kwargs)
     assert "let the block run the same convolutions on every batch" in told.value.diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
-    ("said", "reach", "padded"),
+    ("kwargs", "reach", "padded"),
     [
         ({}, 2, (0, 0)),
         ({"padding": "same"}, 2, (1, 1)),
@@ -117,8 +117,8 @@ def test_another_convolution_than_in_the_trial_run_is_refused(
         ({"padding": (3,), "dilation": (3,)}, 6, (3, 3)),
     ],
 )
-def test_what_the_arguments_say(said: dict[str, Any], reach: int, padded: tuple[int, int]):
-    given = Conv1dArguments(OWN, WEIGHT, **said)
+def test_what_the_arguments_say(kwargs: dict[str, Any], reach: int, padded: tuple[int, int]):
+    given = Conv1dArguments(OWN, WEIGHT, **kwargs)
     assert (given.kernel_reach, given.padding_sizes) == (reach, padded)
 
 

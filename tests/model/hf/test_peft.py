@@ -32,7 +32,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stored_base
-from tests.tiny_model import case_of, executor_of, rows, tiny_job, verdict_of
+from tests.tiny_model import case_of, executor_of, tiny_job, token_samples, verdict_of
 
 pytestmark = QUIET
 IN_BASE = "base_model.model.model"
@@ -212,7 +212,9 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
         executor = executor_of(analyzed, plan, world)
         before = bits({name: value.clone() for name, value in executor.gather_parameters().items()})
         for _ in range(2):
-            executor.step({key: value[4 * world.rank : 4 * world.rank + 4] for key, value in rows().items()})
+            executor.step(
+                {key: value[4 * world.rank : 4 * world.rank + 4] for key, value in token_samples().items()}
+            )
         after = bits(executor.gather_parameters())
         summed = {
             name
@@ -262,7 +264,7 @@ def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
         def rank(world: World) -> list[float]:
             executor = executor_of(analyzed, plan, world)
             first = world.rank * plan.local_batch
-            batch = {key: value[first : first + plan.local_batch] for key, value in rows().items()}
+            batch = {key: value[first : first + plan.local_batch] for key, value in token_samples().items()}
             found = [executor.step(batch).loss for _ in range(3)]
             dtypes = {name: value.dtype for name, value in executor.gather_parameters().items()}
             assert all(
@@ -311,4 +313,4 @@ def test_another_module_that_is_missing_has_another_repair():
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
     with pytest.raises(PlanError, match="correct the construction"):
-        analyze(build, rows(2))
+        analyze(build, token_samples(2))

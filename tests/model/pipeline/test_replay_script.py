@@ -158,7 +158,7 @@ def casts(model: Chain, x: torch.Tensor) -> object:
 
 
 @pytest.mark.parametrize(
-    ("glue", "said"),
+    ("glue", "message"),
     [
         (reads, "glue reads a number"),
         (picks, "glue reads a number"),
@@ -169,8 +169,8 @@ def casts(model: Chain, x: torch.Tensor) -> object:
         (casts, "is called in a context of its own"),
     ],
 )
-def test_what_could_differ_is_not_written_down(glue: Forward, said: str):
-    assert any(said in why for why in corrupted(chained(glue)))
+def test_what_could_differ_is_not_written_down(glue: Forward, message: str):
+    assert any(message in why for why in corrupted(chained(glue)))
 
 
 def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():

@@ -148,7 +148,7 @@ def test_glue_brings_together_what_it_needs_all_of():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         (
             "gemma2",  # it caps its scores
@@ -162,8 +162,8 @@ def test_glue_brings_together_what_it_needs_all_of():
         ("mixtral, shown", "model.layers.0 hands router_logits on other than in its outputs"),
     ],
 )
-def test_families_that_mix_tokens_are_named(name: str, words: str):
-    assert why(family(name))[0].startswith(words)
+def test_families_that_mix_tokens_are_named(name: str, message: str):
+    assert why(family(name))[0].startswith(message)
 
 
 def test_attention_that_transformers_would_compute_itself_is_torch_s():

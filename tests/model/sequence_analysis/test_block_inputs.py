@@ -136,12 +136,12 @@ class Placed(Attention):
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "message"),
     [(Windows, "qkv takes some of the tokens"), (Placed, "it does not run on sequences of")],
 )
-def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], words: str):
+def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], message: str):
     analyzed = known(lambda: Images(layer=layer))
-    with pytest.raises(PlanError, match=words):
+    with pytest.raises(PlanError, match=message):
         make_plan(analyzed, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 

@@ -102,18 +102,18 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh | None = None, *strategies: Stra
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [(far, "layers.0 computes 'mul' on sequences of 40"), (scaled, "the number of tokens (mul)")],
 )
 def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
-    rule: Rule, said: str, mesh: Mesh, strategies: tuple
+    rule: Rule, message: str, mesh: Mesh, strategies: tuple
 ) -> None:
     analyzed = analyzed_model(rule)
     plan = planned(analyzed, mesh, *strategies)
     assert verify(analyzed, plan, [rows()]).passed
     with pytest.raises(PlanError) as caught:
         verify(analyzed, plan, [rows(40)])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "let it compute the same on 40 tokens as on fewer; or set mesh.cp = 1" in str(caught.value)
 
 

@@ -287,7 +287,7 @@ class WithMask(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("rule", "words"),
+    ("rule", "message"),
     [
         (lambda self, mask: mask, ""),
         (lambda self, mask: torch.zeros(mask.shape).masked_fill(~mask, -1e9), ""),
@@ -303,12 +303,12 @@ class WithMask(nn.Module):
         (lambda self, mask: mask[:, :, :, :1], "cuts its mask"),
     ],
 )
-def test_a_mask_has_its_own_rows_and_all_columns(rule: Rule, words: str):
+def test_a_mask_has_its_own_rows_and_all_columns(rule: Rule, message: str):
     found = tokens_of(lambda: WithMask(rule))
     assert found.block_calls[1].input_token_dims == ((1,), (2, 3))
-    assert words in found.block_calls[1].not_sequence_parallel
-    assert bool(words) == bool(found.block_calls[1].not_sequence_parallel)
-    assert found.attention_calls[0].has_mask if not words else True
+    assert message in found.block_calls[1].not_sequence_parallel
+    assert bool(message) == bool(found.block_calls[1].not_sequence_parallel)
+    assert found.attention_calls[0].has_mask if not message else True
 
 
 def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():

@@ -153,14 +153,14 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         ({"norm": "colwize"}, "'norm' has the role 'colwize'\n  repair: did you mean 'colwise'"),
         (["norm"], r"layer_roles are \['norm'\]"),
     ],
 )
-def test_a_role_that_is_none_is_refused(declared: object, said: str):
-    with pytest.raises(PlanError, match=said):
+def test_a_role_that_is_none_is_refused(declared: object, message: str):
+    with pytest.raises(PlanError, match=message):
         load_factory(lambda: Model(Net(), layer_roles=declared), 0, "net")
 
 

@@ -38,7 +38,7 @@ def test_these_treat_each_token_by_itself(func: object, args: tuple, kwargs: dic
 
 
 @pytest.mark.parametrize(
-    ("func", "args", "kwargs", "said"),
+    ("func", "args", "kwargs", "message"),
     [
         (torch.mul, (STREAM, torch.rand(5, 4)), {}, "of a tensor of all tokens"),
         (torch.add, (STREAM, torch.rand(3, 5, 1)), {}, "of a tensor of all tokens"),
@@ -52,8 +52,8 @@ def test_these_treat_each_token_by_itself(func: object, args: tuple, kwargs: dic
         (torch.Tensor.__matmul__, (STREAM, torch.rand(4, 4)), {}, "computes 'matmul' with it"),
     ],
 )
-def test_these_do_not_or_nobody_knows(func: object, args: tuple, kwargs: dict, said: str):
-    assert said in why(func, *args, **kwargs)
+def test_these_do_not_or_nobody_knows(func: object, args: tuple, kwargs: dict, message: str):
+    assert message in why(func, *args, **kwargs)
 
 
 def test_who_reads_a_value_looks_at_all_tokens():

@@ -250,7 +250,7 @@ class Scan(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "message"),
     [
         (Recurrent, "layers.*.rnn carries a state from token to token (gru)"),
         (Shifts, "layers.*.shift pads tokens"),
@@ -258,14 +258,14 @@ class Scan(nn.Module):
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
-def test_what_carries_a_state_is_refused_by_name(layer, words: str) -> None:
+def test_what_carries_a_state_is_refused_by_name(layer, message: str) -> None:
     class Own(Mixed):
         def __init__(self) -> None:
             super().__init__()
             self.layers[2] = layer()
 
     said = refused(Own, RingAttention())
-    assert words in said
+    assert message in said
     assert "mesh.cp = 1 and mesh.dp_shard = 2 are as many ranks" in said
 
 

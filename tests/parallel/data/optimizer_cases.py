@@ -18,7 +18,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import VOCABULARY, executor_of, rows, tiny_job
+from tests.tiny_model import VOCABULARY, executor_of, tiny_job, token_samples
 
 USUAL = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6}
 RULES = {
@@ -83,7 +83,7 @@ def plan_of(
 
 def trained(executor: Executor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """All parameters, whole, after that many steps more."""
-    feed = open_feed(ExampleDataset(rows()), executor.plan, world.rank)
+    feed = open_feed(ExampleDataset(token_samples()), executor.plan, world.rank)
     for step in range(executor.steps_done, executor.steps_done + steps):
         executor.step(feed.batch(step % 2))
     return {name: value.clone() for name, value in executor.gather_parameters().items()}

@@ -20,7 +20,16 @@ from meshwright.plan.step.single_device import FIRST_ROLE, sequential_stage_call
 from meshwright.run.data.shuffle import ShuffledOrder
 from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import SyntheticModel
-from tests.tiny_model import ROWS, analyzed_model, case_of, executor_of, plan_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    ROWS,
+    analyzed_model,
+    case_of,
+    executor_of,
+    plan_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
 SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3, dp_shard=2), SyntheticModel().model_spec)
 
@@ -84,7 +93,7 @@ def test_samples_are_not_split_along_the_axis_of_features():
 def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(
     analyzed: AnalyzedModel, ranks: int, micro_batch: int
 ):
-    data = rows()
+    data = token_samples()
     data["labels"][ShuffledOrder(ROWS, seed=0).ids(0, 12)[: 12 // ranks]] = (
         IGNORE_INDEX  # in the first step, nothing of rank 0 counts
     )
@@ -93,7 +102,7 @@ def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(
 
 
 def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(analyzed: AnalyzedModel):
-    data = rows()
+    data = token_samples()
     data["labels"][:] = IGNORE_INDEX
     verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3), data))
     assert verdict.passed, str(verdict)
@@ -108,7 +117,7 @@ def test_ranks_that_run_out_of_data_take_part_with_zero_weight(
     """The last of two steps is short: some ranks hold fewer rows, some none."""
     job = tiny_job(data=DataConfig("example", epochs=1))
     plan = plan_of(analyzed, 3, micro_batch=micro_batch, job=job)
-    verdict = verdict_of(case_of(analyzed, plan, rows(samples)), steps=5)
+    verdict = verdict_of(case_of(analyzed, plan, token_samples(samples)), steps=5)
     assert verdict.passed, str(verdict)
     assert verdict.num_steps == 2
 
@@ -118,7 +127,8 @@ def test_dropout_belongs_to_samples_also_where_the_last_batch_is_short():
     job = tiny_job(data=DataConfig("example", epochs=1))
     for micro_batch in (0, 2):
         verdict = verdict_of(
-            case_of(analyzed, plan_of(analyzed, 3, micro_batch=micro_batch, job=job), rows(17)), steps=2
+            case_of(analyzed, plan_of(analyzed, 3, micro_batch=micro_batch, job=job), token_samples(17)),
+            steps=2,
         )
         assert verdict.passed, str(verdict)
 

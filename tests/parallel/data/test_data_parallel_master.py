@@ -35,8 +35,8 @@ from tests.tiny_model import (
     executor_of,
     first_of,
     plan_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
@@ -65,7 +65,7 @@ def test_it_equals_one_device_with_dropout_and_a_short_last_batch(count: int):
     """Of 13 rows the second batch has 1: the master plays it, and the others stand in."""
     analyzed = analyzed_model(p=0.4, tied=True)
     plan = led_plan(analyzed, data=DataConfig("example", epochs=1))
-    verdict = verdict_of(case_of(analyzed, plan, rows(count)), steps=2)
+    verdict = verdict_of(case_of(analyzed, plan, token_samples(count)), steps=2)
     assert verdict.passed, str(verdict)
     assert verdict.num_steps == 2
 
@@ -75,7 +75,9 @@ def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
     plan = led_plan(analyzed, world.mesh.world_size)
     with parallelize(analyzed, plan, world=world) as engine:
         loss = [
-            engine.step(select_local_batch({key: v[:12] for key, v in rows().items()}, plan, world.rank)).loss
+            engine.step(
+                select_local_batch({key: v[:12] for key, v in token_samples().items()}, plan, world.rank)
+            ).loss
             for _ in range(2)
         ][-1]
         return loss, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -93,11 +95,12 @@ def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(p
 def test_only_the_master_reads_data_and_it_reads_all_of_it(analyzed: AnalyzedModel):
     plan = led_plan(analyzed)
     assert [plan.samples_read(rank) for rank in range(3)] == [list(range(12)), [], []]
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank).batch(0) for rank in range(3)]
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)]
     assert len(feeds[0]["labels"]) == 12
     assert feeds[1:] == [None, None]
     shares = [
-        select_local_batch({key: value[:7] for key, value in rows().items()}, plan, rank) for rank in range(3)
+        select_local_batch({key: value[:7] for key, value in token_samples().items()}, plan, rank)
+        for rank in range(3)
     ]
     assert [len(batch["labels"]) for batch in shares] == [7, 0, 0]
 
@@ -109,7 +112,7 @@ def entries_of(analyzed: AnalyzedModel, plan: Plan) -> list[list[LedgerEntry]]:
         executor = executor_of(analyzed, plan, world)
         world.ledger.is_recording = True
         executor.step(
-            select_local_batch({key: value[:12] for key, value in rows().items()}, plan, world.rank)
+            select_local_batch({key: value[:12] for key, value in token_samples().items()}, plan, world.rank)
         )
         return list(world.ledger.entries)
 
@@ -178,7 +181,7 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(a
     def body(world: World, plan: Plan) -> tuple[dict[str, list[float]], int]:
         with parallelize(analyzed, plan, world=world) as engine:
             for _ in range(3):
-                engine.step(select_local_batch(rows(12), plan, world.rank))
+                engine.step(select_local_batch(token_samples(12), plan, world.rank))
             weights = {
                 name: value.float().flatten().tolist()
                 for name, value in engine.executor.gather_parameters().items()
@@ -219,7 +222,7 @@ def test_a_step_without_rows_is_skipped_by_all(analyzed: AnalyzedModel):
 
 def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(analyzed: AnalyzedModel, tmp_path: Path):
     plan = led_plan(analyzed, optimizer=OptimizerConfig("adamw", lr=0.01))
-    batch = {key: value[:12] for key, value in rows().items()}
+    batch = {key: value[:12] for key, value in token_samples().items()}
 
     def body(world: World) -> list[float]:
         with parallelize(analyzed, plan, world=world) as engine:
@@ -257,7 +260,7 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
 
 
 @pytest.mark.parametrize(
-    ("left_out", "said"),
+    ("left_out", "message"),
     [
         (
             "BROADCAST(head.weight)",
@@ -270,15 +273,15 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         ("GATHER(output0)", "LOSS(0) needs all samples of output0 and waits for no GATHER of them"),
     ],
 )
-def test_an_exchange_that_is_left_out_is_no_proof(analyzed: AnalyzedModel, left_out: str, said: str):
+def test_an_exchange_that_is_left_out_is_no_proof(analyzed: AnalyzedModel, left_out: str, message: str):
     plan = edited(
         led_plan(analyzed), lambda actions: [action for action in actions if action.name != left_out]
     )
-    assert any(said in fault.problem for fault in static_checks(plan))
+    assert any(message in fault.problem for fault in static_checks(plan))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "job", "micro_batch", "said"),
+    ("mesh", "job", "micro_batch", "message"),
     [
         (
             Mesh(dp_replicate=3),
@@ -298,11 +301,11 @@ def test_an_exchange_that_is_left_out_is_no_proof(analyzed: AnalyzedModel, left_
     ids=["microbatches", "another axis", "guard", "another dtype on the wire"],
 )
 def test_what_it_cannot_do_is_refused_with_the_repair(
-    analyzed: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, said: str
+    analyzed: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, message: str
 ):
     with pytest.raises(PlanError) as caught:
         Plan.make(tiny_job(**job), mesh, analyzed.model_spec, LED, micro_batch)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_an_output_of_the_master_alone_is_refused():

@@ -24,7 +24,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
-from tests.tiny_model import analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 MIB = 2**20
 PRECISIONS = [
@@ -78,7 +78,9 @@ def test_the_program_sends_two_n_minus_one_nths_of_the_gradients(ranks: int, pre
 def ledger_of(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
-    executor_of(analyzed, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
+    executor_of(analyzed, plan, world).step(
+        {key: value[: plan.local_batch] for key, value in token_samples().items()}
+    )
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
     return dict(world.ledger.sent_nbytes)
@@ -222,7 +224,7 @@ def test_its_program_is_proved(paper: SyntheticModel, precision: PrecisionConfig
 
 
 @pytest.mark.parametrize(
-    ("store", "said"),
+    ("store", "message"),
     [
         (
             DDP("tp"),
@@ -261,10 +263,10 @@ def test_its_program_is_proved(paper: SyntheticModel, precision: PrecisionConfig
     ],
     ids=["no data axis", "not split", "size", "nan", "algorithm", "hosts", "auto"],
 )
-def test_a_field_that_cannot_be_is_refused(analyzed: AnalyzedModel, store: DDP, said: str):
+def test_a_field_that_cannot_be_is_refused(analyzed: AnalyzedModel, store: DDP, message: str):
     with pytest.raises(PlanError) as caught:
         plan_of(analyzed, 3, (BatchSplit(), store))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_whole_copies_along_two_axes_are_refused_with_the_one_axis_to_write():
@@ -305,6 +307,6 @@ def test_the_bucket_is_the_home_of_its_gradients(analyzed: AnalyzedModel):
         )
 
     executor_of(analyzed, plan, FakeWorld(plan.mesh, 1), extra_handlers={"CLIP": look}).step(
-        {k: v[:4] for k, v in rows().items()}
+        {k: v[:4] for k, v in token_samples().items()}
     )
     assert seen == [True]

@@ -75,7 +75,7 @@ def test_it_equals_replicate_after_ten_steps(analyzed: AnalyzedModel):
 
 
 @pytest.mark.parametrize(
-    ("store", "said"),
+    ("store", "message"),
     [
         (
             NaiveDDP("tp"),
@@ -97,10 +97,10 @@ def test_it_equals_replicate_after_ten_steps(analyzed: AnalyzedModel):
         ),
     ],
 )
-def test_a_field_that_cannot_be_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, said: str):
+def test_a_field_that_cannot_be_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, message: str):
     with pytest.raises(PlanError) as caught:
         plan_of(analyzed, 3, (BatchSplit(), store))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_gradients_in_another_dtype_are_refused(analyzed: AnalyzedModel):

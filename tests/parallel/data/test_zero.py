@@ -23,7 +23,7 @@ from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
 from tests.parallel.data.test_zero_numbers import SHARD, sharded
-from tests.tiny_model import analyzed_model, edited, executor_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples
 
 PRECISIONS = [
     PrecisionConfig(),
@@ -100,7 +100,9 @@ def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_bl
 def ledger_of(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
-    executor_of(analyzed, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
+    executor_of(analyzed, plan, world).step(
+        {key: value[: plan.local_batch] for key, value in token_samples().items()}
+    )
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
     return dict(world.ledger.sent_nbytes)

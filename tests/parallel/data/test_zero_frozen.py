@@ -26,7 +26,16 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.data.test_zero_numbers import SHARD
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, case_of, executor_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    case_of,
+    executor_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
 FLOATS = PrecisionConfig()
 
@@ -72,7 +81,7 @@ class Mixed(nn.Module):
 
 @cache
 def mixed() -> AnalyzedModel:
-    return analyze(Mixed, rows(2))
+    return analyze(Mixed, token_samples(2))
 
 
 def planned(
@@ -165,7 +174,7 @@ def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: in
 
     def rank(world: World) -> list[torch.dtype]:
         executor = executor_of(analyzed, plan, world)
-        executor.step({key: value[: plan.local_batch] for key, value in rows().items()})
+        executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
         held = executor.flat_params.by_param_group.values()
         assert not frozen & set(executor.flat_params.optimizer_params())
         assert not any(each.gradient is not None for each in held if set(each.views) & frozen)
@@ -239,7 +248,7 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
             return self.head(self.layers[0](self.embed(input_ids)))
 
     for last in (False, True):
-        analyzed = analyze(lambda last=last: Tied(last=last), rows(2))
+        analyzed = analyze(lambda last=last: Tied(last=last), token_samples(2))
         weight = next(weight for weight in analyzed.model_spec.params if weight.name == "embed.weight")
         assert (weight.trainable, weight.aliases) == (not last, ("head.weight",))
         plan = planned(analyzed, 3, 3)
@@ -264,7 +273,7 @@ def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(
 
     def saves(world: World) -> dict[str, bytes]:
         with parallelize(analyzed, plan_of(*before), world=world) as engine:
-            engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+            engine.step(engine.local_batch({key: value[:12] for key, value in token_samples().items()}))
             engine.save(tmp_path)
             return bits(engine.executor.gather_parameters())
 
@@ -294,7 +303,7 @@ class Complex(nn.Module):
 
 
 def test_dtypes_that_cannot_be_cut_or_stepped_are_refused():
-    frozen, trained = (analyze(lambda on=on: Complex(trained=on), rows(2)) for on in (False, True))
+    frozen, trained = (analyze(lambda on=on: Complex(trained=on), token_samples(2)) for on in (False, True))
     with pytest.raises(PlanError, match=r"turn is of complex64, which is not cut into shards\n.*stage = 2"):
         planned(frozen, 2, 3)
     assert static_checks(planned(frozen, 2, 2)) == []

@@ -15,7 +15,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import analyzed_model, case_of, executor_of, rows, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, case_of, executor_of, tiny_job, token_samples, verdict_of
 
 OPTIONS = [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}, {"tied": True, "frozen": True}]
 SHARD = BatchSplit(axis="dp_shard")
@@ -93,6 +93,6 @@ def on_a_process(world: World, stage: int) -> list[float]:
     analyzed = analyzed_model(tied=True)
     executor = executor_of(analyzed, sharded(analyzed, 3, ZeRO(stage=stage), 2), world)
     return [
-        executor.step({k: v[4 * world.rank : 4 * world.rank + 4] for k, v in rows().items()}).loss
+        executor.step({k: v[4 * world.rank : 4 * world.rank + 4] for k, v in token_samples().items()}).loss
         for _ in range(3)
     ]

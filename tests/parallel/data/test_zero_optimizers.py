@@ -20,12 +20,12 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, SHARD, Wide, error, outcome, plan_of, trained
-from tests.tiny_model import executor_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 
 @pytest.fixture(scope="module")
 def analyzed() -> AnalyzedModel:
-    return analyze(Wide, rows(2))
+    return analyze(Wide, token_samples(2))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_arenas_are_cut_at_the_grain_of_the_rule(analyzed: AnalyzedModel, rule: 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
 def test_verify_cuts_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
     plan = plan_of(analyzed, rule, 3)
-    batches = [{key: value[:12] for key, value in rows().items()}] * 2
+    batches = [{key: value[:12] for key, value in token_samples().items()}] * 2
     verdict = verify(analyzed, plan, batches)
     assert verdict.passed, str(verdict)
     assert verdict.planned_nbytes == {name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)}

@@ -18,12 +18,12 @@ from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import RULES, SHARD, STEPS, Wide, error, outcome, plan_of, trained
-from tests.tiny_model import executor_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 
 @pytest.fixture(scope="module")
 def analyzed() -> AnalyzedModel:
-    return analyze(Wide, rows(2))
+    return analyze(Wide, token_samples(2))
 
 
 @pytest.mark.parametrize("rule", RULES)

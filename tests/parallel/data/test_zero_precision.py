@@ -29,7 +29,7 @@ from tests.engine.one_device import bits
 from tests.paper_model import SyntheticModel
 from tests.parallel.data.test_zero import sent, synthetic_plan, unit
 from tests.parallel.data.test_zero_numbers import SHARD
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 WIDE_SUMS = replace(MIXED, gradients="float32", reduce="float32")
@@ -74,7 +74,7 @@ def on_ranks(plan: Plan, work: Callable[[Trainer], object], analyzed: AnalyzedMo
 
 def step(engine: Trainer, steps: int = 1) -> None:
     for _ in range(steps):
-        engine.step(engine.local_batch(rows(12)))
+        engine.step(engine.local_batch(token_samples(12)))
 
 
 def whole(engine: Trainer) -> dict[str, torch.Tensor]:
@@ -222,9 +222,9 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale
         before = bits(whole(engine))
         mine = engine.world.rank == 1
         hook = engine.module.layers[1].linear.bias.register_hook(lambda grad: grad + inf if mine else grad)
-        now = engine.step(engine.local_batch(rows(12)))
+        now = engine.step(engine.local_batch(token_samples(12)))
         hook.remove()
-        same, then = bits(whole(engine)) == before, engine.step(engine.local_batch(rows(12)))
+        same, then = bits(whole(engine)) == before, engine.step(engine.local_batch(token_samples(12)))
         return (
             now.overflow,
             now.is_skipped,
@@ -256,13 +256,13 @@ def test_masters_moments_and_scale_are_saved_and_taken_up_exactly(
         step(engine, 3)
         engine.save(tmp_path)
         kept = bits(whole(engine))
-        last = engine.step(engine.local_batch(rows(12)))
+        last = engine.step(engine.local_batch(token_samples(12)))
         return kept, last.loss_scale, bits(whole(engine))
 
     def loaded(engine: Trainer) -> tuple:
         engine.load(tmp_path / "step-00000003")
         kept = bits(whole(engine))
-        last = engine.step(engine.local_batch(rows(12)))
+        last = engine.step(engine.local_batch(token_samples(12)))
         return kept, last.loss_scale, bits(whole(engine))
 
     went_on = on_ranks(cut(then, 3, job_in(precision)), saved)

@@ -30,7 +30,7 @@ from tests.paper_model import SyntheticModel
 from tests.parallel.data.optimizer_cases import RULES, Wide, error, outcome, trained
 from tests.parallel.data.optimizer_cases import plan_of as plan_without
 from tests.parallel.data.tokenwise_model import SumsOver, TokenSharding
-from tests.tiny_model import analyzed_model, case_of, executor_of, rows, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, case_of, executor_of, tiny_job, token_samples, verdict_of
 
 SHARD, SHARDED, CP = BatchSplit(axis="dp_shard"), TokenSharding(), "cp"
 BOTH, THREE = Mesh(dp_shard=2, cp=3), Mesh(cp=3)
@@ -178,7 +178,7 @@ def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float
     """What this rank sends in a step by action, which is what the plan says."""
     world.ledger.is_recording = True
     executor = executor_of(analyzed, plan, world)
-    executor.step({key: value[plan.samples_read(world.rank)] for key, value in rows().items()})
+    executor.step({key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
     executor.close()
@@ -219,7 +219,9 @@ def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, .
     def held(world: World) -> tuple[int, int]:
         executor = executor_of(analyzed, plan, world)
         for _ in range(2):
-            executor.step({key: value[plan.samples_read(world.rank)] for key, value in rows().items()})
+            executor.step(
+                {key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()}
+            )
         sizes = executor.memory_by_category()
         executor.close()
         return sum(sizes.values()), sizes["parameters"]
@@ -231,7 +233,7 @@ def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, .
 
 @pytest.fixture(scope="module")
 def wide() -> AnalyzedModel:
-    return analyze(Wide, rows(2))
+    return analyze(Wide, token_samples(2))
 
 
 def ruled(wide: AnalyzedModel, rule: str, mesh: Mesh, store: Strategy) -> Plan:

@@ -37,8 +37,8 @@ from tests.tiny_model import (
     case_of,
     executor_of,
     first_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
@@ -77,7 +77,7 @@ def trained(analyzed: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[s
     """Parameters and buffers after some steps on one device."""
     executor = executor_of(analyzed, plan, single_rank_world(CPU))
     for _ in range(steps):
-        executor.step({key: value[: plan.local_batch] for key, value in rows().items()})
+        executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
     found = (
         bits(executor.gather_parameters()),
         bits(dict(executor.state.trained_module.module.named_buffers())),
@@ -90,7 +90,7 @@ def same_as_without(
     build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
 ) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
-    analyzed = analyze(build, rows(2))
+    analyzed = analyze(build, token_samples(2))
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
     lean, usual = (make_plan(analyzed, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
     assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
@@ -139,10 +139,10 @@ class Stateful(nn.Module):
 def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
     whole = not micro_batch  # batch norm takes the whole batch
     same_as_without(lambda: Stateful(whole=whole), micro_batch)
-    analyzed = analyze(lambda: Stateful(whole=whole), rows(2))
+    analyzed = analyze(lambda: Stateful(whole=whole), token_samples(2))
     plan = make_plan(analyzed, tiny_job(), Mesh(), (ALL,), micro_batch)
     executor = executor_of(analyzed, plan, single_rank_world(CPU))
-    executor.step({key: value[:12] for key, value in rows().items()})
+    executor.step({key: value[:12] for key, value in token_samples().items()})
     layers = executor.state.trained_module.module.layers
     assert [(layer.calls.item(), layer.seen) for layer in layers] == [
         (2 * plan.num_microbatches,) * 2,
@@ -198,7 +198,7 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
 
 @pytest.mark.parametrize("store", ["replicate", "zero 3"])
 def test_a_llama_with_dropout_equals_one_device(store: str):
-    analyzed = analyze(llama(tie_word_embeddings=True), rows(2))
+    analyzed = analyze(llama(tie_word_embeddings=True), token_samples(2))
     plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
     assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
         :3
@@ -218,7 +218,9 @@ def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: Precisio
 
 def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
-    analyzed = analyze(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
+    analyzed = analyze(
+        lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), token_samples(2)
+    )
     plan = make_plan(
         analyzed,
         tiny_job(),
@@ -261,7 +263,7 @@ def test_rank_threads_recompute_side_by_side():
         def play(world) -> dict[str, bytes]:
             executor = executor_of(analyzed, plan, world)
             for _ in range(2):
-                executor.step({key: value[: plan.local_batch] for key, value in rows().items()})
+                executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
             return bits(executor.gather_parameters())
 
         return run_on_threads(play, plan.mesh)

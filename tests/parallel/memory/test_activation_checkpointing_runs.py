@@ -20,7 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from tests.tiny_model import VOCABULARY, WIDTH, analyzed_model, executor_of, rows, tiny_job
+from tests.tiny_model import VOCABULARY, WIDTH, analyzed_model, executor_of, tiny_job, token_samples
 
 ALL = ActivationCheckpointing(blocks=("*",))
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def planned(analyzed: AnalyzedModel, mine: tuple[Strategy, ...] = (ALL,)) -> Pla
 
 
 def batch_of(plan: Plan) -> dict[str, torch.Tensor]:
-    return {key: value[: plan.local_batch] for key, value in rows().items()}
+    return {key: value[: plan.local_batch] for key, value in token_samples().items()}
 
 
 def alive_after_forwards(analyzed: AnalyzedModel, plan: Plan, made: list[weakref.ref]) -> int:
@@ -80,7 +80,7 @@ def test_what_is_computed_within_is_gone_until_it_is_computed_again():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.layers(input_ids)
 
-    analyzed = analyze(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), rows(2))
+    analyzed = analyze(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), token_samples(2))
     counts = [alive_after_forwards(analyzed, planned(analyzed, mine), made) for mine in ((), (ALL,))]
     assert counts == [4, 0]
     inside = dict(zip(analyzed.model_spec.block_calls, analyzed.model_spec.saved_numel, strict=True))
@@ -114,7 +114,7 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
             cache.kept.append(x.detach())
             return self.linear(x).exp().tanh() + sum(cache.kept)
 
-    analyzed = analyze(Caching, rows(2))
+    analyzed = analyze(Caching, token_samples(2))
     text = (
         r"the block 'layers\.0' writes into an object among its inputs, and would write "
         r"twice(?s:.*)use_cache=False"

@@ -26,7 +26,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import analyzed_llama
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, analyzed_model, rows, tiny_job
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, analyzed_model, tiny_job, token_samples
 
 LAST = "head"
 
@@ -181,7 +181,7 @@ class Softened(Scaled):
 )
 def test_logits_that_the_model_changes_are_refused(model: type[nn.Module], text: str):
     with pytest.raises(PlanError, match=f"{text}(?s:.*)remove the strategy chunked_loss"):
-        make_plan(analyze(model(), rows(2)), tiny_job(), Mesh(), (ChunkedLoss(),))
+        make_plan(analyze(model(), token_samples(2)), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
@@ -245,7 +245,7 @@ def test_mlps_of_a_model_that_draws_dropout_are_refused():
             return self.head(self.mlp(self.embed(input_ids)))
 
     analyzed = analyze(
-        lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), rows(2)
+        lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), token_samples(2)
     )
     with pytest.raises(PlanError, match="the model draws dropout"):
         make_plan(analyzed, tiny_job(), Mesh(), (TiledMLP(num_tiles=2),))

@@ -26,7 +26,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.memory.tiled_job import CPU, JOB, ROWS, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
-from tests.tiny_model import analyzed_model, executor_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
 
 class Largest(TorchDispatchMode):
@@ -115,7 +115,7 @@ def stepped(
     executor._entries = [
         (a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in executor._entries
     ]
-    loss = executor.step({key: value[:12] for key, value in rows().items()}).loss
+    loss = executor.step({key: value[:12] for key, value in token_samples().items()}).loss
     executor.close()
     return loss, gradients
 

@@ -34,7 +34,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, ROWS, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches, llama
-from tests.tiny_model import VOCABULARY, WIDTH, executor_of, rows, tiny_job
+from tests.tiny_model import VOCABULARY, WIDTH, executor_of, tiny_job, token_samples
 
 SMOOTH = token_cross_entropy(0.1)
 
@@ -171,13 +171,13 @@ def test_logits_that_a_forward_changes_after_the_trial_are_refused():
             logits = self.head(self.embed(input_ids))
             return logits * 2 if Changing.changes else logits
 
-    analyzed = analyze(Changing, rows(2))
+    analyzed = analyze(Changing, token_samples(2))
     executor = executor_of(
         analyzed, make_plan(analyzed, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU)
     )
     Changing.changes = True
     with pytest.raises(PlanError, match=r"was changed after the head(?s:.*)remove the strategy"):
-        executor.step({key: value[:12] for key, value in rows().items()})
+        executor.step({key: value[:12] for key, value in token_samples().items()})
 
 
 def test_a_module_that_attends_is_refused_when_it_does():
@@ -211,12 +211,14 @@ def test_a_module_that_attends_is_refused_when_it_does():
             return self.head(self.layer(self.embed(input_ids)))
 
     roles = {"layer.mlp.up": "colwise", "layer.mlp.down": "rowwise"}
-    analyzed = analyze(lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), rows(2))
+    analyzed = analyze(
+        lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), token_samples(2)
+    )
     executor = executor_of(
         analyzed, make_plan(analyzed, tiny_job(), Mesh(), (TiledMLP(2),)), single_rank_world(CPU)
     )
     with pytest.raises(PlanError, match=r"the module 'layer\.mlp' attends"):
-        executor.step({key: value[:12] for key, value in rows().items()})
+        executor.step({key: value[:12] for key, value in token_samples().items()})
 
 
 def test_a_tile_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 STEPS = 2
 
@@ -23,7 +23,7 @@ STEPS = 2
 def compared(world: World, ranks: int) -> RankReport:
     analyzed, job = analyzed_model(), replace(tiny_job(), train=TrainConfig(batch=12, clip=0.0))
     plan = make_plan(analyzed, job, Mesh(pp=ranks), (PipeDream(),), 1)
-    batches = [rows(12) for _ in range(STEPS)]
+    batches = [token_samples(12) for _ in range(STEPS)]
     case = make_parity_case(
         analyzed,
         plan,

@@ -21,7 +21,7 @@ from tests.tiny_model import analyzed_model
 
 
 @pytest.mark.parametrize(
-    ("job", "mesh", "beside", "said"),
+    ("job", "mesh", "beside", "message"),
     [
         (JOB, Mesh(pp=2), (), "train.clip = 0.5: every microbatch is an update of its own"),
         (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
@@ -48,9 +48,9 @@ from tests.tiny_model import analyzed_model
     ],
 )
 def test_what_needs_one_step_per_batch_is_refused(
-    job: Job, mesh: Mesh, beside: tuple[Strategy, ...], said: str
+    job: Job, mesh: Mesh, beside: tuple[Strategy, ...], message: str
 ):
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         planned(analyzed_llama(), mesh, *beside, job=job)
 
 

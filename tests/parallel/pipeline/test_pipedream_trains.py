@@ -45,7 +45,7 @@ from tests.parallel.checkpoint_crossing import crosses
 from tests.parallel.pipeline.test_pipeline import JOB
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
-from tests.tiny_model import analyzed_model, edited, executor_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples
 
 ROWS = 6
 EACH = replace(JOB, train=TrainConfig(batch=ROWS, clip=0.0))
@@ -99,13 +99,13 @@ def test_it_does_so_beside_others(mesh: Mesh, beside: tuple[Strategy, ...]):
 def test_masks_are_those_of_the_samples():
     analyzed = pairs(0.2, layers=4)
     plan = planned(analyzed, Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
-    assert verify(analyzed, plan, [rows(4), rows(4)]).passed
+    assert verify(analyzed, plan, [token_samples(4), token_samples(4)]).passed
 
 
 def test_micro_batches_in_which_nothing_counts_are_no_updates():
     plan = planned(analyzed_model(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=12, clip=0.0)))
-    assert all(label == -100 for label in rows(12)["labels"][3]), "row 3 has no label"
-    assert verify(analyzed_model(), plan, [rows(12), rows(9)]).passed
+    assert all(label == -100 for label in token_samples(12)["labels"][3]), "row 3 has no label"
+    assert verify(analyzed_model(), plan, [token_samples(12), token_samples(9)]).passed
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -188,7 +188,7 @@ def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision:
     def on_rank(world: World) -> dict[str, int]:
         executor = executor_of(analyzed_model(), plan, world)
         for _ in range(2):
-            executor.step(select_local_batch(rows(12), plan, world.rank))
+            executor.step(select_local_batch(token_samples(12), plan, world.rank))
         sizes = executor.memory_by_category()
         executor.close()
         return sizes

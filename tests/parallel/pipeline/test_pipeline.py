@@ -25,7 +25,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
-from tests.tiny_model import rows
+from tests.tiny_model import token_samples
 
 ROWS = 6
 JOB = Job(
@@ -130,7 +130,7 @@ def test_masks_are_those_of_one_device():
     analyzed = pairs(0.2, layers=4)
     job = replace(JOB, train=TrainConfig(batch=4))
     plan = make_plan(analyzed, job, Mesh(pp=3), (Pipeline(),), 1)
-    assert verify(analyzed, plan, [rows(4)]).passed
+    assert verify(analyzed, plan, [token_samples(4)]).passed
 
 
 def test_a_gradient_that_is_not_sent_back_is_noticed():
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "ranks", "said"),
+    ("pipeline", "ranks", "message"),
     [
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
         (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one stage per rank"),
@@ -172,8 +172,8 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         ),
     ],
 )
-def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, said: str):
-    with pytest.raises(PlanError, match=said):
+def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, message: str):
+    with pytest.raises(PlanError, match=message):
         planned(llama(), Mesh(pp=ranks), pipeline)
 
 

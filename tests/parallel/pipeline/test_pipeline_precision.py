@@ -21,7 +21,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, rows
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, token_samples
 
 ROWS = 4
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
@@ -56,7 +56,7 @@ class Toned(Chain):
 
 @cache
 def chain() -> AnalyzedModel:
-    return analyze(Chain, rows(2))
+    return analyze(Chain, token_samples(2))
 
 
 def planned(analyzed: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *strategies: object) -> Plan:
@@ -111,7 +111,7 @@ def trained(analyzed: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
 
     def on_rank(world: World) -> list[Metrics]:
         engine = parallelize(analyzed, plan, world=world)
-        return [engine.step(engine.local_batch(rows(ROWS))) for _ in range(steps)]
+        return [engine.step(engine.local_batch(token_samples(ROWS))) for _ in range(steps)]
 
     found = run_on_threads(on_rank, plan.mesh)
     assert len(set(map(repr, found))) == 1, "a norm that is not a number equals none"
@@ -129,7 +129,7 @@ def test_parts_train_as_one_device_does(precision: PrecisionConfig):
 
 
 def test_under_autocast_each_part_knows_the_dtype_of_what_others_give_out():
-    analyzed = analyze(Toned, rows(2))
+    analyzed = analyze(Toned, token_samples(2))
     mixed = PrecisionConfig(compute="bfloat16")
     parts = planned(analyzed, mixed, Mesh(pp=2), Pipeline(split_points=("layers.1",)))
     alone = make_plan(analyzed, parts.job, Mesh(), (), 2)

@@ -14,7 +14,7 @@ from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 MESHES = {
     "three stages": Mesh(pp=3),
@@ -36,7 +36,7 @@ def compared(world: World, name: str) -> RankReport:
     )
     shards = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if mesh.dp_shard > 1 else ()
     plan = make_plan(analyzed, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
-    batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
+    batches = [token_samples(plan.job.train.batch) for _ in range(STEPS)]
     case = make_parity_case(
         analyzed,
         plan,

@@ -27,7 +27,7 @@ from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
 from tests.parallel.pipeline.test_pipeline import ROWS, llama, planned
 from tests.parallel.tensor.odd_llama import batches
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
     "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), VocabParallel()), 2),
@@ -53,7 +53,7 @@ def case_of(mesh: Mesh) -> ParityCase:
     """
     shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     plan = make_plan(analyzed_model(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
-    steps = [rows(12), {key: value[:5] for key, value in rows(12).items()}]
+    steps = [token_samples(12), {key: value[:5] for key, value in token_samples(12).items()}]
     return make_parity_case(
         analyzed_model(),
         plan,
@@ -83,7 +83,7 @@ def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_pas
 
 def trained(world: World, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and parameters of an epoch of 17 samples: a last batch of 5, of microbatches of 2."""
-    feed = open_feed(ExampleDataset(rows(17)), plan, world.rank)
+    feed = open_feed(ExampleDataset(token_samples(17)), plan, world.rank)
     with parallelize(analyzed_model(), plan, world=world) as engine:
         losses = [engine.step(feed.batch(step)).loss for step in range(feed.num_steps or 0)]
         return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}

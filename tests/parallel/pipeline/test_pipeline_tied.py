@@ -31,7 +31,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor import model_families
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, rows
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, token_samples
 
 ROWS = 6
 SHARD = BatchSplit(axis="dp_shard")
@@ -58,12 +58,12 @@ class Rooted(nn.Module):
 
 @cache
 def tied() -> AnalyzedModel:
-    return analyze(lambda: Tiny(tied=True), rows(ROWS))
+    return analyze(lambda: Tiny(tied=True), token_samples(ROWS))
 
 
 @cache
 def rooted() -> AnalyzedModel:
-    return analyze(Rooted, rows(ROWS))
+    return analyze(Rooted, token_samples(ROWS))
 
 
 def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
@@ -96,7 +96,7 @@ def equal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batc
     """Its plan, which computes what one device computes."""
     plan = planned(analyzed, mesh, *strategies, micro_batch=micro_batch)
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, [rows(ROWS), rows(ROWS)])
+    verdict = verify(analyzed, plan, [token_samples(ROWS), token_samples(ROWS)])
     assert verdict.passed, verdict
     return plan
 
@@ -166,7 +166,7 @@ def stepped(world: World, plan: Plan) -> Copies:
     """What this rank steps of the tied weights after three steps, and the moments."""
     with parallelize(tied(), plan, world=world) as engine:
         for _ in range(3):
-            engine.step(engine.local_batch(rows(ROWS)))
+            engine.step(engine.local_batch(token_samples(ROWS)))
         shared = {
             name
             for action in engine.executor.plan.actions
@@ -209,7 +209,7 @@ def test_all_copies_and_their_moments_are_equal_to_the_bit(mesh: Mesh, strategie
 def sent(world: World, plan: Plan) -> float:
     """The bytes that this rank has sent for its ties in a step."""
     with parallelize(tied(), plan, world=world) as engine:
-        engine.step(engine.local_batch(rows(ROWS)))
+        engine.step(engine.local_batch(token_samples(ROWS)))
         return sum(
             nbytes for name, nbytes in world.ledger.sent_nbytes.items() if name.startswith("REDUCE_TIED")
         )
@@ -242,7 +242,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
     """Whether a plan is found wrong when `instead` stands for a method."""
     plan = planned(tied(), Mesh(pp=3), Pipeline())
     monkeypatch.setattr(owner, name, instead)
-    return not verify(tied(), plan, [rows(ROWS), rows(ROWS)]).passed
+    return not verify(tied(), plan, [token_samples(ROWS), token_samples(ROWS)]).passed
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import VOCABULARY, rows, tiny_job
+from tests.tiny_model import VOCABULARY, tiny_job, token_samples
 
 BLOCK_CALLS = tuple("abcdef")
 CHAIN = tuple(
@@ -172,9 +172,9 @@ class Everywhere(nn.Module):
 
 
 def test_a_gradient_that_comes_for_one_part_is_not_taken_by_a_later_one_that_uses_the_same_value():
-    analyzed = analyze(Everywhere, {key: value[:2] for key, value in rows(4).items()})
+    analyzed = analyze(Everywhere, {key: value[:2] for key, value in token_samples(4).items()})
     plan = make_plan(
         analyzed, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 4
     )
-    verdict = verify(analyzed, plan, [rows(4)] * 2)
+    verdict = verify(analyzed, plan, [token_samples(4)] * 2)
     assert verdict.passed, verdict

@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor import model_families
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches, planned
-from tests.tiny_model import rows, tiny_job
+from tests.tiny_model import tiny_job, token_samples
 
 SHARDED = (TensorParallel(), BatchSplit(axis="dp_shard"))
 CASES = {
@@ -52,7 +52,7 @@ def dropping() -> AnalyzedModel:
 
 
 def few(steps: int = 2) -> list[dict[str, torch.Tensor]]:
-    return [{key: value[:12] for key, value in rows().items()}] * steps
+    return [{key: value[:12] for key, value in token_samples().items()}] * steps
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -18,7 +18,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import noisy
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import executor_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
@@ -46,7 +46,7 @@ def measured(analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     def rank(world: World) -> list[float]:
         executor, feed = (
             executor_of(analyzed, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         return [executor.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
 

@@ -33,7 +33,7 @@ from tests.parallel.data.optimizer_cases import RULES, error, outcome, trained
 from tests.parallel.data.test_zero_optimizers import Shredded, Undeclared
 from tests.parallel.data.test_zero_optimizers_saved import Sums
 from tests.parallel.tensor.declared_pairs import SOCKETS, Pairs, pairs
-from tests.tiny_model import executor_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 COARSE = ("adamw_8bit", "adafactor", "muon", "several")
 SHARDS = (TensorParallel(), BatchSplit(axis="dp_shard"))
@@ -85,7 +85,7 @@ def test_rules_of_single_elements_step_slices(analyzed: AnalyzedModel, alone: Ca
 @pytest.mark.parametrize("rule", ["adamw_8bit", "several"])
 def test_what_is_sent_is_planned(analyzed: AnalyzedModel, rule: str, case: str):
     plan = plan_of(analyzed, rule, case)
-    batches = [{key: value[:12] for key, value in rows().items()}] * 2
+    batches = [{key: value[:12] for key, value in token_samples().items()}] * 2
     verdict = verify(analyzed, plan, batches)
     assert verdict.passed, str(verdict)
     traced = trace(analyzed, plan, range(plan.mesh.world_size), fake=case == "3 ranks")
@@ -161,7 +161,7 @@ def halved() -> Model:
 
 
 def test_frozen_slices_in_shards_are_saved_once(tmp_path: Path):
-    analyzed = analyze(halved, rows(2))
+    analyzed = analyze(halved, token_samples(2))
     plan = plan_of(analyzed, "several", "stage 3")
 
     def saved(world: World) -> tuple[Path, dict[str, torch.Tensor]]:

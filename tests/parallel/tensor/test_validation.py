@@ -154,7 +154,7 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("factory", "words", "said"),
+    ("factory", "options", "message"),
     [
         ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
         ("Net", ["--mesh.tp", "2"], "layer_roles={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"),
@@ -172,8 +172,10 @@ def config(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_the_command_says_it_before_anything_starts(config: Path, factory: str, words: list[str], said: str):
+def test_the_command_says_it_before_anything_starts(
+    config: Path, factory: str, options: list[str], message: str
+):
     source = f"{config.parent / 'net.py'}:{factory}"
-    done = CliRunner().invoke(app, ["plan", str(config), "--model.source", source, *words])
+    done = CliRunner().invoke(app, ["plan", str(config), "--model.source", source, *options])
     assert done.exit_code == 2, done.output
-    assert said in " ".join((done.output + done.stderr).split())
+    assert message in " ".join((done.output + done.stderr).split())

@@ -83,7 +83,7 @@ def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world", "said"),
+    ("sizes", "world", "message"),
     [
         (
             {"dp_replica": 2},
@@ -114,10 +114,10 @@ def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str)
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, said: str):
+def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, message: str):
     with pytest.raises(PlanError) as caught:
         Mesh.infer(sizes, world)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_all_errors_of_the_sizes_are_reported_at_once():

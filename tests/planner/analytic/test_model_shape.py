@@ -75,7 +75,7 @@ def test_sizes_that_no_model_has_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("twice: layers 2 hidden 96 heads 3 layers 4", "layers is given twice"),
         ("less: layers -2 hidden 96 heads 3", "layers without a whole number after it, but '-2'"),
@@ -83,10 +83,10 @@ def test_sizes_that_no_model_has_are_refused():
         ("under: layers 2_ hidden 96 heads 3", "layers without a whole number after it, but '2_'"),
     ],
 )
-def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: str):
+def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, message: str):
     with pytest.raises(PlanError) as raised:
         parse_shape(text)
-    assert raised.value.diagnostics[0].problem == said
+    assert raised.value.diagnostics[0].problem == message
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import StateBytes, state_bytes, transient_nbytes
 from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import SyntheticModel
-from tests.tiny_model import analyzed_model, executor_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 FLOAT = PrecisionConfig()
@@ -43,7 +43,7 @@ def held(
     def on_rank(world: World) -> dict[str, int]:
         executor = executor_of(analyzed, plan, world)
         batch = (
-            {key: value[plan.samples_read(world.rank)] for key, value in rows().items()}
+            {key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()}
             if plan.is_primary_rank(world.rank)
             else None
         )

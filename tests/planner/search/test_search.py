@@ -30,7 +30,7 @@ def wish(
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "changes"),
     [
         (1, {}),
         (6, {}),
@@ -42,12 +42,12 @@ def wish(
         (12, {"sequence": 131_072}),
     ],
 )
-def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[str, int]):
+def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, changes: dict[str, int]):
     small_hosts = make_machine(
         "A100", devices, host_size_override=2
     )  # so that groups of copies that share states are searched too
     for given in (make_machine("A100", devices), small_hosts):
-        asked = replace(wish(replace(SMALL, **said), batch=24 if devices < 16 else 32), machine=given)
+        asked = replace(wish(replace(SMALL, **changes), batch=24 if devices < 16 else 32), machine=given)
         short, whole = search(asked), search(asked, prune=False)
         assert [each.config for each in short.best] == [each.config for each in whole.best]
         assert short.num_priced < whole.num_priced

@@ -39,7 +39,7 @@ def test_the_table_has_a_row_for_each_role():
 
 
 @pytest.mark.parametrize(
-    ("precision", "said"),
+    ("precision", "message"),
     [
         (PrecisionConfig(), "float32 parameters, compute, gradients, reduce, optimizer_states"),
         (MIXED, "bfloat16 parameters, compute, gradients; float32 master, reduce, optimizer_states"),
@@ -50,9 +50,9 @@ def test_the_table_has_a_row_for_each_role():
     ],
     ids=str,
 )
-def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, said: str):
-    assert precision_text(synthetic_plan(precision)) == said
-    assert said in shown(plan_view(synthetic_plan(precision)))
+def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, message: str):
+    assert precision_text(synthetic_plan(precision)) == message
+    assert message in shown(plan_view(synthetic_plan(precision)))
 
 
 def test_moments_are_told_as_the_rule_keeps_them():

@@ -295,7 +295,7 @@ def test_bytes_are_those_of_the_program():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"),
+    ("algorithm", "message"),
     [
         ("ring", "21.3 MiB"),
         ("halving", "21.3 MiB"),
@@ -304,14 +304,14 @@ def test_bytes_are_those_of_the_program():
         ("doubling", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
     ],
 )
-def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, said: str):
+def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, message: str):
     plan = plan_of(
         DDP(algorithm=f"{algorithm} <= 16 MiB, else ring"),
         model_spec=SyntheticModel(layers=4, numel=2**20).model_spec,
     )
     text = shown(plan, 200)
     assert f"all_reduce 16 MiB float32 over dp_replicate ({algorithm})" in text
-    assert re.search(rf"sent per rank and step +{said}\n", re.sub(r" +\n", "\n", text))
+    assert re.search(rf"sent per rank and step +{message}\n", re.sub(r" +\n", "\n", text))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_row_says_what_waits_for_the_other_stream():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "said"),
+    ("nbytes", "message"),
     [
         (0, "0 B"),
         (1000, "1e+03 B"),
@@ -356,8 +356,8 @@ def test_a_row_says_what_waits_for_the_other_stream():
         (2**51, "2.05e+03 TiB"),
     ],
 )
-def test_sizes_have_units(nbytes: int, said: str):
-    assert format_nbytes(nbytes) == said
+def test_sizes_have_units(nbytes: int, message: str):
+    assert format_nbytes(nbytes) == message
 
 
 def drawn(verdict: Verdict) -> str:

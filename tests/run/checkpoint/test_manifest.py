@@ -115,9 +115,9 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "words"), HOSTILE)
-def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, words: str):
-    with pytest.raises(CheckpointError, match=words) as caught:
+@pytest.mark.parametrize(("path", "value", "message"), HOSTILE)
+def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, message: str):
+    with pytest.raises(CheckpointError, match=message) as caught:
         Manifest.parse(seal_json(changed(path, value)))
     assert "resume from another checkpoint" in caught.value.diagnostics[0].fix
 

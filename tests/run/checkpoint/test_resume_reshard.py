@@ -26,7 +26,7 @@ from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import bits
-from tests.tiny_model import analyzed_model, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 HYBRID = (BatchSplit(), SHARD)
@@ -69,7 +69,7 @@ def plan_of(layout: str, job: Job, analyzed: AnalyzedModel = ANALYZED) -> Plan:
 
 
 def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
-    feed = open_feed(ExampleDataset(rows()), plan, world.rank)
+    feed = open_feed(ExampleDataset(token_samples()), plan, world.rank)
     while engine.steps_done < last:
         engine.step(feed.batch(engine.steps_done))
 

@@ -17,9 +17,9 @@ from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import Wide
 from tests.run.checkpoint.test_resume_reshard import LAST, LAYOUTS, SAVED, Left, assert_holds, play
-from tests.tiny_model import rows, tiny_job
+from tests.tiny_model import tiny_job, token_samples
 
-ANALYZED = analyze(Wide, rows(2))
+ANALYZED = analyze(Wide, token_samples(2))
 WIDE = PrecisionConfig("float64", "float64", "float64")
 JOBS = {
     **{

@@ -12,10 +12,10 @@ from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples, eval_source, split_held_out
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.data.mixture import Mixture
-from tests.tiny_model import analyzed_model, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()
-DATA = ExampleDataset({**rows(31), "id": torch.arange(31)})
+DATA = ExampleDataset({**token_samples(31), "id": torch.arange(31)})
 
 
 def plan(ranks: int, micro_batch: int = 0, batch: int = 12, **spec: int):
@@ -88,7 +88,10 @@ def test_results_on_other_samples_are_not_compared():
         EvalSamples(DATA, plan(2, hold_out=7, samples=3), 0),
     ):
         assert done.for_samples(other).best_loss is None
-    assert done.for_samples(EvalSamples(ExampleDataset(rows(31)), plan(2, hold_out=7), 0)).best_loss is None
+    assert (
+        done.for_samples(EvalSamples(ExampleDataset(token_samples(31)), plan(2, hold_out=7), 0)).best_loss
+        is None
+    )
 
 
 def after(*losses: float, min_delta: float = 0.0) -> EvalHistory:

@@ -26,11 +26,11 @@ from meshwright.run.export.hf_export import ExportableModel, ExportResult, expor
 from meshwright.run.export.peft_export import ADAPTER_FILE
 from meshwright.run.training.train_loop import save_run_checkpoint
 from meshwright.testing.ranks import run_on_threads
-from tests.command_line import lay_out, said
+from tests.command_line import invoke, lay_out
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stirred, stored_base
 from tests.model.hf.test_peft import planned
 from tests.model.published_models import logits
-from tests.tiny_model import rows
+from tests.tiny_model import token_samples
 
 pytestmark = QUIET
 CONFIG = "adapter_config.json"
@@ -56,7 +56,7 @@ def trained(analyzed: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResul
     def rank(world: World) -> tuple[ExportResult | None, dict[str, torch.Tensor]]:
         with parallelize(analyzed, plan, world=world) as engine:
             for _ in range(2):
-                engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+                engine.step(engine.local_batch({key: value[:12] for key, value in token_samples().items()}))
             return engine.export(out), {
                 name: value.clone() for name, value in engine.executor.gather_parameters().items()
             }
@@ -263,11 +263,11 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
             save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
 
     run_on_threads(rank, ready.plan.mesh)
-    code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "adapter")
+    code, out, err = invoke(capsys, "export", tmp_path / "job" / "run", tmp_path / "adapter")
     assert (code, err) == (0, "")
     assert "adapter_config.json, adapter_model.safetensors" in out
     assert "round trip  the outputs for 2 x 8 tokens differ by" in out
-    code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "whole", "--merge")
+    code, out, err = invoke(capsys, "export", tmp_path / "job" / "run", tmp_path / "whole", "--merge")
     assert (code, err) == (0, "")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(
@@ -284,7 +284,7 @@ def test_adam_keeps_moments_of_adapters_only(folder: Path):
 
     def rank(world: World) -> set[str]:
         with parallelize(analyzed, plan, world=world) as engine:
-            engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+            engine.step(engine.local_batch({key: value[:12] for key, value in token_samples().items()}))
             return {
                 name.split("/", 2)[2]
                 for name in engine.executor.state_dict()

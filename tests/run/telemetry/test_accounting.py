@@ -18,7 +18,7 @@ from meshwright.run.telemetry.accounting import RankAccounting, accounting_path
 from meshwright.run.telemetry.trace import trace_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model()
 STEPS = 4
@@ -33,7 +33,7 @@ def trained(folder: Path, ranks: int, **run: object) -> Plan:
     def rank(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
         )
         train_loop(executor, plan, feed, world, lambda: False)
         executor.close()

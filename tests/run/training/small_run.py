@@ -21,10 +21,10 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 ANALYZED = analyzed_model(p=0.1)
-DATA = ExampleDataset(rows(31))
+DATA = ExampleDataset(token_samples(31))
 
 
 @dataclass(frozen=True)

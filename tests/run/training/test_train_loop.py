@@ -27,7 +27,7 @@ from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import analyzed_model, executor_of, plan_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 STEPS = 12
 ANALYZED = analyzed_model(p=0.1)
@@ -62,7 +62,7 @@ class SmallRun:
 
     def play(self, step: int | None = None) -> list[tuple[ResumeResult, TrainResult, list[StepRecord]]]:
         """Resume (from `step`) and train to the end; what each rank got back, and the lines it was shown."""
-        data, plan = ExampleDataset(rows(self.count)), self.plan
+        data, plan = ExampleDataset(token_samples(self.count)), self.plan
 
         def rank(world: World) -> tuple[ResumeResult, TrainResult, list[StepRecord]]:
             executor, lines = executor_of(self.analyzed, plan, world), []
@@ -180,7 +180,7 @@ def test_finite_data_ends_the_run_with_a_short_batch(tmp_path, ranks):
         assert (ended.step, ended.stopped) == (3, False)
     assert small_run.kept() == ["step-00000003"]
     assert sum(tokens for _, _, tokens in small_run.journal().values()) == int(
-        (rows(31)["labels"] != -100).sum()
+        (token_samples(31)["labels"] != -100).sum()
     )
     alone = SmallRun(tmp_path / "alone", ranks=1, epochs=1, count=31)
     alone.play()
@@ -245,7 +245,7 @@ def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
 
 def test_a_failure_can_say_where_it_happened(tmp_path):
     small_run = SmallRun(tmp_path, ranks=1, save_every=2)
-    data, progress, seen = ExampleDataset(rows()), RankProgress(), []
+    data, progress, seen = ExampleDataset(token_samples()), RankProgress(), []
 
     def rank(world: World) -> None:
         executor = executor_of(small_run.analyzed, small_run.plan, world)
@@ -301,9 +301,9 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
     loss defined.
     """
     small_run = SmallRun(tmp_path, ranks=3)
-    labels = torch.full_like(rows()["labels"], IGNORE_INDEX)
+    labels = torch.full_like(token_samples()["labels"], IGNORE_INDEX)
     labels[:valid, 0] = 1
-    data, plan = ExampleDataset({**rows(), "labels": labels}), small_run.plan
+    data, plan = ExampleDataset({**token_samples(), "labels": labels}), small_run.plan
 
     def rank(world: World) -> TrainResult:
         executor = executor_of(ANALYZED, plan, world)
