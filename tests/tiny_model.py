@@ -29,7 +29,7 @@ from meshwright.verifier.reference import ParityCase, run_reference
 from meshwright.verifier.verdict import Verdict
 
 VOCABULARY, WIDTH, TOKENS = 13, 6, 5
-ROWS = 24
+NUM_SAMPLES = 24
 
 
 class Layer(nn.Module):
@@ -69,7 +69,7 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def token_samples(count: int = ROWS, *, uneven: bool = True) -> dict[str, torch.Tensor]:
+def token_samples(count: int = NUM_SAMPLES, *, uneven: bool = True) -> dict[str, torch.Tensor]:
     """`count` rows of tokens and labels; when `uneven`, row i ignores some of its labels, every seventh row
     all of them.
     """

@@ -115,7 +115,7 @@ def part(batch: Batch, start: int, stop: int) -> Batch:
 
 
 def ignored(batch: Batch, *some: int) -> Batch:
-    """`batch` with all labels of the rows `some` ignored; of every row when none is named."""
+    """`batch` with all labels of the samples `some` ignored; of every sample when none is named."""
     labels = batch["labels"].clone()
     labels[list(some) if some else slice(None)] = IGNORE_INDEX
     return {**batch, "labels": labels}

@@ -71,9 +71,10 @@ def pairs(count: int = 24) -> dict[str, torch.Tensor]:
 
 def global_batches(count: int, size: int = 12) -> list[dict[str, torch.Tensor]]:
     """`pairs(count)` in batches of `size`; the last may be short."""
-    rows = pairs(count)
+    samples = pairs(count)
     return [
-        {key: value[first : first + size] for key, value in rows.items()} for first in range(0, count, size)
+        {key: value[first : first + size] for key, value in samples.items()}
+        for first in range(0, count, size)
     ]
 
 
@@ -84,11 +85,11 @@ def analyzed_towers(
     **options: bool,
 ) -> AnalyzedModel:
     """What the towers are made of, read from float32 rows."""
-    rows = {
+    samples = {
         key: value.float() if value.is_floating_point() else value
         for key, value in (example or pairs(4)).items()
     }
-    return analyze(lambda: model(**options), rows, loss=loss)
+    return analyze(lambda: model(**options), samples, loss=loss)
 
 
 def towers_plan(

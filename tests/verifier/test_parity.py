@@ -20,7 +20,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
-from tests.parallel.tensor.odd_llama import ROWS, TOKENS, batches, llama, planned
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, TOKENS, batches, llama, planned
 
 LENGTHS = (TOKENS, 6, 12)  # by step
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
@@ -37,7 +37,7 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
     """A comparison in which each step has rows of another length, and the last one fewer of them; and what
     its ranks report.
     """
-    steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
+    steps = [batches(1, NUM_SAMPLES, length)[0] for length in LENGTHS]
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
     analyzed, plan = planned(llama(), mesh, strategies, micro=2)
     case = make_parity_case(

@@ -115,7 +115,7 @@ DIVIDED: dict[str, Callable[[], AnalyzedModel]] = {
 
 @pytest.mark.parametrize("family", DIVIDED)
 def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(family: str):
-    analyzed, batch = DIVIDED[family](), model_families.batches("gpt2", 1, rows=12)[0]
+    analyzed, batch = DIVIDED[family](), model_families.batches("gpt2", 1, samples=12)[0]
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         ids = batch["input_ids"][:3]
@@ -159,8 +159,8 @@ class Choosing(Both):
     def forward(
         self, first: torch.Tensor, x: torch.Tensor, kept: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = (x.sum((1, 2)) > 0).nonzero()[:, 0]
-        return first, torch.tanh(self.linear(x + first)).index_fill(0, rows, 0.5)
+        samples = (x.sum((1, 2)) > 0).nonzero()[:, 0]
+        return first, torch.tanh(self.linear(x + first)).index_fill(0, samples, 0.5)
 
 
 class Choosy(Open):

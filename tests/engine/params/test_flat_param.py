@@ -27,12 +27,12 @@ def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], W
     """The gradients of a loss whose forward ran before a step and whose backward runs after it, and what they
     should be.
     """
-    mine, rows = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
-    expected = gradients(mine, mine(rows).square().sum())
+    mine, samples = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
+    expected = gradients(mine, mine(samples).square().sum())
     weights = dict(mine.named_parameters())
     beside = {name: nn.Parameter(weight.data) for name, weight in weights.items()}
     versions = WeightStash(weights, beside)
-    loss = mine(rows).square().sum()
+    loss = mine(samples).square().sum()
     versions.stash(Action("STASH", ROOM, 0))
     with torch.no_grad():
         for parameter in beside.values():

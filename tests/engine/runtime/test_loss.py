@@ -23,8 +23,10 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 
-ROWS, TOKENS, WORDS = 2, 5, 67
-LOGITS = 3 * torch.randn(ROWS, TOKENS, WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NUM_SAMPLES, TOKENS, WORDS = 2, 5, 67
+LOGITS = 3 * torch.randn(
+    NUM_SAMPLES, TOKENS, WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+)
 LABELS = torch.tensor(
     [[0, IGNORE_INDEX, 33, 34, 66], [IGNORE_INDEX, 22, 23, 44, 45]]
 )  # at the borders of 2 and 3 parts
@@ -106,7 +108,7 @@ def test_ranks_tell_a_few_numbers_per_token_once(smoothing: float, numbers: int)
         taken(world, token_cross_entropy(smoothing), {"labels": LABELS}, LOGITS)
         return [(entry.collective, entry.nbytes) for entry in world.ledger.entries]
 
-    assert run_on_threads(issued, Mesh(tp=3)) == [[("all_gather", numbers * ROWS * TOKENS * 8)]] * 3
+    assert run_on_threads(issued, Mesh(tp=3)) == [[("all_gather", numbers * NUM_SAMPLES * TOKENS * 8)]] * 3
 
 
 def test_tokens_that_do_not_count_do_no_harm():

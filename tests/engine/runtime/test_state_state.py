@@ -33,8 +33,8 @@ def test_the_tensor_of_a_bucket_is_its_buffer_and_that_of_a_parameter_its_gradie
 def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
     state = state_of({"a": nn.Parameter(torch.ones(2))})
     for _ in range(2):
-        rows = {"x": torch.zeros(2)}
-        state.begin_step([rows], 1)
+        samples = {"x": torch.zeros(2)}
+        state.begin_step([samples], 1)
         assert (
             state.microbatches,
             state.num_real_microbatches,
@@ -42,7 +42,7 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
             state.final_glue,
             state.works,
         ) == (
-            [rows],
+            [samples],
             1,
             {},
             {},

@@ -55,8 +55,8 @@ class Travel(Strategy):
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         def change(actions: list[Action]) -> list[Action]:
-            rows = job.train.batch // sharding.mesh.world_size
-            sent = (Transfer("shift", (AXIS,), rows * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
+            samples = job.train.batch // sharding.mesh.world_size
+            sent = (Transfer("shift", (AXIS,), samples * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
             met = [action.subject == LAYER and action.kind in ("F", "B") for action in actions]
             return [
                 replace(action, inner_transfers=sent) if mine else action

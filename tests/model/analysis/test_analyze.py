@@ -231,8 +231,8 @@ def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(
     config.write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes})
     )
-    rows = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
-    analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",))
+    samples = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
+    analyze(load_model(ModelConfig(str(config)), 0), samples, ("labels",))
     before = peak_mb()
     large = {
         "hidden_size": 8192,
@@ -241,7 +241,7 @@ def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(
         "num_attention_heads": 64,
     }
     large |= {"num_key_value_heads": 64, "vocab_size": 32000}
-    model_spec = analyze(load_model(ModelConfig(str(config), large), 0), rows, ("labels",)).model_spec
+    model_spec = analyze(load_model(ModelConfig(str(config), large), 0), samples, ("labels",)).model_spec
     assert model_spec.numel == 6_362_865_664
     assert len(model_spec.block_calls) == 6 + 3
     assert peak_mb() - before < 64  # its embedding alone would take 1000
@@ -253,9 +253,9 @@ def test_a_mixture_of_experts_of_many_gigabytes_is_read_without_values(tmp_path:
     config.write_text(
         json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes})
     )
-    rows = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
+    samples = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
     before = peak_mb()
-    model_spec = analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",)).model_spec
+    model_spec = analyze(load_model(ModelConfig(str(config)), 0), samples, ("labels",)).model_spec
     assert model_spec.numel > 12e9
     assert len(model_spec.block_calls) == 2 + 3
     assert peak_mb() - before < 512

@@ -14,7 +14,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.precision import PrecisionConfig
 from tests.tiny_model import tiny_job
 
-WORDS, WIDTH, ROWS = 31, 8, 12
+WORDS, WIDTH, NUM_SAMPLES = 31, 8, 12
 
 
 class Own(nn.Module):
@@ -52,13 +52,13 @@ class Bag(nn.Module):
         return self.bag(ids).unsqueeze(1).expand(-1, ids.shape[1], -1)
 
 
-def rows() -> dict[str, torch.Tensor]:
+def samples() -> dict[str, torch.Tensor]:
     thrown = torch.Generator().manual_seed(4)
-    return {key: torch.randint(WORDS, (ROWS, 5), generator=thrown) for key in ("input_ids", "labels")}
+    return {key: torch.randint(WORDS, (NUM_SAMPLES, 5), generator=thrown) for key in ("input_ids", "labels")}
 
 
 def analyze_model(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.AnalyzedModel:
-    return mw.analyze(lambda: Own(words(), tied=tied), rows())
+    return mw.analyze(lambda: Own(words(), tied=tied), samples())
 
 
 def normed() -> nn.Module:
@@ -109,7 +109,7 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
     ):  # the head has used what is written later
         mw.make_plan(analyze_model(normed, tied=True), tiny_job(), micro_batch=4)
     analyzed = analyze_model(normed)
-    verdict = mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), micro_batch=4), [rows(), rows()])
+    verdict = mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), micro_batch=4), [samples(), samples()])
     assert verdict.passed, verdict
 
 
@@ -122,13 +122,15 @@ def test_what_a_master_would_undo_is_refused():
 @pytest.mark.parametrize("words", [normed, counted, lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3)])
 def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
     analyzed = analyze_model(words)
-    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job()), [rows()]).passed
+    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job()), [samples()]).passed
 
 
 def test_a_table_without_coupled_samples_is_split():
     analyzed = analyze_model(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
     assert analyzed.table_uses == ()
-    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
+    assert mw.verify(
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [samples()]
+    ).passed
 
 
 class Written(nn.Module):
@@ -166,7 +168,7 @@ def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str,
 def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
     analyzed = analyze_model(Written)
     assert mw.verify(
-        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [samples(), samples()]
     ).passed
 
 

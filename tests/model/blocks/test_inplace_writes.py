@@ -125,7 +125,7 @@ class Looking(nn.Module):
         )
 
 
-def rows() -> dict[str, torch.Tensor]:
+def samples() -> dict[str, torch.Tensor]:
     thrown = torch.Generator().manual_seed(2)
     return {key: torch.randint(67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
 
@@ -154,7 +154,7 @@ REPLICAS = DDP(axis="cp")
     ids=str,
 )
 def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    analyzed = analyze(lambda: Masked(lambda mask: mask.data), rows())
+    analyzed = analyze(lambda: Masked(lambda mask: mask.data), samples())
     with pytest.raises(PlanError) as caught:
         planned(analyzed, mesh, *strategies)
     assert (
@@ -167,8 +167,8 @@ def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, stra
 
 
 def test_where_nobody_keeps_it_that_is_as_on_one_device():
-    analyzed = analyze(lambda: Masked(lambda mask: mask.data), rows())
-    verdict = verify(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()), [rows()])
+    analyzed = analyze(lambda: Masked(lambda mask: mask.data), samples())
+    verdict = verify(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()), [samples()])
     assert verdict.passed, verdict
 
 
@@ -183,11 +183,11 @@ def test_where_nobody_keeps_it_that_is_as_on_one_device():
     ids=["itself", "without its graph", "a copy", "a view"],
 )
 def test_what_everybody_sees_is_as_it_was(way: Callable[[torch.Tensor], Any]):
-    assert analyze(lambda: Masked(way), rows()).untracked_write_lines == ()
+    assert analyze(lambda: Masked(way), samples()).untracked_write_lines == ()
 
 
 def handed_out() -> AnalyzedModel:
-    return analyze(lambda: Masked(lambda mask: mask.numpy()), rows())
+    return analyze(lambda: Masked(lambda mask: mask.numpy()), samples())
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: S
     analyzed = handed_out()
     assert analyzed.sequence_info is not None
     assert analyzed.sequence_info.has_untracked_writes
-    verdict = verify(analyzed, planned(analyzed, mesh, strategy, REPLICAS), [rows()])
+    verdict = verify(analyzed, planned(analyzed, mesh, strategy, REPLICAS), [samples()])
     assert verdict.passed, verdict
 
 
 def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_trace, "UNTRACKED_ACCESS", frozenset())
     analyzed = handed_out()
-    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), [rows()]).passed
+    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), [samples()]).passed

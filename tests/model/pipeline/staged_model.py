@@ -82,11 +82,11 @@ def ranks(
     example: Example,
     blocks: Sequence[str] | None = None,
     total: Total = weigh,
-    rows: Example | None = None,
+    samples: Example | None = None,
 ) -> Ranks:
-    """The model that `build` makes, read on `example`, to be run on `rows` (None: the example)."""
+    """The model that `build` makes, read on `example`, to be run on `samples` (None: the example)."""
     analyzed = analyze_model(build, example, blocks)
-    inputs = {key: v.double() if v.is_floating_point() else v for key, v in (rows or example).items()}
+    inputs = {key: v.double() if v.is_floating_point() else v for key, v in (samples or example).items()}
     graph = ForwardGraphCache(analyzed, torch.float64).get({key: value[:1] for key, value in inputs.items()})
     module, _, parameters = analyzed.make_module("cpu", torch.float64)
     loss = total(module(**inputs))
@@ -167,13 +167,13 @@ def played(
         block_calls.append(block_call)
         return lean
 
-    rows = len(next(iter(one.inputs.values())))
+    samples = len(next(iter(one.inputs.values())))
     ran = run_stage(
-        lambda: module(**one.inputs), drive, graph or one.graph, part, rows, received, before_block=reach
+        lambda: module(**one.inputs), drive, graph or one.graph, part, samples, received, before_block=reach
     )
     assert torch.is_grad_enabled() is False or block_calls == list(part.block_calls)
     for value in part.outputs:
-        assert tuple(ran.sent_values[value.name].shape) == value.shape(rows)
+        assert tuple(ran.sent_values[value.name].shape) == value.shape(samples)
     return ran
 
 
@@ -193,10 +193,10 @@ def divisions(boundaries: Sequence[str], most: int = 8) -> Iterable[tuple[str, .
         yield from found[:: max(1, len(found) // most)]
 
 
-def crossing(boundaries: StageBoundaries, rows: int) -> tuple[int, int]:
+def crossing(boundaries: StageBoundaries, samples: int) -> tuple[int, int]:
     """How many values cross a border at most, and the bytes of the border with most of them."""
     live = [boundaries.live_values(boundary) for boundary in boundaries.open_boundaries()]
-    return max(map(len, live)), max(sum(v.nbytes(rows) for v in each) for each in live)
+    return max(map(len, live)), max(sum(v.nbytes(samples) for v in each) for each in live)
 
 
 def same(one: Any, other: Any) -> bool:

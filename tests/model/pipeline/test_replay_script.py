@@ -62,13 +62,13 @@ def corrupted(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
         ) -> StageResult:
             received = {value.name: store[value.name].clone() for value in part.inputs}
             given, reach = {"script_cache": scripts, "inputs": inputs}, lambda block_call: None
-            rows = len(next(iter(inputs.values())))
+            samples = len(next(iter(inputs.values())))
             return run_stage(
                 partial(module, **inputs),
                 drive,
                 one.graph,
                 part,
-                rows,
+                samples,
                 received,
                 before_block=reach,
                 **given,
@@ -309,8 +309,8 @@ def test_a_llama_is_played(masked: bool):
         use_cache=False,
     )
     ids = torch.arange(20).view(4, 5) % 13
-    rows = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
-    one = ranks(lambda: transformers.LlamaForCausalLM(config), rows)
+    samples = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
+    one = ranks(lambda: transformers.LlamaForCausalLM(config), samples)
     why = corrupted(one, ("model.layers.1", "model.layers.2"))
     assert len(tree_tensors(list(one.inputs.values()))) == 1 + masked
     assert all("reads a number" in each for each in why) if masked else why == [""] * 3

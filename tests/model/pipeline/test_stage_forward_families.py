@@ -134,8 +134,8 @@ def test_a_u_net_sends_its_skips_over_every_part():
 
 
 def test_two_towers_meet_behind_both():
-    rows = torch.linspace(-1, 1, 96).view(3, 32)
-    one = checked(TwoTowers, {"left": rows[:, :16], "right": rows[:, 16:]}, total=squared)
+    samples = torch.linspace(-1, 1, 96).view(3, 32)
+    one = checked(TwoTowers, {"left": samples[:, :16], "right": samples[:, 16:]}, total=squared)
     assert [value.consumers for value in one.boundaries.values if value.producer.startswith("left")][-1] == (
         one.boundaries.block_calls[-1],
     )
@@ -177,10 +177,10 @@ def test_other_numbers_of_rows_and_other_lengths_than_in_the_trial():
         "input_ids": torch.arange(35).view(5, 7) * 3 % 61,
         "attention_mask": torch.ones(5, 7, dtype=torch.long),
     }
-    one = ranks(build("Llama", "ForCausalLM", GROUPED), PADDED, total=weighed, rows=other)
+    one = ranks(build("Llama", "ForCausalLM", GROUPED), PADDED, total=weighed, samples=other)
     assert one.error(one.boundaries.open_boundaries()[1:4]) < 1e-12
     wide = ranks(
-        build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, rows={**PAIRS}
+        build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, samples={**PAIRS}
     )
     assert wide.error(wide.boundaries.open_boundaries()[2:5]) < 1e-12
 

@@ -191,8 +191,8 @@ def test_a_block_that_does_not_cut_what_it_gives_runs_on_all_tokens_of_every_ran
 
 def test_rows_that_are_tokens_are_convolved_by_themselves():
     def by_token(self: Layer, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, 1, WIDTH)
-        return F.conv1d(rows, self.conv.weight[:1, :1], padding=1).reshape(x.shape)
+        samples = x.reshape(-1, 1, WIDTH)
+        return F.conv1d(samples, self.conv.weight[:1, :1], padding=1).reshape(x.shape)
 
     assert layer(by_token).not_sequence_parallel == ""
     assert [each.halo for each in found(by_token)] == [0]

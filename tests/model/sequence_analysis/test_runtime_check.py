@@ -25,7 +25,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 
-ROWS, TOKENS = 2, 13
+NUM_SAMPLES, TOKENS = 2, 13
 Rule = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -74,16 +74,18 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def rows(length: int = TOKENS) -> dict[str, torch.Tensor]:
+def samples(length: int = TOKENS) -> dict[str, torch.Tensor]:
     thrown = torch.Generator().manual_seed(2)
-    return {key: torch.randint(67, (ROWS, length), generator=thrown) for key in ("input_ids", "labels")}
+    return {
+        key: torch.randint(67, (NUM_SAMPLES, length), generator=thrown) for key in ("input_ids", "labels")
+    }
 
 
 def analyzed_model(rule: Rule) -> AnalyzedModel:
-    return analyze(lambda: Own(rule), rows())
+    return analyze(lambda: Own(rule), samples())
 
 
-JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
+JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES))
 
 
 def planned(analyzed: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
@@ -110,9 +112,9 @@ def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
 ) -> None:
     analyzed = analyzed_model(rule)
     plan = planned(analyzed, mesh, *strategies)
-    assert verify(analyzed, plan, [rows()]).passed
+    assert verify(analyzed, plan, [samples()]).passed
     with pytest.raises(PlanError) as caught:
-        verify(analyzed, plan, [rows(40)])
+        verify(analyzed, plan, [samples(40)])
     assert message in str(caught.value)
     assert "let it compute the same on 40 tokens as on fewer; or set mesh.cp = 1" in str(caught.value)
 
@@ -138,11 +140,11 @@ def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.Monk
 
     def train(world):
         with parallelize(analyzed, plan, world=world) as engine:
-            return [engine.step(engine.local_batch(rows(length))).loss for length in (13, 9, 21, 20, 13)]
+            return [engine.step(engine.local_batch(samples(length))).loss for length in (13, 9, 21, 20, 13)]
 
     def alone() -> list[float]:
         with parallelize(analyzed, make_plan(analyzed, JOB)) as engine:
-            return [engine.step(rows(length)).loss for length in (13, 9, 21, 20, 13)]
+            return [engine.step(samples(length)).loss for length in (13, 9, 21, 20, 13)]
 
     assert run_on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
     assert tried == [
@@ -159,7 +161,7 @@ def test_evaluations_are_looked_at_too() -> None:
 
     def evaluate(world):
         with parallelize(analyzed, plan, world=world) as engine:
-            engine.evaluate([engine.local_batch(rows(40))])
+            engine.evaluate([engine.local_batch(samples(40))])
 
     with pytest.raises(PlanError, match="on sequences of 40 tokens"):
         run_on_threads(evaluate, Mesh(cp=3))

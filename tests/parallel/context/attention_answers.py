@@ -27,13 +27,13 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 
-ROWS = 2
+NUM_SAMPLES = 2
 BLOCK_CALL = "layers.0"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention on all tokens of `ROWS` samples, and the gradient of what comes out."""
+    """One call of attention on all tokens of `NUM_SAMPLES` samples, and the gradient of what comes out."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -81,7 +81,9 @@ def case(
     """A case of noise."""
     noise = torch.Generator().manual_seed(heads * 100 + length)
     shapes = [(heads, widths[0]), (groups, widths[0]), (groups, widths[1]), (heads, widths[1])]
-    drawn = [torch.randn(ROWS, many, length, width, generator=noise, dtype=dtype) for many, width in shapes]
+    drawn = [
+        torch.randn(NUM_SAMPLES, many, length, width, generator=noise, dtype=dtype) for many, width in shapes
+    ]
     return Case(*drawn, mask, causal)
 
 
@@ -208,7 +210,7 @@ def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
     job = Job(
         ModelConfig("tiny"),
         DataConfig("random"),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         precision=PrecisionConfig(dtype, dtype),
     )
     program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})

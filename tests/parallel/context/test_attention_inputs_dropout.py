@@ -30,8 +30,8 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
 from tests.parallel.tensor.odd_llama import batches
 
-ROWS, TOKENS = 2, 7
-JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
+NUM_SAMPLES, TOKENS = 2, 7
+JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES))
 WIDTH = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 13, "num_hidden_layers": 2}
 
 
@@ -55,9 +55,9 @@ def bert() -> nn.Module:
 
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
-    analyzed = analyze(model, batches(1, ROWS, TOKENS)[0])
+    analyzed = analyze(model, batches(1, NUM_SAMPLES, TOKENS)[0])
     plan = make_plan(analyzed, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
-    return verify(analyzed, plan, batches(1, ROWS, TOKENS))
+    return verify(analyzed, plan, batches(1, NUM_SAMPLES, TOKENS))
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,11 @@ def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.M
 
 
 def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
-    rows = batches(1, ROWS, 2)
-    analyzed = analyze(gpt2(), rows[0])
+    samples = batches(1, NUM_SAMPLES, 2)
+    analyzed = analyze(gpt2(), samples[0])
     plan = make_plan(analyzed, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     with pytest.raises(PlanError, match="of sequences of 2 tokens: the slice is ambiguous"):
-        verify(analyzed, plan, rows)
+        verify(analyzed, plan, samples)
 
 
 def test_a_part_is_drawn_as_within_the_whole() -> None:

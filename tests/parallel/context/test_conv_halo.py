@@ -39,7 +39,7 @@ from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.attention_answers import Rank
 from tests.parallel.tensor.odd_llama import analyzed_llama
 
-ROWS, WIDTH, BLOCK_CALL = 2, 4, "layers.0"
+NUM_SAMPLES, WIDTH, BLOCK_CALL = 2, 4, "layers.0"
 WAYS = [
     (RingAttention(), 2),
     (RingAttention(), 3),
@@ -63,7 +63,7 @@ KERNELS = [
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution of all tokens of `ROWS` samples, and the gradient of what comes out."""
+    """A convolution of all tokens of `NUM_SAMPLES` samples, and the gradient of what comes out."""
 
     known: ConvSpec
     input: torch.Tensor
@@ -89,10 +89,10 @@ def case(kernel: tuple[int, int, int], length: int, groups: int = 1) -> Case:
     size, dilation, left = kernel
     noise = torch.Generator().manual_seed(size * 100 + length)
     shapes = [
-        (ROWS, WIDTH, length),
+        (NUM_SAMPLES, WIDTH, length),
         (2 * WIDTH, WIDTH // groups, size),
         (2 * WIDTH,),
-        (ROWS, 2 * WIDTH, length),
+        (NUM_SAMPLES, 2 * WIDTH, length),
     ]
     drawn = [torch.randn(shape, generator=noise, dtype=torch.float64) for shape in shapes]
     reach = (size - 1) * dilation
@@ -195,7 +195,7 @@ def test_bytes_are_those_of_the_formula_on_every_rank(
         and strategy.sequence_sharding(ranks).num_inner_ranks < ranks
         else 1
     )
-    formula = spans * ROWS * WIDTH * (4 - 1) * 2 * (ranks - 1) * 8
+    formula = spans * NUM_SAMPLES * WIDTH * (4 - 1) * 2 * (ranks - 1) * 8
     for entries in answered(strategy, given, ranks)[1]:
         assert [(each.action, each.collective, each.sent_nbytes) for each in entries] == [
             ("F", "all_gather", formula),
@@ -213,7 +213,7 @@ def stated(strategy: ContextParallel, convolve: ConvSpec, ranks: int) -> list[tu
     job = Job(
         ModelConfig("tiny"),
         DataConfig("random"),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         precision=PrecisionConfig("float64", "float64"),
     )
     program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})

@@ -31,7 +31,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import named
-from tests.parallel.context.test_ring_models import REPLICAS, ROWS, Attention, padded
+from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, padded
 from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
 from tests.parallel.tensor.odd_llama import batches
 
@@ -99,11 +99,11 @@ def equal(
     analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
 ) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
-    source, train = DataConfig("random", sequence=length), TrainConfig(batch=ROWS, clip=0.5)
+    source, train = DataConfig("random", sequence=length), TrainConfig(batch=NUM_SAMPLES, clip=0.5)
     job = Job(ModelConfig("mixed"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
     plan = make_plan(analyzed, job, mesh, strategies, micro_batch)
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, batches(2, ROWS, length))
+    verdict = verify(analyzed, plan, batches(2, NUM_SAMPLES, length))
     assert verdict.passed, verdict
     traced = trace(analyzed, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
     assert traced.passed, traced
@@ -114,7 +114,7 @@ def made(make, length: int = 9) -> AnalyzedModel:
     """The reading of a model, made once."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return analyze(make(), batches(1, ROWS, length)[0])
+        return analyze(make(), batches(1, NUM_SAMPLES, length)[0])
 
 
 WAYS = [
@@ -165,14 +165,14 @@ def test_dropout_between_convolutions_draws_what_one_device_draws() -> None:
 
 
 def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
-    analyzed, rows = padded(lfm2(), 3)
+    analyzed, samples = padded(lfm2(), 3)
     job = Job(
         ModelConfig("lfm2"),
         DataConfig("random", sequence=9),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         OptimizerConfig("adamw", lr=0.1),
     )
-    verdict = verify(analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), REPLICAS)), rows)
+    verdict = verify(analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), REPLICAS)), samples)
     assert verdict.passed, verdict
 
 
@@ -209,7 +209,7 @@ def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
 
 def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     """Why there is no plan."""
-    analyzed = analyze(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
+    analyzed = analyze(lambda: Model(make()), batches(1, NUM_SAMPLES)[0])  # a GRU is not copied
     with pytest.raises(PlanError) as told:
         equal(analyzed, Mesh(cp=ranks), *strategies, REPLICAS)
     return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)

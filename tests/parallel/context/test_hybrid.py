@@ -13,7 +13,15 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.validation import strategy_field_diagnostics
-from tests.parallel.context.attention_answers import ROWS, answered, case, issued, space_of, stated, worst
+from tests.parallel.context.attention_answers import (
+    NUM_SAMPLES,
+    answered,
+    case,
+    issued,
+    space_of,
+    stated,
+    worst,
+)
 from tests.parallel.context.dense_attention import mask_of
 from tests.parallel.context.test_ulysses import masked
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
@@ -89,7 +97,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     entries = answered(
         HybridContextParallel(ulysses_degree=inner), case(heads, groups, length), Mesh(cp=ranks)
     ).entries[0]
-    share = ROWS * length * heads * width / ranks
+    share = NUM_SAMPLES * length * heads * width / ranks
     exchange = (2 + 2 * groups / heads) * share * (inner - 1) / inner
     ring = 2 * share * groups / heads * (ranks // inner - 1)
     assert sum(entry.sent_nbytes for entry in entries if entry.action == "F") == 8 * (exchange + ring)
@@ -146,7 +154,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_rows_without_anything_to_look_at_are_zero() -> None:
     given = case(4, 2, 12, mask=mask_of("padding", 12))
     found = answered(HybridContextParallel(), given, Mesh(cp=4)).found[0]
-    blind = ~given.mask.expand(ROWS, 4, 12, 12).any(-1)
+    blind = ~given.mask.expand(NUM_SAMPLES, 4, 12, 12).any(-1)
     assert torch.equal(found[blind], torch.zeros_like(found[blind]))
 
 

@@ -16,8 +16,8 @@ from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 from tests.parallel.context.attention_answers import space_of
 
-ROWS, LENGTH, WIDTH = 2, 24, 8
-JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
+NUM_SAMPLES, LENGTH, WIDTH = 2, 24, 8
+JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=NUM_SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -30,16 +30,16 @@ def test_heads_that_several_ranks_need_are_there_more_often(heads: int, groups: 
         JOB,
         SequenceSharding(4, num_inner_ranks=4, zigzag=False),
         attend,
-        ROWS,
+        NUM_SAMPLES,
     )
-    own = ROWS * LENGTH // 4 * WIDTH * 4
+    own = NUM_SAMPLES * LENGTH // 4 * WIDTH * 4
     assert found == AttentionMemory(2 * own * (sent - groups) + own * heads, 2 * own * (sent - groups))
 
 
 def test_where_nothing_is_exchanged_nothing_is_added():
     attend = AttentionSpec("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
     assert (
-        exchange_memory(space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, ROWS)
+        exchange_memory(space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, NUM_SAMPLES)
         == AttentionMemory()
     )
 

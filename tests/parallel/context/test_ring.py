@@ -32,7 +32,7 @@ from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting
 from tests.parallel.tensor.odd_llama import analyzed_llama
 
-ROWS, LENGTH, WIDTH = 4, 12, 48
+NUM_SAMPLES, LENGTH, WIDTH = 4, 12, 48
 LAYERS = ("model.layers.0", "model.layers.1")
 SHAPE = {
     "num_heads": 6,
@@ -61,7 +61,7 @@ def plan(
     **more: Any,
 ) -> Plan:
     """A plan of a Llama whose tokens are known."""
-    job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
+    job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=NUM_SAMPLES))
     job = replace(job, precision=PrecisionConfig(compute=compute))
     model_spec = replace(analyzed_llama().model_spec, sequence_info=tokens, **more)
     return Plan.make(
@@ -80,7 +80,7 @@ def of(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[
 def test_bytes_follow_the_formula(ranks: int) -> None:
     actions = plan(ranks).actions
     each = (
-        2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
+        2 * NUM_SAMPLES * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
     )  # 2 b (N/P) h (k/a) (P-1) elements of float32
     for layer in LAYERS:
         forward, backward = of(actions, "F", layer), of(actions, "B", layer)
@@ -143,7 +143,9 @@ def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> Non
     )
     most = max(SequenceSharding(3).num_tokens(11, index) for index in range(3))
     assert most == 4
-    assert [move.nbytes for move in of(plan(3, tokens=tokens).actions, "F")] == [ROWS * 3 * most * 16 * 4] * 2
+    assert [move.nbytes for move in of(plan(3, tokens=tokens).actions, "F")] == [
+        NUM_SAMPLES * 3 * most * 16 * 4
+    ] * 2
 
 
 def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
@@ -173,7 +175,7 @@ def test_a_backward_holds_what_travels_in_it() -> None:
         (backward,) = [each for each in plan(ranks).actions if each.kind == "B" and each.subject == LAYERS[0]]
         return next(hold.nbytes for hold in backward.allocations if hold.name == "scratch")
 
-    message = [2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * 4 for ranks in (1, 2, 3)]
+    message = [2 * NUM_SAMPLES * LENGTH // ranks * WIDTH * 3 // 6 * 4 for ranks in (1, 2, 3)]
     assert [scratch(ranks) - scratch(1) for ranks in (2, 3)] == [(2 + 3) * message[1], (2 + 4) * message[2]]
 
 
@@ -208,7 +210,7 @@ def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_row
             2 * groups,
         )  # repeated by the model
         assert [move.nbytes for move in of(mine.actions, "F") if move.collective == "shift"] == [
-            ROWS * groups * 4 * 16 * 4
+            NUM_SAMPLES * groups * 4 * 16 * 4
         ] * 2
         moved = [move.collective for move in of(mine.actions, "F")]
         assert moved == ["shift", "shift", "all_reduce", "all_reduce"]

@@ -56,11 +56,11 @@ def run(
             query.requires_grad_(),
             *(_of(spans[group.index], each).requires_grad_() for each in given[1:3]),
         ]
-        rows = None if mask is None else _of(mine, mask.detach()).requires_grad_(mask.requires_grad)
+        mask_rows = None if mask is None else _of(mine, mask.detach()).requires_grad_(mask.requires_grad)
         with during(world) if during else torch.enable_grad():
-            out = ring_attention(circle, *own, rows)
+            out = ring_attention(circle, *own, mask_rows)
             out.backward(grad)
-        return [out.detach(), *(each.grad for each in own), None if rows is None else rows.grad]
+        return [out.detach(), *(each.grad for each in own), None if mask_rows is None else mask_rows.grad]
 
     parts = run_on_threads(play, Mesh(cp=ranks))
     return [
@@ -175,10 +175,10 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def executed(ranks: int, length: int, rows: int = 1, **said: Any) -> list[int]:
+def executed(ranks: int, length: int, samples: int = 1, **said: Any) -> list[int]:
     """The pairs that each rank's kernels look at."""
     counts = {world: Products() for world in range(ranks)}
-    run(sample(length, rows=rows), ranks, during=lambda world: counts[world.rank], **said)
+    run(sample(length, samples=samples), ranks, during=lambda world: counts[world.rank], **said)
     assert all(count.forward == count.backward for count in counts.values())
     return [counts[rank].forward for rank in range(ranks)]
 
@@ -203,23 +203,23 @@ def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
     assert window < 0.7 * full
 
 
-def documents(length: int, draw: torch.Generator, rows: int = 1) -> torch.Tensor:
+def documents(length: int, draw: torch.Generator, samples: int = 1) -> torch.Tensor:
     """A mask of documents that begin anywhere, in each row elsewhere."""
     many = int(torch.randint(1, 9, (), generator=draw))
-    begins = torch.rand(rows, length, generator=draw).argsort(1)[:, :many]
-    number = torch.zeros(rows, length).scatter_(1, begins, 1.0).cumsum(1)
+    begins = torch.rand(samples, length, generator=draw).argsort(1)[:, :many]
+    number = torch.zeros(samples, length).scatter_(1, begins, 1.0).cumsum(1)
     return (
         (number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()
     ).unsqueeze(1)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("rows", [1, 2])
-def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, rows: int) -> None:
+@pytest.mark.parametrize("samples", [1, 2])
+def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, samples: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     length = int(torch.randint(1500, 2500, (), generator=draw))
-    mask = documents(length, draw, rows)
-    pairs = executed(4, length, rows=rows, mask=mask, balance="striped")
+    mask = documents(length, draw, samples)
+    pairs = executed(4, length, samples=samples, mask=mask, balance="striped")
     assert max(pairs) * 4 / sum(pairs) < 1.05
     assert sum(pairs) < 1.6 * int(mask.sum())
 
@@ -240,7 +240,7 @@ def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
 def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: str) -> None:
     draw = torch.Generator().manual_seed(ranks)
     for length in (5, 33, 130):
-        given, mask = sample(length, rows=3), documents(length, draw, rows=3)
+        given, mask = sample(length, samples=3), documents(length, draw, samples=3)
         true = with_gradients(given, mask, causal=False, scale=SCALE)
         found = run(given, ranks, mask, balance=balance)
         assert max(map(gap, found[:4], true[:4])) < EXACT
@@ -307,10 +307,10 @@ def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
 def test_what_is_handed_on_may_be_written_into():
     given = sample(7)
     query, key, value = (each.requires_grad_() for each in given[:3])
-    rows = ((0, 7),)
+    own_range = ((0, 7),)
 
     def play(world: World) -> list[torch.Tensor]:
-        circle = AttentionRing(0, rows, (rows,), SCALE, True, shifting(world.group(["cp"])), None)
+        circle = AttentionRing(0, own_range, (own_range,), SCALE, True, shifting(world.group(["cp"])), None)
         out = ring_attention(circle, query, key, value, None)
         handed = out.transpose(1, 2).reshape(out.shape[0], 7, -1)
         return [*torch.autograd.grad(handed.mul_(2).sum(), (query, key, value))]

@@ -16,7 +16,7 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.context.attention_answers import ROWS, case, worst
+from tests.parallel.context.attention_answers import NUM_SAMPLES, case, worst
 
 EXACT, LENGTH = 1e-13, 13
 LOWEST = torch.finfo(torch.float64).min
@@ -64,7 +64,7 @@ def test_so_they_are_however_tokens_are_dealt(strategy: Strategy, mesh: Mesh, le
 
 
 def test_keys_that_are_hidden_from_all_queries_weigh_alike() -> None:
-    keys = torch.full((ROWS, 1, 1, LENGTH), LOWEST, dtype=torch.float64)
+    keys = torch.full((NUM_SAMPLES, 1, 1, LENGTH), LOWEST, dtype=torch.float64)
     keys[0, ..., 2:7] = 0
     assert worst(case(2, 1, LENGTH, mask=keys), RingAttention(), Mesh(cp=3)) < EXACT
 
@@ -108,11 +108,11 @@ class Padded(nn.Module):
 
 def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
     thrown = torch.Generator().manual_seed(2)
-    rows = [
+    samples = [
         {key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
         for _ in range(2)
     ]
-    analyzed = analyze(Padded(), rows[0])
+    analyzed = analyze(Padded(), samples[0])
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=9),
@@ -120,6 +120,6 @@ def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
         OptimizerConfig("sgd", lr=0.1),
     )
     verdict = verify(
-        analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), rows
+        analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), samples
     )
     assert verdict.passed, verdict

@@ -22,11 +22,11 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
-ROWS, TOKENS = 4, 9
+NUM_SAMPLES, TOKENS = 4, 9
 JOB = Job(
     ModelConfig("llama"),
     DataConfig("random", sequence=TOKENS),
-    TrainConfig(batch=ROWS, clip=0.5),
+    TrainConfig(batch=NUM_SAMPLES, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
 REPLICAS = DDP(axis="cp")
@@ -38,7 +38,7 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_ba
 
 def equal(analyzed: AnalyzedModel, plan: Plan) -> None:
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, batches(2, ROWS))
+    verdict = verify(analyzed, plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -52,7 +52,7 @@ def test_a_llama_on_a_ring(ranks: int):
 def test_a_ring_has_more_ranks_than_tokens():
     short = analyzed_llama(length=3)
     plan = planned(short, Mesh(cp=4), RingAttention(), REPLICAS)
-    verdict = verify(short, plan, batches(2, ROWS, 3))
+    verdict = verify(short, plan, batches(2, NUM_SAMPLES, 3))
     assert verdict.passed, verdict
 
 
@@ -60,7 +60,7 @@ def test_a_ring_has_more_ranks_than_tokens():
 def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
     short = analyzed_llama(length=length)
     plan = planned(short, Mesh(cp=4, tp=2), RingAttention(), TensorParallel(), VocabParallel(), REPLICAS)
-    verdict = verify(short, plan, batches(2, ROWS, length))
+    verdict = verify(short, plan, batches(2, NUM_SAMPLES, length))
     assert verdict.passed, verdict
 
 
@@ -151,12 +151,12 @@ def sliding() -> nn.Module:
 
 @pytest.mark.parametrize("make", [Own, qwen, gpt2, sliding], ids=lambda make: make.__name__)
 def test_other_models_on_a_ring_of_three(make):
-    analyzed = analyze(make(), batches(1, ROWS)[0])
+    analyzed = analyze(make(), batches(1, NUM_SAMPLES)[0])
     equal(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS))
 
 
 def test_dropout_draws_what_one_device_draws():
-    analyzed = analyze(gpt2(0.2), batches(1, ROWS)[0])
+    analyzed = analyze(gpt2(0.2), batches(1, NUM_SAMPLES)[0])
     equal(analyzed, planned(analyzed, Mesh(cp=2), RingAttention(), REPLICAS))
 
 
@@ -164,10 +164,10 @@ def padded(model: nn.Module, steps: int) -> tuple[AnalyzedModel, list[dict[str, 
     """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs
     no mask.
     """
-    found = batches(steps, ROWS)
+    found = batches(steps, NUM_SAMPLES)
     for step, batch in enumerate(found):
         mask = torch.ones_like(batch["input_ids"])
-        for row in range(ROWS):
+        for row in range(NUM_SAMPLES):
             mask[row, TOKENS - (row + step) % 4 if step else TOKENS :] = 0
         batch["attention_mask"] = mask
         batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
@@ -188,8 +188,8 @@ def bert() -> nn.Module:
 
 @pytest.mark.parametrize("make", [qwen, gpt2, sliding, bert], ids=lambda make: make.__name__)
 def test_padding_is_attended_to_by_nobody(make):
-    analyzed, rows = padded(make(), 3)
-    verdict = verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), rows)
+    analyzed, samples = padded(make(), 3)
+    verdict = verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), samples)
     assert verdict.passed, verdict
 
 
@@ -209,7 +209,7 @@ def test_a_mesh_alone_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
 
 
 def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
-    analyzed = analyze(Own(), batches(1, ROWS)[0])
+    analyzed = analyze(Own(), batches(1, NUM_SAMPLES)[0])
     assert planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()).model_spec.sequence_info is None
     assert "tokens" not in vars(analyzed)
     assert (

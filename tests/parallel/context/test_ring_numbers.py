@@ -110,7 +110,7 @@ def test_a_gpt2_with_tied_words_and_positions_in_glue_is_that_of_one_device() ->
         "eos_token_id": 0,
     }
     config = transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    rows = batches(2)
-    analyzed = analyze(transformers.GPT2LMHeadModel(config), rows[0])
+    samples = batches(2)
+    analyzed = analyze(transformers.GPT2LMHeadModel(config), samples[0])
     job = Job(ModelConfig("gpt2"), DataConfig("random", sequence=9), TrainConfig(batch=4))
-    assert_exact(analyzed, make_plan(analyzed, job, Mesh(cp=3), WHOLE), rows)
+    assert_exact(analyzed, make_plan(analyzed, job, Mesh(cp=3), WHOLE), samples)

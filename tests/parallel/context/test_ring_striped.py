@@ -22,15 +22,15 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import HEADS, ROWS, SIZES, batches, llama
+from tests.parallel.tensor.odd_llama import HEADS, NUM_SAMPLES, SIZES, batches, llama
 
 LENGTH = 19
 STRIPED, REPLICAS = RingAttention(load_balance="striped"), DDP("cp")
 PACKED = {  # the lengths of the documents in each of the rows
-    "one document": [[19]] * ROWS,
+    "one document": [[19]] * NUM_SAMPLES,
     "unlike rows": [[7, 12], [9, 10], [1, 2, 16], [3, 3, 3, 10]],
     "some rows": [[7, 12], [19], [19], [3, 16]],
-    "alike rows": [[5, 9, 5]] * ROWS,
+    "alike rows": [[5, 9, 5]] * NUM_SAMPLES,
     "documents shorter than ranks": [
         [1, 1, 2, 1, 2, 3, 1, 1, 2, 2, 1, 2],
         [2] * 9 + [1],
@@ -42,10 +42,10 @@ PACKED = {  # the lengths of the documents in each of the rows
 
 def packed(name: str, steps: int = 2) -> list[dict[str, torch.Tensor]]:
     """Global batches whose rows are those documents."""
-    found = batches(steps, ROWS, LENGTH)
+    found = batches(steps, NUM_SAMPLES, LENGTH)
     for batch in found:
-        rows = [torch.cat([torch.arange(each) for each in row]) for row in PACKED[name]]
-        batch["position_ids"] = torch.stack(rows)
+        positions = [torch.cat([torch.arange(each) for each in row]) for row in PACKED[name]]
+        batch["position_ids"] = torch.stack(positions)
         batch["labels"] = batch["labels"].masked_fill(
             batch["position_ids"] == 0, -100
         )  # a first word follows from nothing
@@ -53,7 +53,7 @@ def packed(name: str, steps: int = 2) -> list[dict[str, torch.Tensor]]:
 
 
 def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: int = 0) -> Plan:
-    train, optimizer = TrainConfig(batch=ROWS, clip=0.5), OptimizerConfig("sgd", lr=0.1)
+    train, optimizer = TrainConfig(batch=NUM_SAMPLES, clip=0.5), OptimizerConfig("sgd", lr=0.1)
     job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), train, optimizer)
     return make_plan(analyzed, job, mesh, strategies, micro)
 
@@ -70,10 +70,10 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: i
     ],
 )
 def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None:
-    rows = packed(name)
-    analyzed = analyze(llama(), rows[0])
+    samples = packed(name)
+    analyzed = analyze(llama(), samples[0])
     assert_exact(
-        analyzed, planned(analyzed, Mesh(cp=ranks), STRIPED, REPLICAS, micro=2 if ranks == 3 else 0), rows
+        analyzed, planned(analyzed, Mesh(cp=ranks), STRIPED, REPLICAS, micro=2 if ranks == 3 else 0), samples
     )
 
 
@@ -89,9 +89,9 @@ def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None
     ids=["copies", "zero and recompute", "line", "hybrid", "zigzag"],
 )
 def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    rows = packed("unlike rows")
-    analyzed = analyze(llama(num_attention_heads=4, num_key_value_heads=2), rows[0])
-    assert_exact(analyzed, planned(analyzed, mesh, *strategies, micro=1), rows)
+    samples = packed("unlike rows")
+    analyzed = analyze(llama(num_attention_heads=4, num_key_value_heads=2), samples[0])
+    assert_exact(analyzed, planned(analyzed, mesh, *strategies, micro=1), samples)
 
 
 def test_batches_with_other_documents_than_the_example_had() -> None:
@@ -103,16 +103,16 @@ def test_batches_with_other_documents_than_the_example_had() -> None:
 
 
 def test_without_a_mask_rows_are_striped_too() -> None:
-    rows = batches(2, ROWS, LENGTH)
-    analyzed = analyze(llama(), rows[0])
-    assert_exact(analyzed, planned(analyzed, Mesh(cp=4), STRIPED, REPLICAS), rows)
+    samples = batches(2, NUM_SAMPLES, LENGTH)
+    analyzed = analyze(llama(), samples[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=4), STRIPED, REPLICAS), samples)
 
 
 def test_a_window_is_that_of_one_device() -> None:
     config = transformers.MistralConfig(**SIZES, **HEADS, head_dim=8, use_cache=False, sliding_window=4)
-    rows = batches(2, ROWS, LENGTH)
-    analyzed = analyze(transformers.MistralForCausalLM(config), rows[0])
-    assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), rows)
+    samples = batches(2, NUM_SAMPLES, LENGTH)
+    analyzed = analyze(transformers.MistralForCausalLM(config), samples[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), samples)
 
 
 def test_biases_and_dropout_are_those_of_one_device() -> None:
@@ -120,9 +120,9 @@ def test_biases_and_dropout_are_those_of_one_device() -> None:
     config = transformers.GPT2Config(
         vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops
     )
-    rows = batches(2, ROWS, LENGTH)
-    analyzed = analyze(transformers.GPT2LMHeadModel(config), rows[0])
-    assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), rows)
+    samples = batches(2, NUM_SAMPLES, LENGTH)
+    analyzed = analyze(transformers.GPT2LMHeadModel(config), samples[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), samples)
 
 
 def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(MaskCache, "block_mask", counting)
-    rows = packed("alike rows", 1)
-    analyzed = analyze(llama(num_hidden_layers=3), rows[0])
-    assert_exact(analyzed, planned(analyzed, Mesh(cp=2), STRIPED, REPLICAS, micro=2), rows)
+    samples = packed("alike rows", 1)
+    analyzed = analyze(llama(num_hidden_layers=3), samples[0])
+    assert_exact(analyzed, planned(analyzed, Mesh(cp=2), STRIPED, REPLICAS, micro=2), samples)
     assert sum(looked) * 3 == len(looked)

@@ -10,7 +10,7 @@ from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.context.test_ring_models import JOB, REPLICAS, ROWS
+from tests.parallel.context.test_ring_models import JOB, NUM_SAMPLES, REPLICAS
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 EACH = 4 * 2.0**-9  # for a call of attention
@@ -27,7 +27,7 @@ EACH = 4 * 2.0**-9  # for a call of attention
 def test_the_rounding_of_a_wire_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
     plan = make_plan(analyzed_llama(), JOB, Mesh(cp=ranks), (deals, REPLICAS))
     assert (plan.exact, plan.tolerance) == (False, 2 * EACH)
-    verdict = verify(analyzed_llama(), plan, batches(2, ROWS))
+    verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
     assert verdict.tolerance == 2 * EACH
     assert 1e-10 < verdict.max_errors["gradient"] < EACH
@@ -42,7 +42,7 @@ def test_keys_that_are_off_by_more_are_noticed(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(ring_attention, "merge_outputs", wrong)
     plan = make_plan(analyzed_llama(), JOB, Mesh(cp=3), (RingAttention(comm_dtype="bfloat16"), REPLICAS))
-    assert not verify(analyzed_llama(), plan, batches(2, ROWS)).passed
+    assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed
 
 
 def test_what_travels_as_it_is_must_be_equal_to_rounding() -> None:

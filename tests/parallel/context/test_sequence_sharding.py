@@ -40,9 +40,9 @@ from tests.parallel.context.pooling_models import (
     bert,
     gpt2,
     llama,
-    rows,
+    samples,
 )
-from tests.parallel.context.test_ring_models import JOB, REPLICAS, ROWS, Own, planned
+from tests.parallel.context.test_ring_models import JOB, NUM_SAMPLES, REPLICAS, Own, planned
 from tests.parallel.tensor.odd_llama import batches
 
 known = cache(pooling_models.analyzed)
@@ -51,7 +51,7 @@ FLOAT = 4
 
 def equal(analyzed: AnalyzedModel, plan: Plan) -> None:
     """The comparison counts messages too: each is one that the program states."""
-    verdict = verify(analyzed, plan, rows(2))
+    verdict = verify(analyzed, plan, samples(2))
     assert verdict.passed, verdict
 
 
@@ -158,7 +158,7 @@ def test_evaluations_find_the_loss_of_one_device(make: type[nn.Module]):
 
         def rank(world: World) -> float:
             with parallelize(known(make), plan, world=world) as engine:
-                return engine.evaluate([engine.local_batch(each) for each in rows(2)]).loss
+                return engine.evaluate([engine.local_batch(each) for each in samples(2)]).loss
 
         return run_on_threads(rank, mesh)
 
@@ -176,12 +176,12 @@ def squares(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.T
 
 def test_a_loss_that_needs_all_tokens():
     loss = Loss(squares, lambda batch: torch.tensor(len(batch["labels"])))
-    made = analyze(Own(), batches(1, ROWS)[0], loss=loss)
+    made = analyze(Own(), batches(1, NUM_SAMPLES)[0], loss=loss)
     plan = planned(made, Mesh(cp=3), RingAttention(), REPLICAS, micro_batch=2)
     share = 2 * 3 * 67 * FLOAT
     there, back = Transfer("all_gather", ("cp",), share), Transfer("reduce_scatter", ("cp",), 3 * share)
     assert moves(plan, "LOSS") == [there, there, back, back]
-    verdict = verify(made, plan, batches(2, ROWS), loss=loss)
+    verdict = verify(made, plan, batches(2, NUM_SAMPLES), loss=loss)
     assert verdict.passed, verdict
 
 
@@ -204,6 +204,6 @@ def test_a_program_that_forgets_a_gradient_is_noticed(monkeypatch: pytest.Monkey
     glued = sequence_sharding.add_glue_gathers
     monkeypatch.setattr(sequence_sharding, "add_glue_gathers", forgetful)
     plan = planned(known(Mean), Mesh(cp=2), RingAttention(), REPLICAS)
-    verdict = verify(known(Mean), plan, rows(2))
+    verdict = verify(known(Mean), plan, samples(2))
     assert not verdict.passed
     assert "LOSS" in str(verdict)

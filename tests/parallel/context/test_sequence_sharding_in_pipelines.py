@@ -28,7 +28,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.context.test_ring_models import REPLICAS, ROWS, Attention, Own, equal, gpt2
+from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, Own, equal, gpt2
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
 
 WIDTH, FLOAT = SIZES["hidden_size"], 4
@@ -42,10 +42,13 @@ def deep() -> AnalyzedModel:
 
 
 def planned(
-    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, samples: int = NUM_SAMPLES, length: int = 9
 ) -> Plan:
     """Microbatches of one row."""
-    train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    train, optimizer = (
+        TrainConfig(batch=samples, clip=0.5),
+        OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
+    )
     return make_plan(
         analyzed,
         Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer),
@@ -93,7 +96,7 @@ def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]):
 
 
 def test_a_weight_that_two_parts_use():
-    analyzed = analyze(gpt2(0.2), batches(1, ROWS)[0])
+    analyzed = analyze(gpt2(0.2), batches(1, NUM_SAMPLES)[0])
     equal(
         analyzed, planned(analyzed, Mesh(pp=2, cp=3), Pipeline(schedule="zb_h1"), RingAttention(), REPLICAS)
     )
@@ -119,7 +122,7 @@ class Skips(nn.Module):
 
 
 def test_what_glue_makes_crosses_between_parts_and_skips_some():
-    analyzed = analyze(Skips(), batches(1, ROWS)[0])
+    analyzed = analyze(Skips(), batches(1, NUM_SAMPLES)[0])
     plan = planned(analyzed, Mesh(pp=3, cp=2), Pipeline(), RingAttention(), REPLICAS)
     crossing = [value for part in plan.sharding.stages for value in part.outputs]
     assert any(value.op for value in crossing)
@@ -133,7 +136,7 @@ def test_each_rank_sends_its_own_tokens_and_no_more():
         [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND"]
         for rank in (0, 1)
     ]
-    assert sent == [[4 * WIDTH * FLOAT] * ROWS, [5 * WIDTH * FLOAT] * ROWS]
+    assert sent == [[4 * WIDTH * FLOAT] * NUM_SAMPLES, [5 * WIDTH * FLOAT] * NUM_SAMPLES]
     back = [
         [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND_GRAD"]
         for rank in (2, 3)
@@ -146,18 +149,18 @@ def test_each_rank_sends_its_own_tokens_and_no_more():
 def test_a_pipeline_has_more_ranks_than_tokens():
     short = analyzed_llama(length=3)
     plan = planned(short, Mesh(pp=2, cp=4), Pipeline(), RingAttention(), REPLICAS, length=3)
-    verdict = verify(short, plan, batches(2, ROWS, 3))
+    verdict = verify(short, plan, batches(2, NUM_SAMPLES, 3))
     assert verdict.passed, verdict
 
 
 def found(analyzed: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
     """What each rank finds in an evaluation, and the loss of a step."""
-    rows = batches(2, ROWS, length)
+    samples = batches(2, NUM_SAMPLES, length)
 
     def rank(world: World) -> tuple[Evaluation, float]:
         with parallelize(analyzed, plan, world=world) as engine:
-            return engine.evaluate([engine.local_batch(each) for each in rows]), engine.step(
-                engine.local_batch(rows[0])
+            return engine.evaluate([engine.local_batch(each) for each in samples]), engine.step(
+                engine.local_batch(samples[0])
             ).loss
 
     return run_on_threads(rank, plan.mesh)
@@ -185,7 +188,7 @@ class InPlace(Own):
 
 
 def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
-    analyzed = analyze(InPlace(), batches(1, ROWS)[0])
+    analyzed = analyze(InPlace(), batches(1, NUM_SAMPLES)[0])
     closed = {
         each.block_call: each
         for each in add_stage_boundaries(
@@ -208,6 +211,6 @@ def test_tokens_taken_for_those_of_another_rank_are_noticed(monkeypatch: pytest.
         return make_sharded_tensor(tensor, along, replace(share, spans=((0, share.num_tokens),)))
 
     monkeypatch.setattr(ShardedSequenceRunner, "wrap_local", wrong)
-    analyzed = analyze(Skips(), batches(1, ROWS)[0])
+    analyzed = analyze(Skips(), batches(1, NUM_SAMPLES)[0])
     plan = planned(analyzed, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), REPLICAS)
-    assert not verify(analyzed, plan, batches(1, ROWS)).passed
+    assert not verify(analyzed, plan, batches(1, NUM_SAMPLES)).passed

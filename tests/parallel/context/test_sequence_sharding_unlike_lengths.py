@@ -31,7 +31,7 @@ from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
 from tests.model.sequence_analysis.test_block_inputs import LOSS, Images, Towers
 
-ROWS, THEIRS, OURS, WORDS = 4, 13, 9, 67
+NUM_SAMPLES, THEIRS, OURS, WORDS = 4, 13, 9, 67
 REPLICAS = DDP(axis="cp")
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 VIT = {
@@ -106,20 +106,20 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
     thrown = torch.Generator().manual_seed(3)
 
     def ids(length: int) -> torch.Tensor:
-        return torch.randint(3, WORDS, (ROWS, length), generator=thrown)
+        return torch.randint(3, WORDS, (NUM_SAMPLES, length), generator=thrown)
 
     def batch() -> dict[str, torch.Tensor]:
-        labels = torch.randint(0, 5, (ROWS,), generator=thrown)
+        labels = torch.randint(0, 5, (NUM_SAMPLES,), generator=thrown)
         if isinstance(model, Images):
-            return {"pixels": torch.randn(ROWS, 3, 8, 8, generator=thrown), "labels": labels}
+            return {"pixels": torch.randn(NUM_SAMPLES, 3, 8, 8, generator=thrown), "labels": labels}
         if isinstance(model, Towers):
             return {
                 "input_ids": ids(OURS),
-                "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=thrown),
+                "pixel_values": torch.randn(NUM_SAMPLES, 3, 8, 8, generator=thrown),
                 "labels": labels,
             }
         if isinstance(model, transformers.ViTForImageClassification):
-            return {"pixel_values": torch.randn(ROWS, 3, 12, 12, generator=thrown), "labels": labels}
+            return {"pixel_values": torch.randn(NUM_SAMPLES, 3, 12, 12, generator=thrown), "labels": labels}
         found = {"input_ids": ids(THEIRS), "decoder_input_ids": ids(OURS), "labels": ids(OURS)}
         if padded:
             found["attention_mask"] = (
@@ -131,9 +131,9 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
 
 
 def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
-    rows, loss = batches(model, 2, padded=padded), loss_of(model)
-    analyzed = analyze(model, rows[0], loss=loss)
-    train = TrainConfig(batch=ROWS, clip=0.5)
+    samples, loss = batches(model, 2, padded=padded), loss_of(model)
+    analyzed = analyze(model, samples[0], loss=loss)
+    train = TrainConfig(batch=NUM_SAMPLES, clip=0.5)
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=THEIRS),
@@ -142,7 +142,7 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = F
     )
     plan = make_plan(analyzed, job, mesh, strategies, 1)
     assert not static_checks(plan)
-    return verify(analyzed, plan, rows, loss=loss)
+    return verify(analyzed, plan, samples, loss=loss)
 
 
 ALONE = [
@@ -227,7 +227,7 @@ def test_there_are_more_ranks_than_patches() -> None:
 def test_the_plan_says_how_many_there_are() -> None:
     model = t5()
     analyzed = analyze(model, batches(model, 1)[0])
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=ROWS))
+    job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=NUM_SAMPLES))
     said = sequence_sharding_text(make_plan(analyzed, job, Mesh(cp=2), (RingAttention(), REPLICAS), 1))[
         "tokens"
     ]
@@ -236,13 +236,13 @@ def test_the_plan_says_how_many_there_are() -> None:
 
 def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
     model = t5()
-    rows = batches(model, 1)[0]
-    alike = {**rows, "input_ids": rows["input_ids"][:, :OURS]}
+    samples = batches(model, 1)[0]
+    alike = {**samples, "input_ids": samples["input_ids"][:, :OURS]}
     analyzed = analyze(model, alike)
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=OURS), TrainConfig(batch=ROWS))
+    job = Job(ModelConfig("own"), DataConfig("random", sequence=OURS), TrainConfig(batch=NUM_SAMPLES))
     plan = make_plan(analyzed, job, Mesh(cp=2), (RingAttention(), REPLICAS), 1)
     with pytest.raises(PlanError, match="the sequences have input_ids 13, decoder_input_ids 9 tokens"):
-        verify(analyzed, plan, [rows])
+        verify(analyzed, plan, [samples])
 
 
 def test_keys_taken_for_as_many_as_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.validation import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import (
-    ROWS,
+    NUM_SAMPLES,
     Case,
     answered,
     case,
@@ -41,7 +41,7 @@ def masked(name: str, length: int) -> torch.Tensor | None:
     """A mask for 4 heads, by name."""
     match name:
         case "keys":
-            return (torch.arange(length) != 1).expand(ROWS, 1, 1, length)
+            return (torch.arange(length) != 1).expand(NUM_SAMPLES, 1, 1, length)
         case "one learned":  # for all heads and rows
             return (
                 torch.linspace(-1, 1, length * length, dtype=torch.float64)
@@ -107,7 +107,7 @@ def test_bytes_are_those_of_the_paper() -> None:
         for entry in answered(Ulysses(), given, Mesh(cp=ranks)).entries[0]
         if entry.action == "F"
     )
-    elements = (2 + 2 * groups / heads) * ROWS * length * heads * width / ranks * (ranks - 1) / ranks
+    elements = (2 + 2 * groups / heads) * NUM_SAMPLES * length * heads * width / ranks * (ranks - 1) / ranks
     assert sent == 8 * elements
 
 

@@ -27,17 +27,17 @@ from tests.argument_names import named
 from tests.parallel.context.test_ring_models import bert, gpt2, padded, sliding
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama
 
-ROWS, TOKENS = 4, 9
+NUM_SAMPLES, TOKENS = 4, 9
 REPLICAS = DDP(axis="cp")
 
 
 def equal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
-    source, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS, clip=0.5)
+    source, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES, clip=0.5)
     job = Job(ModelConfig("llama"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
     plan = make_plan(analyzed, job, mesh, strategies, micro_batch)
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, batches(2, ROWS))
+    verdict = verify(analyzed, plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
     traced = trace(analyzed, plan)
     assert traced.passed, traced
@@ -70,7 +70,7 @@ def test_a_llama_with_grouped_queries(mesh: Mesh, strategies: tuple[Strategy, ..
 def test_models_with_three_heads_and_with_masks(make, strategy: Strategy) -> None:
     model = make()
     model.config.use_cache = False
-    analyzed = analyze(model, batches(1, ROWS)[0])
+    analyzed = analyze(model, batches(1, NUM_SAMPLES)[0])
     equal(analyzed, Mesh(cp=3), strategy, REPLICAS)
 
 
@@ -95,7 +95,7 @@ def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=TOKENS),
-        TrainConfig(batch=ROWS, clip=0.5),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.5),
         OptimizerConfig("sgd", lr=0.1),
     )
     plan = make_plan(analyzed, job, mesh, strategies, 1)
@@ -136,7 +136,7 @@ def test_layers_that_are_frozen_in_part_send_gradients_of_what_learns() -> None:
     model = llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name or "head" in name)
-    analyzed = analyze(model, batches(1, ROWS)[0])
+    analyzed = analyze(model, batches(1, NUM_SAMPLES)[0])
     first, second = analyzed.sequence_info.attention_calls
     assert (first.qkv_need_grad, second.qkv_need_grad) == ((True, False, False), (True, True, True))
     equal(analyzed, Mesh(cp=3), Ulysses(), REPLICAS)

@@ -21,7 +21,7 @@ from meshwright.run.data.shuffle import ShuffledOrder
 from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import SyntheticModel
 from tests.tiny_model import (
-    ROWS,
+    NUM_SAMPLES,
     analyzed_model,
     case_of,
     executor_of,
@@ -94,7 +94,7 @@ def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(
     analyzed: AnalyzedModel, ranks: int, micro_batch: int
 ):
     data = token_samples()
-    data["labels"][ShuffledOrder(ROWS, seed=0).ids(0, 12)[: 12 // ranks]] = (
+    data["labels"][ShuffledOrder(NUM_SAMPLES, seed=0).ids(0, 12)[: 12 // ranks]] = (
         IGNORE_INDEX  # in the first step, nothing of rank 0 counts
     )
     verdict = verdict_of(case_of(analyzed, plan_of(analyzed, ranks, micro_batch=micro_batch), data), steps=4)

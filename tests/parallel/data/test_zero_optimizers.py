@@ -143,9 +143,9 @@ class Shredded(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                rows = parameter.shape[0] if parameter.ndim == 2 else 1
+                num_rows = parameter.shape[0] if parameter.ndim == 2 else 1
                 parameter.sub_(
-                    orthogonalize(parameter.grad.view(rows, -1)).view(parameter.shape), alpha=group["lr"]
+                    orthogonalize(parameter.grad.view(num_rows, -1)).view(parameter.shape), alpha=group["lr"]
                 )
 
 

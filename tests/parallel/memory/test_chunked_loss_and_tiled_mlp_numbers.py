@@ -24,7 +24,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.memory.tiled_job import CPU, JOB, ROWS, SHARDS, TOKENS, planned
+from tests.parallel.memory.tiled_job import CPU, JOB, NUM_SAMPLES, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
 from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
@@ -54,7 +54,7 @@ class Largest(TorchDispatchMode):
 def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
     count: int, rows_of_tile: int, width: int
 ):
-    data = batches(1, ROWS)[0]
+    data = batches(1, NUM_SAMPLES)[0]
     found = {}
     for name, strategies in {"usual": (), "tiled": (ChunkedLoss(count), TiledMLP(count))}.items():
         with parallelize(
@@ -83,7 +83,10 @@ def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
     ids=str,
 )
 def test_an_evaluation_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    data, job = batches(2, ROWS), replace(JOB, precision=PrecisionConfig("float64", "float64", "float64"))
+    data, job = (
+        batches(2, NUM_SAMPLES),
+        replace(JOB, precision=PrecisionConfig("float64", "float64", "float64")),
+    )
 
     def found(mesh: Mesh, *strategies: Strategy) -> list[float]:
         plan = planned(analyzed_llama(), mesh, *strategies, job=job)

@@ -32,7 +32,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, ROWS, SHARDS, TOKENS, planned
+from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, NUM_SAMPLES, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches, llama
 from tests.tiny_model import VOCABULARY, WIDTH, executor_of, tiny_job, token_samples
 
@@ -46,7 +46,7 @@ def equal(
     data: list[dict[str, torch.Tensor]] | None = None,
 ) -> None:
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, data or batches(2, ROWS), loss=loss)
+    verdict = verify(analyzed, plan, data or batches(2, NUM_SAMPLES), loss=loss)
     assert verdict.passed, verdict
 
 
@@ -98,15 +98,15 @@ def test_a_head_that_is_tied_to_the_table(mesh: Mesh):
 def test_more_ranks_than_tokens():
     short = analyzed_llama(length=3)
     plan = planned(short, Mesh(cp=4), RingAttention(), DDP(axis="cp"), *BOTH)
-    equal(short, plan, data=batches(2, ROWS, 3))
+    equal(short, plan, data=batches(2, NUM_SAMPLES, 3))
 
 
 @cache
 def weighted() -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
     """A reading, and rows of which some labels do not count, and the others weigh something each."""
-    generator, data = torch.Generator().manual_seed(3), batches(2, ROWS)
+    generator, data = torch.Generator().manual_seed(3), batches(2, NUM_SAMPLES)
     for each in data:
-        each["loss_weights"] = torch.rand(ROWS, TOKENS, generator=generator)
+        each["loss_weights"] = torch.rand(NUM_SAMPLES, TOKENS, generator=generator)
         each["labels"][1, 2:] = -100
         each["labels"][2] = -100
     return analyze(llama(), data[0], loss=SMOOTH), data
@@ -126,7 +126,7 @@ def test_a_head_that_is_frozen_gets_no_gradient():
         model.get_parameter("lm_head.weight").requires_grad_(False)
         return model
 
-    analyzed = analyze(frozen(), batches(1, ROWS)[0])
+    analyzed = analyze(frozen(), batches(1, NUM_SAMPLES)[0])
     equal(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP(), *BOTH))
 
 
@@ -147,13 +147,13 @@ def test_a_trace_on_fake_tensors_runs_in_tiles():
 
 def test_forwards_outside_of_steps_give_out_logits():
     module = llama()
-    analyzed = analyze(module, batches(1, ROWS)[0])
+    analyzed = analyze(module, batches(1, NUM_SAMPLES)[0])
     with (
         parallelize(analyzed, planned(analyzed, Mesh(), *BOTH), world=single_rank_world(CPU)) as engine,
         engine.full_params() as whole,
     ):
-        assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (
-            ROWS,
+        assert whole(input_ids=batches(1, NUM_SAMPLES)[0]["input_ids"]).logits.shape == (
+            NUM_SAMPLES,
             TOKENS,
             SIZES["vocab_size"],
         )
@@ -224,7 +224,7 @@ def test_a_module_that_attends_is_refused_when_it_does():
 def test_a_tile_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunked, "chunk_sizes", lambda count, number: [count - 1])
     plan = planned(analyzed_llama(), Mesh(), ChunkedLoss(4))
-    assert not verify(analyzed_llama(), plan, batches(2, ROWS)).passed
+    assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed
 
 
 def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -239,4 +239,4 @@ def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch
 
     monkeypatch.setattr(tiled_mlp, "_Tiled", Last)
     plan = planned(analyzed_llama(), Mesh(), TiledMLP(3))
-    assert not verify(analyzed_llama(), plan, batches(2, ROWS)).passed
+    assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed

@@ -13,11 +13,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-ROWS, TOKENS = 4, 9
+NUM_SAMPLES, TOKENS = 4, 9
 JOB = Job(
     ModelConfig("llama"),
     DataConfig("random", sequence=TOKENS),
-    TrainConfig(batch=ROWS, clip=0.5),
+    TrainConfig(batch=NUM_SAMPLES, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
 BOTH = ChunkedLoss(num_chunks=4), TiledMLP(num_tiles=2)

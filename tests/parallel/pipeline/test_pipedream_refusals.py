@@ -14,7 +14,7 @@ from meshwright.plan.job.job import Job, LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Strategy
-from tests.parallel.pipeline.test_pipedream_trains import EACH, ROWS, planned
+from tests.parallel.pipeline.test_pipedream_trains import EACH, NUM_SAMPLES, planned
 from tests.parallel.pipeline.test_pipeline import JOB
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import analyzed_model
@@ -26,7 +26,7 @@ from tests.tiny_model import analyzed_model
         (JOB, Mesh(pp=2), (), "train.clip = 0.5: every microbatch is an update of its own"),
         (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
         (
-            replace(EACH, train=TrainConfig(batch=ROWS, clip=0.0, noise_scale=True)),
+            replace(EACH, train=TrainConfig(batch=NUM_SAMPLES, clip=0.0, noise_scale=True)),
             Mesh(pp=2),
             (),
             "the noise scale needs whole gradients",

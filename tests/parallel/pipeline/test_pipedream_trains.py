@@ -47,8 +47,8 @@ from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples
 
-ROWS = 6
-EACH = replace(JOB, train=TrainConfig(batch=ROWS, clip=0.0))
+NUM_SAMPLES = 6
+EACH = replace(JOB, train=TrainConfig(batch=NUM_SAMPLES, clip=0.0))
 MIXED = PrecisionConfig(
     "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
 )
@@ -75,7 +75,7 @@ def test_it_equals_a_replay_of_its_weight_versions(ranks: int):
     plan = planned(analyzed_llama(), Mesh(pp=ranks))
     assert not plan.exact
     assert not static_checks(plan)
-    verdict = verify(analyzed_llama(), plan, batches(2, ROWS))
+    verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
     assert f"pp {ranks} equals a replay of its weight versions in one process after 2 steps" in str(verdict)
 
@@ -92,7 +92,7 @@ def test_it_equals_a_replay_of_its_weight_versions(ranks: int):
 def test_it_does_so_beside_others(mesh: Mesh, beside: tuple[Strategy, ...]):
     plan = planned(analyzed_llama(), mesh, *beside)
     assert not static_checks(plan)
-    verdict = verify(analyzed_llama(), plan, batches(2, ROWS))
+    verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -117,7 +117,7 @@ def test_its_optimizer_steps_once_per_micro_batch(ranks: int, rule: str):
 
     def on_rank(world: World) -> tuple[dict[str, torch.Tensor], list[float]]:
         with parallelize(analyzed_llama(), plan, world=world) as engine:
-            losses = [engine.step(engine.local_batch(batch)).loss for batch in batches(2, ROWS)]
+            losses = [engine.step(engine.local_batch(batch)).loss for batch in batches(2, NUM_SAMPLES)]
             return engine.executor.gather_parameters(), losses
 
     expected, losses = replayed(plan, make)
@@ -135,17 +135,17 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
     stage = {weight.name: plan.sharding.pp_ranks_using(weight)[0] for weight in plan.model_spec.params}
     met = {
         (each.virtual_stage, each.microbatch): each.forward
-        for each in weight_versions(pipedream_schedule(plan.mesh.pp, ROWS))
+        for each in weight_versions(pipedream_schedule(plan.mesh.pp, NUM_SAMPLES))
     }
     groups = [[value for value in newest.values() if (value.ndim > 1) is decays] for decays in (True, False)]
     optimizer = make(
         [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
     )
     losses = []
-    for batch in batches(2, ROWS):
+    for batch in batches(2, NUM_SAMPLES):
         history = [{name: value.detach().clone() for name, value in newest.items()}]
         total = 0.0
-        for micro in range(ROWS):
+        for micro in range(NUM_SAMPLES):
             used = {name: history[met[stage[name], micro]][name].clone().requires_grad_() for name in newest}
             row = slice(micro, micro + 1)
             logits = functional_call(model, used, kwargs={"input_ids": batch["input_ids"][row]}).logits
@@ -157,7 +157,7 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
             optimizer.step()
             history.append({name: value.detach().clone() for name, value in newest.items()})
             total += loss.item()
-        losses.append(total / ROWS)
+        losses.append(total / NUM_SAMPLES)
     return {name: value.detach() for name, value in newest.items()}, losses
 
 
@@ -226,7 +226,7 @@ def without(*kinds: str) -> Callable[[list[Action]], list[Action]]:
 def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
     """What the comparison finds of a plan with a planted bug that nobody has proved anything of."""
     plan = planned(analyzed_llama(), Mesh(pp=3))
-    data = batches(2, ROWS)
+    data = batches(2, NUM_SAMPLES)
     case = make_parity_case(
         analyzed_llama(),
         plan,

@@ -27,11 +27,11 @@ from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import token_samples
 
-ROWS = 6
+NUM_SAMPLES = 6
 JOB = Job(
     ModelConfig("llama"),
     DataConfig("random", sequence=9),
-    TrainConfig(batch=ROWS, clip=0.5),
+    TrainConfig(batch=NUM_SAMPLES, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
 SHARD = BatchSplit(axis="dp_shard")
@@ -59,7 +59,7 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks:
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks)
     plan = planned(llama(), Mesh(pp=ranks), pipeline, micro_batch=micro_batch)
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(3, ROWS))
+    verdict = verify(llama(), plan, batches(3, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -78,7 +78,7 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks:
 def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategies: tuple[Strategy, ...]):
     plan = planned(llama(), mesh, Pipeline(), *strategies)
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(2, ROWS))
+    verdict = verify(llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -88,7 +88,7 @@ def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategi
 def test_weights_may_stay_whole_between_micro_batches(zero: ZeRO):
     plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(), SHARD, zero)
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(2, ROWS))
+    verdict = verify(llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -118,7 +118,7 @@ def test_an_encoder_and_a_decoder_hand_over_several_values():
     config = transformers.T5Config(
         vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0
     )
-    words = batches(1, ROWS)[0]["input_ids"]
+    words = batches(1, NUM_SAMPLES)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
     analyzed = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
     plan = planned(analyzed, Mesh(pp=3), Pipeline(split_points=("decoder.block.0", "decoder.block.1")))

@@ -25,7 +25,7 @@ from tests.parallel.pipeline.test_send_recv import DISTANCE, IMAGES
 X = torch.linspace(-1, 1, 120).sin().view(10, 12)
 PAIRS = {"x": X[:, :6], "target": X[:, 6:]}
 PICTURES = {"x": IMAGES, "target": IMAGES.flip(-1)}
-ROWS = 5
+NUM_SAMPLES = 5
 
 
 def planned(
@@ -34,14 +34,16 @@ def planned(
     job = Job(
         ModelConfig("model"),
         DataConfig("example"),
-        TrainConfig(batch=ROWS, clip=0.5),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.5),
         OptimizerConfig("sgd", lr=0.1),
     )
     return make_plan(analyzed, job, Mesh(pp=ranks), (pipeline or Pipeline(),), micro_batch)
 
 
-def verdict(analyzed: AnalyzedModel, plan: Plan, rows: dict[str, torch.Tensor]) -> Verdict:
-    batches = [{key: value[at : at + ROWS] for key, value in rows.items()} for at in (0, ROWS)]
+def verdict(analyzed: AnalyzedModel, plan: Plan, samples: dict[str, torch.Tensor]) -> Verdict:
+    batches = [
+        {key: value[at : at + NUM_SAMPLES] for key, value in samples.items()} for at in (0, NUM_SAMPLES)
+    ]
     return verify(analyzed, plan, batches, loss=DISTANCE)
 
 
@@ -118,18 +120,20 @@ def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work(
 
 
 @pytest.mark.parametrize(
-    ("build", "rows"),
+    ("build", "samples"),
     [(Normed, PAIRS), (lambda: UNet(1, batch_norm=True), PICTURES)],
     ids=["linears", "U-Net"],
 )
 def test_batch_norms_take_one_micro_batch_and_are_refused_with_more(
-    build: Callable[[], nn.Module], rows: dict[str, torch.Tensor]
+    build: Callable[[], nn.Module], samples: dict[str, torch.Tensor]
 ):
-    analyzed = analyze(build, rows, loss=DISTANCE)
+    analyzed = analyze(build, samples, loss=DISTANCE)
     with pytest.raises(
         PlanError,
         match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 microbatches",
     ):
         planned(analyzed, 2)
-    found = verdict(analyzed, planned(analyzed, 2, Pipeline(schedule="model_parallel"), micro_batch=0), rows)
+    found = verdict(
+        analyzed, planned(analyzed, 2, Pipeline(schedule="model_parallel"), micro_batch=0), samples
+    )
     assert found.passed, found

@@ -23,7 +23,7 @@ from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, token_samples
 
-ROWS = 4
+NUM_SAMPLES = 4
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -60,7 +60,7 @@ def chain() -> AnalyzedModel:
 
 
 def planned(analyzed: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *strategies: object) -> Plan:
-    train, optimizer = TrainConfig(batch=ROWS, clip=0.5, steps=20), OptimizerConfig("adamw", lr=0.01)
+    train, optimizer = TrainConfig(batch=NUM_SAMPLES, clip=0.5, steps=20), OptimizerConfig("adamw", lr=0.01)
     job = Job(
         ModelConfig("chain"), DataConfig("example", sequence=TOKENS), train, optimizer, precision=precision
     )
@@ -111,7 +111,7 @@ def trained(analyzed: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
 
     def on_rank(world: World) -> list[Metrics]:
         engine = parallelize(analyzed, plan, world=world)
-        return [engine.step(engine.local_batch(token_samples(ROWS))) for _ in range(steps)]
+        return [engine.step(engine.local_batch(token_samples(NUM_SAMPLES))) for _ in range(steps)]
 
     found = run_on_threads(on_rank, plan.mesh)
     assert len(set(map(repr, found))) == 1, "a norm that is not a number equals none"

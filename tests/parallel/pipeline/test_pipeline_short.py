@@ -25,7 +25,7 @@ from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
-from tests.parallel.pipeline.test_pipeline import ROWS, llama, planned
+from tests.parallel.pipeline.test_pipeline import NUM_SAMPLES, llama, planned
 from tests.parallel.tensor.odd_llama import batches
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
@@ -41,7 +41,7 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_short_last_batch_is_that_of_one_device_to_the_last_message(name: str, last: int):
     mesh, strategies, micro_batch = BESIDE[name]
-    full, short = batches(2, ROWS)
+    full, short = batches(2, NUM_SAMPLES)
     plan = planned(llama(), mesh, *strategies, micro_batch=micro_batch)
     verdict = verify(llama(), plan, [full, {key: value[:last] for key, value in short.items()}])
     assert verdict.passed, verdict

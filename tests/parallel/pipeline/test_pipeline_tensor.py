@@ -36,7 +36,7 @@ from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
 from tests.parallel.tensor.odd_llama import planned as planned_llama
 from tests.tiny_model import VOCABULARY, tiny_job
 
-ROWS, LENGTH, WIDE = 6, 6, 8
+NUM_SAMPLES, LENGTH, WIDE = 6, 6, 8
 SLICES, SHARD = (TensorParallel(), SequenceParallel()), BatchSplit(axis="dp_shard")
 CASES = {
     "matrices": (Mesh(pp=2, tp=2), (Pipeline(), TensorParallel())),
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def tokens(count: int = ROWS) -> dict[str, torch.Tensor]:
+def tokens(count: int = NUM_SAMPLES) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     found = [torch.randint(VOCABULARY, (count, LENGTH), generator=generator) for _ in range(2)]
     return {"input_ids": found[0], "labels": found[1]}
@@ -71,7 +71,8 @@ def model(p: float = 0.0) -> AnalyzedModel:
 
 def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
     job = tiny_job(
-        train=TrainConfig(batch=ROWS, clip=0.5), optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+        train=TrainConfig(batch=NUM_SAMPLES, clip=0.5),
+        optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
     return make_plan(model(p), job, mesh, strategies, 1)
 
@@ -113,7 +114,7 @@ def test_a_slice_is_sent_by_each_rank_and_a_piece_likewise():
     joins = [action.transfer for action in pieces.for_rank(5).actions if action.kind == "CONCAT"]
     assert [(move.collective, move.axes, move.nbytes) for move in joins] == [
         ("all_gather", ("tp",), stream // 3)
-    ] * ROWS
+    ] * NUM_SAMPLES
 
 
 def test_pieces_that_do_not_divide_are_filled_up():
@@ -254,8 +255,8 @@ def test_pieces_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch):
 def test_a_value_of_another_shape_than_planned_is_not_sent(monkeypatch: pytest.MonkeyPatch):
     whole = StageValueShards.local_shape
 
-    def other(self: StageValueShards, value: StageValue, rows: int) -> tuple[int, ...]:
-        shape = whole(self, value, rows)
+    def other(self: StageValueShards, value: StageValue, samples: int) -> tuple[int, ...]:
+        shape = whole(self, value, samples)
         return (*shape[:-1], shape[-1] + 1)
 
     plan = planned(Mesh(pp=2, tp=2), Pipeline(), *SLICES)
@@ -274,7 +275,7 @@ def test_what_cannot_work_is_refused():
     alike = StageValue("layers.1:1", "layers.1", ("layers.2",), ((0, 1), (LENGTH, 0), (WIDTH, 0)), "float64")
     model_spec = planned(Mesh(pp=2), Pipeline()).model_spec
     boundaries = replace(model_spec.stage_boundaries, values=(*model_spec.stage_boundaries.values, alike))
-    job = tiny_job(train=TrainConfig(batch=ROWS))
+    job = tiny_job(train=TrainConfig(batch=NUM_SAMPLES))
     with pytest.raises(PlanError, match=r"'layers.1' returns 'layers.1' and 'layers.1:1' of the same shape"):
         Plan.make(
             job, Mesh(pp=2, tp=2), replace(model_spec, stage_boundaries=boundaries), (Pipeline(), *SLICES), 1

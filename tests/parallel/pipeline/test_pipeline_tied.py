@@ -33,7 +33,7 @@ from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor import model_families
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, token_samples
 
-ROWS = 6
+NUM_SAMPLES = 6
 SHARD = BatchSplit(axis="dp_shard")
 TABLE = VOCABULARY * WIDTH  # elements of the tied table
 
@@ -58,16 +58,16 @@ class Rooted(nn.Module):
 
 @cache
 def tied() -> AnalyzedModel:
-    return analyze(lambda: Tiny(tied=True), token_samples(ROWS))
+    return analyze(lambda: Tiny(tied=True), token_samples(NUM_SAMPLES))
 
 
 @cache
 def rooted() -> AnalyzedModel:
-    return analyze(Rooted, token_samples(ROWS))
+    return analyze(Rooted, token_samples(NUM_SAMPLES))
 
 
 def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
-    train = TrainConfig(batch=ROWS, clip=0.05)
+    train = TrainConfig(batch=NUM_SAMPLES, clip=0.05)
     job = Job(
         ModelConfig("tied"),
         DataConfig("random", sequence=TOKENS),
@@ -96,7 +96,7 @@ def equal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batc
     """Its plan, which computes what one device computes."""
     plan = planned(analyzed, mesh, *strategies, micro_batch=micro_batch)
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, [token_samples(ROWS), token_samples(ROWS)])
+    verdict = verify(analyzed, plan, [token_samples(NUM_SAMPLES), token_samples(NUM_SAMPLES)])
     assert verdict.passed, verdict
     return plan
 
@@ -166,7 +166,7 @@ def stepped(world: World, plan: Plan) -> Copies:
     """What this rank steps of the tied weights after three steps, and the moments."""
     with parallelize(tied(), plan, world=world) as engine:
         for _ in range(3):
-            engine.step(engine.local_batch(token_samples(ROWS)))
+            engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         shared = {
             name
             for action in engine.executor.plan.actions
@@ -209,7 +209,7 @@ def test_all_copies_and_their_moments_are_equal_to_the_bit(mesh: Mesh, strategie
 def sent(world: World, plan: Plan) -> float:
     """The bytes that this rank has sent for its ties in a step."""
     with parallelize(tied(), plan, world=world) as engine:
-        engine.step(engine.local_batch(token_samples(ROWS)))
+        engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         return sum(
             nbytes for name, nbytes in world.ledger.sent_nbytes.items() if name.startswith("REDUCE_TIED")
         )
@@ -227,8 +227,8 @@ def sent(world: World, plan: Plan) -> float:
 def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
     mesh: Mesh, store: tuple[Strategy, ...], nbytes: int
 ):
-    micro_batch = ROWS // mesh.dp_replicate if mesh.dp_shard == 1 else 1
-    train = TrainConfig(batch=12 if mesh.dp_shard > 1 else ROWS)
+    micro_batch = NUM_SAMPLES // mesh.dp_replicate if mesh.dp_shard == 1 else 1
+    train = TrainConfig(batch=12 if mesh.dp_shard > 1 else NUM_SAMPLES)
     job = Job(ModelConfig("tied"), DataConfig("random", sequence=TOKENS), train, OptimizerConfig("sgd"))
     plan = make_plan(tied(), job, mesh, (Pipeline(), *store), micro_batch)
     found = run_on_threads(lambda world: sent(world, plan), mesh)
@@ -242,7 +242,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
     """Whether a plan is found wrong when `instead` stands for a method."""
     plan = planned(tied(), Mesh(pp=3), Pipeline())
     monkeypatch.setattr(owner, name, instead)
-    return not verify(tied(), plan, [token_samples(ROWS), token_samples(ROWS)]).passed
+    return not verify(tied(), plan, [token_samples(NUM_SAMPLES), token_samples(NUM_SAMPLES)]).passed
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -292,7 +292,7 @@ def test_two_copies_need_two_micro_batches():
     with pytest.raises(
         PlanError, match="dualpipe has no microbatch for stage 0 on rank 1 of the pipeline, but 1 in all"
     ) as told:
-        planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=ROWS)
+        planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=NUM_SAMPLES)
     assert "a smaller micro_batch" in str(told.value)
 
 

@@ -83,8 +83,8 @@ class Pair(nn.Module):
 
 @cache
 def pair() -> AnalyzedModel:
-    rows = torch.linspace(-1, 1, 120).sin().view(10, 12)
-    return analyze(Pair, {"x": rows[:, :6], "y": rows[:, 6:], "target": rows[:, 3:9]}, loss=DISTANCE)
+    samples = torch.linspace(-1, 1, 120).sin().view(10, 12)
+    return analyze(Pair, {"x": samples[:, :6], "y": samples[:, 6:], "target": samples[:, 3:9]}, loss=DISTANCE)
 
 
 @cache

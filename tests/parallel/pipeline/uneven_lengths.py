@@ -31,8 +31,8 @@ def micro_batches(step: int, steps: Steps = STEPS) -> list[Batch]:
     """Those of one step; a row of each ignores half of its labels."""
     generator = torch.Generator().manual_seed(step)
     found = []
-    for length, rows in steps[step]:
-        words = torch.randint(0, VOCABULARY, (2, rows, length), generator=generator)
+    for length, samples in steps[step]:
+        words = torch.randint(0, VOCABULARY, (2, samples, length), generator=generator)
         words[1, 0, : length // 2] = IGNORE_INDEX
         found.append({"input_ids": words[0], "labels": words[1]})
     return found

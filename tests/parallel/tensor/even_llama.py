@@ -33,9 +33,9 @@ def analyzed_even_llama(**more: object) -> AnalyzedModel:
     return analyzed_llama(**{**EVEN, **more})
 
 
-def inputs(rows: int) -> Iterator[int]:
+def inputs(samples: int) -> Iterator[int]:
     """The elements of what the linear layers of one block take in, each once: what q, k and v do is one."""
-    return (rows * TOKENS * width for width in (WIDTH, WIDTH, WIDTH, INNER))
+    return (samples * TOKENS * width for width in (WIDTH, WIDTH, WIDTH, INNER))
 
 
 def shards(analyzed: AnalyzedModel, ranks: int, within: str = "") -> int:

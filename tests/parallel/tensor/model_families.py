@@ -115,17 +115,20 @@ def loss_of(family: str) -> Loss:
     )
 
 
-def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+def batches(family: str, count: int, samples: int = 4, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     """Global batches of random numbers; of text, so many tokens in a row."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens() -> torch.Tensor:
-        return torch.randint(3, WORDS, (rows, length), generator=generator)
+        return torch.randint(3, WORDS, (samples, length), generator=generator)
 
     def batch() -> dict[str, torch.Tensor]:
         if family == "vit":
-            pixels = torch.randn(rows, 3, PIXELS, PIXELS, generator=generator)
-            return {"pixel_values": pixels, "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
+            pixels = torch.randn(samples, 3, PIXELS, PIXELS, generator=generator)
+            return {
+                "pixel_values": pixels,
+                "labels": torch.randint(0, CLASSES, (samples,), generator=generator),
+            }
         more = {"decoder_input_ids": tokens()} if family == "t5" else {}
         return {"input_ids": tokens(), **more, "labels": tokens()}
 

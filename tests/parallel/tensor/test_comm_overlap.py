@@ -29,8 +29,8 @@ from tests.parallel.tensor.model_families import GROUPED, batches, loss_of, of, 
 from tests.parallel.tensor.odd_llama import batches as tokens
 from tests.parallel.tensor.odd_llama import planned as said
 
-LENGTH, ROWS, WIDTH = 12, 4, 24
-STREAM = ROWS * LENGTH * WIDTH * 4  # bytes, of float32
+LENGTH, NUM_SAMPLES, WIDTH = 12, 4, 24
+STREAM = NUM_SAMPLES * LENGTH * WIDTH * 4  # bytes, of float32
 NORMS = {"falcon": 1, "falcon, new": 2, "gpt-neox": 2, "cohere": 1}  # tensors that columns layers take in
 KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
 
@@ -69,7 +69,7 @@ def test_a_layer_sends_the_bytes_of_one_sum(family: str, ranks: int):
     sent = sum(
         2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for _, nbytes in inner(plan, kind, "1")
     )
-    assert sent == 4 * k * ROWS * LENGTH * WIDTH * (ranks - 1) / ranks * 4
+    assert sent == 4 * k * NUM_SAMPLES * LENGTH * WIDTH * (ranks - 1) / ranks * 4
 
 
 @pytest.mark.parametrize("family", NORMS)

@@ -36,11 +36,11 @@ HSDP = (BatchSplit(), BATCH_SPLIT, ZeRO(replicate_axis="dp_replicate"))
     ],
 )
 def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int):
-    rows = 2 * mesh.dp_replicate * mesh.dp_shard
+    samples = 2 * mesh.dp_replicate * mesh.dp_shard
     analyzed, plan = planned(
-        analyzed_even_llama(attention_bias=True, mlp_bias=True), mesh, strategies, micro, rows
+        analyzed_even_llama(attention_bias=True, mlp_bias=True), mesh, strategies, micro, samples
     )
-    assert_exact(analyzed, plan, batches(2, rows), fake=strategies == AGAIN)
+    assert_exact(analyzed, plan, batches(2, samples), fake=strategies == AGAIN)
 
 
 def test_a_tied_head_adds_up_its_slices():
@@ -79,7 +79,7 @@ def test_a_layer_receives_the_papers_elements(q: int):
         if q == 3
         else {}
     )
-    analyzed, plan = planned(analyzed_even_llama(**sizes), mesh, BLOCKS, rows=q)
+    analyzed, plan = planned(analyzed_even_llama(**sizes), mesh, BLOCKS, samples=q)
     wide = 72 if q == 3 else WIDTH
     into = layers * q * TOKENS * (3 * wide + INNER)
     out = layers * q * TOKENS * (4 * wide + 2 * INNER)  # q, k and v of half its width, o and down; gate, up
@@ -128,4 +128,4 @@ def test_what_does_not_make_a_cube_is_refused(
     mesh: Mesh, strategies: tuple[Strategy, ...], more: dict, message: str
 ):
     with pytest.raises(PlanError, match=message):
-        planned(analyzed_even_llama(**more), mesh, strategies, rows=8)
+        planned(analyzed_even_llama(**more), mesh, strategies, samples=8)

@@ -11,7 +11,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, analyzed_llama, planned
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, TOKENS, analyzed_llama, planned
 
 
 def sums(plan: Plan, kind: str) -> list[int]:
@@ -26,10 +26,10 @@ def sums(plan: Plan, kind: str) -> list[int]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_papers_bytes(ranks: int):
     _, plan = planned(analyzed_llama(), Mesh(tp=ranks), (TensorParallel(),))
-    stream, layers = ROWS * TOKENS * SIZES["hidden_size"] * 4, SIZES["num_hidden_layers"]
+    stream, layers = NUM_SAMPLES * TOKENS * SIZES["hidden_size"] * 4, SIZES["num_hidden_layers"]
     assert sums(plan, "F") == sums(plan, "B") == [stream] * 2 * layers  # k = 2 pairs, forward and backward
     sent = sum(2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for nbytes in sums(plan, kind))
-    k, b, s, h = 2, ROWS, TOKENS, SIZES["hidden_size"]
+    k, b, s, h = 2, NUM_SAMPLES, TOKENS, SIZES["hidden_size"]
     assert sent == layers * 4 * k * b * s * h * (ranks - 1) / ranks * 4
 
 
@@ -69,7 +69,7 @@ def test_keys_that_are_fewer_than_ranks_stay_whole_and_their_gradients_are_sums(
         param_sharding for name, param_sharding in homes.items() if ".k_proj." in name or ".v_proj." in name
     ]
     assert [param_sharding.sliced_dims for param_sharding in keys] == [{}] * 2 * SIZES["num_hidden_layers"]
-    stream = ROWS * TOKENS * SIZES["hidden_size"] * 4
+    stream = NUM_SAMPLES * TOKENS * SIZES["hidden_size"] * 4
     assert (
         sums(plan, "B")
         == [stream, keys[0].param.numel * 4, keys[0].param.numel * 4, stream] * SIZES["num_hidden_layers"]

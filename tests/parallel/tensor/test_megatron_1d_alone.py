@@ -18,7 +18,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, TOKENS, batches
 
 WIDTH = 6
 
@@ -57,7 +57,7 @@ def planned(mesh: Mesh, *more: object) -> tuple[AnalyzedModel, Plan]:
     job = Job(
         ModelConfig("net"),
         DataConfig("random", sequence=TOKENS),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         OptimizerConfig("adamw", lr=0.1),
     )
     return analyzed, make_plan(analyzed, job, mesh, (TensorParallel(), *more))
@@ -85,7 +85,7 @@ def test_a_layer_gathers_its_output_and_sums_the_gradient_of_its_input():
         for move in action.inner_transfers
         if action.subject == "layers.0"
     ]
-    stream = ROWS * TOKENS * WIDTH * 4
+    stream = NUM_SAMPLES * TOKENS * WIDTH * 4
     assert moves == [("F", "all_gather", stream // 2), ("B", "all_reduce", stream)]
 
 

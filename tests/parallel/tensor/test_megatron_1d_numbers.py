@@ -87,7 +87,7 @@ def test_copies_of_weights_beside_slices_of_unlike_sizes_stay_equal_to_the_bit(a
         Mesh(dp_replicate=3, tp=4),
         (TensorParallel(), BatchSplit(), DDP(algorithm=algorithm)),
         1,
-        rows=6,
+        samples=6,
     )
     verdict = verify(analyzed, plan, batches(2, 6))
     assert verdict.passed, verdict

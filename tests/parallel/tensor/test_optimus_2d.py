@@ -45,12 +45,12 @@ CASES: dict[str, tuple[Mesh, tuple[Strategy, ...], int, int]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
-    mesh, strategies, rows, micro = CASES[case]
+    mesh, strategies, samples, micro = CASES[case]
     words = {"vocab_size": 73} if VocabParallel() in strategies else {}
     analyzed, plan = planned(
-        analyzed_even_llama(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows
+        analyzed_even_llama(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, samples
     )
-    assert_exact(analyzed, plan, batches(2, rows), fake=case == "run again")
+    assert_exact(analyzed, plan, batches(2, samples), fake=case == "run again")
 
 
 @pytest.mark.parametrize("strategies", [SQUARE, (*SQUARE, VocabParallel())])
@@ -111,7 +111,7 @@ def test_a_norm_takes_the_statistics_of_all_slices_or_gathers_what_it_takes_in(n
     model = even_llama()
     for layer in model.get_submodule("model.layers").children():
         layer.post_attention_layernorm = norm(48)
-    analyzed, plan = planned(model, Mesh(dp_shard=3, tp=3), SQUARE, rows=6)
+    analyzed, plan = planned(model, Mesh(dp_shard=3, tp=3), SQUARE, samples=6)
     assert_exact(analyzed, plan, batches(2, 6))
 
 

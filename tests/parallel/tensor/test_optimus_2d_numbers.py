@@ -28,7 +28,7 @@ LAYERS = 2
 
 @pytest.mark.parametrize("q", [2, 3, 4])
 def test_a_layer_receives_the_papers_elements(q: int):
-    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, rows=q)
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=q)
     statistics = 2 * LAYERS * q * TOKENS  # two norms per layer, a number per token
     taken = LAYERS * sum(inputs(q))
     forward, backward = (received(plan, kinds, "tp") for kinds in (("F",), ("B",)))
@@ -39,10 +39,10 @@ def test_a_layer_receives_the_papers_elements(q: int):
 
 def test_what_is_kept_is_not_gathered_again():
     strategies = (TensorParallel2D(regather=False), BATCH_SPLIT, ZeRO())
-    _, plan = planned(analyzed_even_llama(), Mesh(dp_shard=3, tp=3), strategies, rows=3)
+    _, plan = planned(analyzed_even_llama(), Mesh(dp_shard=3, tp=3), strategies, samples=3)
     kept, (_, again) = (
         received(plan, ("B",), "tp"),
-        planned(analyzed_even_llama(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3),
+        planned(analyzed_even_llama(), Mesh(dp_shard=3, tp=3), SQUARE, samples=3),
     )
     assert received(again, ("B",), "tp") - kept == 2 / 9 * LAYERS * sum(inputs(3))
 
@@ -51,7 +51,7 @@ def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
     """The shapes in which the stream goes from block to block, and the bytes of the weights that this rank
     keeps.
     """
-    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=2 * q)
     with parallelize(analyzed, plan, world=world) as engine:
         shapes: list[tuple[int, ...]] = []
         for layer in engine.executor.state.trained_module.module.get_submodule("model.layers").children():
@@ -62,7 +62,7 @@ def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
 
 @pytest.mark.parametrize("q", [2, 3])
 def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
-    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=2 * q)
     for param_sharding in plan.sharding.param_shardings:
         assert prod(param_sharding.param.shape) * q == next(
             w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
@@ -91,7 +91,7 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
 )
 def test_a_grid_that_is_not_square_or_does_not_divide_is_refused(mesh: Mesh, message: str):
     with pytest.raises(PlanError, match=message):
-        planned(analyzed_even_llama(), mesh, SQUARE, rows=20)
+        planned(analyzed_even_llama(), mesh, SQUARE, samples=20)
 
 
 def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():

@@ -28,7 +28,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, analyzed_llama, batches, planned
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, analyzed_llama, batches, planned
 
 LENGTH = 12
 KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
@@ -81,7 +81,7 @@ def test_it_equals_one_device(case: str):
 def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: int):
     _, plan = planned_in_slices(Mesh(tp=ranks), strategies)
     width, layer = SIZES["hidden_size"], "model.layers.1"
-    k, stream, norm = 2, ROWS * LENGTH * width * 4, width * 4
+    k, stream, norm = 2, NUM_SAMPLES * LENGTH * width * 4, width * 4
     found = inner(plan, "F", layer) + inner(plan, "B", layer)
     moved = [(each, nbytes) for each, nbytes in found if each != "all_reduce"]
     assert len(moved) == factor * k
@@ -96,7 +96,7 @@ def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: i
 
 def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_norm():
     _, plan = planned_in_slices(Mesh(tp=3), KEPT)
-    slice_, norm = ROWS * LENGTH * SIZES["hidden_size"] * 4 // 3, SIZES["hidden_size"] * 4
+    slice_, norm = NUM_SAMPLES * LENGTH * SIZES["hidden_size"] * 4 // 3, SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == [("all_gather", slice_)]
     assert inner(plan, "B", "model.norm") == [("all_reduce", norm)]
     assert inner(plan, "B", "model.layers.0")[-1] == ("all_gather", slice_)
@@ -105,7 +105,7 @@ def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_n
 
 def test_a_head_divided_by_words_takes_slices():
     _, plan = planned_in_slices(Mesh(tp=3), (*KEPT, VocabParallel()))
-    stream = ROWS * LENGTH * SIZES["hidden_size"] * 4
+    stream = NUM_SAMPLES * LENGTH * SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == []
     assert inner(plan, "F", "lm_head") == [("all_gather", stream // 3)]
     assert inner(plan, "B", "lm_head") == [("reduce_scatter", stream)]
@@ -162,10 +162,10 @@ def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_i
     analyzed, plan = planned(analyzed_llama(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
     for saved in run_on_threads(lambda world: saved_of(world, analyzed, plan), plan.mesh):
-        assert (ROWS, 5, width) in saved  # by norms
-        assert (ROWS, 15, width) not in saved
+        assert (NUM_SAMPLES, 5, width) in saved  # by norms
+        assert (NUM_SAMPLES, 15, width) not in saved
         assert (
-            saved.count((ROWS * 15, width)) == whole
+            saved.count((NUM_SAMPLES * 15, width)) == whole
         )  # by the head, and by q, k, v, gate and up of two layers
 
 

@@ -33,17 +33,17 @@ SQUARES = (TensorParallel25D(), *DATA)
     ],
 )
 def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int):
-    rows = 2 * mesh.dp_replicate * mesh.dp_shard
+    samples = 2 * mesh.dp_replicate * mesh.dp_shard
     analyzed, plan = planned(
-        analyzed_even_llama(tie_word_embeddings=micro == 1), mesh, strategies, micro, rows
+        analyzed_even_llama(tie_word_embeddings=micro == 1), mesh, strategies, micro, samples
     )
-    assert_exact(analyzed, plan, batches(2, rows), fake=micro == 0)
+    assert_exact(analyzed, plan, batches(2, samples), fake=micro == 0)
 
 
 @pytest.mark.parametrize(("d", "q"), [(2, 2), (3, 2), (2, 3)])
 def test_a_layer_receives_the_papers_elements(d: int, q: int):
     analyzed, plan = planned(
-        analyzed_even_llama(), Mesh(dp_replicate=d, dp_shard=q, tp=q), SQUARES, rows=d * q
+        analyzed_even_llama(), Mesh(dp_replicate=d, dp_shard=q, tp=q), SQUARES, samples=d * q
     )
     taken, tokens = 2 * sum(inputs(d * q)), 2 * d * q * 9
     along = received(plan, ("F", "B"), "tp")
@@ -62,11 +62,13 @@ def test_a_layer_receives_the_papers_elements(d: int, q: int):
 def test_squares_that_take_other_slices_of_the_samples_for_theirs_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_replicate=2, dp_shard=2, tp=2), SQUARES, rows=4)
+    analyzed, plan = planned(
+        analyzed_even_llama(), Mesh(dp_replicate=2, dp_shard=2, tp=2), SQUARES, samples=4
+    )
     monkeypatch.setattr(
         TensorParallel2D, "rewrite", lambda square, program, space, job: program
     )  # nothing is said of what travels
-    assert not trace(analyzed, planned(analyzed, plan.mesh, SQUARES, rows=4)[1], fake=False).passed
+    assert not trace(analyzed, planned(analyzed, plan.mesh, SQUARES, samples=4)[1], fake=False).passed
 
 
 def test_one_square_and_squares_that_share_samples_are_refused():

@@ -15,7 +15,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
 
-ROWS, TOKENS = 4, 6
+NUM_SAMPLES, TOKENS = 4, 6
 SMALL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -63,10 +63,10 @@ def cohere() -> nn.Module:
 MODELS = {"gpt2": gpt2, "bert": bert, "gemma2": gemma2, "t5": t5, "cohere": cohere}
 
 
-def rows(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
+def samples(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(words, (ROWS, 2 * TOKENS), generator=generator)
-    labels = torch.randint(words, (ROWS, TOKENS), generator=generator)
+    ids = torch.randint(words, (NUM_SAMPLES, 2 * TOKENS), generator=generator)
+    labels = torch.randint(words, (NUM_SAMPLES, TOKENS), generator=generator)
     labels[1, 2:] = IGNORE_INDEX
     found = {"input_ids": ids[:, :TOKENS].contiguous(), "labels": labels}
     return found | ({"decoder_input_ids": ids[:, TOKENS:].contiguous()} if decoder else {})
@@ -77,11 +77,11 @@ def rows(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
 def test_it_equals_one_device(model: str, ranks: int):
     module = MODELS[model]()
     words = module.get_output_embeddings().weight.shape[0]
-    data = [rows(words, decoder=model == "t5")] * 2
+    data = [samples(words, decoder=model == "t5")] * 2
     job = Job(
         ModelConfig(model),
         DataConfig("example", sequence=TOKENS),
-        TrainConfig(batch=ROWS, clip=0.5),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.5),
         OptimizerConfig(lr=0.1),
     )
     analyzed = analyze(module, data[0])

@@ -195,7 +195,7 @@ def test_it_is_what_a_plan_of_this_library_holds(shards: int):
     )
     strategies = [BatchSplit(axis="dp_shard"), ZeRO(axis="dp_shard", stage=shards)] if shards else None
     mesh, copies = (Mesh(dp_shard=4), 4) if shards else (Mesh(), 1)
-    _, plan = planned(llama(**sizes), mesh, strategies, rows=8, length=128, precision=narrow)
+    _, plan = planned(llama(**sizes), mesh, strategies, samples=8, length=128, precision=narrow)
     shape = ModelShape("llama", 6, 256, 4, 2, 704, 1000, 128, gated=True)
     layout = ParallelConfig(dp=copies, zero_stage=shards, micro_batch=8 / copies, fused_norms=False)
     assert estimate_memory(shape, layout).allocated == pytest.approx(peak_nbytes(plan, 0), rel=0.05)

@@ -20,7 +20,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import peak_nbytes
 
-ROWS, WORDS, ALLOWED = 2, 256, 0.05
+NUM_SAMPLES, WORDS, ALLOWED = 2, 256, 0.05
 # more, of what blocks hand on: where nobody stands between backwards, autograd lets go of what it does not
 # need
 ONE_GRAPH = 0.08
@@ -52,10 +52,10 @@ T5 = {
 STILL = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
-def rows(family: str, tokens: int) -> dict[str, torch.Tensor]:
+def samples(family: str, tokens: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     names = ("input_ids", "labels", *(("decoder_input_ids",) if family == "t5" else ()))
-    return {name: torch.randint(3, WORDS, (ROWS, tokens), generator=generator) for name in names}
+    return {name: torch.randint(3, WORDS, (NUM_SAMPLES, tokens), generator=generator) for name in names}
 
 
 def analyzed_model(family: str, attention: str, tokens: int) -> AnalyzedModel:
@@ -63,12 +63,12 @@ def analyzed_model(family: str, attention: str, tokens: int) -> AnalyzedModel:
     match family:
         case "llama":
             config = transformers.LlamaConfig(**SIZES, **more, num_hidden_layers=3)
-            return analyze(lambda: transformers.LlamaForCausalLM(config), rows(family, tokens))
+            return analyze(lambda: transformers.LlamaForCausalLM(config), samples(family, tokens))
         case "gpt2":
             config = transformers.GPT2Config(**GPT2, **STILL, **more)
-            return analyze(lambda: transformers.GPT2LMHeadModel(config), rows(family, tokens))
+            return analyze(lambda: transformers.GPT2LMHeadModel(config), samples(family, tokens))
     config = transformers.T5Config(**T5, **more, dropout_rate=0.0)
-    return analyze(lambda: transformers.T5ForConditionalGeneration(config), rows(family, tokens))
+    return analyze(lambda: transformers.T5ForConditionalGeneration(config), samples(family, tokens))
 
 
 def off(
@@ -81,7 +81,7 @@ def off(
     job = Job(
         ModelConfig(family),
         DataConfig("random", sequence=tokens),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         precision=precision,
     )
     plan = make_plan(analyzed, job, Mesh(), strategies, micro)
@@ -92,7 +92,7 @@ def off(
         for _ in range(2):
             gc.collect()
             live.again()
-            engine.step(rows(family, tokens))
+            engine.step(samples(family, tokens))
     return peak_nbytes(plan, 0) / live.peak - 1
 
 

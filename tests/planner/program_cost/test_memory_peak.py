@@ -34,14 +34,14 @@ DEEP = {"num_hidden_layers": 7, "intermediate_size": 301, "tie_word_embeddings":
 ALLOWED, HALF = 0.05, PrecisionConfig("float32", "bfloat16")
 
 
-def measured(analyzed: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
+def measured(analyzed: AnalyzedModel, plan: Plan, samples: int) -> list[int]:
     """The most bytes that each rank holds in a third step; moments are made in the first."""
 
     def on_rank(world: World) -> int:
         with parallelize(analyzed, plan, world=world) as engine:
             module = engine.executor.state.trained_module.module
             with PeakLive([*module.parameters(), *module.buffers()]) as live:
-                for batch in batches(3, rows):
+                for batch in batches(3, samples):
                     live.again()
                     engine.step(engine.local_batch(batch))
             return live.peak
@@ -55,7 +55,7 @@ def measured(analyzed: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
     ids=["words", "words, microbatches", "layers", "one device"],
 )
 def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str, int]):
-    analyzed, plan = planned(llama(**sizes), mesh, micro=micro, rows=8)
+    analyzed, plan = planned(llama(**sizes), mesh, micro=micro, samples=8)
     for rank, peak in enumerate(measured(analyzed, plan, 8)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
@@ -63,7 +63,7 @@ def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_gradient_of_a_table_is_as_large_as_a_rank_s_words(tied: bool, ranks: int):
-    analyzed, plan = planned(llama(**TABLES, tie_word_embeddings=tied), Mesh(tp=ranks), rows=2)
+    analyzed, plan = planned(llama(**TABLES, tie_word_embeddings=tied), Mesh(tp=ranks), samples=2)
     for rank, peak in enumerate(measured(analyzed, plan, 2)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
@@ -71,7 +71,7 @@ def test_the_gradient_of_a_table_is_as_large_as_a_rank_s_words(tied: bool, ranks
 @pytest.mark.parametrize("precision", [PrecisionConfig(), HALF], ids=["float32", "half"])
 def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: PrecisionConfig):
     tiled = TensorParallel(), VocabParallel(), ChunkedLoss(2)
-    analyzed, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, rows=8, precision=precision)
+    analyzed, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, samples=8, precision=precision)
     for rank, peak in enumerate(measured(analyzed, plan, 8)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
@@ -100,7 +100,7 @@ def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[P
 
 
 def test_blocks_taken_for_whole_would_be_noticed():
-    analyzed, plan = planned(llama(**DEEP), Mesh(tp=2), rows=8)
+    analyzed, plan = planned(llama(**DEEP), Mesh(tp=2), samples=8)
     calls = tuple(replace(call, saved_numel=0) for call in analyzed.model_spec.layer_calls)
     whole = make_plan(
         replace(analyzed, model_spec=replace(analyzed.model_spec, layer_calls=calls)), plan.job, plan.mesh

@@ -112,7 +112,7 @@ def test_roles_that_meet_against_their_order_are_left_as_they_are():
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_every_second_of_every_role_has_its_place(mesh: Mesh):
-    plan = planned(analyzed_llama(), mesh, micro=2 if mesh.pp > 1 else 0, rows=6)[1]
+    plan = planned(analyzed_llama(), mesh, micro=2 if mesh.pp > 1 else 0, samples=6)[1]
     on = ground(flops=1e9, moved=1e9, links=1e8, call_s=1e-5, cores=2)
     found = predict_step(plan, on)
     assert found.step_s > 0
@@ -122,7 +122,7 @@ def test_every_second_of_every_role_has_its_place(mesh: Mesh):
 
 
 def test_a_plan_on_one_device_takes_the_sum_of_its_actions_and_faster_links_change_nothing():
-    plan = planned(analyzed_llama(), Mesh(), rows=6)[1]
+    plan = planned(analyzed_llama(), Mesh(), samples=6)[1]
     found = predict_step(plan, ground(flops=1e9))
     assert found.roles["pp0"] == StepBreakdown(compute_s=pytest.approx(found.step_s))
     assert predict_step(plan, ground(flops=2e9)).step_s == pytest.approx(found.step_s / 2)
@@ -130,7 +130,7 @@ def test_a_plan_on_one_device_takes_the_sum_of_its_actions_and_faster_links_chan
 
 
 def test_ranks_that_share_cores_wait_for_each_other():
-    plan = planned(analyzed_llama(), Mesh(dp_replicate=4), rows=8)[1]
+    plan = planned(analyzed_llama(), Mesh(dp_replicate=4), samples=8)[1]
     alone, crowded = (predict_step(plan, ground(flops=1e9, cores=cores)).step_s for cores in (4, 2))
     assert crowded == pytest.approx(2 * alone)
 

@@ -133,7 +133,7 @@ def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothi
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_uneven_devices_take_longer_where_they_meet_and_one_alone_does_not(mesh: Mesh):
-    _, plan = planned(analyzed_llama(), mesh, rows=6)
+    _, plan = planned(analyzed_llama(), mesh, samples=6)
     even, uneven = (
         predict_step(plan, ground(flops=1e9, moved=1e9, late=late)).step_s for late in (0.0, LATE)
     )
