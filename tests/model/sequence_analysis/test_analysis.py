@@ -24,7 +24,7 @@ from tests.model.sequence_analysis.test_token_rules import (
     layer,
     tokens_of,
 )
-from tests.parallel.tensor.model_families import DECODER, ENDS, FAMILIES, GROUPED, TOKENS, batches, of
+from tests.parallel.tensor.model_families import DECODER, ENDS, FAMILIES, GROUPED, TOKENS, batches, factory_of
 from tests.parallel.tensor.model_families import WORDS as VOCABULARY
 
 OPT = {name: value for name, value in DECODER.items() if name != "intermediate_size"} | {
@@ -35,10 +35,10 @@ STATES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "
 EXPERTS = {"num_experts_per_tok": 2, "use_cache": False}
 MORE: dict[str, Callable[..., nn.Module]] = {
     **FAMILIES,
-    "mistral": of("Mistral", "ForCausalLM", **GROUPED, sliding_window=4),
-    "gemma2": of("Gemma2", "ForCausalLM", **GROUPED, head_dim=4),
-    "opt": of("OPT", "ForCausalLM", **OPT, dropout=0.1, attention_dropout=0.1),
-    "gpt2, dropout": of(
+    "mistral": factory_of("Mistral", "ForCausalLM", **GROUPED, sliding_window=4),
+    "gemma2": factory_of("Gemma2", "ForCausalLM", **GROUPED, head_dim=4),
+    "opt": factory_of("OPT", "ForCausalLM", **OPT, dropout=0.1, attention_dropout=0.1),
+    "gpt2, dropout": factory_of(
         *("GPT2", "LMHeadModel"),
         **{
             "vocab_size": VOCABULARY,
@@ -50,18 +50,18 @@ MORE: dict[str, Callable[..., nn.Module]] = {
             **ENDS,
         },
     ),
-    "phi": of("Phi", "ForCausalLM", **DECODER),
-    "mixtral": of("Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}),
-    "mixtral, shown": of(
+    "phi": factory_of("Phi", "ForCausalLM", **DECODER),
+    "mixtral": factory_of("Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}),
+    "mixtral, shown": factory_of(
         "Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}, output_router_logits=True
     ),
-    "qwen3 moe": of(
+    "qwen3 moe": factory_of(
         "Qwen3Moe",
         "ForCausalLM",
         **{**GROUPED, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4},
     ),
-    "mamba": of("Mamba", "ForCausalLM", **STATES, state_size=4),
-    "rwkv": of("Rwkv", "ForCausalLM", **STATES, attention_hidden_size=24),
+    "mamba": factory_of("Mamba", "ForCausalLM", **STATES, state_size=4),
+    "rwkv": factory_of("Rwkv", "ForCausalLM", **STATES, attention_hidden_size=24),
 }
 
 

@@ -12,13 +12,13 @@ from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 from meshwright.plan.model_spec.layer_calls import LayerCall, ResidualFlow
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from tests.parallel.tensor.model_families import read_family
+from tests.parallel.tensor.model_families import analyze_family
 
 WORDS, WIDTH = 13, 8
 
 
 def model_spec_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
-    model_spec = read_family(family, 6).model_spec
+    model_spec = analyze_family(family, 6).model_spec
     return {each.block_call: each for each in model_spec.residual_flows}, {
         call.name: call for call in model_spec.layer_calls
     }

@@ -1,5 +1,5 @@
-"""Answers to one call of attention, given on threads without an engine,
-held against torch's on one device.
+"""Runs one call of sequence-parallel attention on threads without an engine, and compares it with torch's
+attention on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ class Rank:
         self.beside = answer
 
 
-def space_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
+def sharding_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
     """A model of one block that attends."""
     length = attends[0].query_len
     tokens = SequenceInfo(
@@ -124,19 +124,19 @@ def space_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
 
 
 @dataclass(frozen=True)
-class Answered:
+class GatheredResult:
     """What all ranks together have given, as one device would, and what each has issued."""
 
     found: tuple[torch.Tensor, ...]
     entries: tuple[tuple[LedgerEntry, ...], ...]
 
 
-def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
-    """`given`, answered by `strategy`: each rank is handed its own tokens."""
-    space = strategy.place(space_of(mesh, [given.attend]))
+def run_on_ranks(strategy: Strategy, given: Case, mesh: Mesh) -> GatheredResult:
+    """`given`, run_on_ranks by `strategy`: each rank is handed its own tokens."""
+    space = strategy.place(sharding_of(mesh, [given.attend]))
 
     def play(world: World) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
-        return _played(world, strategy, space, given)
+        return _run_rank(world, strategy, space, given)
 
     ranks = run_on_threads(play, mesh)
     whole = [torch.zeros_like(each) for each in (given.grad, *given.inputs)]
@@ -146,7 +146,7 @@ def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
                 all_of += local
             else:
                 _put(all_of, local, _share(space, rank, given.query.shape[2]))
-    return Answered(tuple(whole), tuple(tuple(entries) for _, entries in ranks))
+    return GatheredResult(tuple(whole), tuple(tuple(entries) for _, entries in ranks))
 
 
 def _put(whole: torch.Tensor, local: torch.Tensor, share: TokenShard) -> None:
@@ -163,7 +163,7 @@ def _share(space: ShardingPlan, rank: int, length: int) -> TokenShard:
     )
 
 
-def _played(
+def _run_rank(
     world: World, strategy: Strategy, space: ShardingPlan, given: Case
 ) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
     rank, share = Rank(world, space), _share(space, world.rank, given.query.shape[2])
@@ -186,16 +186,16 @@ def _played(
     return [out.detach(), *found], world.ledger.entries
 
 
-def worst(given: Case, strategy: Strategy, mesh: Mesh) -> float:
+def largest_error(given: Case, strategy: Strategy, mesh: Mesh) -> float:
     """The largest gap to one device, of the output and of gradients."""
-    found = answered(strategy, given, mesh).found
+    found = run_on_ranks(strategy, given, mesh).found
     return max(float((one - other).abs().max()) for one, other in zip(given.dense(), found, strict=True))
 
 
 Sent = dict[str, list[tuple[str, int, int, str]]]  # by action: collectives, ranks that meet, bytes, dtypes
 
 
-def issued(entries: Sequence[LedgerEntry]) -> Sent:
+def issued_transfers(entries: Sequence[LedgerEntry]) -> Sent:
     """What a rank has issued in a forward, F, and in a backward, B."""
     said = [
         (entry.action, (entry.collective, entry.group_size, entry.nbytes, entry.dtype)) for entry in entries
@@ -203,9 +203,9 @@ def issued(entries: Sequence[LedgerEntry]) -> Sent:
     return {action: [each for name, each in said if name == action] for action in "FB"}
 
 
-def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
+def planned_transfers(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
     """What the program of `strategy` says of it."""
-    space = strategy.place(space_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
+    space = strategy.place(sharding_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
     dtype = str(given.query.dtype).removeprefix("torch.")
     job = Job(
         ModelConfig("tiny"),

@@ -1,4 +1,4 @@
-"""Attention written down as its formula, and masks by name: what kernels and rings are held against."""
+"""Attention computed by its formula, and named masks: the reference for kernels and rings."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Models whose glue needs the tokens of several ranks, and batches for them."""
+"""Models whose glue needs tokens of several ranks (pooling, centring, picking), and batches for them."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Dropout of attention's weights where ranks have some of the tokens: what one device drops, in float64, on
-2, 3 and 4 ranks.
+"""Attention dropout under context parallelism: the same draws as on one device, in float64, on 2, 3 and 4
+ranks.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
+def verdict_for(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
     analyzed = analyze(model, batches(1, NUM_SAMPLES, TOKENS)[0])
     plan = make_plan(analyzed, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
     return verify(analyzed, plan, batches(1, NUM_SAMPLES, TOKENS))
@@ -73,16 +73,16 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
     ids=lambda each: each.__name__ if callable(each) else str(each),
 )
 def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(make(), mesh, *strategies)
+    verdict = verdict_for(make(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_sites, "locate_region", lambda part, whole, local, divisions, site: None)
-    assert not judged(gpt2(), Mesh(cp=2), RingAttention()).passed
+    assert not verdict_for(gpt2(), Mesh(cp=2), RingAttention()).passed
 
 
-def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
+def test_sequences_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
     samples = batches(1, NUM_SAMPLES, 2)
     analyzed = analyze(gpt2(), samples[0])
     plan = make_plan(analyzed, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
@@ -90,7 +90,7 @@ def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -
         verify(analyzed, plan, samples)
 
 
-def test_a_part_is_drawn_as_within_the_whole() -> None:
+def test_a_slice_is_drawn_as_in_the_whole_tensor() -> None:
     whole, thrown = (2, 4, 5, 5), StatelessRNG(seed=3)
     thrown.sites.record("layer/0", torch.Size(whole), 2)
     thrown.sites.record("layer/0", torch.Size((3, *whole[1:])), 3)
@@ -109,7 +109,7 @@ def test_a_part_is_drawn_as_within_the_whole() -> None:
     assert torch.equal(drawn[1], drawn[0][:, 2:][:, :, [0, 3, 4]])
 
 
-def test_the_plain_path_drops_weights_forward_and_backward() -> None:
+def test_the_matmul_path_drops_weights_forward_and_backward() -> None:
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)

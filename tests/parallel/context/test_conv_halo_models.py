@@ -1,5 +1,5 @@
-"""Models that convolve tokens, dealt to ranks: one device's numbers in float64, and no byte that the program
-does not state.
+"""Models with token convolutions under context parallelism: results of one device in float64, and only the
+bytes that the program states.
 """
 
 from functools import cache
@@ -136,7 +136,7 @@ def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strateg
 
 
 @pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=named)
-def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
+def test_there_may_be_more_ranks_than_tokens(make, length: int) -> None:
     equal(made(make, length), Mesh(cp=4), RingAttention(), REPLICAS, length=length)
 
 
@@ -156,7 +156,7 @@ def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
     ],
     ids=named,
 )
-def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     equal(made(lfm2), mesh, *strategies, micro_batch=1)
 
 
@@ -176,7 +176,7 @@ def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
     assert verdict.passed, verdict
 
 
-def test_evaluations_may_have_longer_rows() -> None:
+def test_evaluations_may_have_longer_sequences() -> None:
     plan, alone = (
         planned(made(Mixed), mesh, *more)
         for mesh, *more in ((Mesh(cp=3), RingAttention(), REPLICAS), (Mesh(),))
@@ -186,7 +186,7 @@ def test_evaluations_may_have_longer_rows() -> None:
         assert (told.loss, loss) == pytest.approx((expected[0].loss, expected[1]), rel=1e-5)
 
 
-def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
+def test_a_block_that_does_not_crop_its_output_gets_all_tokens() -> None:
     class Wide(Even):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(F.pad(self.one(self.norm(x).transpose(1, 2)), (3, 2))).transpose(1, 2)
@@ -215,7 +215,7 @@ def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)
 
 
-def test_a_cache_of_convolutions_is_refused_with_the_way_out() -> None:
+def test_a_cache_of_convolutions_is_refused_with_a_repair() -> None:
     said = refused(lambda: lfm2(use_cache=True), RingAttention())
     assert "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False" in said
 
@@ -258,7 +258,7 @@ class Scan(nn.Module):
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
-def test_what_carries_a_state_is_refused_by_name(layer, message: str) -> None:
+def test_recurrent_layers_are_refused_by_name(layer, message: str) -> None:
     class Own(Mixed):
         def __init__(self) -> None:
             super().__init__()
@@ -269,7 +269,7 @@ def test_what_carries_a_state_is_refused_by_name(layer, message: str) -> None:
     assert "mesh.cp = 1 and mesh.dp_shard = 2 are as many ranks" in said
 
 
-def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
+def test_an_mlp_that_convolves_is_not_tiled() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -296,7 +296,7 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
     assert "remove the strategy tiled_mlp" in refused(Own, RingAttention(), TiledMLP(num_tiles=2))
 
 
-def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_without_halos_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(self: conv_call.Conv1dMode, known, given, share) -> torch.Tensor:
         own = F.pad(
             given.input[..., known.pad_before : known.pad_before + max(MIN_TOKENS, share.num_tokens)],

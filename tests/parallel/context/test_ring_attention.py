@@ -1,5 +1,5 @@
-"""A ring of threads computes what dense attention does, forward and backward, whatever the mask, the length
-and the split.
+"""Ring attention on threads equals dense attention, forward and backward, for every mask, length and load
+balance.
 """
 
 from collections.abc import Callable, Sequence
@@ -103,7 +103,7 @@ def test_a_ring_computes_what_one_device_does(ranks: int, name: str, length: int
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_keys_and_values_of_fewer_heads_than_queries_travel_as_few(groups: int) -> None:
+def test_grouped_keys_and_values_are_sent_without_repetition(groups: int) -> None:
     given, sent = sample(12, groups=groups), list[int]()
 
     def counting(group: Group) -> ShiftFn:
@@ -144,7 +144,7 @@ def test_bfloat16_is_merged_and_summed_in_float32() -> None:
     assert max(map(gap, [each.double() for each in found], true)) < 2e-2
 
 
-def test_on_a_bfloat16_wire_other_ranks_keys_alone_are_rounded() -> None:
+def test_with_comm_dtype_bfloat16_only_keys_of_other_ranks_are_rounded() -> None:
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)[:4]
     found = run(given, 3, causal=True, wire=torch.bfloat16)[:4]
@@ -190,12 +190,12 @@ def test_the_busiest_of_four_ranks_does_hardly_more_than_the_mean(length: int) -
     assert sum(pairs) == length * (length + 1) // 2  # and nothing that is masked
 
 
-def test_straight_slices_leave_the_last_rank_seven_quarters_of_the_mean() -> None:
+def test_contiguous_shards_give_the_last_rank_seven_quarters_of_the_mean() -> None:
     pairs = executed(4, 512, causal=True, balance="contiguous")
     assert max(pairs) * 4 / sum(pairs) == pytest.approx(1.75, abs=0.01)
 
 
-def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
+def test_fully_masked_blocks_are_not_computed() -> None:
     window, full = (
         sum(executed(4, 96, mask=mask)) for mask in (mask_of("window", 96), torch.ones(1, 1, 96, 96) > 0)
     )
@@ -215,7 +215,7 @@ def documents(length: int, draw: torch.Generator, samples: int = 1) -> torch.Ten
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("samples", [1, 2])
-def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, samples: int) -> None:
+def test_striped_packed_documents_are_balanced_wherever_they_begin(seed: int, samples: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     length = int(torch.randint(1500, 2500, (), generator=draw))
     mask = documents(length, draw, samples)
@@ -225,7 +225,7 @@ def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, sample
 
 
 @pytest.mark.parametrize("length", [512, 1021])
-def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
+def test_striped_causal_masks_and_windows_are_balanced(length: int) -> None:
     causal, window = (
         executed(4, length, **said, balance="striped")
         for said in ({"causal": True}, {"mask": mask_of("window", length)})
@@ -237,7 +237,7 @@ def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
 
 @pytest.mark.parametrize("balance", get_args(LoadBalance))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: str) -> None:
+def test_samples_with_different_documents_equal_one_device(ranks: int, balance: str) -> None:
     draw = torch.Generator().manual_seed(ranks)
     for length in (5, 33, 130):
         given, mask = sample(length, samples=3), documents(length, draw, samples=3)
@@ -259,7 +259,7 @@ def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
             ]
 
 
-def test_gradients_that_do_not_come_home_are_noticed() -> None:
+def test_gradients_that_do_not_return_to_their_rank_are_noticed() -> None:
     def losing(group: Group) -> ShiftFn:
         calls = list[int]()
 
@@ -280,7 +280,7 @@ def test_gradients_that_do_not_come_home_are_noticed() -> None:
     assert gap(found[3], true[3]) > 0.01
 
 
-def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_causal_diagonal_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     by_rule = mask_blocks.KeyIntervals.without_mask
     monkeypatch.setattr(
         mask_blocks.KeyIntervals,
@@ -304,7 +304,7 @@ def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     assert gap(backwards[0], true[0]) > 0.01
 
 
-def test_what_is_handed_on_may_be_written_into():
+def test_tensors_passed_on_may_be_overwritten():
     given = sample(7)
     query, key, value = (each.requires_grad_() for each in given[:3])
     own_range = ((0, 7),)

@@ -1,5 +1,5 @@
-"""Biases that the first block makes by position, as T5's: rows for a rank's own queries, and the table's
-gradient, in float64.
+"""Position biases that the first block computes, as in T5: each rank gets the rows of its queries, and the
+gradient of the table is exact in float64.
 """
 
 import pytest
@@ -59,7 +59,7 @@ def batches(steps: int, *, padded: bool, length: int = TOKENS) -> list[dict[str,
     return found
 
 
-def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
+def verdict_for(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
     samples = batches(2, padded=padded)
     analyzed = analyze(model, samples[0])
     job = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES))
@@ -82,7 +82,7 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = F
 def test_encoders_and_decoders_with_biases(
     model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
 ) -> None:
-    verdict = judged(both(*model), mesh, *strategies, padded=padded)
+    verdict = verdict_for(both(*model), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
 
@@ -100,4 +100,4 @@ def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytes
     monkeypatch.setattr(
         SequenceShardCheck, "check", lambda *given: None
     )  # it would be told before, by what is computed
-    assert not judged(both("T5"), Mesh(cp=2), RingAttention()).passed
+    assert not verdict_for(both("T5"), Mesh(cp=2), RingAttention()).passed

@@ -1,4 +1,4 @@
-"""Models whose tokens are dealt to ranks: the same numbers as one device, in float64, on 2, 3 and 4 ranks."""
+"""Models under ring attention: the same results as one device, in float64, on 2, 3 and 4 ranks."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_a_ring_has_more_ranks_than_tokens():
 
 
 @pytest.mark.parametrize("length", [3, 5])
-def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
+def test_vocab_parallel_works_where_ranks_have_one_token_or_none(length: int):
     short = analyzed_llama(length=length)
     plan = planned(short, Mesh(cp=4, tp=2), RingAttention(), TensorParallel(), VocabParallel(), REPLICAS)
     verdict = verify(short, plan, batches(2, NUM_SAMPLES, length))
@@ -78,7 +78,7 @@ def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
     ],
     ids=str,
 )
-def test_beside_copies_shards_and_recompute(mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_with_ddp_zero_and_activation_checkpointing(mesh: Mesh, strategies: tuple[Strategy, ...]):
     equal(analyzed_llama(), planned(analyzed_llama(), mesh, *strategies, micro_batch=1))
 
 
@@ -202,13 +202,13 @@ def test_padding_is_attended_to_by_nobody(make):
     ],
     ids=str,
 )
-def test_a_mesh_alone_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
+def test_a_mesh_without_strategies_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
     plan = make_plan(analyzed_llama(), JOB, mesh, micro_batch=1)
     assert [each.name for each in plan.strategies] == names
     equal(analyzed_llama(), plan)
 
 
-def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
+def test_the_sequence_analysis_runs_when_a_strategy_needs_it():
     analyzed = analyze(Own(), batches(1, NUM_SAMPLES)[0])
     assert planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()).model_spec.sequence_info is None
     assert "tokens" not in vars(analyzed)
@@ -218,7 +218,7 @@ def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
     )
 
 
-def test_ranks_with_unlike_numbers_of_tokens_run_the_same_blocks_again():
+def test_ranks_with_different_numbers_of_tokens_recompute_the_same_blocks():
     budget = 0.02  # MiB: for some blocks of the rank with fewer tokens, and for fewer of the other's
     plan = planned(
         analyzed_llama(num_hidden_layers=4),

@@ -1,5 +1,5 @@
-"""A ring is one device: gradients, losses and weights of whole models, and every message as the program
-states it.
+"""Ring attention in whole models equals one device: gradients, losses and weights, and every message as the
+program states it.
 """
 
 from typing import Any
@@ -44,14 +44,14 @@ KEPT = (RingAttention(), ZeRO(axis="cp", stage=3), ActivationCheckpointing())
     ],
     ids=["two", "straight", "zero and recompute", "fewer tokens than ranks", "with samples", "with matrices"],
 )
-def test_a_llama_on_a_ring_is_that_of_one_device(
+def test_a_llama_on_a_ring_equals_one_device(
     mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int
 ) -> None:
     analyzed, plan = planned(analyzed_llama(length), mesh, strategies, micro, length=length)
     assert_exact(analyzed, plan, batches(2, length=length))
 
 
-def test_a_sliding_window_on_a_ring_is_that_of_one_device() -> None:
+def test_a_sliding_window_on_a_ring_equals_one_device() -> None:
     config = transformers.MistralConfig(**SIZES, **HEADS, head_dim=8, use_cache=False, sliding_window=4)
     analyzed, plan = planned(transformers.MistralForCausalLM(config), Mesh(cp=3), WHOLE)
     assert_exact(analyzed, plan, batches(2))
@@ -76,7 +76,7 @@ def test_a_wrong_diagonal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not verify(analyzed, plan, batches(1)).passed
 
 
-def test_gradients_that_stay_away_from_home_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_do_not_return_to_their_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = ring_attention._backward
 
     def wrong(*given: Any, **more: Any) -> tuple[Any, ...]:
@@ -90,7 +90,7 @@ def test_gradients_that_stay_away_from_home_are_noticed(monkeypatch: pytest.Monk
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_a_bfloat16_wire_is_near_one_device_and_says_so() -> None:
+def test_comm_dtype_bfloat16_is_near_one_device_and_the_plan_says_so() -> None:
     wired = (RingAttention(comm_dtype="bfloat16"), DDP("cp"))
     analyzed, plan = planned(analyzed_llama(), Mesh(cp=2), wired)
     verdict = verify(analyzed, plan, batches(1))
@@ -99,7 +99,7 @@ def test_a_bfloat16_wire_is_near_one_device_and_says_so() -> None:
     assert trace(analyzed, plan, fake=False).passed
 
 
-def test_a_gpt2_with_tied_words_and_positions_in_glue_is_that_of_one_device() -> None:
+def test_a_gpt2_with_tied_embedding_and_positions_in_glue_equals_one_device() -> None:
     sizes = {
         "vocab_size": 67,
         "n_embd": 24,

@@ -1,6 +1,4 @@
-"""Packed documents and windows, dealt one token after the other to the ranks: one device's numbers, and even
-work.
-"""
+"""Striped load balance for packed documents and windows: results of one device, and balanced work."""
 
 import pytest
 import torch
@@ -69,7 +67,7 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: i
         ("documents shorter than ranks", 4),
     ],
 )
-def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None:
+def test_packed_documents_equal_one_device(name: str, ranks: int) -> None:
     samples = packed(name)
     analyzed = analyze(llama(), samples[0])
     assert_exact(
@@ -88,7 +86,7 @@ def test_packed_documents_are_those_of_one_device(name: str, ranks: int) -> None
     ],
     ids=["copies", "zero and recompute", "line", "hybrid", "zigzag"],
 )
-def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     samples = packed("unlike rows")
     analyzed = analyze(llama(num_attention_heads=4, num_key_value_heads=2), samples[0])
     assert_exact(analyzed, planned(analyzed, mesh, *strategies, micro=1), samples)
@@ -102,20 +100,20 @@ def test_batches_with_other_documents_than_the_example_had() -> None:
     )
 
 
-def test_without_a_mask_rows_are_striped_too() -> None:
+def test_without_a_mask_tokens_are_striped_too() -> None:
     samples = batches(2, NUM_SAMPLES, LENGTH)
     analyzed = analyze(llama(), samples[0])
     assert_exact(analyzed, planned(analyzed, Mesh(cp=4), STRIPED, REPLICAS), samples)
 
 
-def test_a_window_is_that_of_one_device() -> None:
+def test_a_window_equals_one_device() -> None:
     config = transformers.MistralConfig(**SIZES, **HEADS, head_dim=8, use_cache=False, sliding_window=4)
     samples = batches(2, NUM_SAMPLES, LENGTH)
     analyzed = analyze(transformers.MistralForCausalLM(config), samples[0])
     assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), samples)
 
 
-def test_biases_and_dropout_are_those_of_one_device() -> None:
+def test_biases_and_dropout_equal_one_device() -> None:
     drops = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.2}
     config = transformers.GPT2Config(
         vocab_size=67, n_embd=24, n_layer=2, n_head=3, n_positions=32, use_cache=False, **drops
@@ -125,7 +123,7 @@ def test_biases_and_dropout_are_those_of_one_device() -> None:
     assert_exact(analyzed, planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS), samples)
 
 
-def test_layers_look_at_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_analyze_the_mask_of_a_micro_batch_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked, of = list[int](), MaskCache.block_mask
 
     def counting(

@@ -1,4 +1,4 @@
-"""Keys and values that travel in bfloat16: off by what the ring says, more than 1e-10, and no more."""
+"""Keys and values sent in bfloat16: the error is above 1e-10 and within the bound that the ring states."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ EACH = 4 * 2.0**-9  # for a call of attention
         (4, HybridContextParallel(comm_dtype="bfloat16")),
     ],
 )
-def test_the_rounding_of_a_wire_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
+def test_the_rounding_of_the_comm_dtype_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
     plan = make_plan(analyzed_llama(), JOB, Mesh(cp=ranks), (deals, REPLICAS))
     assert (plan.exact, plan.tolerance) == (False, 2 * EACH)
     verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
@@ -45,7 +45,7 @@ def test_keys_that_are_off_by_more_are_noticed(monkeypatch: pytest.MonkeyPatch) 
     assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed
 
 
-def test_what_travels_as_it_is_must_be_equal_to_rounding() -> None:
+def test_without_a_comm_dtype_results_are_equal_to_rounding() -> None:
     plan = make_plan(analyzed_llama(), JOB, Mesh(cp=2), (RingAttention(), REPLICAS))
     assert (plan.exact, plan.tolerance) == (True, 0.0)
     assert replace(RingAttention(), comm_dtype="bfloat16").exact is False

@@ -1,4 +1,4 @@
-"""What glue brings together of tokens: the same numbers as one device, and bytes that the program states."""
+"""Gathers of tokens in glue: the same results as one device, and the bytes that the program states."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -92,11 +92,11 @@ def test_models_that_pool_tokens_on_a_ring(make: type[nn.Module], ranks: int):
     ],
     ids=named,
 )
-def test_beside_other_techniques(make: type[nn.Module], mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_with_other_strategies(make: type[nn.Module], mesh: Mesh, strategies: tuple[Strategy, ...]):
     equal(known(make), planned(known(make), mesh, *strategies, micro_batch=1))
 
 
-def moves(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
+def gather_transfers(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
     """What the actions of a kind move between ranks with other tokens, apart from attention, each microbatch
     the same.
     """
@@ -109,29 +109,29 @@ def moves(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
     return [move for move in found[0] if move.collective != "shift"]
 
 
-def test_a_sum_of_tokens_sends_a_row_of_it():
+def test_a_sum_over_tokens_sends_one_token_per_sample():
     plan = planned(known(Mean), Mesh(cp=3), RingAttention(), REPLICAS, micro_batch=2)
     logits = Transfer("all_reduce", ("cp",), 2 * 67 * FLOAT)
-    assert moves(plan, "F", "head") == [logits]
-    assert moves(plan, "LOSS") == [logits]
-    assert moves(plan, "B", "head") == []
+    assert gather_transfers(plan, "F", "head") == [logits]
+    assert gather_transfers(plan, "LOSS") == [logits]
+    assert gather_transfers(plan, "B", "head") == []
 
 
-def test_a_token_sends_one_and_all_tokens_send_the_most_that_a_rank_has():
+def test_selecting_a_token_sends_one_and_gathering_all_sends_the_longest_shard():
     plan = planned(known(Picked), Mesh(cp=2), RingAttention(), REPLICAS, micro_batch=2)
     some, most = 2 * 8 * FLOAT, 5 * 2 * 8 * FLOAT
-    assert moves(plan, "F", "layers.1") == [
+    assert gather_transfers(plan, "F", "layers.1") == [
         Transfer("all_reduce", ("cp",), some),
         Transfer("all_gather", ("cp",), most),
     ]
-    assert moves(plan, "B", "head") == [
+    assert gather_transfers(plan, "B", "head") == [
         Transfer("reduce_scatter", ("cp",), 2 * most),
         Transfer("all_reduce", ("cp",), some),
     ]
-    assert moves(plan, "LOSS") == []
+    assert gather_transfers(plan, "LOSS") == []
 
 
-def test_what_glue_has_made_flows_behind_those_that_took_it_in_first():
+def test_gathers_name_the_block_calls_whose_backward_needs_them():
     tokens = known(Centred).sequence_info
     assert tokens is not None
     found = [(each.block_call, each.backward_calls) for each in tokens.gathers]
@@ -143,10 +143,10 @@ def test_what_glue_has_made_flows_behind_those_that_took_it_in_first():
     assert found[-2] == ("head", ("",))  # the last row of logits is given out
 
 
-def test_a_narrow_compute_dtype_travels_as_products_take_it():
+def test_gathers_are_sent_in_the_compute_dtype():
     job = replace(JOB, precision=PrecisionConfig(compute="bfloat16"))
     plan = make_plan(known(Picked), job, Mesh(cp=2), (RingAttention(), REPLICAS), 2)
-    assert [move.dtype for move in moves(plan, "F", "layers.1")] == ["float32", "bfloat16"]
+    assert [move.dtype for move in gather_transfers(plan, "F", "layers.1")] == ["float32", "bfloat16"]
     found = trace(known(Picked), plan)
     assert found.passed, found
 
@@ -180,12 +180,12 @@ def test_a_loss_that_needs_all_tokens():
     plan = planned(made, Mesh(cp=3), RingAttention(), REPLICAS, micro_batch=2)
     share = 2 * 3 * 67 * FLOAT
     there, back = Transfer("all_gather", ("cp",), share), Transfer("reduce_scatter", ("cp",), 3 * share)
-    assert moves(plan, "LOSS") == [there, there, back, back]
+    assert gather_transfers(plan, "LOSS") == [there, there, back, back]
     verdict = verify(made, plan, batches(2, NUM_SAMPLES), loss=loss)
     assert verdict.passed, verdict
 
 
-def test_a_loop_over_rows_is_refused():
+def test_a_loop_over_samples_is_refused():
     with pytest.raises(
         PlanError, match=r"gathers tokens of several ranks 3 times on 3 samples, and 4 times on 4"
     ):

@@ -1,5 +1,5 @@
-"""Layers on some ranks, tokens on others: what goes between parts is each rank's own tokens, and the numbers
-are one device's.
+"""Pipeline parallelism with context parallelism: stage boundaries carry each rank's own tokens, and results
+equal one device.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ def planned(
     ],
     ids=str,
 )
-def test_a_llama_in_parts_on_a_ring(mesh: Mesh, pipeline: Pipeline):
+def test_a_llama_in_stages_on_a_ring(mesh: Mesh, pipeline: Pipeline):
     equal(deep(), planned(deep(), mesh, pipeline, RingAttention(), REPLICAS))
 
 
@@ -91,11 +91,11 @@ def test_a_llama_in_parts_on_a_ring(mesh: Mesh, pipeline: Pipeline):
     ],
     ids=str,
 )
-def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]):
     equal(analyzed_llama(), planned(analyzed_llama(), mesh, *strategies))
 
 
-def test_a_weight_that_two_parts_use():
+def test_a_weight_that_two_stages_use():
     analyzed = analyze(gpt2(0.2), batches(1, NUM_SAMPLES)[0])
     equal(
         analyzed, planned(analyzed, Mesh(pp=2, cp=3), Pipeline(schedule="zb_h1"), RingAttention(), REPLICAS)
@@ -121,7 +121,7 @@ class Skips(nn.Module):
         return self.head(x)
 
 
-def test_what_glue_makes_crosses_between_parts_and_skips_some():
+def test_values_of_glue_cross_stage_boundaries_and_skip_stages():
     analyzed = analyze(Skips(), batches(1, NUM_SAMPLES)[0])
     plan = planned(analyzed, Mesh(pp=3, cp=2), Pipeline(), RingAttention(), REPLICAS)
     crossing = [value for part in plan.sharding.stages for value in part.outputs]
@@ -167,7 +167,7 @@ def found(analyzed: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evalua
 
 
 @pytest.mark.parametrize("length", [9, 13])
-def test_evaluations_go_through_the_parts_and_rows_may_be_longer(length: int):
+def test_evaluations_run_through_the_stages_and_sequences_may_be_longer(length: int):
     (expected,) = found(analyzed_llama(), planned(analyzed_llama(), Mesh()), length)
     plan = planned(analyzed_llama(), Mesh(pp=2, cp=3), Pipeline(), RingAttention(), REPLICAS)
     for told, loss in found(analyzed_llama(), plan, length):
@@ -187,7 +187,7 @@ class InPlace(Own):
         return self.head(x)
 
 
-def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
+def test_no_stage_begins_where_the_token_sharding_is_unknown():
     analyzed = analyze(InPlace(), batches(1, NUM_SAMPLES)[0])
     closed = {
         each.block_call: each

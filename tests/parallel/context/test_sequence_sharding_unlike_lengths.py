@@ -1,5 +1,5 @@
-"""Rows of unlike lengths, and images: tokens are dealt by how many a block takes in, and the numbers are
-those of one device.
+"""Sequences of different lengths, and images: tokens are sharded by the number that each block takes in, and
+results equal one device.
 """
 
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ def bart(kind: str) -> nn.Module:
     )
 
 
-def classified(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def classification_batch(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
 
 
@@ -96,7 +96,7 @@ def loss_of(model: nn.Module) -> Loss:
         return LOSS
     is_vit = isinstance(model, transformers.ViTForImageClassification)
     return (
-        Loss(classified, lambda batch: torch.tensor(len(batch["labels"])))
+        Loss(classification_batch, lambda batch: torch.tensor(len(batch["labels"])))
         if is_vit
         else token_cross_entropy()
     )
@@ -130,7 +130,7 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
     return [batch() for _ in range(steps)]
 
 
-def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
+def verdict_for(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
     samples, loss = batches(model, 2, padded=padded), loss_of(model)
     analyzed = analyze(model, samples[0], loss=loss)
     train = TrainConfig(batch=NUM_SAMPLES, clip=0.5)
@@ -164,14 +164,14 @@ BESIDE = [
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [*ALONE, *BESIDE], ids=str)
-def test_an_encoder_and_a_decoder_of_unlike_lengths(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(t5(), mesh, *strategies)
+def test_an_encoder_and_a_decoder_of_different_lengths(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+    verdict = verdict_for(t5(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [*ALONE, *BESIDE], ids=str)
 def test_a_vit(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(vit(), mesh, *strategies)
+    verdict = verdict_for(vit(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
@@ -188,10 +188,10 @@ def test_a_vit(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     ],
     ids=str,
 )
-def test_masks_between_rows_of_unlike_lengths(
+def test_masks_between_sequences_of_different_lengths(
     kind: str, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
 ) -> None:
-    verdict = judged(t5() if kind == "T5" else bart(kind), mesh, *strategies, padded=padded)
+    verdict = verdict_for(t5() if kind == "T5" else bart(kind), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
 
@@ -201,7 +201,7 @@ def test_masks_between_rows_of_unlike_lengths(
     ids=["t5", "vit", "t5 ulysses"],
 )
 def test_dropout_draws_what_one_device_draws(model: nn.Module, strategy: Strategy) -> None:
-    verdict = judged(model, Mesh(cp=2), strategy, REPLICAS, padded=True)
+    verdict = verdict_for(model, Mesh(cp=2), strategy, REPLICAS, padded=True)
     assert verdict.passed, verdict
 
 
@@ -209,22 +209,22 @@ def test_dropout_draws_what_one_device_draws(model: nn.Module, strategy: Strateg
 def test_an_own_model_of_images_whose_loss_reads_the_mean_of_all(
     mesh: Mesh, strategies: tuple[Strategy, ...]
 ) -> None:
-    verdict = judged(Images(), mesh, *strategies)
+    verdict = verdict_for(Images(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [ALONE[1], ALONE[2], BESIDE[3]], ids=str)
 def test_a_tower_of_text_and_one_of_images(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(Towers(), mesh, *strategies)
+    verdict = verdict_for(Towers(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
-def test_there_are_more_ranks_than_patches() -> None:
-    verdict = judged(Images(side=8), Mesh(cp=4), RingAttention(), REPLICAS)  # one patch, and the class
+def test_there_may_be_more_ranks_than_patches() -> None:
+    verdict = verdict_for(Images(side=8), Mesh(cp=4), RingAttention(), REPLICAS)  # one patch, and the class
     assert verdict.passed, verdict
 
 
-def test_the_plan_says_how_many_there_are() -> None:
+def test_the_plan_says_how_many_tokens_there_are() -> None:
     model = t5()
     analyzed = analyze(model, batches(model, 1)[0])
     job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=NUM_SAMPLES))
@@ -234,7 +234,7 @@ def test_the_plan_says_how_many_there_are() -> None:
     assert said.startswith("13 of each sample, sharded over 2 ranks: 6 to 7 each, and 9: 4 to 5")
 
 
-def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
+def test_sequences_of_equal_length_in_the_plan_must_stay_equal() -> None:
     model = t5()
     samples = batches(model, 1)[0]
     alike = {**samples, "input_ids": samples["input_ids"][:, :OURS]}
@@ -251,4 +251,4 @@ def test_keys_taken_for_as_many_as_queries_are_noticed(monkeypatch: pytest.Monke
         ShardedForward, "next_attention_shards", lambda self, block_call: (coming(self, block_call)[0],) * 2
     )
     with pytest.raises(PlanError, match="attention takes in"):
-        judged(t5(), Mesh(cp=2), RingAttention(), REPLICAS)
+        verdict_for(t5(), Mesh(cp=2), RingAttention(), REPLICAS)

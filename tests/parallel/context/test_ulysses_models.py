@@ -1,6 +1,4 @@
-"""Models whose heads are exchanged for tokens: one device's numbers in float64, and no byte that the program
-does not state.
-"""
+"""Models under Ulysses: results of one device in float64, and only the bytes that the program states."""
 
 import pytest
 import torch
@@ -105,14 +103,14 @@ def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
 
 @pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=named)
 @pytest.mark.parametrize("example", [0, -1], ids=["read without a mask", "read with a mask"])
-def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(
+def test_which_samples_are_padded_does_not_change_what_is_sent(
     make, mesh: Mesh, strategies, example: int
 ) -> None:
     verdict = mixed(make, mesh, strategies, example)
     assert verdict.passed, verdict
 
 
-def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_rows_of_other_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = TokenShard.group_mask_rows
 
     def shifted(share: TokenShard, mask: torch.Tensor) -> torch.Tensor | None:
@@ -123,7 +121,7 @@ def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPa
     assert not mixed(llama, Mesh(cp=2), (Ulysses(), REPLICAS), -1).passed
 
 
-def test_heads_that_tensor_parallelism_has_divided_count() -> None:
+def test_heads_sharded_by_tensor_parallelism_count() -> None:
     with pytest.raises(
         PlanError,
         match=r"attention has 2 heads on a rank, and they go to 3 ranks[^|]*or set mesh.cp to 1 or 2$",
@@ -132,7 +130,7 @@ def test_heads_that_tensor_parallelism_has_divided_count() -> None:
     assert len(told.value.diagnostics) == 2  # the other rank of tp has four
 
 
-def test_layers_that_are_frozen_in_part_send_gradients_of_what_learns() -> None:
+def test_partly_frozen_layers_send_gradients_of_trained_weights_only() -> None:
     model = llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name or "head" in name)

@@ -41,7 +41,7 @@ from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
-from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.pipeline.test_pipeline import JOB
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
@@ -292,12 +292,12 @@ def test_gradients_that_are_summed_after_their_step_are_noticed():
 
 def test_a_checkpoint_crosses_because_the_pipeline_is_empty(tmp_path: Path):
     plan = planned(analyzed_llama(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
-    crosses(analyzed_llama(), plan, plan, tmp_path)
+    loads_under_other_plan(analyzed_llama(), plan, plan, tmp_path)
 
 
 def test_with_one_micro_batch_it_goes_on_where_one_device_has_stopped(tmp_path: Path):
     job = replace(EACH, train=TrainConfig(batch=4, clip=0.0))
-    crosses(
+    loads_under_other_plan(
         analyzed_llama(),
         make_plan(analyzed_llama(), job, Mesh(), ()),
         planned(analyzed_llama(), Mesh(pp=2), job=job, micro_batch=4),

@@ -13,7 +13,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 MESHES = {
@@ -47,7 +47,9 @@ def plan_on(name: str, analyzed: AnalyzedModel) -> Plan:
     ],
 )
 def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    crosses(analyzed_llama(), plan_on(saved, analyzed_llama()), plan_on(taken, analyzed_llama()), tmp_path)
+    loads_under_other_plan(
+        analyzed_llama(), plan_on(saved, analyzed_llama()), plan_on(taken, analyzed_llama()), tmp_path
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
 )
 def test_a_tied_table_stands_in_it_once(saved: str, taken: str, tmp_path: Path):
     tied = analyzed_llama(tie_word_embeddings=True)
-    crosses(tied, plan_on(saved, tied), plan_on(taken, tied), tmp_path)
+    loads_under_other_plan(tied, plan_on(saved, tied), plan_on(taken, tied), tmp_path)
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     entries = json.loads((folder / "manifest.json").read_text())["entries"]
     assert [

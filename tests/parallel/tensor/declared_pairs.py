@@ -1,4 +1,4 @@
-"""A model of pairs that are declared: of odd sizes unless told, with weights of several blocks of 256
+"""A model of declared column- and row-parallel pairs: odd sizes by default, weights of several blocks of 256
 elements, and dropout.
 """
 

@@ -1,4 +1,4 @@
-"""A small Llama whose sizes divide by 2, 3, 4 and 6, and what a plan says each rank receives."""
+"""A small Llama whose sizes divide by 2, 3, 4 and 6, and the elements that each rank receives under a plan."""
 
 from collections.abc import Iterable, Iterator
 
@@ -50,7 +50,7 @@ def shards(analyzed: AnalyzedModel, ranks: int, within: str = "") -> int:
     return sum(-(-each // ranks) for each in numel)
 
 
-def received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
+def elements_received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
     """The elements that a rank receives along `axis` in actions of these kinds whose subject has `within` in
     it.
     """

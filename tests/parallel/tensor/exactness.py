@@ -1,5 +1,5 @@
-"""The two laws of every plan, asserted for divided matrices: it computes what one device does, and sends what
-it states.
+"""Asserts the two laws of every tensor-parallel plan: it equals one device, and issues what its program
+states.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A small Llama with sizes that divide by nothing, for tests of divided matrices."""
+"""A small Llama whose sizes divide by nothing, for tests of tensor parallelism."""
 
 from collections.abc import Sequence
 from functools import cache

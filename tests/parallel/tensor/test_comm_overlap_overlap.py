@@ -1,4 +1,4 @@
-"""What is computed while tensors are under way changes no number, is booked as it is sent, and really happens
+"""Computation that overlaps communication changes no result, is stated as it is sent, and really runs
 meanwhile.
 """
 
@@ -68,7 +68,7 @@ def test_chunks_send_the_same_bytes_in_more_messages():
     )
 
 
-def test_a_weight_gradient_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_weight_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comm_overlap, "_accumulate_grad", lambda leaf, gradient: None)
     analyzed, plan = planned(analyzed_llama(), Mesh(tp=2))
     assert not verify(analyzed, plan, batches(1)).passed
@@ -106,7 +106,9 @@ class Orders:
         self.add(leaf, gradient)
 
 
-def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monkeypatch: pytest.MonkeyPatch):
+def test_column_parallel_weight_gradients_wait_until_the_input_sum_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+):
     analyzed, plan = planned(analyzed_llama(), Mesh(tp=2))
     orders = Orders()
     monkeypatch.setattr(comm_overlap, "_accumulate_grad", orders.added)
@@ -129,13 +131,13 @@ def test_half_precision_is_computed_and_sent_in_half(strategies: tuple[Strategy,
     assert trace(analyzed, plan, fake=False).passed
     _, alone = planned(analyzed, Mesh(), (), **half)
     found = [
-        run_on_threads(lambda world, each=each: told(world, analyzed, each), each.mesh)[0]
+        run_on_threads(lambda world, each=each: loss_and_norm(world, analyzed, each), each.mesh)[0]
         for each in (plan, alone)
     ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
-def told(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[float]:
+def loss_and_norm(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     """The loss and the norm of the gradients of a step: all weights count in it."""
     with parallelize(analyzed, plan, world=world) as engine:
         metrics = engine.step(engine.local_batch(batches(1, length=LENGTH)[0]))

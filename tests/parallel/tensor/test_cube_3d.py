@@ -1,4 +1,4 @@
-"""Matrices in a cube of ranks compute what whole ones compute, with the paper's bytes and memory."""
+"""Tensor parallelism, mode 3d: results of one device, and the paper's bytes and memory."""
 
 from math import prod
 
@@ -15,7 +15,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor import model_families
-from tests.parallel.tensor.even_llama import INNER, WIDTH, analyzed_even_llama, received, shards
+from tests.parallel.tensor.even_llama import INNER, WIDTH, analyzed_even_llama, elements_received, shards
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
@@ -43,7 +43,7 @@ def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micr
     assert_exact(analyzed, plan, batches(2, samples), fake=strategies == AGAIN)
 
 
-def test_a_tied_head_adds_up_its_slices():
+def test_a_tied_head_sums_the_gradients_of_its_slices():
     analyzed, plan = planned(
         analyzed_even_llama(tie_word_embeddings=True, attention_dropout=0.2), EIGHT, BLOCKS
     )
@@ -86,10 +86,14 @@ def test_a_layer_receives_the_papers_elements(q: int):
     norms = (
         2 * layers * TOKENS * (q - 1)
     )  # a number per token, along tp of one slice, along tp_depth of q of them; and back
-    assert received(plan, ("F", "B"), "tp") == pytest.approx(2 * (q - 1) / q**3 * into + 2 * q * norms)
-    assert received(plan, ("F", "B"), "tp_depth") == pytest.approx(2 * (q - 1) / q**3 * out + 2 * norms)
+    assert elements_received(plan, ("F", "B"), "tp") == pytest.approx(
+        2 * (q - 1) / q**3 * into + 2 * q * norms
+    )
+    assert elements_received(plan, ("F", "B"), "tp_depth") == pytest.approx(
+        2 * (q - 1) / q**3 * out + 2 * norms
+    )
     weights = 2 * (q - 1) * shards(analyzed, q**3, "layers")
-    assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == weights
+    assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == weights
     for param_sharding in plan.sharding.param_shardings:
         assert prod(param_sharding.param.shape) * q**2 == next(
             w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
@@ -124,7 +128,7 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
         ),
     ],
 )
-def test_what_does_not_make_a_cube_is_refused(
+def test_meshes_and_sizes_that_do_not_fit_3d_are_refused(
     mesh: Mesh, strategies: tuple[Strategy, ...], more: dict, message: str
 ):
     with pytest.raises(PlanError, match=message):

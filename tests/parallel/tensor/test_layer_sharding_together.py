@@ -1,5 +1,5 @@
-"""What holds beside 1-D holds beside all other divisions: owners of whole weights, dropout by logical index,
-noise, the guard.
+"""Optimizers that need whole weights, dropout, the gradient noise scale and the loss guard work under every
+mode of tensor parallelism.
 """
 
 import pytest
@@ -58,7 +58,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[0], "labels": ids[1]}
 
 
-def played(
+def train_and_gather(
     analyzed: AnalyzedModel, plan: Plan, steps: int = 3
 ) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
     """What the first rank says of some steps, and all parameters behind them."""
@@ -83,13 +83,13 @@ def plans(analyzed: AnalyzedModel, case: str, **job: object) -> tuple[Plan, Plan
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_rules_that_need_whole_weights_get_them(analyzed: AnalyzedModel, case: str):
+def test_optimizers_that_need_whole_weights_get_them(analyzed: AnalyzedModel, case: str):
     mine, plain = plans(analyzed, case, optimizer=RULES["several"])
-    assert error(played(analyzed, mine)[1], played(analyzed, plain)[1]) < 1e-10
+    assert error(train_and_gather(analyzed, mine)[1], train_and_gather(analyzed, plain)[1]) < 1e-10
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_masks_are_those_of_one_device(case: str):
+def test_dropout_masks_equal_one_device(case: str):
     analyzed = pairs(0.3, batch(0), **SIZES)
     plan, _ = plans(analyzed, case)
     verdict = verify(analyzed, plan, [batch(0), batch(1)])
@@ -97,7 +97,7 @@ def test_masks_are_those_of_one_device(case: str):
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_the_noise_scale_is_that_of_the_same_parts(analyzed: AnalyzedModel, case: str):
+def test_the_noise_scale_equals_that_of_the_same_microbatches(analyzed: AnalyzedModel, case: str):
     mesh, strategies = PLANS[case]
     job = tiny_job(
         train=TrainConfig(batch=SAMPLES, noise_scale=True), optimizer=OptimizerConfig("sgd", lr=0.01)
@@ -111,7 +111,10 @@ def test_the_noise_scale_is_that_of_the_same_parts(analyzed: AnalyzedModel, case
     )
     plain = Mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
     mine, expected = (
-        [each.noise_scale or -1.0 for each in played(analyzed, make_plan(analyzed, job, *which, 2))[0]]
+        [
+            each.noise_scale or -1.0
+            for each in train_and_gather(analyzed, make_plan(analyzed, job, *which, 2))[0]
+        ]
         for which in ((mesh, strategies), (plain, stored))
     )
     assert mine == pytest.approx(expected, rel=1e-8)
@@ -119,10 +122,12 @@ def test_the_noise_scale_is_that_of_the_same_parts(analyzed: AnalyzedModel, case
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_spike_is_judged_and_looked_into_by_all(analyzed: AnalyzedModel, case: str):
+def test_a_spike_is_detected_and_diagnosed_by_all_ranks(analyzed: AnalyzedModel, case: str):
     guard = LossGuard("skip", factor=1.0 + 1e-9, window=2)  # whatever is larger than the step before
     mine, plain = plans(analyzed, case, guard=guard, optimizer=OptimizerConfig("sgd", lr=1e-4))
-    spikes, expected = ([each.spike for each in played(analyzed, plan, 4)[0]] for plan in (mine, plain))
+    spikes, expected = (
+        [each.spike for each in train_and_gather(analyzed, plan, 4)[0]] for plan in (mine, plain)
+    )
     assert [each is None for each in spikes] == [each is None for each in expected]
     assert any(each is not None for each in spikes)
     for found, truth in zip(spikes, expected, strict=True):

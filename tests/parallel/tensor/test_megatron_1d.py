@@ -1,4 +1,4 @@
-"""The bytes of divided matrices are the paper's, memory is divided, and what cannot be divided is refused."""
+"""Tensor parallelism, mode 1d: bytes of the paper, sharded memory, and refusals of what cannot be sharded."""
 
 from math import prod
 
@@ -57,7 +57,7 @@ def test_more_ranks_than_heads_are_refused():
         planned(analyzed_llama(), Mesh(tp=7))
 
 
-def test_keys_that_are_fewer_than_ranks_stay_whole_and_their_gradients_are_sums():
+def test_key_heads_fewer_than_ranks_stay_whole_and_their_gradients_are_summed():
     _, plan = planned(analyzed_llama(), Mesh(tp=4), (TensorParallel(),))
     homes = {param_sharding.param.name: param_sharding for param_sharding in plan.sharding.param_shardings}
     assert [
@@ -88,7 +88,7 @@ class Plain(nn.Module):
         return self.head(self.embed(input_ids))
 
 
-def test_a_model_of_which_nothing_is_known_is_told_how_to_declare():
+def test_a_model_without_layer_roles_is_refused_with_a_declaration():
     with pytest.raises(
         PlanError, match=r"no pair of linear layers.*is known to split \(.*\)\n(?s:.*)layer_roles="
     ):

@@ -1,4 +1,4 @@
-"""A layer that is declared as columns and has no rows layer is divided alone: its output is gathered."""
+"""A column-parallel layer without a row-parallel partner is sharded alone: its output is gathered."""
 
 import pytest
 import torch

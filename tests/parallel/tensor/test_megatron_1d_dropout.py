@@ -1,4 +1,4 @@
-"""Dropout on slices: every rank draws the numbers of its own part, so masks are those of one device under
+"""Dropout on tensor-parallel slices: every rank draws for its own slice, so masks equal one device under
 every plan.
 """
 
@@ -91,13 +91,13 @@ def test_families_drop_what_one_device_drops(family: str, ranks: int):
     assert verdict.passed, str(verdict)
 
 
-def test_masks_of_local_heads_are_not_each_others(monkeypatch: pytest.MonkeyPatch):
+def test_masks_of_local_heads_differ_between_ranks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stateless_rng, "draw_shardings", lambda plan, rank, sites: {})
     analyzed, plan = planned(analyzed_llama(attention_dropout=0.2), Mesh(tp=2))
     assert not verify(analyzed, plan, batches(1)).passed
 
 
-def test_rows_of_another_length_than_the_examples_are_drawn_where_that_is_clear():
+def test_sequences_of_another_length_than_the_example_are_drawn_where_that_is_unambiguous():
     analyzed = dropping()
     plan = make_plan(analyzed, tiny_job(), Mesh(tp=2))
     short = [{key: value[:, :3] for key, value in batch.items()} for batch in few()]
@@ -106,7 +106,7 @@ def test_rows_of_another_length_than_the_examples_are_drawn_where_that_is_clear(
     assert max(verdict.max_errors.values()) < 1e-10
 
 
-def test_slices_of_the_stream_divide_sites_outside_of_pairs():
+def test_sequence_parallel_shards_draw_sites_outside_of_pairs():
     plan = make_plan(dropping(), tiny_job(), Mesh(tp=2))
     found = draw_shardings(plan, 1, dropping().draw_sites)
     meant = {site: [each.declared for each in known] for site, known in found.items()}

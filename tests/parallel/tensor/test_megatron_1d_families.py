@@ -1,5 +1,5 @@
-"""Unmodified models of eleven families, divided by heads and widths: every number as on one device, alone and
-together.
+"""Unmodified models of eleven families, sharded by heads and widths: every number as on one device, with and
+without other strategies.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.model_families import FAMILIES, batches, loss_of, planned, read_family
+from tests.parallel.tensor.model_families import FAMILIES, analyze_family, batches, loss_of, planned
 
 ALONE = [(family, 3) for family in FAMILIES] + [
     ("gpt2", 2),
@@ -58,21 +58,21 @@ TOGETHER = {
 
 @pytest.mark.parametrize(("family", "ranks"), [*ALONE, *FEWER_KEYS])
 def test_it_equals_one_device(family: str, ranks: int):
-    analyzed = read_family(family)
+    analyzed = analyze_family(family)
     plan = planned(analyzed, Mesh(tp=ranks), (TensorParallel(),))
     assert_exact(analyzed, plan, batches(family, 2), loss_of(family), fake=(family, ranks) in FAKE)
 
 
 @pytest.mark.parametrize("case", TOGETHER)
-def test_it_equals_one_device_together_with(case: str):
+def test_it_equals_one_device_with_other_strategies(case: str):
     family, mesh, strategies = TOGETHER[case]
-    analyzed = read_family(family)
+    analyzed = analyze_family(family)
     assert_exact(analyzed, planned(analyzed, mesh, strategies, micro=1), batches(family, 2), loss_of(family))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_layers_of_its_blocks_are_divided(family: str):
-    analyzed = read_family(family)
+def test_all_layers_of_its_blocks_are_sharded(family: str):
+    analyzed = analyze_family(family)
     plan = planned(analyzed, Mesh(tp=2), (TensorParallel(),))
     fewer = 1 if family == "falcon" else 0  # the key that all heads share keeps q, k and v whole
     blocks = [
@@ -95,13 +95,13 @@ def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPa
         return tensor.narrow(span.dim, 0, span.size)
 
     monkeypatch.setattr(gqa_heads, "slice_dims", wrong)
-    analyzed = read_family("llama")
+    analyzed = analyze_family("llama")
     verdict = verify(analyzed, planned(analyzed, Mesh(tp=4), (TensorParallel(),)), batches("llama", 1))
     assert not verdict.passed
     assert verdict.first_difference is not None
 
 
 def test_more_ranks_than_query_heads_are_refused():
-    analyzed = read_family("falcon")
+    analyzed = analyze_family("falcon")
     with pytest.raises(PlanError, match=r"into 6 units.*and tp has 7 ranks\n.*set mesh\.tp to at most 6"):
         planned(analyzed, Mesh(tp=7), (TensorParallel(),))

@@ -1,5 +1,5 @@
-"""The guard beside divided matrices: a harmful step is left out by all, and traced to the samples, the block
-and the weight.
+"""The loss guard under tensor parallelism: all ranks skip a harmful step and trace it to the samples, the
+block and the weight.
 """
 
 import pytest
@@ -83,7 +83,7 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("how", ["forward", "backward", "loud"])
-def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ranks: int):
+def test_every_tensor_rank_reports_what_one_rank_with_whole_weights_would(how: str, ranks: int):
     expected, found = spike_of(how, 1)[0], spike_of(how, ranks)
     assert all(repr(spike) == repr(found[0]) for spike in found)
     for rank, suspect in enumerate(found[0].rank_reports):
@@ -98,14 +98,14 @@ def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ran
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_shards_of_slices_are_brought_together_once_more(stage: int):
+def test_shards_of_slices_are_gathered_once_more(stage: int):
     expected, found = spike_of("backward", 1)[0], spike_of("backward", 2, stage)[0]
     assert [each.block for each in found.rank_reports] == [
         each.block for each in expected.rank_reports for _ in range(2)
     ]
 
 
-def test_a_slice_alone_would_tell_less(monkeypatch: pytest.MonkeyPatch):
+def test_a_slice_alone_would_report_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         spike_diagnosis, "_merge_findings", lambda plan, state, seen: (seen.loss, seen.sqnorms, "", "")
     )

@@ -1,5 +1,5 @@
-"""The gradient noise scale beside divided matrices: squares are added up over slices, and what all ranks have
-counts once.
+"""The gradient noise scale under tensor parallelism: squares are summed over slices, and replicated weights
+count once.
 """
 
 import pytest
@@ -57,7 +57,9 @@ def measured(analyzed: AnalyzedModel, plan: Plan) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_that_of_the_same_parts_on_whole_matrices(analyzed: AnalyzedModel, layout: str, ranks: int):
+def test_it_equals_that_of_the_same_microbatches_without_tensor_parallelism(
+    analyzed: AnalyzedModel, layout: str, ranks: int
+):
     plan = plan_of(analyzed, layout, ranks)
     assert static_checks(plan) == []
     expected = measured(analyzed, plan_of(analyzed, layout, 1))

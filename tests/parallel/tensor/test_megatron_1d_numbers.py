@@ -1,5 +1,5 @@
-"""Divided matrices compute what whole ones compute: alone, under data parallelism, shards and recompute, and
-at odd sizes.
+"""Tensor parallelism, mode 1d, equals one device: alone, with data parallelism, ZeRO and activation
+checkpointing, and at odd sizes.
 """
 
 import pytest
@@ -66,7 +66,7 @@ def trained(world: World, analyzed: AnalyzedModel, plan: Plan) -> float:
     "precision",
     [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
 )
-def test_half_precision_travels_in_half(precision: PrecisionConfig):
+def test_half_precision_is_sent_in_half_precision(precision: PrecisionConfig):
     analyzed, plan = planned(analyzed_llama(), Mesh(dp_shard=2, tp=2), precision=precision)
     layers = [action for action in plan.program.actions("pp0") if "layers" in action.subject]
     inner = {move.dtype for action in layers for move in action.inner_transfers}
@@ -78,7 +78,7 @@ def test_half_precision_travels_in_half(precision: PrecisionConfig):
 
 
 @pytest.mark.parametrize("algorithm", ["backend", "ring"])
-def test_copies_of_weights_beside_slices_of_unlike_sizes_stay_equal_to_the_bit(algorithm: str):
+def test_replicated_weights_beside_uneven_slices_stay_bitwise_equal(algorithm: str):
     """Three groups of heads on four ranks: in one bucket with those, whole weights would lie elsewhere on
     each rank.
     """

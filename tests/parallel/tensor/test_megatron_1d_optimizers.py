@@ -1,5 +1,5 @@
-"""Every rule on divided matrices: what it steps by is what one device steps by, whichever rank owns the
-whole.
+"""Every optimizer under tensor parallelism: updates equal those of one device, whichever rank owns the whole
+matrix.
 """
 
 from collections.abc import Callable
@@ -66,16 +66,14 @@ def alone(analyzed: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("case", PLANS)
 @pytest.mark.parametrize("rule", COARSE)
-def test_slices_become_what_one_device_becomes(
-    analyzed: AnalyzedModel, alone: Callable, rule: str, case: str
-):
+def test_slices_are_updated_as_on_one_device(analyzed: AnalyzedModel, alone: Callable, rule: str, case: str):
     plan = plan_of(analyzed, rule, case)
     assert static_checks(plan) == []
     assert error(outcome(analyzed, plan), alone(rule)) < 1e-10
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in COARSE])
-def test_rules_of_single_elements_step_slices(analyzed: AnalyzedModel, alone: Callable, rule: str):
+def test_elementwise_optimizers_step_slices(analyzed: AnalyzedModel, alone: Callable, rule: str):
     plan = plan_of(analyzed, rule, "2 ranks")
     assert matrix_parcels(plan.sharding) == ()
     assert error(outcome(analyzed, plan), alone(rule)) < 1e-10
@@ -92,7 +90,7 @@ def test_what_is_sent_is_planned(analyzed: AnalyzedModel, rule: str, case: str):
     assert traced.passed, str(traced)
 
 
-def test_two_messages_a_bundle_and_owner_carry_each_slice_once(analyzed: AnalyzedModel):
+def test_two_messages_per_group_and_owner_carry_each_slice_once(analyzed: AnalyzedModel):
     plan = plan_of(analyzed, "adafactor", "2 ranks")
     moves = {
         kind: [a.inner_transfers for a in plan.program.actions(FIRST_ROLE) if a.kind == kind]
@@ -143,7 +141,7 @@ def test_a_slice_in_a_wrong_place_is_noticed(
     assert error(outcome(analyzed, plan_of(analyzed, "muon", "2 ranks")), alone("muon")) > 1e-6
 
 
-def test_what_looks_at_slices_only_is_refused_or_gets_whole_weights(analyzed: AnalyzedModel):
+def test_optimizers_that_would_see_slices_are_refused_or_get_whole_weights(analyzed: AnalyzedModel):
     with pytest.raises(PlanError, match=r"Undeclared does not say whether .* cuts \S+ by element"):
         outcome(analyzed, plan_of(analyzed, "sgd", "2 ranks"), Undeclared)
     expected = outcome(analyzed, plan_of(analyzed, "sgd"), Shredded)
@@ -153,7 +151,7 @@ def test_what_looks_at_slices_only_is_refused_or_gets_whole_weights(analyzed: An
     )
 
 
-def halved() -> Model:
+def with_first_pair_frozen() -> Model:
     """The first pair is frozen."""
     model = Pairs()
     model.layers[0].requires_grad_(False)
@@ -161,7 +159,7 @@ def halved() -> Model:
 
 
 def test_frozen_slices_in_shards_are_saved_once(tmp_path: Path):
-    analyzed = analyze(halved, token_samples(2))
+    analyzed = analyze(with_first_pair_frozen, token_samples(2))
     plan = plan_of(analyzed, "several", "stage 3")
 
     def saved(world: World) -> tuple[Path, dict[str, torch.Tensor]]:
@@ -176,7 +174,7 @@ def test_frozen_slices_in_shards_are_saved_once(tmp_path: Path):
     assert all(torch.equal(found[f"model/{name}"], value) for name, value in parameters.items())
 
 
-def test_state_of_a_slice_that_is_not_by_element_is_refused(analyzed: AnalyzedModel):
+def test_state_of_a_slice_that_is_not_elementwise_is_refused(analyzed: AnalyzedModel):
     plan = plan_of(analyzed, "sgd", "2 ranks")
 
     def saved(world: World) -> None:
@@ -192,7 +190,7 @@ def test_state_of_a_slice_that_is_not_by_element_is_refused(analyzed: AnalyzedMo
 
 @pytest.mark.parametrize("case", ["2 ranks", "stage 2", "stage 3"])
 @pytest.mark.parametrize("rule", ["adafactor", "several"])
-def test_owners_are_masters_where_weights_are_narrow(analyzed: AnalyzedModel, rule: str, case: str):
+def test_owners_keep_master_weights_where_weights_are_narrow(analyzed: AnalyzedModel, rule: str, case: str):
     gradients = "bfloat16" if case == "2 ranks" else "float32"
     job = {"precision": PrecisionConfig("bfloat16", "bfloat16", gradients, master="float32")}
     begin = outcome(analyzed, plan_of(analyzed, rule, **job), steps=0)
@@ -205,7 +203,7 @@ def test_owners_are_masters_where_weights_are_narrow(analyzed: AnalyzedModel, ru
 
 @pytest.mark.parametrize("case", ["2 ranks", "copies", "stage 1", "stage 3"])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
-def test_live_bytes_are_the_plans(analyzed: AnalyzedModel, rule: str, case: str):
+def test_live_bytes_equal_the_planned_bytes(analyzed: AnalyzedModel, rule: str, case: str):
     plan = plan_of(analyzed, rule, case)
 
     def live(world: World) -> dict[str, int]:
@@ -224,7 +222,7 @@ def test_live_bytes_are_the_plans(analyzed: AnalyzedModel, rule: str, case: str)
     ("first", "then"), [("2 ranks", "stage 3"), ("stage 2", ""), ("", "3 ranks"), ("stage 3", "2 ranks")]
 )
 @pytest.mark.parametrize("rule", COARSE)
-def test_moments_go_from_mesh_to_mesh(
+def test_optimizer_states_are_loaded_under_another_mesh(
     analyzed: AnalyzedModel, alone: Callable, rule: str, first: str, then: str, tmp_path: Path
 ):
     before, after = plan_of(analyzed, rule, first), plan_of(analyzed, rule, then)

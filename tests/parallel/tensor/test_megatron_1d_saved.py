@@ -1,5 +1,5 @@
-"""A checkpoint of divided matrices is that of the model: any other plan takes it up, moments included, and
-vice versa.
+"""Checkpoints of tensor-parallel plans are loaded under any other plan, optimizer states included, and vice
+versa.
 """
 
 from pathlib import Path
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
-from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 MESHES = {
@@ -30,9 +30,9 @@ MESHES = {
         ("copies", "in shards"),
     ],
 )
-def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
+def test_a_checkpoint_is_loaded_under_another_plan(saved: str, taken: str, tmp_path: Path):
     (analyzed, before), (_, after) = (
         planned(analyzed_llama(), MESHES[saved]),
         planned(analyzed_llama(), MESHES[taken]),
     )
-    crosses(analyzed, before, after, tmp_path)
+    loads_under_other_plan(analyzed, before, after, tmp_path)

@@ -1,5 +1,5 @@
-"""Matrices on a square of ranks compute what whole ones do: alone, under data parallelism, recompute, with
-any head and norm.
+"""Tensor parallelism, mode 2d, equals one device: alone, with data parallelism and activation checkpointing,
+with any head and norm.
 """
 
 import pytest
@@ -54,7 +54,7 @@ def test_it_equals_one_device(case: str):
 
 
 @pytest.mark.parametrize("strategies", [SQUARE, (*SQUARE, VocabParallel())])
-def test_a_tied_head_adds_up_its_slices(strategies: tuple[Strategy, ...]):
+def test_a_tied_head_sums_the_gradients_of_its_slices(strategies: tuple[Strategy, ...]):
     analyzed, plan = planned(
         analyzed_even_llama(tie_word_embeddings=True), Mesh(dp_shard=2, tp=2), strategies
     )
@@ -76,7 +76,7 @@ def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[s
     assert_exact(analyzed, plan, model_families.batches(family, 2))
 
 
-def test_a_table_that_is_called_with_more_than_words_equals_one_device():
+def test_an_embedding_called_with_more_than_token_ids_equals_one_device():
     sizes = {
         "vocab_size": 67,
         "hidden_size": 24,
@@ -93,7 +93,7 @@ def test_a_table_that_is_called_with_more_than_words_equals_one_device():
     assert_exact(analyzed, plan, batches(2))
 
 
-def test_norms_of_single_heads_are_whole_and_their_gradients_summed():
+def test_norms_of_single_heads_are_replicated_and_their_gradients_summed():
     sizes = {**EVEN, "num_hidden_layers": 2, "use_cache": False, "tie_word_embeddings": False}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
     analyzed, plan = planned(model, Mesh(dp_shard=2, tp=2), SQUARE)
@@ -107,7 +107,7 @@ def test_norms_of_single_heads_are_whole_and_their_gradients_summed():
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, LargestNorm])
-def test_a_norm_takes_the_statistics_of_all_slices_or_gathers_what_it_takes_in(norm: type[nn.Module]):
+def test_a_norm_sums_statistics_over_slices_or_gathers_its_input(norm: type[nn.Module]):
     model = even_llama()
     for layer in model.get_submodule("model.layers").children():
         layer.post_attention_layernorm = norm(48)
@@ -134,7 +134,7 @@ def trained(world: World, analyzed: AnalyzedModel, plan: Plan) -> float:
     "precision",
     [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
 )
-def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfig):
+def test_in_half_precision_statistics_are_sent_in_float32(precision: PrecisionConfig):
     analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
     assert {move.dtype for action in plan.program.actions("pp0") for move in action.inner_transfers} == {
         "bfloat16",
@@ -146,7 +146,7 @@ def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfi
     assert torch.tensor(losses.pop()).isfinite()
 
 
-def test_tokens_of_a_sample_on_several_ranks_are_refused():
+def test_context_parallelism_is_refused():
     strategies = (TensorParallel2D(), BATCH_SPLIT, TokenSharding(), ZeRO())
     with pytest.raises(
         PlanError,

@@ -1,6 +1,4 @@
-"""A checkpoint of squares and cubes is that of the model: any other plan takes it up, moments included, and
-vice versa.
-"""
+"""Checkpoints of modes 2d and 3d are loaded under any other plan, optimizer states included, and vice versa."""
 
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.tensor.even_llama import analyzed_even_llama
 from tests.parallel.tensor.odd_llama import planned
 
@@ -25,7 +23,7 @@ PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 
 
 @pytest.mark.parametrize(("saved", "taken"), [("square", "cube"), ("cube", "alone"), ("alone", "square")])
-def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
+def test_a_checkpoint_is_loaded_under_another_plan(saved: str, taken: str, tmp_path: Path):
     analyzed = analyzed_even_llama(tie_word_embeddings=True)
     (_, before), (_, after) = planned(analyzed, *PLANS[saved]), planned(analyzed, *PLANS[taken])
-    crosses(analyzed, before, after, tmp_path)
+    loads_under_other_plan(analyzed, before, after, tmp_path)

@@ -1,6 +1,4 @@
-"""A stream divided by tokens computes what a whole one computes, sends the paper's bytes, and is refused
-where tokens mix.
-"""
+"""Sequence parallelism: results of one device, bytes of the paper, and refusals where blocks mix tokens."""
 
 import pytest
 import torch
@@ -51,7 +49,7 @@ CASES = {
 }
 
 
-def planned_in_slices(
+def planned_sequence_parallel(
     mesh: Mesh, strategies: tuple, micro: int = 0, **more: object
 ) -> tuple[AnalyzedModel, Plan]:
     return planned(analyzed_llama(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
@@ -70,7 +68,7 @@ def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    analyzed, plan = planned_in_slices(
+    analyzed, plan = planned_sequence_parallel(
         mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks"
     )
     assert_exact(analyzed, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
@@ -79,7 +77,7 @@ def test_it_equals_one_device(case: str):
 @pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "again"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: int):
-    _, plan = planned_in_slices(Mesh(tp=ranks), strategies)
+    _, plan = planned_sequence_parallel(Mesh(tp=ranks), strategies)
     width, layer = SIZES["hidden_size"], "model.layers.1"
     k, stream, norm = 2, NUM_SAMPLES * LENGTH * width * 4, width * 4
     found = inner(plan, "F", layer) + inner(plan, "B", layer)
@@ -94,8 +92,8 @@ def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: i
     ] * 2  # two norms, each of one weight
 
 
-def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_norm():
-    _, plan = planned_in_slices(Mesh(tp=3), KEPT)
+def test_the_stream_is_scattered_at_the_first_layer_and_gathered_after_the_last_norm():
+    _, plan = planned_sequence_parallel(Mesh(tp=3), KEPT)
     slice_, norm = NUM_SAMPLES * LENGTH * SIZES["hidden_size"] * 4 // 3, SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == [("all_gather", slice_)]
     assert inner(plan, "B", "model.norm") == [("all_reduce", norm)]
@@ -103,8 +101,8 @@ def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_n
     assert inner(plan, "F", "model.embed_tokens") == inner(plan, "F", "lm_head") == []
 
 
-def test_a_head_divided_by_words_takes_slices():
-    _, plan = planned_in_slices(Mesh(tp=3), (*KEPT, VocabParallel()))
+def test_a_vocab_parallel_head_takes_slices():
+    _, plan = planned_sequence_parallel(Mesh(tp=3), (*KEPT, VocabParallel()))
     stream = NUM_SAMPLES * LENGTH * SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == []
     assert inner(plan, "F", "lm_head") == [("all_gather", stream // 3)]
@@ -113,7 +111,7 @@ def test_a_head_divided_by_words_takes_slices():
 
 
 @pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "again"])
-def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategies: tuple):
+def test_half_precision_is_sent_in_half_but_the_stream_itself_is_not(strategies: tuple):
     mesh = Mesh(dp_shard=2, tp=2)
     said = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
     analyzed, plan = planned(analyzed_llama(LENGTH), mesh, (*strategies, SHARDED, ZeRO()), **said)
@@ -145,10 +143,10 @@ def losses_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> tuple[float,
         return first, engine.evaluate([engine.local_batch(batch)]).loss
 
 
-def test_an_evaluation_in_slices_is_that_of_one_device():
+def test_an_evaluation_with_sequence_parallel_equals_one_device():
     found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
-        analyzed, plan = planned_in_slices(mesh, strategies)
+        analyzed, plan = planned_sequence_parallel(mesh, strategies)
         found += run_on_threads(
             lambda world, analyzed=analyzed, plan=plan: losses_of(world, analyzed, plan), mesh
         )[:1]
@@ -156,9 +154,7 @@ def test_an_evaluation_in_slices_is_that_of_one_device():
 
 
 @pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "again"])
-def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(
-    strategies: tuple, whole: int
-):
+def test_saved_activations_are_slices_except_inputs_of_column_parallel_layers(strategies: tuple, whole: int):
     analyzed, plan = planned(analyzed_llama(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
     for saved in run_on_threads(lambda world: saved_of(world, analyzed, plan), plan.mesh):
@@ -187,30 +183,30 @@ def saved_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[tuple[in
 
 def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_sharding, "R", layer_sharding.I)  # what is shared is taken for used alike
-    analyzed, plan = planned_in_slices(Mesh(tp=2), KEPT)
+    analyzed, plan = planned_sequence_parallel(Mesh(tp=2), KEPT)
     verdict = verify(analyzed, plan, batches(2, length=LENGTH))
     assert not verdict.passed
     assert verdict.first_difference.name.endswith("norm.weight")
 
 
-def test_without_pairs_that_are_divided_it_is_refused():
+def test_without_tensor_parallel_pairs_it_is_refused():
     said = r'no strategy divides those by columns and rows along tp\n.*name = "tensor_parallel" beside it'
     with pytest.raises(PlanError, match=said):
-        planned_in_slices(Mesh(tp=2), (SequenceParallel(),))
+        planned_sequence_parallel(Mesh(tp=2), (SequenceParallel(),))
     with pytest.raises(PlanError, match=said):  # a stream that is divided by width
-        planned_in_slices(Mesh(dp_shard=2, tp=2), (TensorParallel2D(), SequenceParallel()))
+        planned_sequence_parallel(Mesh(dp_shard=2, tp=2), (TensorParallel2D(), SequenceParallel()))
 
 
-def test_a_length_that_does_not_divide_names_those_that_do():
+def test_a_length_that_does_not_divide_is_refused_with_those_that_do():
     with pytest.raises(
         PlanError, match=r"12 tokens do not divide by the 5 ranks of tp\n.*set data.sequence = 10 or 15"
     ):
-        planned_in_slices(Mesh(tp=5), KEPT, num_attention_heads=6, num_key_value_heads=6)
+        planned_sequence_parallel(Mesh(tp=5), KEPT, num_attention_heads=6, num_key_value_heads=6)
 
 
 def test_another_axis_is_refused():
     with pytest.raises(PlanError, match=r"sequence_parallel\.axis: .*; needed is 'tp'\n.*write axis"):
-        planned_in_slices(
+        planned_sequence_parallel(
             Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(axis="dp_shard"), SHARDED, ZeRO())
         )
 

@@ -1,4 +1,4 @@
-"""Squares of ranks one behind the other compute what one device does, with the papers' bytes and memory."""
+"""Tensor parallelism, mode 2.5d: results of one device, and the papers' bytes and memory."""
 
 from math import prod
 
@@ -13,7 +13,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.tensor.even_llama import analyzed_even_llama, inputs, received, shards
+from tests.parallel.tensor.even_llama import analyzed_even_llama, elements_received, inputs, shards
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, planned
 
@@ -46,20 +46,20 @@ def test_a_layer_receives_the_papers_elements(d: int, q: int):
         analyzed_even_llama(), Mesh(dp_replicate=d, dp_shard=q, tp=q), SQUARES, samples=d * q
     )
     taken, tokens = 2 * sum(inputs(d * q)), 2 * d * q * 9
-    along = received(plan, ("F", "B"), "tp")
+    along = elements_received(plan, ("F", "B"), "tp")
     assert along == pytest.approx(
         3 * (q - 1) / q**2 * taken / d + 2 * 2 * (q - 1) / (d * q) * tokens
     )  # and two norms
     shard = shards(analyzed, q**2, "layers")  # |W| / q^2
-    assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shard
-    assert received(plan, ("REDUCE",), "dp_replicate") == pytest.approx(2 * (d - 1) / d * shard)
+    assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shard
+    assert elements_received(plan, ("REDUCE",), "dp_replicate") == pytest.approx(2 * (d - 1) / d * shard)
     for param_sharding in plan.sharding.param_shardings:
         assert prod(param_sharding.param.shape) * q == next(
             w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )
 
 
-def test_squares_that_take_other_slices_of_the_samples_for_theirs_are_noticed(
+def test_squares_that_read_samples_of_another_square_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     analyzed, plan = planned(

@@ -1,6 +1,4 @@
-"""What cannot be divided is refused before any process starts: all of it at once, what was given, and the
-repair.
-"""
+"""Tensor-parallel plans that cannot work are refused before any process starts, with all diagnostics at once."""
 
 from pathlib import Path
 
@@ -105,7 +103,7 @@ def test_a_model_of_convolutions_is_refused_by_name():
     assert "meshwright inspect" in said.fix
 
 
-def test_a_role_that_cannot_be_had_is_refused():
+def test_a_layer_role_that_is_impossible_is_refused():
     (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "colwise"}), Mesh(tp=2))
     assert said.location == "model.layer_roles"
     assert said.problem == (
@@ -123,7 +121,7 @@ def test_widths_with_fewer_features_than_ranks_name_the_plans_that_work():
     assert said.fix == "set mesh.tp to at most 5; mesh.tp = 3 and mesh.dp_shard = 2 are as many ranks"
 
 
-def test_all_faults_are_said_at_once():
+def test_all_diagnostics_are_reported_at_once():
     group = OptimizerConfig("adamw", groups=(ParamGroupConfig("head.*", lr_factor=-1.0),))
     said = faults(
         Convolutions(), Mesh(tp=2, dp_shard=3), (TensorParallel(), SequenceParallel()), optimizer=group
@@ -139,7 +137,7 @@ def test_all_faults_are_said_at_once():
     assert "tp: 2 ranks would do the same work" not in text  # its own strategy has said why
 
 
-def test_slices_of_tokens_without_divided_matrices_are_refused():
+def test_sequence_parallel_without_tensor_parallel_is_refused():
     with pytest.raises(PlanError, match=r"strategies\.sequence_parallel: tokens are divided between pairs"):
         planned(llama(), Mesh(tp=3), (SequenceParallel(),))
 
@@ -172,7 +170,7 @@ def config(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_the_command_says_it_before_anything_starts(
+def test_the_command_refuses_before_anything_starts(
     config: Path, factory: str, options: list[str], message: str
 ):
     source = f"{config.parent / 'net.py'}:{factory}"

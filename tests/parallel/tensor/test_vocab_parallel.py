@@ -1,6 +1,4 @@
-"""A vocabulary divided by words computes what a whole one computes; its bytes are known; what cannot be
-divided stays whole.
-"""
+"""Vocabulary parallelism: results of one device, known bytes, and what cannot be sharded stays whole."""
 
 from dataclasses import replace
 from math import prod
@@ -74,7 +72,7 @@ def test_it_equals_one_device(case: str, tied: bool):
 @pytest.mark.parametrize(
     "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["words", "both"]
 )
-def test_one_rank_along_the_axis_has_all_and_sends_nothing(strategies):
+def test_one_rank_along_the_axis_has_the_whole_vocabulary_and_sends_nothing(strategies):
     analyzed, plan = planned(
         analyzed_llama(), Mesh(dp_replicate=2, tp=1), (BatchSplit(), DDP(), *strategies), 1
     )
@@ -130,7 +128,7 @@ class Glue(nn.Module):
 
 @pytest.mark.parametrize("behind", ["capped", "a scale"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str, tied: bool):
+def test_elementwise_operations_on_logits_are_allowed_before_the_loss(behind: str, tied: bool):
     analyzed, plan = planned(
         Glue(behind, tied=tied),
         Mesh(dp_shard=2, tp=3),
@@ -157,7 +155,7 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
         ("the table again", "the loss takes other tensors than its output"),
     ],
 )
-def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
+def test_operations_over_the_whole_vocabulary_leave_the_head_whole(behind: str, why: str):
     analyzed = analyze(Glue(behind), batches(1)[0])
     weights = {weight.name: weight for weight in analyzed.model_spec.params}
     assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == (
@@ -175,7 +173,7 @@ def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
     assert both["embed.weight"].role != "embedding", "tied weights are divided together, or not at all"
 
 
-def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
+def test_only_the_embedding_is_sharded_when_the_loss_needs_whole_logits():
     loss = Loss(token_cross_entropy().total, token_cross_entropy().count)
     analyzed = analyze(llama(), batches(1)[0], loss=loss)
     plan = make_plan(analyzed, planned(analyzed_llama(), Mesh())[1].job, Mesh(tp=2))
@@ -196,7 +194,7 @@ def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
 
 
 @pytest.mark.parametrize("table", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
-def test_a_table_that_looks_beyond_its_rows_stays_whole(table: dict[str, float]):
+def test_an_embedding_that_couples_its_rows_stays_whole(table: dict[str, float]):
     analyzed = analyze(Glue(**table), batches(1)[0])
     embed = next(weight for weight in analyzed.model_spec.params if weight.name == "embed.weight")
     assert embed.role != "embedding"
@@ -227,7 +225,7 @@ def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: i
         assert {each[name][0] for each in shapes} == ({34, 33} if ranks == 2 else {23, 22})
 
 
-def test_numbers_of_ranks_that_are_added_up_are_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_logit_statistics_that_are_averaged_over_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch):
     def swapped(self: vocab_parallel.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
         told = right(self, numbers)
         return told.mean(0, keepdim=True).expand_as(told)
@@ -237,7 +235,7 @@ def test_numbers_of_ranks_that_are_added_up_are_noticed(monkeypatch: pytest.Monk
     assert not verify(*planned(analyzed_llama(), Mesh(tp=2), BOTH), uneven(1)).passed
 
 
-def test_more_ranks_than_words_are_refused():
+def test_more_ranks_than_vocabulary_entries_are_refused():
     small = llama(vocab_size=3)
     data = {"input_ids": torch.zeros(4, 9, dtype=torch.long), "labels": torch.zeros(4, 9, dtype=torch.long)}
     job = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
@@ -247,7 +245,7 @@ def test_more_ranks_than_words_are_refused():
         make_plan(analyze(small, data), job, Mesh(tp=4), (VocabParallel(),))
 
 
-def test_a_model_without_words_is_refused():
+def test_a_model_without_a_vocabulary_is_refused():
     data = {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
     loss = Loss(
         lambda outputs, batch: (outputs - batch["y"]).square().sum(),
@@ -274,7 +272,7 @@ def evaluated(world: World, analyzed: AnalyzedModel, plan: Plan) -> tuple[float,
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=3), Mesh(dp_shard=2, tp=2)])
-def test_evaluations_and_whole_forwards_see_all_words(mesh: Mesh):
+def test_evaluations_and_full_forwards_give_logits_of_the_whole_vocabulary(mesh: Mesh):
     analyzed, plan = planned(analyzed_llama(), mesh)
     _, alone = planned(analyzed_llama(), Mesh())
     (truth, logits, second), *_ = run_on_threads(lambda world: evaluated(world, analyzed, alone), Mesh())
@@ -285,7 +283,7 @@ def test_evaluations_and_whole_forwards_see_all_words(mesh: Mesh):
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
-def test_the_table_travels_as_wide_as_it_is(compute: str):
+def test_the_embedding_output_is_sent_in_its_own_dtype(compute: str):
     analyzed, plan = planned(
         analyzed_llama(), Mesh(tp=2), (VocabParallel(),), precision=PrecisionConfig(compute=compute)
     )

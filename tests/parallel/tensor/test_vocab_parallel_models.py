@@ -1,5 +1,5 @@
-"""Published models with a divided vocabulary: odd sizes, scaled tables, tied biases, capped logits, tables
-tied to a head.
+"""Published models with vocabulary parallelism: odd sizes, scaled embeddings, tied biases, capped logits,
+tied heads.
 """
 
 import pytest
