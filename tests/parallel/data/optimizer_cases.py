@@ -1,4 +1,6 @@
-"""A model whose weights span several blocks, a job for every rule, and what ranks that train it agree on."""
+"""A model whose weights span several blocks, a job per optimizer, and the result of training on several
+ranks.
+"""
 
 from collections.abc import Mapping
 

@@ -1,6 +1,4 @@
-"""Splitting the batch: what moves, what it costs, and that ranks with unequal work still compute what one
-device would.
-"""
+"""BatchSplit: placements, messages, cost, and parity when ranks have unequal numbers of valid tokens."""
 
 from dataclasses import replace
 
@@ -39,7 +37,7 @@ def analyzed() -> AnalyzedModel:
     return analyzed_model()
 
 
-def test_samples_are_split_and_gradients_become_pending_sums():
+def test_samples_are_split_and_gradients_become_partial():
     space = BatchSplit().place(SPACE)
     assert space.batch_layout.placement("dp_replicate") == S(0)
     for param_sharding in space.param_shardings:
@@ -71,7 +69,7 @@ def test_two_split_axes_share_their_messages():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_activations_of_a_rank_are_an_nth(ranks: int):
+def test_activations_of_a_rank_are_one_nth(ranks: int):
     analyzed = analyzed_model()
     alone, split = (plan_of(analyzed, n).program.actions(FIRST_ROLE) for n in (1, ranks))
     held = [
@@ -80,7 +78,7 @@ def test_activations_of_a_rank_are_an_nth(ranks: int):
     assert held[0] == ranks * held[1] > 0
 
 
-def test_samples_are_not_split_along_the_axis_of_features():
+def test_samples_are_not_split_along_the_tensor_parallel_axis():
     with pytest.raises(PlanError) as caught:
         plan_of(analyzed_model(), 2, [BatchSplit("tp")])
     assert "strategies.batch_split.axis: axis = 'tp'; needed is 'dp_replicate' or 'dp_shard'" in str(

@@ -1,5 +1,5 @@
-"""The single master: what it computes, its five kinds of exchange, and what passes through it beside
-`replicate`.
+"""data_parallel_master: parity, its five kinds of messages, and the bytes through the master beside those of
+DDP.
 """
 
 from collections import defaultdict
@@ -48,13 +48,13 @@ def analyzed() -> AnalyzedModel:
     return analyzed_model()
 
 
-def led_plan(analyzed: AnalyzedModel, ranks: int = 3, **changes: Any) -> Plan:
+def master_plan(analyzed: AnalyzedModel, ranks: int = 3, **changes: Any) -> Plan:
     return plan_of(analyzed, ranks, LED, job=tiny_job(**changes))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_it_equals_one_device(analyzed: AnalyzedModel, ranks: int):
-    plan = led_plan(analyzed, ranks)
+    plan = master_plan(analyzed, ranks)
     assert static_checks(plan) == []
     verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
@@ -64,7 +64,7 @@ def test_it_equals_one_device(analyzed: AnalyzedModel, ranks: int):
 def test_it_equals_one_device_with_dropout_and_a_short_last_batch(count: int):
     """Of 13 rows the second batch has 1: the master plays it, and the others stand in."""
     analyzed = analyzed_model(p=0.4, tied=True)
-    plan = led_plan(analyzed, data=DataConfig("example", epochs=1))
+    plan = master_plan(analyzed, data=DataConfig("example", epochs=1))
     verdict = verdict_of(case_of(analyzed, plan, token_samples(count)), steps=2)
     assert verdict.passed, str(verdict)
     assert verdict.num_steps == 2
@@ -72,7 +72,7 @@ def test_it_equals_one_device_with_dropout_and_a_short_last_batch(count: int):
 
 def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
     analyzed = analyzed_model()
-    plan = led_plan(analyzed, world.mesh.world_size)
+    plan = master_plan(analyzed, world.mesh.world_size)
     with parallelize(analyzed, plan, world=world) as engine:
         loss = [
             engine.step(
@@ -83,7 +83,7 @@ def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
         return loss, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(process_pool: ProcessPool):
+def test_processes_equal_threads_and_all_ranks_end_with_the_same_parameters(process_pool: ProcessPool):
     mesh = Mesh(dp_replicate=3)
     threads, processes = run_on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
     for (loss, parameters), (other, twins) in zip(threads, processes, strict=True):
@@ -93,7 +93,7 @@ def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(p
 
 
 def test_only_the_master_reads_data_and_it_reads_all_of_it(analyzed: AnalyzedModel):
-    plan = led_plan(analyzed)
+    plan = master_plan(analyzed)
     assert [plan.samples_read(rank) for rank in range(3)] == [list(range(12)), [], []]
     feeds = [open_feed(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)]
     assert len(feeds[0]["labels"]) == 12
@@ -132,11 +132,11 @@ def through(entries: list[list[LedgerEntry]], rank: int) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one_of_replicate(
+def test_the_ledger_shows_five_kinds_of_messages_and_the_load_of_the_master_beside_ddp(
     analyzed: AnalyzedModel, ranks: int
 ):
     mine, theirs = (
-        entries_of(analyzed, led_plan(analyzed, ranks)),
+        entries_of(analyzed, master_plan(analyzed, ranks)),
         entries_of(analyzed, plan_of(analyzed, ranks)),
     )
     kinds = defaultdict(int)
@@ -169,12 +169,12 @@ def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one
 
 def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(analyzed: AnalyzedModel):
     for precision in (PrecisionConfig(), PrecisionConfig(compute="bfloat16")):
-        plan = led_plan(analyzed, precision=precision)
+        plan = master_plan(analyzed, precision=precision)
         assert trace(analyzed, plan, [0, 1, 2]).passed
         assert trace(analyzed, plan, [0, 2], fake=False).passed
 
 
-def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(analyzed: AnalyzedModel):
+def test_the_master_steps_float32_master_weights_and_scatters_rounded_weights(analyzed: AnalyzedModel):
     """What one rank steps for all is what each would have stepped for itself."""
     mixed = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
@@ -189,7 +189,9 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(a
             return weights, engine.executor.memory_by_category().get("master", 0)
 
     alone = plan_of(analyzed, 1, (), job=tiny_job(precision=mixed))
-    led = run_on_threads(lambda world: body(world, led_plan(analyzed, precision=mixed)), Mesh(dp_replicate=3))
+    led = run_on_threads(
+        lambda world: body(world, master_plan(analyzed, precision=mixed)), Mesh(dp_replicate=3)
+    )
     expected, nbytes = run_on_threads(lambda world: body(world, alone), alone.mesh)[0]
     assert [held for _, held in led] == [nbytes, 0, 0]
     for weights, _ in led:
@@ -197,10 +199,10 @@ def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(a
         for name, values in weights.items():
             assert values == pytest.approx(expected[name], rel=0.05, abs=0.02)
     with pytest.raises(PlanError, match=r"scaled for float16, and only the rank that updates"):
-        led_plan(analyzed, precision=PrecisionConfig(compute="float16"))
+        master_plan(analyzed, precision=PrecisionConfig(compute="float16"))
 
 
-def test_a_contrastive_loss_may_be_taken_by_the_master():
+def test_a_contrastive_loss_is_computed_by_the_master():
     bare = replace(
         CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch)
     )
@@ -211,8 +213,8 @@ def test_a_contrastive_loss_may_be_taken_by_the_master():
     assert verdict.passed, str(verdict)
 
 
-def test_a_step_without_rows_is_skipped_by_all(analyzed: AnalyzedModel):
-    plan = led_plan(analyzed)
+def test_a_step_without_samples_is_skipped_by_all(analyzed: AnalyzedModel):
+    plan = master_plan(analyzed)
 
     def body(world: World) -> bool:
         return executor_of(analyzed, plan, world).step(None).is_skipped
@@ -220,8 +222,8 @@ def test_a_step_without_rows_is_skipped_by_all(analyzed: AnalyzedModel):
     assert run_on_threads(body, plan.mesh) == [True] * 3
 
 
-def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(analyzed: AnalyzedModel, tmp_path: Path):
-    plan = led_plan(analyzed, optimizer=OptimizerConfig("adamw", lr=0.01))
+def test_a_checkpoint_contains_the_optimizer_states_of_the_master(analyzed: AnalyzedModel, tmp_path: Path):
+    plan = master_plan(analyzed, optimizer=OptimizerConfig("adamw", lr=0.01))
     batch = {key: value[:12] for key, value in token_samples().items()}
 
     def body(world: World) -> list[float]:
@@ -243,7 +245,7 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(analyzed: Anal
     assert run_on_threads(other, Mesh(dp_replicate=2))[0] == pytest.approx([first, second], rel=1e-12)
 
 
-def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
+def test_an_output_gradient_sent_to_the_wrong_rank_is_noticed(
     analyzed: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
 ):
     taken = GlobalBatchLoss._scatter_samples
@@ -255,7 +257,7 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         return taken(self, action, column, swapped)
 
     monkeypatch.setattr(GlobalBatchLoss, "_scatter_samples", shifted)
-    step, quantity, _, _ = first_of(verdict_of(case_of(analyzed, led_plan(analyzed))))
+    step, quantity, _, _ = first_of(verdict_of(case_of(analyzed, master_plan(analyzed))))
     assert (step, quantity) == (0, "gradient")
 
 
@@ -273,9 +275,11 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         ("GATHER(output0)", "LOSS(0) needs all samples of output0 and waits for no GATHER of them"),
     ],
 )
-def test_an_exchange_that_is_left_out_is_no_proof(analyzed: AnalyzedModel, left_out: str, message: str):
+def test_a_program_without_one_of_the_messages_fails_the_static_checks(
+    analyzed: AnalyzedModel, left_out: str, message: str
+):
     plan = edited(
-        led_plan(analyzed), lambda actions: [action for action in actions if action.name != left_out]
+        master_plan(analyzed), lambda actions: [action for action in actions if action.name != left_out]
     )
     assert any(message in fault.problem for fault in static_checks(plan))
 
@@ -300,7 +304,7 @@ def test_an_exchange_that_is_left_out_is_no_proof(analyzed: AnalyzedModel, left_
     ],
     ids=["microbatches", "another axis", "guard", "another dtype on the wire"],
 )
-def test_what_it_cannot_do_is_refused_with_the_repair(
+def test_unsupported_plans_are_refused_with_the_repair(
     analyzed: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, message: str
 ):
     with pytest.raises(PlanError) as caught:
@@ -315,7 +319,7 @@ def test_an_output_of_the_master_alone_is_refused():
         towers_plan(analyzed_towers(), Mesh(dp_replicate=3), LED)
 
 
-def test_it_is_one_of_two_stores_on_an_axis():
+def test_it_and_ddp_on_one_axis_are_refused():
     with pytest.raises(
         PlanError,
         match=("data_parallel_master and ddp both decide how parameters are stored along dp_replicate"),
@@ -323,8 +327,8 @@ def test_it_is_one_of_two_stores_on_an_axis():
         plan_of(analyzed_model(), 3, (*LED, DDP()))
 
 
-def test_the_list_has_the_exchanges_in_their_places(analyzed: AnalyzedModel):
-    kinds = [action.kind for action in led_plan(analyzed).program.actions(FIRST_ROLE)]
+def test_the_program_has_the_messages_in_their_places(analyzed: AnalyzedModel):
+    kinds = [action.kind for action in master_plan(analyzed).program.actions(FIRST_ROLE)]
     short = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
     inside = [
         "TOKEN_COUNT",

@@ -1,4 +1,4 @@
-"""DDP on paper: its law of bytes, its buckets, its place in the list, and what it refuses."""
+"""The program of DDP: bytes by the law, buckets, position of its actions, and refusals."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -60,7 +60,7 @@ def actions_of(plan: Plan, kind: str) -> list[Action]:
     return [action for action in plan.program.actions(FIRST_ROLE) if action.kind == kind]
 
 
-def law(ranks: int, nbytes: int) -> Fraction:
+def law_nbytes(ranks: int, nbytes: int) -> Fraction:
     """The bytes that leave one rank when `nbytes` of gradients are summed over `ranks`: 2 (n-1)/n S."""
     return Fraction(2 * (ranks - 1) * nbytes, ranks)
 
@@ -72,10 +72,10 @@ def test_the_program_sends_two_n_minus_one_nths_of_the_gradients(ranks: int, pre
         SyntheticModel(layers=5, numel=77), ranks, bucket_nbytes=700, job=job_in(precision, batch=ranks)
     )
     total = sum(action.transfer.nbytes for action in actions_of(plan, "REDUCE"))
-    assert law(ranks, total) == law(ranks, 5 * 77 * FLOAT_NBYTES[precision.reduce])
+    assert law_nbytes(ranks, total) == law_nbytes(ranks, 5 * 77 * FLOAT_NBYTES[precision.reduce])
 
 
-def ledger_of(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
+def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
     executor_of(analyzed, plan, world).step(
@@ -89,9 +89,9 @@ def ledger_of(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, fl
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda precision: precision.reduce)
 def test_rank_777_of_1024_sends_what_the_law_says(analyzed: AnalyzedModel, precision: PrecisionConfig):
     plan = plan_of(analyzed, 1024, (BatchSplit(), DDP(bucket_mb=300 / MIB)), 1, job_in(precision, batch=2048))
-    sent = ledger_of(analyzed, plan, FakeWorld(plan.mesh, 777))
+    sent = bytes_sent_by_action(analyzed, plan, FakeWorld(plan.mesh, 777))
     nbytes = sum(weight.numel for weight in analyzed.model_spec.trainable) * FLOAT_NBYTES[precision.reduce]
-    assert sum(Fraction(value) for name, value in sent.items() if name.startswith("REDUCE")) == law(
+    assert sum(Fraction(value) for name, value in sent.items() if name.startswith("REDUCE")) == law_nbytes(
         1024, nbytes
     )
 
@@ -100,9 +100,9 @@ def test_rank_777_of_1024_sends_what_the_law_says(analyzed: AnalyzedModel, preci
 def test_every_rank_sends_what_the_law_says(analyzed: AnalyzedModel, ranks: int):
     plan = plan_of(analyzed, ranks, (BatchSplit(), DDP(bucket_mb=300 / MIB)), 2)
     nbytes = sum(weight.numel for weight in analyzed.model_spec.trainable) * 8
-    for sent in run_on_threads(lambda world: ledger_of(analyzed, plan, world), plan.mesh):
+    for sent in run_on_threads(lambda world: bytes_sent_by_action(analyzed, plan, world), plan.mesh):
         reduced = sum(value for name, value in sent.items() if name.startswith("REDUCE"))
-        assert reduced == pytest.approx(float(law(ranks, nbytes)), rel=1e-15)
+        assert reduced == pytest.approx(float(law_nbytes(ranks, nbytes)), rel=1e-15)
 
 
 def test_frozen_parameters_are_not_sent():
@@ -142,7 +142,7 @@ def test_gradients_leave_when_the_last_backward_of_their_block_ends():
     ]
 
 
-def test_a_bucket_takes_its_gradients_in_at_the_first_micro_batch():
+def test_a_bucket_packs_its_gradients_at_the_first_micro_batch():
     names = [
         action.name
         for action in synthetic_plan(SyntheticModel(layers=1), micro_batch=2).program.actions(FIRST_ROLE)
@@ -151,7 +151,7 @@ def test_a_bucket_takes_its_gradients_in_at_the_first_micro_batch():
     assert names.index("REDUCE(0)") == names.index("B(layer0, 1)") + 1
 
 
-def test_gradients_that_travel_in_another_dtype_are_packed_once_they_are_complete():
+def test_gradients_sent_in_another_dtype_are_packed_once_they_are_complete():
     plan = synthetic_plan(
         SyntheticModel(layers=1), micro_batch=2, job=job_in(PrecisionConfig(reduce="bfloat16"))
     )
@@ -168,7 +168,7 @@ def test_gradients_that_travel_in_another_dtype_are_packed_once_they_are_complet
 
 
 @pytest.mark.parametrize(("reduce", "layers_per_bucket"), [("float32", 2), ("bfloat16", 4)])
-def test_a_bucket_holds_as_many_bytes_of_the_wire_as_it_says(reduce: str, layers_per_bucket: int):
+def test_a_bucket_holds_bucket_mb_in_the_comm_dtype(reduce: str, layers_per_bucket: int):
     plan = synthetic_plan(
         SyntheticModel(layers=8, numel=100), bucket_nbytes=850, job=job_in(PrecisionConfig(reduce=reduce))
     )
@@ -188,7 +188,7 @@ def test_buckets_fill_from_the_last_block_to_the_first():
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 60))
-def test_bundles_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], limit: int):
+def test_parameter_groups_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], limit: int):
     bundles = [
         ParamGroup(str(i), (ParamSharding(ParamSpec(f"w{i}", (size,), ("v",))),), "v")
         for i, size in enumerate(sizes)
@@ -200,7 +200,7 @@ def test_bundles_are_coalesced_in_order_and_up_to_the_limit(sizes: list[int], li
     assert all(total + after[0].numel > limit for total, after in zip(totals, runs[1:], strict=False))
 
 
-def test_tied_weights_leave_after_the_last_backward_of_all_their_users():
+def test_tied_weights_are_reduced_after_the_last_backward_of_all_their_users():
     plan = synthetic_plan(SyntheticModel(layers=3, tied=True), bucket_nbytes=1, micro_batch=2)
     names = [action.name for action in plan.program.actions(FIRST_ROLE)]
     tied = next(action for action in actions_of(plan, "REDUCE") if "layer0.weight" in action.tensors)
@@ -214,7 +214,9 @@ def test_tied_weights_leave_after_the_last_backward_of_all_their_users():
 @pytest.mark.parametrize(
     "paper", [SyntheticModel(), SyntheticModel(tied=True), SyntheticModel(layers=1)], ids=str
 )
-def test_its_program_is_proved(paper: SyntheticModel, precision: PrecisionConfig, micro_batch: int):
+def test_its_program_passes_the_static_checks(
+    paper: SyntheticModel, precision: PrecisionConfig, micro_batch: int
+):
     assert (
         static_checks(
             synthetic_plan(paper, bucket_nbytes=850, micro_batch=micro_batch, job=job_in(precision))
@@ -263,13 +265,13 @@ def test_its_program_is_proved(paper: SyntheticModel, precision: PrecisionConfig
     ],
     ids=["no data axis", "not split", "size", "nan", "algorithm", "hosts", "auto"],
 )
-def test_a_field_that_cannot_be_is_refused(analyzed: AnalyzedModel, store: DDP, message: str):
+def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: DDP, message: str):
     with pytest.raises(PlanError) as caught:
         plan_of(analyzed, 3, (BatchSplit(), store))
     assert message in str(caught.value)
 
 
-def test_whole_copies_along_two_axes_are_refused_with_the_one_axis_to_write():
+def test_ddp_along_two_axes_is_refused_with_the_one_axis_to_use():
     strategies = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"), DDP("dp_replicate"), DDP("dp_shard"))
     with pytest.raises(PlanError) as caught:
         Plan.make(
@@ -284,7 +286,7 @@ def test_whole_copies_along_two_axes_are_refused_with_the_one_axis_to_write():
     ]
 
 
-def test_copies_may_lie_along_the_other_data_axis(analyzed: AnalyzedModel):
+def test_replicas_may_be_along_the_other_data_axis(analyzed: AnalyzedModel):
     strategies = (BatchSplit("dp_shard"), DDP("dp_shard"))
     plan = Plan.make(tiny_job(), Mesh(dp_shard=3), analyzed.model_spec, strategies)
     assert {action.transfer.axes for action in plan.program.actions(FIRST_ROLE) if action.transfer} == {
@@ -293,7 +295,7 @@ def test_copies_may_lie_along_the_other_data_axis(analyzed: AnalyzedModel):
     assert static_checks(plan) == []
 
 
-def test_the_bucket_is_the_home_of_its_gradients(analyzed: AnalyzedModel):
+def test_gradients_are_views_of_their_bucket(analyzed: AnalyzedModel):
     """While the optimizer steps, every gradient is a view of a bucket: no second copy is in memory."""
     plan, seen = plan_of(analyzed, 3), []
 

@@ -1,5 +1,5 @@
-"""DDP by every all-reduce algorithm: the program names it, the wire carries it, and the numbers stay those of
-one device.
+"""DDP with every all-reduce algorithm: the program names it, the messages use it, and results equal one
+device.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def store(algorithm: str) -> DDP:
     return DDP(bucket_mb=BUCKET_MB, algorithm=algorithm)
 
 
-def carried(plan: Plan) -> dict[int, str]:
+def algorithms_by_nbytes(plan: Plan) -> dict[int, str]:
     """The algorithm of each gradient message, by its bytes."""
     return {
         a.transfer.nbytes: a.transfer.algorithm
@@ -75,9 +75,9 @@ def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(
     assert verdict.passed, str(verdict)
 
 
-def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_bytes(analyzed: AnalyzedModel):
+def test_each_message_uses_the_algorithm_that_the_rule_picks_for_its_bytes(analyzed: AnalyzedModel):
     plan = plan_of(analyzed, 3, (BatchSplit(), NaiveDDP(algorithm=RULE)))
-    picked = carried(plan)
+    picked = algorithms_by_nbytes(plan)
     assert {nbytes: get_algorithm(name).name for nbytes, name in picked.items()} == {
         nbytes: "doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring" for nbytes in picked
     }
@@ -90,7 +90,7 @@ def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_byte
     assert [move.algorithm for move in counts] == ["backend", "backend"]
 
 
-def test_a_rule_by_size_counts_the_bytes_of_the_wire(analyzed: AnalyzedModel):
+def test_a_rule_by_size_counts_bytes_in_the_comm_dtype(analyzed: AnalyzedModel):
     rule = "tree <= 700 B, else ring"
     wide, narrow = (
         plan_of(
@@ -103,7 +103,10 @@ def test_a_rule_by_size_counts_the_bytes_of_the_wire(analyzed: AnalyzedModel):
     )
     numel = sum(weight.numel for weight in analyzed.model_spec.trainable)
     assert 2 * numel <= 700 < 4 * numel
-    assert (set(carried(wide).values()), set(carried(narrow).values())) == ({"ring"}, {"tree"})
+    assert (set(algorithms_by_nbytes(wide).values()), set(algorithms_by_nbytes(narrow).values())) == (
+        {"ring"},
+        {"tree"},
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["ring", RULE, "hierarchical/2"])
@@ -138,7 +141,9 @@ def test_a_sum_by_another_algorithm_than_the_program_says_is_found(analyzed: Ana
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("algorithm", ["ring", "halving", "doubling", "tree", "parallel"])
-def test_gradients_in_bfloat16_differ_by_the_roundings_of_their_way_only(algorithm: str, micro_batch: int):
+def test_gradients_in_bfloat16_differ_only_by_the_roundings_of_the_algorithm(
+    algorithm: str, micro_batch: int
+):
     """Each of 3 summands is rounded once, and each of the 2 sums on the way once more, at most."""
     exact, magnitudes = reduced_gradients(PrecisionConfig(), micro_batch)
     rounded, _ = reduced_gradients(PrecisionConfig(reduce="bfloat16"), micro_batch, store(algorithm))

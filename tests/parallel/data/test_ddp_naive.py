@@ -1,6 +1,4 @@
-"""The lesson in data parallelism: one all-reduce per parameter, and the oracle for the buckets of
-`replicate`.
-"""
+"""naive_ddp: one all-reduce per parameter, which is the reference for the buckets of DDP."""
 
 from dataclasses import replace
 
@@ -34,7 +32,7 @@ def test_there_is_one_message_per_parameter_after_the_last_backward(analyzed: An
     assert min(reduces) > max(i for i, action in enumerate(actions) if action.kind == "B")
 
 
-def test_it_sends_the_bytes_of_replicate_in_more_messages(analyzed: AnalyzedModel):
+def test_it_sends_the_bytes_of_ddp_in_more_messages(analyzed: AnalyzedModel):
     sizes = {}
     for store in (NaiveDDP(), DDP()):
         actions = plan_of(analyzed, 3, (BatchSplit(), store)).program.actions(FIRST_ROLE)
@@ -57,7 +55,7 @@ def test_it_equals_one_device(options: dict[str, float | bool], ranks: int, micr
     assert verdict.passed, str(verdict)
 
 
-def test_it_equals_replicate_after_ten_steps(analyzed: AnalyzedModel):
+def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
     after = []
     for store in (NaiveDDP(), DDP(bucket_mb=1e-4)):
         plan = plan_of(analyzed, 3, (BatchSplit(), store), micro_batch=2)
@@ -97,7 +95,7 @@ def test_it_equals_replicate_after_ten_steps(analyzed: AnalyzedModel):
         ),
     ],
 )
-def test_a_field_that_cannot_be_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, message: str):
+def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, message: str):
     with pytest.raises(PlanError) as caught:
         plan_of(analyzed, 3, (BatchSplit(), store))
     assert message in str(caught.value)

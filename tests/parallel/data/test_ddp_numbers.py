@@ -1,6 +1,4 @@
-"""DDP in numbers: equal to one device, equal on every rank, and within its rounding when gradients travel in
-bfloat16.
-"""
+"""DDP equals one device, all ranks are equal, and gradients in bfloat16 differ by rounding only."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,4 @@
-"""ZeRO on paper: its law of bytes, its buffers, its place in the list, and what it refuses."""
+"""The program of ZeRO: bytes by the law, buffers, position of its actions, and refusals."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -49,7 +49,7 @@ def actions_of(plan: Plan, *kinds: str) -> list[Action]:
     return [action for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds]
 
 
-def sent(plan: Plan, kind: str) -> int:
+def bytes_sent(plan: Plan, kind: str) -> int:
     """The bytes that leave one rank for all actions of `kind`."""
     ranks = plan.mesh.dp_shard
     return sum(
@@ -59,7 +59,7 @@ def sent(plan: Plan, kind: str) -> int:
     )
 
 
-def unit(plan: Plan, dtype: str) -> int:
+def gather_nbytes(plan: Plan, dtype: str) -> int:
     """(n-1) ceil(N_b/n) wire bytes, summed over the bundles."""
     ranks = plan.mesh.dp_shard
     return sum(
@@ -82,22 +82,24 @@ def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: 
         plan = synthetic_plan(zero, ranks, 4 // micro, paper, precision)
         assert static_checks(plan) == []
         spared = (
-            (gathers - 1) * unit(plan, precision.parameters) // 5
+            (gathers - 1) * gather_nbytes(plan, precision.parameters) // 5
         )  # the first block ends one microbatch and begins the next
-        assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters) - spared, zero
-        assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce), zero
+        assert bytes_sent(plan, "UNSHARD") == gathers * gather_nbytes(plan, precision.parameters) - spared, (
+            zero
+        )
+        assert bytes_sent(plan, "REDUCE") == sums * gather_nbytes(plan, precision.reduce), zero
 
 
 @pytest.mark.parametrize("micro", [1, 4])
-def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_block(micro: int):
+def test_weights_gathered_for_each_use_are_sent_twice_except_those_of_the_last_block(micro: int):
     plan = synthetic_plan(ZeRO(), 3, 4 // micro, SyntheticModel(layers=5, numel=77))
     one = 2 * -(-77 // 3) * 4
     # the last block's backward follows its forward, and the next microbatch's first forward the first
     # block's backward
-    assert sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
+    assert bytes_sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
 
 
-def ledger_of(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
+def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
     executor_of(analyzed, plan, world).step(
@@ -114,23 +116,23 @@ def test_rank_777_of_1024_sends_what_the_law_says(stage: int):
     plan = sharded(
         analyzed, 1024, ZeRO(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048)
     )
-    told = ledger_of(analyzed, plan, FakeWorld(plan.mesh, 777))
+    told = bytes_sent_by_action(analyzed, plan, FakeWorld(plan.mesh, 777))
     for kind, times in (("UNSHARD", 1), ("REDUCE", 1 if stage == 1 else 2)):
-        assert sum(Fraction(value) for name, value in told.items() if name.startswith(kind)) == times * unit(
-            plan, "float64"
-        )
+        assert sum(
+            Fraction(value) for name, value in told.items() if name.startswith(kind)
+        ) == times * gather_nbytes(plan, "float64")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_rank_sends_what_the_program_says(stage: int):
     analyzed = analyzed_model(tied=True, frozen=False)
     plan = sharded(analyzed, 3, ZeRO(stage=stage), 2)
-    for told in run_on_threads(lambda world: ledger_of(analyzed, plan, world), plan.mesh):
+    for told in run_on_threads(lambda world: bytes_sent_by_action(analyzed, plan, world), plan.mesh):
         mine = sum(value for name, value in told.items() if name.startswith("UNSHARD"))
-        assert mine == sent(plan, "UNSHARD")
+        assert mine == bytes_sent(plan, "UNSHARD")
 
 
-def test_hybrid_sums_inside_then_across():
+def test_hsdp_reduces_inside_groups_and_then_across_replicas():
     mesh = Mesh(dp_replicate=4, dp_shard=3)
     job = tiny_job(batch=48)
     plan = Plan.make(
@@ -146,7 +148,7 @@ def test_hybrid_sums_inside_then_across():
     assert sorted(moves) == sorted([inside] * 4 + [across] * 2)
 
 
-def test_weights_come_a_block_ahead_and_go_when_they_were_used():
+def test_weights_are_prefetched_one_block_ahead_and_resharded_after_use():
     names = [
         action.name
         for action in actions_of(
@@ -175,7 +177,7 @@ def test_the_number_of_buffers_does_not_depend_on_the_model(ahead: int, buffers:
         }
 
 
-def test_a_budget_keeps_weights_that_would_be_gathered_again():
+def test_a_budget_keeps_weights_that_would_be_regathered():
     paper, nbytes = SyntheticModel(6), 102 * 4
     counts = [
         len(actions_of(synthetic_plan(ZeRO(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD"))
@@ -201,12 +203,12 @@ def test_a_budget_keeps_weights_that_would_be_gathered_again():
     ],
     ids=str,
 )
-def test_it_refuses(zero: ZeRO, text: str):
+def test_invalid_options_are_refused(zero: ZeRO, text: str):
     with pytest.raises(PlanError, match=text):
         synthetic_plan(zero)
 
 
-def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
+def test_shards_without_a_replicate_axis_on_the_other_axis_are_refused_with_it():
     with pytest.raises(
         PlanError,
         match=(
@@ -223,7 +225,7 @@ def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
         )
 
 
-def test_whole_copies_and_shards_are_refused_together():
+def test_ddp_and_zero_together_are_refused():
     mesh, model_spec, both = (
         Mesh(dp_replicate=2, dp_shard=2),
         SyntheticModel().model_spec,
@@ -247,7 +249,7 @@ def test_whole_copies_and_shards_are_refused_together():
         ("RESHARD", "which UNSHARD(layer0, F, 0) has allocated already"),
     ],
 )
-def test_the_proof_misses_a_forgotten_action(kind: str, text: str):
+def test_the_static_checks_report_a_missing_action(kind: str, text: str):
     plan = synthetic_plan(ZeRO(), paper=SyntheticModel(3))
     first = actions_of(plan, kind)[0]
     faults = static_checks(edited(plan, lambda actions: [action for action in actions if action != first]))

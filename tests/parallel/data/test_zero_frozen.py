@@ -1,5 +1,5 @@
-"""ZeRO with frozen weights of any dtype beside trained ones in a block: cut into shards as they are, never
-summed, exact.
+"""ZeRO with frozen weights of any dtype beside trained ones in a block: sharded in their own dtype, never
+reduced, exact.
 """
 
 from dataclasses import replace
@@ -105,13 +105,13 @@ def test_a_block_of_many_dtypes_equals_one_device(ranks: int, micro_batch: int, 
     assert verdict.passed, str(verdict)
 
 
-def test_whole_copies_of_it_equal_one_device():
+def test_ddp_with_many_dtypes_equals_one_device():
     analyzed = mixed()
     verdict = verdict_of(case_of(analyzed, make_plan(analyzed, tiny_job(), Mesh(dp_replicate=3))))
     assert verdict.passed, str(verdict)
 
 
-def test_a_weight_has_a_dtype_of_its_own_only_where_that_is_not_the_jobs():
+def test_a_weight_states_its_dtype_only_where_it_differs_from_the_jobs():
     own = {weight.name: weight.dtype for weight in mixed().model_spec.params if weight.dtype}
     layers = {
         f"layers.{i}.{name}": dtype
@@ -138,7 +138,7 @@ def test_a_model_made_in_one_dtype_follows_the_job():
     assert {p.dtype for p in analyzed.make_module("cpu", torch.float32)[2].values()} == {torch.float32}
 
 
-def test_bundles_of_frozen_weights_are_of_one_dtype_each():
+def test_parameter_groups_of_frozen_weights_have_one_dtype_each():
     names = [bundle.name for bundle in planned(mixed(), 2, 3).sharding.param_groups(frozen=True)]
     assert sorted(names) == sorted(
         [
@@ -150,7 +150,7 @@ def test_bundles_of_frozen_weights_are_of_one_dtype_each():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: int):
+def test_frozen_weights_are_sharded_and_gathered_in_their_own_dtype(ranks: int):
     analyzed = mixed()
     plan = planned(analyzed, ranks, 3, precision=FLOATS)
     moves = {
@@ -188,13 +188,13 @@ def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: in
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_on_paper_sends_what_the_program_says(stage: int):
+def test_a_traced_rank_sends_what_the_program_states(stage: int):
     analyzed = mixed()
     traced = trace(analyzed, planned(analyzed, 3, stage, precision=FLOATS))
     assert traced.passed, str(traced)
 
 
-def test_a_store_that_spoils_whole_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_corrupted_integer_weights_are_noticed(monkeypatch: pytest.MonkeyPatch):
     usual = FlatParams._make_sharded
 
     def cast(self: FlatParams, arena, buffer, nbytes):
@@ -211,7 +211,7 @@ def test_a_store_that_spoils_whole_numbers_is_noticed(monkeypatch: pytest.Monkey
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
+def test_integer_weights_do_not_weaken_the_comparison_of_floats_beside_them():
     analyzed = mixed()
     plan = planned(analyzed, 2, 3)
 
@@ -259,7 +259,7 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
 
 
 @pytest.mark.parametrize(("before", "after"), [((3, 3), (2, 3)), ((2, 3), (3, 1)), ((3, 2), (1, 0))])
-def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(
+def test_a_checkpoint_contains_them_and_is_loaded_by_another_number_of_ranks(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ):
     analyzed = mixed()
@@ -302,7 +302,7 @@ class Complex(nn.Module):
         return self.layers[0](x * self.turn.real.to(x.dtype))
 
 
-def test_dtypes_that_cannot_be_cut_or_stepped_are_refused():
+def test_dtypes_that_cannot_be_sharded_or_trained_are_refused():
     frozen, trained = (analyze(lambda on=on: Complex(trained=on), token_samples(2)) for on in (False, True))
     with pytest.raises(PlanError, match=r"turn is of complex64, which is not cut into shards\n.*stage = 2"):
         planned(frozen, 2, 3)

@@ -1,5 +1,5 @@
-"""ZeRO in numbers: every stage equals one device, alone and over replicas, whatever is tied, frozen, unused
-or random.
+"""Every ZeRO stage equals one device, alone and with replicas, with tied, frozen and unused weights and
+dropout.
 """
 
 import pytest
@@ -50,7 +50,7 @@ def test_it_equals_one_device(options: dict[str, float | bool], stage: int, rank
     ids=str,
 )
 @pytest.mark.parametrize("options", [{}, {"tied": True}], ids=str)
-def test_it_equals_one_device_however_long_weights_stay(options: dict[str, bool], zero: ZeRO):
+def test_it_equals_one_device_for_every_unshard_window(options: dict[str, bool], zero: ZeRO):
     analyzed = analyzed_model(**options)
     plan = sharded(analyzed, 3, zero, 2)
     assert static_checks(plan) == []
@@ -84,7 +84,7 @@ def test_more_ranks_than_a_weight_has_elements(stage: int):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_processes_find_the_same(process_pool: ProcessPool, stage: int):
+def test_processes_equal_threads(process_pool: ProcessPool, stage: int):
     verdict = process_pool.run(on_a_process, Mesh(dp_shard=3), stage)
     assert len({str(each) for each in verdict}) == 1
 

@@ -1,4 +1,4 @@
-"""Every rule under every stage: shards cut at its grain give what one device computes."""
+"""Every optimizer under every ZeRO stage: shards cut at its alignment give the result of one device."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +36,7 @@ def alone(analyzed: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_shards_become_what_one_device_becomes(
+def test_shards_are_updated_as_on_one_device(
     analyzed: AnalyzedModel, alone: Callable, rule: str, stage: int, ranks: int
 ):
     plan = plan_of(analyzed, rule, ranks, stage, micro_batch=2)
@@ -46,7 +46,9 @@ def test_shards_become_what_one_device_becomes(
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion", "adafactor", "muon", "several"])
-def test_shards_over_replicas_do_too(analyzed: AnalyzedModel, alone: Callable, rule: str, stage: int):
+def test_shards_over_replicas_are_updated_as_on_one_device(
+    analyzed: AnalyzedModel, alone: Callable, rule: str, stage: int
+):
     plan = plan_of(analyzed, rule, 3, stage, replicas=2)
     assert static_checks(plan) == []
     assert error(outcome(analyzed, plan), alone(rule)) < 1e-10
@@ -57,7 +59,7 @@ def test_more_ranks_than_a_block_has_matrices(analyzed: AnalyzedModel, alone: Ca
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_arenas_are_cut_at_the_grain_of_the_rule(analyzed: AnalyzedModel, rule: str):
+def test_flat_params_are_sharded_at_the_alignment_of_the_optimizer(analyzed: AnalyzedModel, rule: str):
     plan = plan_of(analyzed, rule, 3)
     weights = {weight.name: weight for weight in plan.model_spec.params}
     found = set()
@@ -75,7 +77,7 @@ def test_arenas_are_cut_at_the_grain_of_the_rule(analyzed: AnalyzedModel, rule: 
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
-def test_verify_cuts_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
+def test_verify_shards_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
     plan = plan_of(analyzed, rule, 3)
     batches = [{key: value[:12] for key, value in token_samples().items()}] * 2
     verdict = verify(analyzed, plan, batches)
@@ -84,7 +86,7 @@ def test_verify_cuts_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion_bf16", "several"])
-def test_a_rank_of_many_sends_what_is_planned_without_any_values(analyzed: AnalyzedModel, rule: str):
+def test_a_traced_rank_of_many_sends_what_is_planned(analyzed: AnalyzedModel, rule: str):
     job = tiny_job(batch=64, optimizer=RULES[rule])
     traced = trace(analyzed, make_plan(analyzed, job, Mesh(dp_shard=64), (SHARD, ZeRO(stage=2))))
     assert traced.passed, traced.diagnostics
@@ -92,7 +94,7 @@ def test_a_rank_of_many_sends_what_is_planned_without_any_values(analyzed: Analy
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_masters_are_stepped_by_every_rule(analyzed: AnalyzedModel, rule: str):
+def test_master_weights_are_stepped_by_every_optimizer(analyzed: AnalyzedModel, rule: str):
     halves = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
     job = tiny_job(optimizer=RULES[rule], precision=halves)
     begin = outcome(analyzed, make_plan(analyzed, job, Mesh(), ()), steps=0)
@@ -107,7 +109,7 @@ def test_masters_are_stepped_by_every_rule(analyzed: AnalyzedModel, rule: str):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_live_moments_are_what_the_law_says(analyzed: AnalyzedModel, rule: str, ranks: int):
+def test_live_optimizer_states_equal_the_formula(analyzed: AnalyzedModel, rule: str, ranks: int):
     plan = plan_of(analyzed, rule, ranks)
     weights = {weight.name: weight for weight in plan.model_spec.params}
 
@@ -164,7 +166,7 @@ class Undeclared(torch.optim.SGD):
     """An optimizer of a user, of which nobody knows whether it looks at single elements."""
 
 
-def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(analyzed: AnalyzedModel):
+def test_an_optimizer_of_unknown_alignment_is_refused_where_weights_are_sharded(analyzed: AnalyzedModel):
     with pytest.raises(
         PlanError,
         match=(

@@ -1,5 +1,5 @@
-"""Moments in checkpoints: by element, by block and by whole weight; what some ranks saved,
-others go on with.
+"""Optimizer states in checkpoints: elementwise, per block and per matrix; a run continues on another number
+of ranks.
 """
 
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_what_three_ranks_saved_two_go_on_with(analyzed: AnalyzedModel, rule: st
 @pytest.mark.parametrize(
     "kind", [torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad]
 )
-def test_torchs_elementwise_optimizers_go_on_under_other_ranks(
+def test_torchs_elementwise_optimizers_continue_on_other_ranks(
     analyzed: AnalyzedModel, kind: OptimizerFactory, tmp_path: Path
 ):
     three, two = plan_of(analyzed, "adamw", 3), plan_of(analyzed, "adamw", 2, stage=1)
@@ -92,7 +92,7 @@ class Sums(torch.optim.SGD):
                 )
 
 
-def test_state_of_a_part_that_is_not_by_element_is_refused(analyzed: AnalyzedModel):
+def test_state_of_a_shard_that_is_not_elementwise_is_refused(analyzed: AnalyzedModel):
     def saved(world: World) -> None:
         executor = executor_of(analyzed, plan_of(analyzed, "sgd", 3), world, optimizer=Sums)
         trained(executor, world, 1)
@@ -105,7 +105,7 @@ def test_state_of_a_part_that_is_not_by_element_is_refused(analyzed: AnalyzedMod
 
 
 @pytest.mark.parametrize("rule", ["lion_bf16", "adamw_bf16", "adamw_8bit", "lion"])
-def test_moments_keep_their_own_dtype_when_the_weights_get_masters(
+def test_optimizer_states_keep_their_dtype_when_weights_get_master_weights(
     analyzed: AnalyzedModel, rule: str, tmp_path: Path
 ):
     halves = PrecisionConfig("bfloat16", "bfloat16", "bfloat16")

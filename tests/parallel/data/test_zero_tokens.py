@@ -1,5 +1,5 @@
-"""Weights stored where ranks have some of the tokens of each sample: one sum over these ranks and those with
-other samples.
+"""DDP and ZeRO under context parallelism: one reduction over the ranks with other tokens and with other
+samples.
 """
 
 from fractions import Fraction
@@ -29,7 +29,7 @@ from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
 from tests.parallel.data.optimizer_cases import RULES, Wide, error, outcome, trained
 from tests.parallel.data.optimizer_cases import plan_of as plan_without
-from tests.parallel.data.tokenwise_model import SumsOver, TokenSharding
+from tests.parallel.data.tokenwise_model import ReducesOver, TokenSharding
 from tests.tiny_model import analyzed_model, case_of, executor_of, tiny_job, token_samples, verdict_of
 
 SHARD, SHARDED, CP = BatchSplit(axis="dp_shard"), TokenSharding(), "cp"
@@ -91,8 +91,8 @@ def test_it_equals_one_device(store: str, micro_batch: int):
 @pytest.mark.parametrize(
     "store", [DDP(), ZeRO(axis="dp_replicate"), ZeRO(axis="dp_replicate", stage=1)], ids=str
 )
-def test_sums_that_leave_the_tokens_of_others_out_are_noticed(store: Strategy):
-    mesh, forgets = Mesh(dp_replicate=2, cp=3), SumsOver(axes=("dp_replicate",))
+def test_reductions_without_the_cp_axis_are_noticed(store: Strategy):
+    mesh, forgets = Mesh(dp_replicate=2, cp=3), ReducesOver(axes=("dp_replicate",))
     plan = synthetic_plan(mesh, BatchSplit(), SHARDED, store, forgets)
     assert any("stays a partial sum over cp" in str(fault) for fault in static_checks(plan))
 
@@ -100,14 +100,16 @@ def test_sums_that_leave_the_tokens_of_others_out_are_noticed(store: Strategy):
 def test_a_sum_over_samples_alone_leaves_another_gradient():
     analyzed = analyzed_model()
     plan = of(
-        analyzed, Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, DDP(), SumsOver(axes=("dp_replicate",)))
+        analyzed,
+        Mesh(dp_replicate=2, cp=3),
+        (BatchSplit(), SHARDED, DDP(), ReducesOver(axes=("dp_replicate",))),
     )
     verdict = verdict_of(case_of(analyzed, plan), 1)
     assert not verdict.passed
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_gradients_go_to_one_sum_over_both_axes():
+def test_gradients_are_reduced_once_over_both_axes():
     for mesh, store, axes in (
         (Mesh(dp_replicate=2, cp=3), DDP(), ("dp_replicate", "cp")),
         (Mesh(dp_replicate=2, cp=3), NaiveDDP(), ("dp_replicate", "cp")),
@@ -133,7 +135,7 @@ def test_gradients_go_to_one_sum_over_both_axes():
         )
 
 
-def test_what_is_copied_sends_two_n_minus_one_nths_over_all_of_them():
+def test_ddp_sends_two_n_minus_one_nths_over_both_axes():
     paper, mesh = SyntheticModel(layers=4, numel=77), Mesh(dp_replicate=2, cp=3)
     plan = synthetic_plan(mesh, BatchSplit(), SHARDED, DDP(), paper=paper)
     moves = [
@@ -151,7 +153,7 @@ def test_what_is_copied_sends_two_n_minus_one_nths_over_all_of_them():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_shards_send_n_minus_one_of_them_each_way(stage: int):
+def test_zero_sends_n_minus_one_shards_each_way(stage: int):
     analyzed = analyzed_model()
     plan = of(analyzed, BOTH, (SHARD, SHARDED, ZeRO(stage=stage)))
     shards = sum(arena.shard_numel for arena in plan.sharding.flat_param_specs().values()) * 8
@@ -185,7 +187,7 @@ def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float
     return dict(world.ledger.sent_nbytes)
 
 
-def test_arenas_are_cut_over_samples_and_tokens_in_the_order_of_ranks():
+def test_flat_params_are_sharded_over_both_axes_in_rank_order():
     plan = synthetic_plan(BOTH, SHARD, SHARDED, ZeRO(), paper=SyntheticModel(layers=2, numel=100))
     for arena in plan.sharding.flat_param_specs().values():
         assert (arena.axes, arena.num_ranks, arena.shard_numel) == (("dp_shard", "cp"), 6, 17)
@@ -202,7 +204,7 @@ def test_arenas_are_cut_over_samples_and_tokens_in_the_order_of_ranks():
         ]
 
 
-def test_bundles_are_named_as_without_tokens():
+def test_parameter_groups_are_named_as_without_context_parallelism():
     names = [bundle.name for bundle in synthetic_plan(BOTH, SHARD, SHARDED, ZeRO()).sharding.param_groups()]
     assert names == [
         bundle.name for bundle in synthetic_plan(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
@@ -212,7 +214,7 @@ def test_bundles_are_named_as_without_tokens():
 @pytest.mark.parametrize(
     ("mesh", "strategies"), [STORES["shards, stage 3"], STORES["copies of ranks with samples"]]
 )
-def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_ranks_hold_the_planned_shards(mesh: Mesh, strategies: tuple[Strategy, ...]):
     analyzed = analyzed_model()
     plan = of(analyzed, mesh, strategies, 2)
 
@@ -236,23 +238,23 @@ def wide() -> AnalyzedModel:
     return analyze(Wide, token_samples(2))
 
 
-def ruled(wide: AnalyzedModel, rule: str, mesh: Mesh, store: Strategy) -> Plan:
+def optimizer_plan(wide: AnalyzedModel, rule: str, mesh: Mesh, store: Strategy) -> Plan:
     strategies = (*((SHARD,) if mesh.dp_shard > 1 else ()), SHARDED, store)
     return of(wide, mesh, strategies, optimizer=RULES[rule])
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "adafactor", "several"])
-def test_rules_of_every_grain_step_as_one_device_does(wide: AnalyzedModel, rule: str):
+def test_optimizers_of_every_alignment_step_as_on_one_device(wide: AnalyzedModel, rule: str):
     alone = outcome(wide, plan_without(wide, rule))
-    assert error(outcome(wide, ruled(wide, rule, BOTH, ZeRO(stage=2))), alone) < 1e-10
-    assert error(outcome(wide, ruled(wide, rule, THREE, ZeRO(axis=CP))), alone) < 1e-10
+    assert error(outcome(wide, optimizer_plan(wide, rule, BOTH, ZeRO(stage=2))), alone) < 1e-10
+    assert error(outcome(wide, optimizer_plan(wide, rule, THREE, ZeRO(axis=CP))), alone) < 1e-10
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "several"])
-def test_a_checkpoint_crosses(wide: AnalyzedModel, rule: str, tmp_path: Path):
+def test_a_checkpoint_is_loaded_under_another_plan(wide: AnalyzedModel, rule: str, tmp_path: Path):
     six, three, one = (
-        ruled(wide, rule, BOTH, ZeRO()),
-        ruled(wide, rule, THREE, ZeRO(axis=CP, stage=1)),
+        optimizer_plan(wide, rule, BOTH, ZeRO()),
+        optimizer_plan(wide, rule, THREE, ZeRO(axis=CP, stage=1)),
         plan_without(wide, rule),
     )
 
@@ -342,7 +344,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("mesh", "strategies", "text"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused(mesh: Mesh, strategies: tuple[Strategy, ...], text: str):
+def test_invalid_combinations_are_refused(mesh: Mesh, strategies: tuple[Strategy, ...], text: str):
     with pytest.raises(PlanError) as caught:
         synthetic_plan(mesh, *strategies)
     assert text in str(caught.value)

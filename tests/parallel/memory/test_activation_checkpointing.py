@@ -1,4 +1,4 @@
-"""Recompute on paper: its place in the list, what it holds, what a budget keeps, and what it refuses."""
+"""The program of activation checkpointing: position of recompute actions, memory, the budget, and refusals."""
 
 from dataclasses import replace
 
@@ -46,11 +46,11 @@ def names(plan: Plan, *kinds: str) -> list[str]:
     return [action.name for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds]
 
 
-def leans(plan: Plan) -> list[str]:
+def checkpointed_forwards(plan: Plan) -> list[str]:
     return [action.subject for action in plan.program.actions(FIRST_ROLE) if action.kind == "F_CHECKPOINTED"]
 
 
-def test_a_rerun_stands_right_before_the_backward_of_its_visit_and_micro_batch():
+def test_a_recompute_is_right_before_the_backward_of_its_block_call_and_micro_batch():
     plan = synthetic_plan(ActivationCheckpointing(), micro_batch=2, model=SyntheticModel(3).model_spec)
     assert static_checks(plan) == []
     for micro in (0, 1):
@@ -72,7 +72,7 @@ def test_a_rerun_stands_right_before_the_backward_of_its_visit_and_micro_batch()
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_a_rerun_waits_for_the_weights_that_shards_are_gathered_into(stage: int, micro_batch: int):
+def test_a_recompute_waits_for_the_all_gather_of_its_weights(stage: int, micro_batch: int):
     plan = synthetic_plan(
         BatchSplit(axis="dp_shard"),
         ZeRO(stage=stage),
@@ -100,7 +100,7 @@ def test_the_inside_of_one_block_at_a_time_is_held():
     assert lean == (handed + max(WITHIN)) * job_bytes
 
 
-def test_what_is_run_again_costs_at_most_one_more_forward():
+def test_recomputation_costs_at_most_one_more_forward():
     usual, lean = (
         sum(a.flops for a in synthetic_plan(*mine).program.actions(FIRST_ROLE))
         for mine in ((), (ActivationCheckpointing(),))
@@ -119,14 +119,22 @@ def test_what_is_run_again_costs_at_most_one_more_forward():
         (3, []),
     ],
 )
-def test_a_budget_keeps_what_costs_most_to_run_again_and_of_equals_the_later(fits: float, chosen: list[str]):
+def test_a_budget_keeps_the_blocks_most_expensive_to_recompute_and_of_equals_the_later(
+    fits: float, chosen: list[str]
+):
     nbytes = 30 * 4 * 8
-    assert leans(synthetic_plan(ActivationCheckpointing(keep_mb=fits * nbytes / 2**20))) == chosen
+    assert (
+        checkpointed_forwards(synthetic_plan(ActivationCheckpointing(keep_mb=fits * nbytes / 2**20)))
+        == chosen
+    )
 
 
-def test_patterns_choose_and_the_last_visit_is_run_again_where_it_is_named():
-    assert leans(synthetic_plan(ActivationCheckpointing(blocks=("layer[24]",)))) == ["layer2", "layer4"]
-    assert leans(synthetic_plan(ActivationCheckpointing(blocks=("*",)))) == [
+def test_patterns_select_blocks_and_the_last_block_call_only_if_named():
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("layer[24]",)))) == [
+        "layer2",
+        "layer4",
+    ]
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("*",)))) == [
         "layer1",
         "layer2",
         "layer3",
@@ -134,7 +142,7 @@ def test_patterns_choose_and_the_last_visit_is_run_again_where_it_is_named():
     ]  # layer0 has nothing within
 
 
-def test_a_pattern_names_all_visits_of_a_block():
+def test_a_pattern_selects_all_calls_of_a_block():
     visits = ("a", "b", "a#2", "c")
     model = replace(
         SyntheticModel(4).model_spec,
@@ -144,8 +152,13 @@ def test_a_pattern_names_all_visits_of_a_block():
             for weight, name in zip(SyntheticModel(4).model_spec.params, visits, strict=True)
         ),
     )
-    assert leans(synthetic_plan(ActivationCheckpointing(blocks=("a",)), model=model)) == ["a", "a#2"]
-    assert leans(synthetic_plan(ActivationCheckpointing(blocks=("a#2",)), model=model)) == ["a#2"]
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("a",)), model=model)) == [
+        "a",
+        "a#2",
+    ]
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("a#2",)), model=model)) == [
+        "a#2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +182,7 @@ def test_a_pattern_names_all_visits_of_a_block():
     ],
     ids=str,
 )
-def test_it_refuses(mine: ActivationCheckpointing, model: ModelSpec | None, text: str):
+def test_invalid_options_are_refused(mine: ActivationCheckpointing, model: ModelSpec | None, text: str):
     with pytest.raises(PlanError, match=text):
         synthetic_plan(mine, model=model)
 
@@ -179,14 +192,14 @@ def without(kind: str) -> Plan:
     return edited(plan, lambda actions: [action for action in actions if action.kind != kind])
 
 
-def test_the_proof_misses_a_forgotten_rerun():
+def test_the_static_checks_report_a_missing_recompute():
     assert any(
         "no RECOMPUTE is between it and its backward" in str(fault)
         for fault in static_checks(without("RECOMPUTE"))
     )
 
 
-def test_the_proof_sees_a_rerun_behind_its_backward():
+def test_the_static_checks_report_a_recompute_after_its_backward():
     def late(actions: list[Action]) -> list[Action]:
         at = next(i for i, action in enumerate(actions) if action.kind == "RECOMPUTE")
         return [*actions[:at], actions[at + 1], actions[at], *actions[at + 2 :]]
@@ -197,7 +210,7 @@ def test_the_proof_sees_a_rerun_behind_its_backward():
     )
 
 
-def test_the_proof_sees_a_rerun_of_what_was_kept():
+def test_the_static_checks_report_a_recompute_of_saved_activations():
     def fat(actions: list[Action]) -> list[Action]:
         return [
             replace(action, kind="F") if action.kind == "F_CHECKPOINTED" else action for action in actions
@@ -209,7 +222,7 @@ def test_the_proof_sees_a_rerun_of_what_was_kept():
     )
 
 
-def test_whatever_the_order_in_the_list_it_comes_before_what_stores():
+def test_in_any_written_order_it_applies_before_ddp_and_zero():
     mesh, job = Mesh(dp_replicate=3), tiny_job(12)
     one, other = (
         Plan.make(job, mesh, model_spec(), order)

@@ -1,5 +1,5 @@
-"""Recompute in numbers: equal to one device under every way of storing weights, and bit for bit what it was
-without it.
+"""Activation checkpointing equals one device under every data-parallel strategy, and is bitwise equal to a
+run without it.
 """
 
 from collections.abc import Callable
@@ -86,7 +86,7 @@ def trained(analyzed: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[s
     return found
 
 
-def same_as_without(
+def assert_bitwise_equal_without(
     build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
 ) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
@@ -136,9 +136,9 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batch", [0, 4])
-def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
+def test_buffers_are_written_once_and_restored_for_recomputation(micro_batch: int):
     whole = not micro_batch  # batch norm takes the whole batch
-    same_as_without(lambda: Stateful(whole=whole), micro_batch)
+    assert_bitwise_equal_without(lambda: Stateful(whole=whole), micro_batch)
     analyzed = analyze(lambda: Stateful(whole=whole), token_samples(2))
     plan = make_plan(analyzed, tiny_job(), Mesh(), (ALL,), micro_batch)
     executor = executor_of(analyzed, plan, single_rank_world(CPU))
@@ -179,7 +179,7 @@ class InPlace(nn.Module):
 
 
 def test_a_model_that_writes_in_place():
-    assert same_as_without(InPlace).model_spec.writes_in_place
+    assert assert_bitwise_equal_without(InPlace).model_spec.writes_in_place
 
 
 def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
@@ -213,10 +213,10 @@ def test_a_llama_with_dropout_equals_one_device(store: str):
     ids=lambda precision: precision.compute,
 )
 def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: PrecisionConfig):
-    same_as_without(llama(), 4, precision)
+    assert_bitwise_equal_without(llama(), 4, precision)
 
 
-def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
+def test_submodules_declared_as_blocks_are_selected_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
     analyzed = analyze(
         lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), token_samples(2)
@@ -233,7 +233,7 @@ def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
     assert verdict.passed, str(verdict)
 
 
-def test_masks_that_are_drawn_anew_are_noticed():
+def test_dropout_masks_that_are_redrawn_are_noticed():
     class Forgetful(StatelessRNG):
         """Dice that take a second run for another step."""
 
@@ -255,7 +255,7 @@ def test_masks_that_are_drawn_anew_are_noticed():
     assert first_of(verdict)[:2] == (0, "gradient")
 
 
-def test_rank_threads_recompute_side_by_side():
+def test_rank_threads_recompute_concurrently():
     analyzed = analyzed_model(p=0.3, tied=True)
     lean, usual = (planned(analyzed, 3, "zero 3", 2, mine) for mine in ((ALL,), ()))
 

@@ -1,6 +1,4 @@
-"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be
-run again.
-"""
+"""Activation checkpointing at run time: live activations, traces, and blocks that cannot be recomputed."""
 
 import gc
 import weakref
@@ -54,7 +52,7 @@ def alive_after_forwards(analyzed: AnalyzedModel, plan: Plan, made: list[weakref
     return found[0]
 
 
-def test_what_is_computed_within_is_gone_until_it_is_computed_again():
+def test_activations_inside_a_block_are_freed_until_they_are_recomputed():
     made: list[weakref.ref] = []
 
     class Noted(nn.Module):
@@ -124,7 +122,7 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
         executor_of(analyzed, plan, single_rank_world(CPU)).step(batch_of(plan))
 
 
-def test_a_trace_on_fake_tensors_runs_blocks_again():
+def test_a_trace_on_fake_tensors_recomputes_blocks():
     analyzed = analyzed_model(tied=True)
     plan = make_plan(
         analyzed, tiny_job(1024), Mesh(dp_shard=512), (BatchSplit(axis="dp_shard"), ZeRO(), ALL), 1
@@ -133,7 +131,7 @@ def test_a_trace_on_fake_tensors_runs_blocks_again():
     assert traced.passed, str(traced)
 
 
-def test_a_step_that_fails_leaves_nothing_to_be_run_again():
+def test_a_failed_step_leaves_nothing_to_recompute():
     analyzed = analyzed_model(p=0.3)
     plan = planned(analyzed)
     executor = executor_of(analyzed, plan, single_rank_world(CPU))

@@ -1,4 +1,4 @@
-"""Chunked losses and tiled MLPs: their programs, and what is refused before anything runs."""
+"""The programs of the chunked loss and the tiled MLP, and refusals before anything runs."""
 
 import pytest
 import torch
@@ -52,11 +52,11 @@ def flops(plan: Plan, *kinds: str) -> int:
     ("count", "pieces", "expected"),
     [(9, 4, [3, 2, 2, 2]), (2, 5, [1, 1]), (0, 3, [0]), (6, 1, [6]), (6, 3, [2, 2, 2])],
 )
-def test_pieces_are_as_alike_as_can_be_and_none_is_empty(count: int, pieces: int, expected: list[int]):
+def test_chunks_are_as_even_as_possible_and_none_is_empty(count: int, pieces: int, expected: list[int]):
     assert chunk_sizes(count, pieces) == expected
 
 
-def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
+def test_the_head_saves_nothing_and_the_loss_holds_three_chunks():
     usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
     assert static_checks(tiled) == []
     assert held(usual, "F", LAST)["output"] == 12 * TOKENS * VOCABULARY * 8
@@ -72,14 +72,14 @@ def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
     }
 
 
-def test_the_loss_makes_the_products_of_the_head_and_nothing_is_computed_twice():
+def test_the_loss_computes_the_products_of_the_head_and_nothing_twice():
     usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
     assert flops(usual, "F", "B", "LOSS") == flops(tiled, "F", "B", "LOSS")
     assert flops(tiled, "LOSS") == 3 * (2 * TOKENS * WIDTH * VOCABULARY) * 12
     assert flops(usual, "LOSS") == 0
 
 
-def test_a_gradient_of_the_head_that_is_there_already_is_no_scratch_of_its_backward():
+def test_an_existing_gradient_of_the_head_is_no_scratch_memory_of_its_backward():
     later = [
         a
         for a in planned(ChunkedLoss(), micro_batch=4).program.actions(FIRST_ROLE)
@@ -89,7 +89,7 @@ def test_a_gradient_of_the_head_that_is_there_already_is_no_scratch_of_its_backw
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(micro_batch: int):
+def test_the_head_is_unsharded_while_the_loss_uses_it(micro_batch: int):
     plan = planned(
         BatchSplit(axis="dp_shard"), ZeRO(), ChunkedLoss(), mesh=Mesh(dp_shard=3), micro_batch=micro_batch
     )
@@ -99,7 +99,7 @@ def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(m
     assert all({"head.weight", "head.bias"} == set(action.tensors) for action in losses)
 
 
-def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time():
+def test_vocab_parallel_ranks_exchange_statistics_of_one_chunk_at_a_time():
     found = analyzed_llama()
     plan = make_plan(
         found, tiny_job(4), Mesh(tp=2), (TensorParallel(), VocabParallel(), ChunkedLoss(num_chunks=4))
@@ -112,7 +112,7 @@ def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time()
     assert traced.passed, traced
 
 
-def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
+def test_tiled_mlps_save_nothing_and_hold_one_tile_in_their_backward():
     plans = [
         make_plan(analyzed_llama(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=mlp),) if mlp > 1 else ())
         for mlp in (1, 3)
@@ -131,7 +131,7 @@ def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
     assert peak_nbytes(plans[1], 0) < peak_nbytes(plans[0], 0)
 
 
-def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
+def test_a_recomputed_block_is_tiled_too():
     plan = make_plan(
         analyzed_llama(), tiny_job(4), Mesh(), (ActivationCheckpointing(), TiledMLP(num_tiles=3))
     )
@@ -205,12 +205,12 @@ def test_a_loss_of_the_whole_batch_is_refused():
         (TiledMLP(num_tiles=2), r"no module between colwise and rowwise(?s:.*)remove the strategy tiled_mlp"),
     ],
 )
-def test_numbers_that_make_no_tiles_are_refused(strategy: Strategy, text: str):
+def test_invalid_numbers_of_chunks_and_tiles_are_refused(strategy: Strategy, text: str):
     with pytest.raises(PlanError, match=text):
         planned(strategy)
 
 
-def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids():
+def test_tensor_parallel_mlps_and_heads_in_2d_are_refused():
     with pytest.raises(PlanError, match=r"gate_proj\.weight is sharded(?s:.*)remove the strategy tiled_mlp"):
         make_plan(analyzed_llama(), tiny_job(4), Mesh(tp=2), (TensorParallel(), TiledMLP(num_tiles=2)))
     with pytest.raises(
@@ -220,7 +220,7 @@ def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids
         make_plan(analyzed_llama(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
 
 
-def test_a_loss_that_one_rank_takes_for_all_is_refused():
+def test_a_loss_computed_by_one_rank_for_all_is_refused():
     with pytest.raises(
         PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)remove chunked_loss"
     ):
@@ -251,7 +251,7 @@ def test_mlps_of_a_model_that_draws_dropout_are_refused():
         make_plan(analyzed, tiny_job(), Mesh(), (TiledMLP(num_tiles=2),))
 
 
-def test_nothing_of_a_list_without_tiles_is_another():
+def test_a_program_without_chunks_is_unchanged():
     def said(plan: Plan) -> list[Action]:
         return [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"]
 

@@ -1,4 +1,6 @@
-"""Chunked losses and tiled MLPs in numbers: the largest tensor, evaluations, last bits, half precision."""
+"""Results of the chunked loss and the tiled MLP: the largest tensor, evaluations, bitwise differences, half
+precision.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +53,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("count", "rows_of_tile"), [(4, 3), (9, 1)])
 @pytest.mark.parametrize("width", [SIZES["vocab_size"], SIZES["intermediate_size"]])
-def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
+def test_no_tensor_is_larger_than_a_chunk_in_a_step_or_an_evaluation(
     count: int, rows_of_tile: int, width: int
 ):
     data = batches(1, NUM_SAMPLES)[0]
@@ -82,7 +84,7 @@ def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
     ],
     ids=str,
 )
-def test_an_evaluation_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_an_evaluation_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
     data, job = (
         batches(2, NUM_SAMPLES),
         replace(JOB, precision=PrecisionConfig("float64", "float64", "float64")),
@@ -123,7 +125,7 @@ def stepped(
     return loss, gradients
 
 
-def test_gradients_are_those_of_all_tokens_at_once_but_for_last_bits():
+def test_gradients_equal_those_without_chunks_up_to_rounding():
     (_, usual), (_, tiled_) = (
         stepped(tiles, PrecisionConfig("float64", "float64", "float64")) for tiles in ((), (ChunkedLoss(2),))
     )
@@ -142,7 +144,7 @@ def test_gradients_are_those_of_all_tokens_at_once_but_for_last_bits():
     ],
     ids=str,
 )
-def test_in_halves_too(precision: PrecisionConfig, bound: float):
+def test_half_precision_equals_that_without_chunks_up_to_rounding(precision: PrecisionConfig, bound: float):
     (loss, usual), (tiled_loss, tiled_) = (stepped(tiles, precision) for tiles in ((), (ChunkedLoss(2),)))
     assert tiled_loss == pytest.approx(loss, rel=bound)
     for name, gradient in usual.items():

@@ -1,4 +1,4 @@
-"""Chunked losses and tiled MLPs while they run: parity in combinations, refusals at run time, and planted
+"""Chunked loss and tiled MLP at run time: parity with other strategies, refusals at run time, and planted
 bugs.
 """
 
@@ -61,7 +61,7 @@ def equal(
     ],
     ids=str,
 )
-def test_any_number_of_tiles_is_one_device(strategies: tuple[Strategy, ...]):
+def test_any_number_of_chunks_equals_one_device(strategies: tuple[Strategy, ...]):
     equal(analyzed_llama(), planned(analyzed_llama(), Mesh(), *strategies, micro_batch=2))
 
 
@@ -85,7 +85,7 @@ def test_any_number_of_tiles_is_one_device(strategies: tuple[Strategy, ...]):
     ],
     ids=str,
 )
-def test_beside_all_else(mesh: Mesh, strategies: tuple[Strategy, ...]):
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]):
     equal(analyzed_llama(), planned(analyzed_llama(), mesh, *strategies))
 
 
@@ -130,7 +130,7 @@ def test_a_head_that_is_frozen_gets_no_gradient():
     equal(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP(), *BOTH))
 
 
-def test_a_trace_on_fake_tensors_runs_in_tiles():
+def test_a_trace_on_fake_tensors_runs_in_chunks():
     mesh = Mesh(dp_shard=8, cp=4)
     plan = planned(
         analyzed_llama(),
@@ -145,7 +145,7 @@ def test_a_trace_on_fake_tensors_runs_in_tiles():
     assert found.passed, found
 
 
-def test_forwards_outside_of_steps_give_out_logits():
+def test_forwards_outside_of_steps_return_logits():
     module = llama()
     analyzed = analyze(module, batches(1, NUM_SAMPLES)[0])
     with (
@@ -159,7 +159,7 @@ def test_forwards_outside_of_steps_give_out_logits():
         )
 
 
-def test_logits_that_a_forward_changes_after_the_trial_are_refused():
+def test_logits_that_a_forward_changes_only_after_the_trial_are_refused():
     class Changing(nn.Module):
         changes = False
 
@@ -221,13 +221,13 @@ def test_a_module_that_attends_is_refused_when_it_does():
         executor.step({key: value[:12] for key, value in token_samples().items()})
 
 
-def test_a_tile_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_chunk_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunked, "chunk_sizes", lambda count, number: [count - 1])
     plan = planned(analyzed_llama(), Mesh(), ChunkedLoss(4))
     assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed
 
 
-def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_an_mlp_that_keeps_the_gradient_of_one_tile_only_is_noticed(monkeypatch: pytest.MonkeyPatch):
     split, whole = torch.Tensor.tensor_split, tiled_mlp._Tiled
 
     class Last(whole):

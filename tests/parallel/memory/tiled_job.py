@@ -1,4 +1,4 @@
-"""What tests of chunked losses and tiled MLPs share: a job over a small Llama, and its plan."""
+"""A job over a small Llama, and its plan, for tests of the chunked loss and the tiled MLP."""
 
 import torch
 
