@@ -1,4 +1,4 @@
-"""Runs a module block by block beside one ordinary backward of the same module, in float64."""
+"""Runs a module block by block, and compares it with one ordinary backward of the same module, in float64."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

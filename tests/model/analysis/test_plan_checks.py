@@ -1,4 +1,4 @@
-"""What a job says about a model that a program made: filled in, or refused where it would be ignored."""
+"""Job settings about a model that the program made itself: filled in, or refused where they would be ignored."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Batch norms: refused where they would see a part of the batch, accepted elsewhere."""
+"""Batch norms are refused where each rank would see a part of the batch, and accepted elsewhere."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""Embeddings that couple samples: refused where they would see a part of the batch, accepted elsewhere."""
+"""Embeddings that couple samples are refused where each rank would see a part of the batch, and accepted
+elsewhere.
+"""
 
 from collections.abc import Callable
 
@@ -96,7 +98,7 @@ def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
 
 
 @pytest.mark.parametrize("words", [normed, counted])
-def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Module]):
+def test_a_table_that_would_see_some_of_the_tokens_is_refused(words: Callable[[], nn.Module]):
     with pytest.raises(PlanError, match="a part of the global batch"):
         mw.make_plan(analyze_model(words), tiny_job(), mw.Mesh(cp=3), (RingAttention(), DDP(axis="cp")))
 
@@ -113,7 +115,7 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
     assert verdict.passed, verdict
 
 
-def test_what_a_master_would_undo_is_refused():
+def test_writes_that_master_weights_would_overwrite_are_refused():
     halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
     with pytest.raises(PlanError, match=r"its master \(float32\) would overwrite it"):
         mw.make_plan(analyze_model(normed), tiny_job(precision=halves))
@@ -165,7 +167,7 @@ def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str,
         mw.make_plan(analyze_model(Written), tiny_job(**changes), mesh)
 
 
-def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
+def test_a_write_that_all_ranks_make_equally_equals_one_device():
     analyzed = analyze_model(Written)
     assert mw.verify(
         analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [samples(), samples()]
@@ -187,7 +189,7 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
-def test_statistics_by_torchs_function_are_those_of_all_samples():
+def test_statistics_by_the_functional_batch_norm_are_those_of_all_samples():
     analyzed = analyze_model(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
         with pytest.raises(
@@ -201,7 +203,7 @@ def test_statistics_by_torchs_function_are_those_of_all_samples():
 @pytest.mark.parametrize(
     "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
 )
-def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
+def test_sparse_gradients_are_refused(words: Callable[[], nn.Module]):
     with pytest.raises(
         PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"
     ):

@@ -34,7 +34,7 @@ def test_outputs_differ_by_being_per_sample_and_by_being_used():
     )
 
 
-def test_a_tensor_that_stands_twice_is_one_column():
+def test_a_tensor_used_twice_is_one_input():
     assert (
         len(
             loss_inputs(loss_spec(lambda outputs, batch: outputs[0].sum()), BATCH, (PER_SAMPLE, [PER_SAMPLE]))
@@ -54,7 +54,7 @@ def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length(
     assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
 
 
-def test_a_loss_that_cannot_be_played_is_taken_to_use_all():
+def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():
     assert all(
         column.used_by_loss
         for column in loss_inputs(
@@ -80,7 +80,7 @@ def test_only_a_loss_of_the_whole_batch_is_kept_from_the_inputs(whole_batch: boo
         loss_inputs(loss_spec(greedy, whole_batch=True), BATCH, (PER_SAMPLE, SHARED))
 
 
-def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():
+def test_bytes_sent_follow_the_dtypes_of_parameters_and_tensors():
     half, mask, odd = (
         BatchTensor("a", (2, 3), "bfloat16"),
         BatchTensor("b", (7,), "bool"),

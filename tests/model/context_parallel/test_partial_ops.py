@@ -1,5 +1,5 @@
-"""A few tokens, or the sum of all: what ranks give adds up to what one device finds,
-and gradients come home.
+"""Selected tokens, or sums over tokens, as partial sums: the ranks' values add up to those of one device, and
+gradients return to their ranks.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LAST = torch.tensor([6, -3])
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
-def on_ranks(compute: Compute, sharding: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
+def run_on_ranks(compute: Compute, sharding: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of what ranks give, and the gradient of the sum of its squares, put together."""
     parts, locals_ = list[torch.Tensor](), list[torch.Tensor]()
 
@@ -75,8 +75,8 @@ FEW: dict[str, Compute] = {
     ids=str,
 )
 @pytest.mark.parametrize("name", FEW)
-def test_what_ranks_give_adds_up(name: str, sharding: SequenceSharding):
-    made, home = on_ranks(FEW[name], sharding)
+def test_partial_values_add_up_to_those_of_one_device(name: str, sharding: SequenceSharding):
+    made, home = run_on_ranks(FEW[name], sharding)
     whole = WHOLE.clone().requires_grad_()
     expected = FEW[name](whole)
     (expected**2).sum().backward()
@@ -84,7 +84,7 @@ def test_what_ranks_give_adds_up(name: str, sharding: SequenceSharding):
     torch.testing.assert_close(home, whole.grad)
 
 
-def test_what_is_no_number_on_another_rank_does_not_spread():
+def test_nan_of_another_rank_does_not_spread():
     share = TokenShard(LENGTH, ((0, 3),), sum_over_ranks=lambda part: part)
     x = make_sharded_tensor(torch.full((2, 3, 3), torch.nan), 1, share)
     assert x[:, 5].eq(0).all()
@@ -107,7 +107,7 @@ def test_the_mean_of_a_narrow_dtype_is_taken_in_a_wider_one():
         lambda x: x.sum(2),
     ],
 )
-def test_of_anything_else_all_tokens_are_brought_together(compute: Compute):
+def test_other_operations_gather_all_tokens(compute: Compute):
     asked = []
     share = TokenShard(
         LENGTH, ((0, 3),), lambda local, dim: asked.append(dim) or WHOLE, lambda part: pytest.fail("a sum")
@@ -118,7 +118,7 @@ def test_of_anything_else_all_tokens_are_brought_together(compute: Compute):
 
 
 @pytest.mark.parametrize("index", [LENGTH, -LENGTH - 1])
-def test_a_place_that_no_row_has_is_an_error(index: int):
+def test_an_index_out_of_range_is_an_error(index: int):
     x = make_sharded_tensor(WHOLE[:, :3], 1, TokenShard(LENGTH, ((0, 3),)))
     with pytest.raises(IndexError):
         x[:, index]

@@ -1,4 +1,4 @@
-"""Models of peft: recognized in their wrapper, built without memory, exact with sharded weights."""
+"""PEFT models: recognized in their wrapper, built without memory, exact with sharded weights."""
 
 import math
 import sys
@@ -115,7 +115,7 @@ def test_the_base_is_what_is_left_without_the_adapters():
     assert not any("lora_" in name for name in names)
 
 
-def test_adapters_start_as_peft_starts_them():
+def test_adapters_are_initialized_as_by_peft():
     deferred = defer_init(adapted(modules_to_save=["lm_head"]), 7)
     for name, entry in deferred.logical_params.items():
         assert entry.requires_grad == ("lora_" in name or "modules_to_save" in name), name
@@ -173,7 +173,7 @@ def test_it_equals_one_device(option: str, ranks: int, store: str | int):
     assert verdict.passed, str(verdict)
 
 
-def test_ranks_on_paper_send_what_the_program_says():
+def test_traced_ranks_send_what_the_program_states():
     analyzed = adapted_reading()
     traced = trace(analyzed, planned(analyzed, 3, 3, precision=PrecisionConfig()))
     assert traced.passed, str(traced)
@@ -253,7 +253,7 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
 
 
 @pytest.mark.parametrize("store", ["whole", 3])
-def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
+def test_a_half_precision_base_stays_so_under_float32_adapters(store: str | int):
     analyzed = adapted_reading(config={"dtype": torch.bfloat16})
     plan = planned(analyzed, 2, store, precision=PrecisionConfig())
     alone = planned(analyzed, 1, "whole", precision=PrecisionConfig())

@@ -1,4 +1,6 @@
-"""A model run in parts, one after another in one process, beside the same model run whole, in float64."""
+"""Runs a model in stages, one after another in one process, and compares it with the same model run whole, in
+float64.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +73,7 @@ class Ranks:
                 module, blocks, _ = self.analyzed.make_module("cpu", torch.float64)
                 module.eval()
                 drive = ForwardDriver(blocks, in_place=self.analyzed.model_spec.writes_in_place)
-                ran = played(self, part, module, drive, store, graph=graph)
+                ran = run_one_stage(self, part, module, drive, store, graph=graph)
                 drive.detach()
                 store |= ran.sent_values
         return ran.outputs
@@ -104,11 +106,11 @@ def steps(
     """
     store: dict[str, torch.Tensor] = {}
     ran, drives, loss = [], [], torch.zeros(())
-    corrupted = [spoil(one, part, each[2]) for part, each in zip(parts, made, strict=True)]
+    corrupted = [fill_absent_with_nan(one, part, each[2]) for part, each in zip(parts, made, strict=True)]
     for part, (module, blocks, _) in zip(parts, made, strict=True):
         before = {key: value.clone() for key, value in module.state_dict().items()}
         drives.append(ForwardDriver(blocks, in_place=one.analyzed.model_spec.writes_in_place))
-        ran.append(played(one, part, module, drives[-1], store, lean=lean))
+        ran.append(run_one_stage(one, part, module, drives[-1], store, lean=lean))
         store |= {name: tensor.detach().clone() for name, tensor in ran[-1].sent_values.items()}
         untouched = {
             name
@@ -125,7 +127,7 @@ def steps(
         for name, leaf in ran[place].sent_values.items():
             if name in owed:
                 leaf.grad = owed[name] if leaf.grad is None else leaf.grad + owed[name]
-        went_back(ran[place], drives[place])
+        backward_of_stage(ran[place], drives[place])
         for name, leaf in ran[place].received_values.items():
             if leaf.grad is not None:
                 owed[name] = owed[name] + leaf.grad if name in owed else leaf.grad
@@ -135,7 +137,7 @@ def steps(
     return [{name: parameter.grad for name, parameter in each[2].items()} for each in made], loss
 
 
-def spoil(
+def fill_absent_with_nan(
     one: Ranks, part: StageSpec, parameters: Mapping[str, nn.Parameter]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Make all parameters NaN that a rank with this part alone would not hold; what they were."""
@@ -149,7 +151,7 @@ def spoil(
     return before
 
 
-def played(
+def run_one_stage(
     one: Ranks,
     part: StageSpec,
     module: nn.Module,
@@ -177,7 +179,7 @@ def played(
     return ran
 
 
-def went_back(ran: StageResult, drive: ForwardDriver) -> None:
+def backward_of_stage(ran: StageResult, drive: ForwardDriver) -> None:
     """The backward of a part, visit by visit."""
     backward(ran.closing_call)
     for block_call in reversed(ran.forward_pass.block_calls.values()):
@@ -185,7 +187,7 @@ def went_back(ran: StageResult, drive: ForwardDriver) -> None:
         backward(block_call)
 
 
-def divisions(boundaries: Sequence[str], most: int = 8) -> Iterable[tuple[str, ...]]:
+def stage_divisions(boundaries: Sequence[str], most: int = 8) -> Iterable[tuple[str, ...]]:
     """Every border alone, and some divisions into 3 and 4 parts, at most so many of each."""
     yield from ((boundary,) for boundary in boundaries)
     for parts in (2, 3):
@@ -193,7 +195,7 @@ def divisions(boundaries: Sequence[str], most: int = 8) -> Iterable[tuple[str, .
         yield from found[:: max(1, len(found) // most)]
 
 
-def crossing(boundaries: StageBoundaries, samples: int) -> tuple[int, int]:
+def num_values_and_nbytes_crossing(boundaries: StageBoundaries, samples: int) -> tuple[int, int]:
     """How many values cross a border at most, and the bytes of the border with most of them."""
     live = [boundaries.live_values(boundary) for boundary in boundaries.open_boundaries()]
     return max(map(len, live)), max(sum(v.nbytes(samples) for v in each) for each in live)
@@ -215,7 +217,7 @@ def exact(glue: Forward, block: Forward | None = None) -> StageBoundaries:
     """
     one = chained(glue, block)
     assert one.boundaries.closed_boundaries == ()
-    for boundaries in divisions(one.boundaries.open_boundaries()):
+    for boundaries in stage_divisions(one.boundaries.open_boundaries()):
         assert one.error(boundaries) < 1e-12, boundaries
         assert one.error(boundaries, lean=True) < 1e-12, boundaries
     return one.boundaries
@@ -232,7 +234,7 @@ def live(boundaries: StageBoundaries) -> dict[str, list[str]]:
 def refused(glue: Forward, block: Forward | None = None) -> Ranks:
     """A chain that has closed borders; all others still give the gradients of one backward."""
     one = chained(glue, block)
-    for boundaries in divisions(one.boundaries.open_boundaries()):
+    for boundaries in stage_divisions(one.boundaries.open_boundaries()):
         assert one.error(boundaries) < 1e-12
     return one
 

@@ -1,6 +1,4 @@
-"""What a part has called is played for other numbers: bit for bit what its forward would do,
-or not at all.
-"""
+"""The recorded script of a stage, replayed on other inputs: bitwise equal to its forward, or not recorded."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +22,7 @@ def other(value: torch.Tensor) -> torch.Tensor:
     return value * 0.5 + 0.1 if value.is_floating_point() else value.flip(-1)
 
 
-def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
+def stage_gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
     """Those of a part whose gifts are weighed; they are taken off the parameters."""
     if ran.outputs is not None:
         weigh(ran.outputs).backward()
@@ -41,7 +39,7 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
     return found
 
 
-def corrupted(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
+def reasons_not_recorded(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
     """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward
     gives.
     """
@@ -84,7 +82,7 @@ def corrupted(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
         assert same([truth.sent_values, truth.outputs], [again.sent_values, again.outputs])
         stores[False] |= {name: leaf.detach() for name, leaf in written.sent_values.items()}
         stores[True] |= {name: leaf.detach() for name, leaf in truth.sent_values.items()}
-        expected, found = gradients(truth, parameters), gradients(again, parameters)
+        expected, found = stage_gradients(truth, parameters), stage_gradients(again, parameters)
         assert [tensor is None for tensor in expected] == [tensor is None for tensor in found]
         assert same([t for t in expected if t is not None], [t for t in found if t is not None])
     drive.detach()
@@ -101,8 +99,8 @@ def simple(model: Chain, x: torch.Tensor) -> object:
 @pytest.mark.parametrize(
     "boundaries", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
 )
-def test_glue_and_blocks_are_played_for_other_numbers(boundaries: tuple[str, ...]):
-    assert corrupted(chained(simple), boundaries) == [""] * (len(boundaries) + 1)
+def test_glue_and_blocks_are_replayed_on_other_inputs(boundaries: tuple[str, ...]):
+    assert reasons_not_recorded(chained(simple), boundaries) == [""] * (len(boundaries) + 1)
 
 
 def reads(model: Chain, x: torch.Tensor) -> object:
@@ -169,16 +167,16 @@ def casts(model: Chain, x: torch.Tensor) -> object:
         (casts, "is called in a context of its own"),
     ],
 )
-def test_what_could_differ_is_not_written_down(glue: Forward, message: str):
-    assert any(message in why for why in corrupted(chained(glue)))
+def test_a_forward_that_could_differ_is_not_recorded(glue: Forward, message: str):
+    assert any(message in why for why in reasons_not_recorded(chained(glue)))
 
 
-def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
+def test_a_block_that_reads_an_attribute_is_not_recorded():
     def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
         extra = layer.__dict__.get("extra")
         return torch.tanh(layer.linear(x)) if extra is None else torch.tanh(layer.linear(x)) * extra
 
-    reasons = corrupted(chained(aside, block))
+    reasons = reasons_not_recorded(chained(aside, block))
     assert any("computes with tensors that are not among its arguments" in why for why in reasons)
 
 
@@ -227,7 +225,7 @@ def test_a_forward_that_leaves_something_behind_runs_each_time(glue: Forward):
     assert len(scripts.failure_reasons) == 1
 
 
-def test_what_a_forward_makes_once_and_keeps_is_no_reason_to_run_it_each_time():
+def test_a_value_cached_by_the_first_forward_does_not_prevent_replay():
     def cached(model: Chain, x: torch.Tensor) -> object:
         if "table" not in vars(model):
             model.table = 2.0
@@ -299,7 +297,7 @@ def test_a_constant_that_somebody_writes_into_is_not_used_again():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_llama_is_played(masked: bool):
+def test_a_llama_is_replayed(masked: bool):
     config = transformers.LlamaConfig(
         vocab_size=13,
         hidden_size=12,
@@ -311,6 +309,6 @@ def test_a_llama_is_played(masked: bool):
     ids = torch.arange(20).view(4, 5) % 13
     samples = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
     one = ranks(lambda: transformers.LlamaForCausalLM(config), samples)
-    why = corrupted(one, ("model.layers.1", "model.layers.2"))
+    why = reasons_not_recorded(one, ("model.layers.1", "model.layers.2"))
     assert len(tree_tensors(list(one.inputs.values()))) == 1 + masked
     assert all("reads a number" in each for each in why) if masked else why == [""] * 3

@@ -1,4 +1,4 @@
-"""Runs of one part of a plain module: what is said of values that are missing, and how a forward is left."""
+"""Runs of one stage of a plain module: errors about missing values, and how the forward is left."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from meshwright.model.loading.loader import Model, load_factory
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Chain, Forward
-from tests.model.pipeline.staged_model import X, chained, exact, played, ranks, steps
+from tests.model.pipeline.staged_model import X, chained, exact, ranks, run_one_stage, steps
 
 
 def simple(model: Chain, x: torch.Tensor) -> object:
@@ -26,7 +26,7 @@ def simple(model: Chain, x: torch.Tensor) -> object:
     return model.head(model.layers[2](model.layers[1](first)) + twice)
 
 
-def test_a_value_that_is_not_handed_over_is_named():
+def test_a_value_that_is_not_received_is_named():
     one = chained(simple)
     part = one.borders.stages(["layers.1", "layers.2"])[2]
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
@@ -47,7 +47,7 @@ def test_a_value_that_is_not_handed_over_is_named():
 
 
 @pytest.mark.parametrize("lost", ["layers.0", "layers.0+0", "layers.2+0"])
-def test_a_value_that_is_dropped_from_what_is_live_is_noticed_by_its_name(lost: str):
+def test_a_value_missing_from_the_live_values_is_named(lost: str):
     one = chained(simple)
     kept = tuple(value for value in one.borders.values if value.name != lost)
     assert len(kept) == len(one.borders.values) - 1
@@ -57,7 +57,7 @@ def test_a_value_that_is_dropped_from_what_is_live_is_noticed_by_its_name(lost: 
         one.error([at])
 
 
-def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed():
+def test_a_tensor_written_by_another_stage_and_not_sent_is_noticed():
     def glue(model: Chain, x: torch.Tensor) -> object:
         kept = torch.zeros(3, len(x), 6, dtype=x.dtype)
         for place, layer in enumerate(model.layers):
@@ -78,7 +78,7 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
         one.error(["layers.2"])
 
 
-def test_a_forward_that_takes_another_way_than_its_course_is_refused():
+def test_a_forward_that_differs_from_its_recording_is_refused():
     one = chained(simple)
     part = one.borders.stages(["layers.1"])[1]
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
@@ -124,7 +124,7 @@ def test_a_model_that_catches_every_exception_is_left_all_the_same():
     exact(glue)
 
 
-def test_parameters_that_glue_uses_have_a_share_in_each_part():
+def test_parameters_that_glue_uses_get_a_gradient_in_each_stage():
     def glue(model: Chain, x: torch.Tensor) -> object:
         gain = model.scale.exp()
         for layer in model.layers:
@@ -178,14 +178,14 @@ def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     assert difference.abs().max() > 1e-2
 
 
-def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
+def test_a_graph_that_is_not_cut_within_a_stage_is_one_backward():
     one = chained(simple)
     first, last = one.borders.stages(["layers.2"])
     store: dict[str, torch.Tensor] = {}
     module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks, cut_graph=False)
-    early = played(one, first, module, drive, store)
-    late = played(
+    early = run_one_stage(one, first, module, drive, store)
+    late = run_one_stage(
         one, last, module, drive, {name: tensor.detach() for name, tensor in early.sent_values.items()}
     )
     one.total(late.outputs).backward()
@@ -200,7 +200,7 @@ def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
         assert truth is None or torch.equal(parameter.grad, truth)
 
 
-def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_at():
+def test_an_output_that_the_loss_ignores_is_not_sent_and_raises_when_read():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = model.layers[0](x)
         return {"y": model.head(model.layers[1](first)), "first": first}
@@ -227,7 +227,7 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
         ran.outputs["first"] * 2
 
 
-def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
+def test_a_run_is_freed_when_its_result_is_dropped():
     one = chained(simple)
     parts = one.borders.stages(["layers.1", "layers.2"])
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
@@ -235,7 +235,7 @@ def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
     gc.disable()
     try:
         for part in parts:
-            ran = played(one, part, module, drive, store)
+            ran = run_one_stage(one, part, module, drive, store)
             store |= {name: tensor.detach() for name, tensor in ran.sent_values.items()}
             held = [
                 weakref.ref(tensor) for tensor in (*ran.sent_values.values(), *ran.received_values.values())

@@ -227,7 +227,7 @@ def test_sdpa_and_eager_attention_drop_the_same_probabilities():
     assert torch.allclose(*logits, rtol=1e-10, atol=1e-12)
 
 
-def test_bart_trains_although_it_rolls_for_layer_drop():
+def test_bart_trains_although_it_draws_for_layer_drop():
     config = transformers.BartConfig(
         d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=30, max_position_embeddings=16, use_cache=False,

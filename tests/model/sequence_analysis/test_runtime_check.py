@@ -1,5 +1,5 @@
-"""Blocks that go another way by how many tokens there are: told on rows as long as a run has them, before it
-goes wrong.
+"""Blocks that branch on the number of tokens are refused on the sequence lengths of the run, before results
+are wrong.
 """
 
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh | None = None, *strategies: Stra
     ("rule", "message"),
     [(far, "layers.0 computes 'mul' on sequences of 40"), (scaled, "the number of tokens (mul)")],
 )
-def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
+def test_a_branch_taken_by_longer_sequences_is_refused_when_they_come(
     rule: Rule, message: str, mesh: Mesh, strategies: tuple
 ) -> None:
     analyzed = analyzed_model(rule)
@@ -128,7 +128,9 @@ def test_a_branch_that_a_rank_takes_alone_is_refused_before_anything_starts() ->
     assert planned(analyzed, Mesh(cp=2)).mesh.cp == 2
 
 
-def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_any_length_run_where_blocks_do_not_branch_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     analyzed, tried = analyzed_model(plain), list[dict[int, int]]()
     run = SequenceShardCheck._trace
     monkeypatch.setattr(
@@ -155,7 +157,7 @@ def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.Monk
     ]  # some of 13, all of 13; fewer; more; the last two lie between
 
 
-def test_evaluations_are_looked_at_too() -> None:
+def test_evaluations_are_checked_too() -> None:
     analyzed = analyzed_model(far)
     plan = planned(analyzed)
 
@@ -167,7 +169,7 @@ def test_evaluations_are_looked_at_too() -> None:
         run_on_threads(evaluate, Mesh(cp=3))
 
 
-def test_what_does_not_run_on_so_many_tokens_says_so() -> None:
+def test_a_block_that_fails_on_a_length_is_reported() -> None:
     def short(x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] > 16:
             raise ValueError("too long")

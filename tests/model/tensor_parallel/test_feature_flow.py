@@ -1,5 +1,5 @@
-"""Roles are read off a trial run: who takes in what whom gives out, in which units, and what keeps a pair
-from being divided.
+"""Layer roles are derived from a trial: which layer consumes the features of which, in which units, and why a
+pair is not sharded.
 """
 
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def by_hand(block: Block, x: torch.Tensor) -> torch.Tensor:
         (lambda block, x: block.down(F.dropout(block.up(x), 0.5)), {"up": (10, (10,)), "down": (10, (10,))}),
     ],
 )
-def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tuple[int, tuple[int, ...]]]):
+def test_units_follow_the_views_of_the_forward(inside: Inside, cuts: dict[str, tuple[int, tuple[int, ...]]]):
     shown, _ = found(inside)
     assert {name: (cut.num_units, cut.sections) for name, cut in shown.items()} == cuts
 
@@ -141,11 +141,11 @@ def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tup
         ),  # in another order
     ],
 )
-def test_features_that_are_needed_whole_are_not_divided(inside: Inside):
+def test_features_that_are_needed_whole_are_not_sharded(inside: Inside):
     assert found(inside)[0] == {}
 
 
-def test_a_layer_is_rows_or_columns_and_the_first_pair_wins():
+def test_a_layer_is_rowwise_or_colwise_and_the_first_pair_wins():
     shown, _ = found(lambda block, x: block.out(block.down(F.relu(block.up(x)))))
     assert set(shown) == {"up", "down"}
 
@@ -155,7 +155,7 @@ def test_a_declared_role_wins():
     assert found(gated, up="replicated")[0] == {}
 
 
-def test_the_number_of_heads_is_told_to_the_module_that_holds_it():
+def test_the_number_of_heads_is_set_on_the_module_that_stores_it():
     _, model_spec = found(attended)
     assert [
         (number.module, number.name, number.dim_split.sections) for number in model_spec.size_attributes
@@ -172,7 +172,7 @@ def test_the_number_of_heads_is_told_to_the_module_that_holds_it():
 
 
 @pytest.mark.parametrize("count", [HEADS, 6])
-def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(count: int):
+def test_layers_whose_slices_compute_other_results_stay_whole_with_a_reason(count: int):
     def fixed(block: Block, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
             each.view(*each.shape[:2], count, -1).transpose(1, 2) for each in block.packed(x).chunk(3, -1)

@@ -1,5 +1,5 @@
-"""What stands beside divided features and needs a gradient: shared by all ranks where it can be, else the
-layers stay whole.
+"""Parameters used with sharded features: replicated with summed gradients where possible, else the layers
+stay whole.
 """
 
 from collections.abc import Callable
@@ -90,9 +90,7 @@ def role(analyzed: AnalyzedModel, layer: str) -> str:
 @pytest.mark.parametrize(
     ("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")]
 )
-def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(
-    between, inside: str
-):
+def test_parameters_between_colwise_and_rowwise_layers_have_gradients_summed_over_ranks(between, inside: str):
     analyzed = analyzed_model(between)
     assert (role(analyzed, "up.weight"), role(analyzed, inside)) == ("colwise", "between_pair")
     for ranks in (2, 3):
@@ -101,11 +99,11 @@ def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_t
 
 
 @pytest.mark.parametrize("between", [gated, of_the_block, used_apart_too, one_for_each_head])
-def test_layers_stay_whole_where_what_stands_beside_their_features_would_get_a_wrong_gradient(between):
+def test_layers_stay_whole_where_a_parameter_on_their_features_would_get_a_wrong_gradient(between):
     assert role(analyzed_model(between), "up.weight") == role(analyzed_model(between), "down.weight") == ""
 
 
-def test_a_norm_between_columns_and_rows_that_nobody_saw_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_an_overlooked_norm_between_colwise_and_rowwise_layers_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pair_search._GroupSearch, "_num_units_met", lambda *args: 0)
     analyzed = analyzed_model(heads)
     assert (role(analyzed, "up.weight"), role(analyzed, "heads.bias")) == ("colwise", "norm")

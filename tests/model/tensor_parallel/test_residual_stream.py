@@ -1,6 +1,4 @@
-"""The way of the stream through a model is found: who hands it on, who takes all tokens,
-and what mixes them.
-"""
+"""The residual stream of a model: which modules pass it on, which need all tokens, and which mix them."""
 
 from collections.abc import Callable
 
@@ -24,7 +22,7 @@ def model_spec_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, Layer
     }
 
 
-def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
+def test_layers_pass_it_to_the_norm_and_the_norm_to_the_head():
     passages, calls = model_spec_of("llama")
     assert [(each.producer, each.consumer) for each in passages.values()] == [
         ("", "model.layers.1"),
@@ -44,7 +42,7 @@ def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
     assert calls["lm_head"].takes_residual
 
 
-def test_norms_of_heads_are_not_on_it():
+def test_norms_of_attention_heads_are_not_on_it():
     _, calls = model_spec_of("qwen3")
     assert not calls["model.layers.0.self_attn.q_norm"].takes_residual
 
@@ -54,7 +52,7 @@ def test_glue_that_views_it_ends_it():
     assert passages["transformer.ln_f"].consumer == ""
 
 
-def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
+def test_a_module_that_adds_it_after_its_layers_is_no_gate():
     passages, calls = model_spec_of("bert")
     assert (
         calls["bert.encoder.layer.0.attention.self.query"].outer_module
@@ -69,7 +67,7 @@ def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
     ]  # the head beside a norm and a whole layer is none
 
 
-def test_what_a_decoder_takes_from_the_encoder_is_not_its_stream():
+def test_the_encoder_output_in_a_decoder_is_not_its_stream():
     passages, calls = model_spec_of("t5")
     cross = "decoder.block.0.layer.1.EncDecAttention"
     assert [calls[f"{cross}.{name}"].takes_residual for name in "qkv"] == [True, False, False]
@@ -143,7 +141,7 @@ def test_layers_in_a_block_itself_have_no_gate():
         (lambda x: x.requires_grad and x.dtype.is_floating_point and x, "layers.1"),
     ],
 )
-def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
+def test_glue_may_only_pass_it_on(between: Callable, onward: str):
     model_spec = found(between=between)
     assert model_spec.residual_flows[0].consumer == onward
     assert model_spec.residual_flows[1].producer == ("layers.0" if onward else "")
@@ -158,5 +156,5 @@ def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
         (lambda x: x.reshape(-1, WIDTH).view(x.shape), "layers.0 computes 'reshape' with it"),
     ],
 )
-def test_what_mixes_tokens_is_named(extra: Callable, mixes: str):
+def test_modules_that_mix_tokens_are_named(extra: Callable, mixes: str):
     assert found(extra).residual_flows[0].not_sequence_parallel == mixes

@@ -27,7 +27,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(y))) + torch.tanh(self.side(y))
 
 
-def test_a_pair_has_its_products_and_what_lies_between():
+def test_a_pair_includes_its_products_and_the_operations_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.side": "replicated"}
     found = analyze(

@@ -75,14 +75,14 @@ def test_all_else_is_bytes_in_and_out_and_views_have_none():
     )
 
 
-def test_of_a_table_only_what_is_picked_is_read():
+def test_an_embedding_reads_only_the_selected_rows():
     table, words = torch.ones(1000, 4), torch.zeros(NUM_SAMPLES, 2, dtype=torch.int64)
     assert noted(lambda: F.embedding(words, table)).memory_ops == (
         MemoryOp(LinearInSamples(0, 2 * 8 + 2 * 2 * 4 * 4)),
     )
 
 
-def test_what_computes_much_says_what_it_is_and_how_many_numbers_it_makes():
+def test_expensive_operations_are_counted_with_their_output_elements():
     x = torch.ones(NUM_SAMPLES, 4)
     assert noted(x.tanh).memory_ops == (MemoryOp(LinearInSamples(0, 32), 1, "tanh", LinearInSamples(0, 4)),)
     assert noted(lambda: F.gelu(x)).memory_ops[0].operation == "gelu"
