@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
+from tests.engine.one_device import sample_range
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 ANALYZED = analyzed_model(p=0.1)
@@ -64,7 +64,7 @@ def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
 
 
 def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_path):
-    (own, _) = played(plan_in(tmp_path / "own"), eval_data=part(DATA, 0, 5))
+    (own, _) = played(plan_in(tmp_path / "own"), eval_data=sample_range(DATA, 0, 5))
     assert own.eval_history.best_loss is not None
     (without, _) = played(plan_in(tmp_path / "without"))
     assert (without.eval_history.best_loss, own.loss) == (None, without.loss)
@@ -80,7 +80,7 @@ def test_evaluations_without_samples_are_refused(tmp_path):
 
 def test_an_engine_evaluates_batches_of_its_own(tmp_path):
     plan = plan_in(tmp_path)
-    batches = [part(DATA, 0, 12), part(DATA, 12, 24), part(DATA, 24, 31)]
+    batches = [sample_range(DATA, 0, 12), sample_range(DATA, 12, 24), sample_range(DATA, 24, 31)]
 
     def rank(world: World) -> float:
         with parallelize(ANALYZED, plan, world=world) as engine:
@@ -94,7 +94,7 @@ def test_an_engine_evaluates_batches_of_its_own(tmp_path):
 def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):
     def trained(optimizer: object) -> float:
         with parallelize(ANALYZED, make_plan(ANALYZED, plan_in(tmp_path).job), optimizer=optimizer) as engine:
-            return [engine.step(part(DATA, 0, 12)).loss for _ in range(3)][-1]
+            return [engine.step(sample_range(DATA, 0, 12)).loss for _ in range(3)][-1]
 
     def two(groups: list[dict]) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD([group]) for group in groups]

@@ -1,5 +1,5 @@
-"""Steps of a small model whose gradients are summed where layers or shards lie on several ranks, with its
-weights before each.
+"""Trains a small model under pipeline or sharded layouts, and records its weights before each step, for tests
+of the gradient noise scale.
 """
 
 from meshwright.api import make_plan
@@ -14,7 +14,7 @@ from tests.engine.step.test_gradient_noise import ANALYZED, noisy
 from tests.tiny_model import Tiny, executor_of, tiny_job, token_samples
 
 
-def played(
+def train_and_record(
     mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2
 ) -> tuple[list[list[Metrics]], list[Tiny]]:
     """Each rank's metrics of three steps, and the model as it was before each."""

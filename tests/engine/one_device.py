@@ -1,6 +1,4 @@
-"""One device: the engine beside the loop that anybody would write,
-and a model whose parts a test can choose.
-"""
+"""One device: the executor beside an ordinary training loop, and a model whose forward a test can choose."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -109,7 +107,7 @@ def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     }
 
 
-def part(batch: Batch, start: int, stop: int) -> Batch:
+def sample_range(batch: Batch, start: int, stop: int) -> Batch:
     """Rows `start` to `stop`."""
     return {key: value[start:stop] for key, value in batch.items()}
 

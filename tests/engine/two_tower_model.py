@@ -1,4 +1,6 @@
-"""A model of two towers and a contrastive loss: each row is compared with all rows of the global batch."""
+"""A model of two towers with a contrastive loss: each sample is compared with all samples of the global
+batch.
+"""
 
 from collections.abc import Iterable
 
@@ -52,12 +54,12 @@ def info_nce(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits, right, reduction="sum") + F.cross_entropy(logits.T, right, reduction="sum")
 
 
-def number_of_rows(batch: Batch) -> torch.Tensor:
+def number_of_samples(batch: Batch) -> torch.Tensor:
     """How many rows there are."""
     return torch.tensor(len(batch["kind"]))
 
 
-CONTRASTIVE = Loss(info_nce, number_of_rows, targets=("kind",), whole_batch=True)
+CONTRASTIVE = Loss(info_nce, number_of_samples, targets=("kind",), whole_batch=True)
 
 
 def pairs(count: int = 24) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     ]
 
 
-def test_a_group_that_names_a_rule_decides_but_no_vector_becomes_a_matrix():
+def test_the_optimizer_of_a_group_wins_but_vectors_never_use_a_matrix_optimizer():
     forced = replace(MUON, groups=(ParamGroupConfig("*", 0.5, name="muon", momentum=0.8),))
     assert param_optimizer(forced, EMBED) == ParamOptimizer("muon", 0.8, 0.25, 0.1)
     assert param_optimizer(forced, BIAS).optimizer == "adamw"
@@ -84,7 +84,7 @@ def test_alignments_follow_from_the_optimizer_of_each_parameter():
         ("muon", 4 * 4096 * 1024),
     ],
 )
-def test_the_bytes_of_moments_of_a_matrix(rule: OptimizerName, nbytes: int):
+def test_the_bytes_of_optimizer_states_of_a_matrix(rule: OptimizerName, nbytes: int):
     assert optimizer_state_nbytes(rule, (4096, 1024)) == nbytes
 
 
@@ -141,7 +141,7 @@ def test_the_bytes_of_other_shapes_and_widths():
         ),
     ],
 )
-def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, message: str):
+def test_options_that_an_optimizer_does_not_have_are_refused(spec: OptimizerConfig, where: str, message: str):
     diagnostics = list(spec.diagnostics())
     assert [diagnostic.location for diagnostic in diagnostics] == [where]
     assert diagnostics[0].problem.startswith(message)
@@ -160,7 +160,7 @@ def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, me
     ],
     ids=lambda spec: spec.name,
 )
-def test_what_rules_are_usually_given_is_accepted(spec: OptimizerConfig):
+def test_usual_options_of_optimizers_are_accepted(spec: OptimizerConfig):
     assert list(spec.diagnostics()) == []
 
 
@@ -194,7 +194,7 @@ def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
     assert {"GATHER_GRAD", "SCATTER_PARAM"} < kinds("adamw_8bit")
 
 
-def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
+def test_the_kind_of_a_weight_is_in_the_hash_where_optimizers_depend_on_it():
     model_spec = SyntheticModel(layers=1).anatomy
     other = replace(
         model_spec, params=tuple(replace(param, is_hidden_matrix=True) for param in model_spec.params)

@@ -179,7 +179,7 @@ def test_a_whole_number_hashes_as_the_same_number_with_a_point():
     assert one.hash == point.hash
 
 
-def test_what_surrounds_the_run_does_not_count():
+def test_options_outside_of_training_are_not_in_the_hash():
     other = RunConfig(
         "elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5
     )
@@ -200,7 +200,7 @@ def test_the_hash_is_the_same_in_another_process():
     assert done.stdout.decode().strip() == plan().hash
 
 
-def test_a_plan_cuts_the_batch_and_gives_every_rank_its_share():
+def test_a_plan_splits_the_batch_and_gives_every_rank_its_samples():
     cut = plan(micro_batch=2)
     assert (cut.num_data, cut.local_batch, cut.num_microbatches, cut.exact) == (3, 4, 2, True)
     assert [cut.data_index(rank) for rank in range(3)] == [0, 1, 2]

@@ -1,5 +1,5 @@
-"""What runs outside of a step on parts of a model, on processes: a message is there only when it has been
-waited for.
+"""Pipelined evaluation and forwards outside of steps on processes, where a message is only valid after its
+wait.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import ProcessPool
-from tests.engine.one_device import part
+from tests.engine.one_device import sample_range
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
@@ -35,11 +35,11 @@ def evaluations_of(world: World, layout: str) -> dict[str, list[float]]:
     with parallelize(analyzed, plan, world=world) as engine:
         found: dict[str, list[float]] = {"losses": [], "logits": [], "suspects": []}
         for first in (0, 0, 12):  # the third is new to it
-            mine = [engine.local_batch(part(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
+            mine = [engine.local_batch(sample_range(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
             found["losses"].append(
                 engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss
             )
-            metrics = engine.step(engine.local_batch(part(DATA, first, first + 12)))
+            metrics = engine.step(engine.local_batch(sample_range(DATA, first, first + 12)))
         if metrics.spike is not None:
             found["suspects"] = [
                 sum(each.grad_norm**2 for each in metrics.spike.rank_reports),
@@ -51,7 +51,7 @@ def evaluations_of(world: World, layout: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_what_one_device_finds(process_pool: ProcessPool, layout: str):
+def test_it_equals_one_device(process_pool: ProcessPool, layout: str):
     expected = evaluations_of(single_rank_world(torch.device("cpu")), "")
     for found in process_pool.run(evaluations_of, LAYOUTS[layout][0], layout):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)

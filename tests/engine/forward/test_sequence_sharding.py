@@ -1,4 +1,4 @@
-"""Logits that glue makes of all tokens are alike on all ranks: their loss counts once."""
+"""Logits that glue computes from all tokens are equal on all ranks: their loss counts once."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ class Tied(Own):
 
 @pytest.mark.parametrize("strategy", [RingAttention(), Ulysses()], ids=lambda each: each.name)
 @pytest.mark.parametrize("make", [Last, Mean, Tied])
-def test_losses_are_those_of_one_device(make: type[nn.Module], strategy: Strategy):
+def test_losses_equal_one_device(make: type[nn.Module], strategy: Strategy):
     samples = batches(3, NUM_SAMPLES)
     if make is not Tied:
         samples = [{"input_ids": each["input_ids"], "labels": each["labels"][:, 0]} for each in samples]

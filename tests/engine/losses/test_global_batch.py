@@ -1,4 +1,5 @@
-"""Rows of several ranks meet.
+"""Losses of the global batch: a contrastive loss on 2, 3 and 4 ranks equals one device, with every message
+stated.
 
 A contrastive loss on 2, 3 and 4 ranks is that of one device, to the last message.
 """
@@ -61,7 +62,7 @@ def test_a_contrastive_loss_equals_one_device_also_where_the_last_batch_is_short
 
 
 @pytest.mark.parametrize("count", [24, 17])
-def test_a_parameter_that_the_model_hands_out_as_it_is_gets_its_part_of_the_gradient(count: int):
+def test_a_parameter_that_the_model_returns_gets_its_part_of_the_gradient(count: int):
     analyzed = analyzed_towers(bare=True)
     passed(
         verify(analyzed, towers_plan(analyzed, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE)
@@ -76,7 +77,7 @@ def on_a_process(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
         return metrics, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def test_processes_meet_as_threads_do(process_pool: ProcessPool):
+def test_processes_equal_threads(process_pool: ProcessPool):
     mesh = Mesh(dp_replicate=3)
     threads, processes = run_on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
     for (metrics, parameters), (others, twins) in zip(threads, processes, strict=True):
@@ -84,7 +85,7 @@ def test_processes_meet_as_threads_do(process_pool: ProcessPool):
         assert all(torch.allclose(value, twins[name], rtol=1e-12) for name, value in parameters.items())
 
 
-def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
+def test_every_sample_that_the_loss_gathers_is_stated_to_the_byte():
     """3 ranks of 4 rows: a fact and a checksum, labels of 8 bytes, embeddings of 4 floats.
 
     In float32 half of it.
@@ -107,7 +108,7 @@ def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
     assert trace(ANALYZED, plan, [1], loss=CONTRASTIVE, fake=False).passed
 
 
-def test_rows_meet_over_both_data_axes_at_once():
+def test_samples_are_gathered_over_both_data_axes_at_once():
     split = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"))
     program = split[0].rewrite(
         towers_plan(ANALYZED, Mesh()).program, towers_plan(ANALYZED, Mesh()).sharding, tiny_job()
@@ -127,7 +128,7 @@ def test_one_device_gathers_nothing():
     passed(verify(ANALYZED, towers_plan(ANALYZED, Mesh()), global_batches(17), loss=CONTRASTIVE))
 
 
-def test_a_step_without_any_row_is_skipped_on_all_ranks():
+def test_a_step_without_any_sample_is_skipped_on_all_ranks():
     plan = towers_plan(ANALYZED, Mesh(dp_replicate=3))
 
     def body(world: World) -> tuple[bool, bool]:
@@ -163,7 +164,7 @@ def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str)
     assert not verdict.passed
 
 
-def test_a_loss_that_waits_for_no_gather_is_no_proof():
+def test_a_loss_that_does_not_wait_for_its_gather_fails_the_static_checks():
     plan = towers_plan(ANALYZED, Mesh(dp_replicate=3))
 
     def hasty(actions: list[Action]) -> list[Action]:
@@ -181,7 +182,7 @@ class Pooling(Towers):
         return first, second, scale + first.mean()
 
 
-def test_an_output_that_is_not_per_row_and_differs_between_ranks_is_refused():
+def test_an_output_that_is_not_per_sample_and_differs_between_ranks_is_refused():
     analyzed = analyzed_towers(model=Pooling)
     with pytest.raises(
         PlanError,
@@ -190,7 +191,7 @@ def test_an_output_that_is_not_per_row_and_differs_between_ranks_is_refused():
         verify(analyzed, towers_plan(analyzed, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
 
 
-def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
+def test_a_similarity_inside_the_model_is_refused_by_the_analysis():
     inside = replace(CONTRASTIVE, total=lambda outputs, batch: outputs[0].sum())
     with pytest.raises(
         PlanError,
@@ -237,7 +238,7 @@ def test_another_kind_of_loss_than_the_plan_knows_is_refused():
             call()
 
 
-def test_rows_of_another_shape_than_the_plan_knows_are_refused():
+def test_samples_of_another_shape_than_the_plan_knows_are_refused():
     wide = replace(CONTRASTIVE, total=lambda outputs, batch: info_nce(outputs, {"kind": batch["kind"][:, 0]}))
     example = {
         key: value if key != "kind" else value[:, None].repeat(1, 2) for key, value in pairs(4).items()

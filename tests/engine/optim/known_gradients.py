@@ -1,4 +1,4 @@
-"""A few steps with known gradients: of a rule on whole weights, and on flat pieces of them."""
+"""Steps an optimizer with known gradients: on whole weights, and on flat shards of them."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -51,7 +51,7 @@ def stepped(
     return parameter.detach(), optimizer
 
 
-def stepped_in_pieces(
+def stepped_in_shards(
     make: Make, begin: torch.Tensor, grads: list[torch.Tensor], cuts: list[int]
 ) -> torch.Tensor:
     """The same, when flat pieces that end at `cuts` are stepped as parameters of their own."""

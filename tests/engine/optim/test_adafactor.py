@@ -1,4 +1,4 @@
-"""Adafactor against the paper's sums, and against torch's."""
+"""Adafactor against the sums of the paper, and against torch's."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.engine.optim.known_gradients import (
     gradients,
     moments,
     stepped,
-    stepped_in_pieces,
+    stepped_in_shards,
     weight,
 )
 
@@ -70,7 +70,7 @@ def test_it_keeps_rows_and_columns(shape: tuple[int, ...], elements: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_zero_in_a_whole_row_and_column_harms_nothing(dtype: torch.dtype):
+def test_a_gradient_with_a_zero_row_and_column_gives_finite_updates(dtype: torch.dtype):
     begin, grads = weight(6, 4, dtype=dtype), gradients(6, 4, dtype=dtype)
     for gradient in grads:
         gradient[2] = 0
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_zero_in_a_whole_row_and_column_harms_nothing(dtype: 
     assert torch.isfinite(mine).all()
 
 
-def test_pieces_do_not_become_what_the_whole_becomes():
+def test_shards_are_not_updated_as_the_whole():
     begin, grads = weight(7, 5), gradients(7, 5)
     whole, _ = stepped(Adafactor, begin, grads)
-    assert (stepped_in_pieces(Adafactor, begin, grads, [15]) - whole).abs().max() > 1e-4
+    assert (stepped_in_shards(Adafactor, begin, grads, [15]) - whole).abs().max() > 1e-4

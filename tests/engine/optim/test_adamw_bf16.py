@@ -1,4 +1,4 @@
-"""AdamW with moments of 16 bits against torch's AdamW, whose moments are rounded between its steps."""
+"""AdamW with bfloat16 states against torch's AdamW whose states are rounded between its steps."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright.engine.optim.adamw_bf16 import AdamWBF16
 from meshwright.plan.optimizer_spec import optimizer_state_nbytes
-from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_pieces, weight
+from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_shards, weight
 
 KEYS = ("exp_avg", "exp_avg_sq")
 
@@ -48,8 +48,8 @@ def test_it_keeps_four_bytes_per_parameter():
     assert moments(optimizer) == 4 * 35 == optimizer_state_nbytes("adamw_bf16", (7, 5))
 
 
-def test_pieces_become_what_the_whole_becomes():
+def test_shards_are_updated_as_the_whole():
     begin, grads = weight(7, 5), gradients(7, 5)
     assert torch.equal(
-        stepped_in_pieces(AdamWBF16, begin, grads, [3, 4, 17]), stepped(AdamWBF16, begin, grads)[0]
+        stepped_in_shards(AdamWBF16, begin, grads, [3, 4, 17]), stepped(AdamWBF16, begin, grads)[0]
     )

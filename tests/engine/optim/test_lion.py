@@ -1,4 +1,4 @@
-"""Lion against the paper's few lines, its bytes, and pieces of a weight."""
+"""Lion against the formulas of the paper, its bytes, and shards of a weight."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tests.engine.optim.known_gradients import (
     gradients,
     moments,
     stepped,
-    stepped_in_pieces,
+    stepped_in_shards,
     weight,
 )
 
@@ -51,6 +51,6 @@ def test_it_keeps_four_or_two_bytes_per_parameter(kept: torch.dtype | None, rule
     assert moments(optimizer) == width * 35 == optimizer_state_nbytes(rule, (7, 5))
 
 
-def test_pieces_become_what_the_whole_becomes():
+def test_shards_are_updated_as_the_whole():
     begin, grads = weight(7, 5), gradients(7, 5)
-    assert torch.equal(stepped_in_pieces(Lion, begin, grads, [3, 4, 17]), stepped(Lion, begin, grads)[0])
+    assert torch.equal(stepped_in_shards(Lion, begin, grads, [3, 4, 17]), stepped(Lion, begin, grads)[0])

@@ -1,4 +1,4 @@
-"""Muon against the same polynomial on singular values, its bounds, and what becomes of it on shards."""
+"""Muon against the same polynomial on singular values, its bounds, and its result on shards."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_it_keeps_four_bytes_per_parameter():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_halves_of_a_matrix_do_not_become_what_the_whole_becomes(dim: int):
+def test_halves_of_a_matrix_are_not_updated_as_the_whole(dim: int):
     begin, grads = weight(8, 6), gradients(8, 6)
     whole, _ = stepped(Muon, begin, grads)
     halves = [
@@ -64,7 +64,7 @@ def test_halves_of_a_matrix_do_not_become_what_the_whole_becomes(dim: int):
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 3, 4)], ids=str)
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]):
+def test_parameters_that_are_no_matrix_are_refused(shape: tuple[int, ...]):
     with pytest.raises(
         PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"
     ):

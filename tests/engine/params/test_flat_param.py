@@ -1,6 +1,4 @@
-"""Old versions of weights under graphs that are alive: gradients are those of the version that the forward
-has met.
-"""
+"""Old versions of weights for live autograd graphs: gradients are those of the version that the forward used."""
 
 import torch
 from torch import nn
@@ -46,18 +44,18 @@ def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], W
     return found, expected, versions
 
 
-def test_a_backward_meets_the_weights_of_its_forward():
+def test_a_backward_uses_the_weights_of_its_forward():
     found, expected, versions = stepped(restore=True)
     assert all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
     assert versions.nbytes == sum(parameter.nbytes for parameter in model().parameters())
 
 
-def test_without_restore_a_norm_meets_the_newest_ones():
+def test_without_restore_a_norm_uses_the_newest_weights():
     found, expected, _ = stepped(restore=False)
     assert not torch.allclose(found[0], expected[0])
 
 
-def test_memory_that_is_let_go_of_serves_the_next_version():
+def test_freed_memory_is_reused_for_the_next_version():
     weight = nn.Parameter(torch.ones(3))
     versions = WeightStash({"w": weight}, {})
     for _ in range(4):

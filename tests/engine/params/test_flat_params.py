@@ -1,6 +1,4 @@
-"""The memory of shards: who holds which values, zeros where arenas are padded, and the same buffers step
-after step.
-"""
+"""Memory of flat parameters: which rank keeps which values, zero padding, and buffers reused in every step."""
 
 from collections.abc import Callable, Sequence
 
@@ -76,7 +74,7 @@ def test_each_element_is_stepped_by_one_rank(stage: int):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_padding_is_packed_as_zeros_whatever_the_buffer_held(stage: int):
+def test_padding_is_packed_as_zeros_whatever_was_in_the_buffer(stage: int):
     def poisoned(executor: Executor, step: Callable[[], float]) -> tuple[int, float]:
         step()
         for buffer in executor.flat_params._buffers.values():
@@ -110,7 +108,7 @@ def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_that_stay_whole_are_gathered_in_place_and_refreshed(stage: int):
+def test_unsharded_weights_are_gathered_in_place_and_refreshed(stage: int):
     def refreshed(executor: Executor, step: Callable[[], float]) -> bool:
         step()
         for held in executor.flat_params.by_param_group.values():
@@ -126,7 +124,7 @@ def test_weights_that_stay_whole_are_gathered_in_place_and_refreshed(stage: int)
     assert on_ranks(stage, refreshed) == [True] * RANKS, "between steps a rank knows its own shard only"
 
 
-def test_a_block_that_is_fetched_is_whole():
+def test_a_gathered_block_is_complete():
     def fetched(executor: Executor, step: Callable[[], float]) -> None:
         step()
         whole, subject = executor.gather_parameters(), executor.state.trained_module

@@ -1,6 +1,4 @@
-"""Whose weights are fetched in a pass outside of the program's list: the same on every rank, whatever its
-forward does.
-"""
+"""Which weights are gathered in a pass outside of the program: the same on every rank, for any forward."""
 
 import pytest
 
@@ -10,7 +8,7 @@ BLOCK_CALLS = ("embed", "layer0", "layer1", "embed#2", "head")
 
 
 @pytest.mark.parametrize("called", [BLOCK_CALLS, ("layer1",), (), ("embed", "head"), ("layer0", "embed#2")])
-def test_every_visit_is_fetched_for_once_and_in_the_order_of_the_plan(called: tuple[str, ...]):
+def test_every_block_call_gathers_once_and_in_the_order_of_the_plan(called: tuple[str, ...]):
     fetched: list[str] = []
     with unshard_in_order(BLOCK_CALLS, fetched.append) as reach:
         for block_call in called:
@@ -19,7 +17,7 @@ def test_every_visit_is_fetched_for_once_and_in_the_order_of_the_plan(called: tu
     assert fetched == [block_call.split("#")[0] for block_call in BLOCK_CALLS]
 
 
-def test_a_block_that_is_called_once_more_is_fetched_for_once_more():
+def test_an_additional_call_of_a_block_gathers_again():
     fetched: list[str] = []
     with unshard_in_order(("a", "b"), fetched.append) as reach:
         for block in ("a", "b", "a"):

@@ -1,4 +1,4 @@
-"""Where what two ranks send each other goes in the order of issue, each direction has a group of its own."""
+"""Where messages between two ranks are ordered by issue, each direction has its own process group."""
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
@@ -36,7 +36,7 @@ def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
     }
 
 
-def test_messages_in_groups_of_two_give_what_one_device_gives():
+def test_messages_in_groups_of_two_ranks_equal_one_device():
     for report, sent in run_on_threads(compared, Mesh(pp=3)):
         assert (report.differences, report.num_steps) == ([], STEPS)
         assert sent == {("send", 2), ("recv", 2)}

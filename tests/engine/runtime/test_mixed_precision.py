@@ -1,6 +1,4 @@
-"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale
-of float16.
-"""
+"""Mixed precision on one device: bytes and dtypes by role, master weights, and the loss scale of float16."""
 
 from dataclasses import replace
 from math import inf
@@ -115,7 +113,7 @@ def test_a_tensor_of_another_dtype_than_planned_is_noticed():
         check_dtypes_match_plan(engine.plan, [("parameters", "head.bias", engine.module.head.bias)])
 
 
-def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_master_rounded():
+def test_a_master_weight_starts_unrounded_and_the_parameter_is_its_rounded_value():
     engine = engine_of(MIXED)
     for step in range(3):
         for name, master in model_of(engine).items():
@@ -129,7 +127,7 @@ def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_ma
     "optimizer", [ADAMW, OptimizerConfig("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name
 )
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, clip: float):
+def test_it_equals_an_ordinary_mixed_precision_loop(optimizer: OptimizerConfig, clip: float):
     job = job_of(precision=MIXED, optimizer=replace(optimizer, weight_decay=0.0), clip=clip)
     engine = parallelize(ANALYZED, make_plan(ANALYZED, job))
     twin = parallelize(ANALYZED, make_plan(ANALYZED, job))
@@ -160,7 +158,7 @@ def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, cli
         torch.testing.assert_close(master, masters[name].detach(), rtol=0, atol=3e-3)
 
 
-def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
+def test_small_updates_accumulate_in_master_weights_and_are_lost_without():
     tiny = OptimizerConfig("sgd", lr=2e-4, weight_decay=0.0)
     pure, mixed, full = (
         engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, PrecisionConfig())
@@ -220,7 +218,7 @@ def test_a_scaled_loss_trains_the_same(precision: PrecisionConfig, clip: float):
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-def test_unscaled_gradients_come_from_the_player(compute: str):
+def test_unscaled_gradients_come_from_the_executor(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
@@ -232,7 +230,7 @@ def test_unscaled_gradients_come_from_the_player(compute: str):
         torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
 
 
-def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
+def test_a_custom_optimizer_steps_once_with_unscaled_gradients():
     calls = []
 
     class Counting(torch.optim.SGD):
@@ -287,7 +285,7 @@ def test_a_resumed_run_repeats_the_one_that_went_on(precision: PrecisionConfig):
     assert bits(again.executor.state_dict()) == bits(engine.executor.state_dict())
 
 
-def test_masters_made_again_from_rounded_weights_are_noticed():
+def test_master_weights_recreated_from_rounded_weights_are_noticed():
     engine, again = engine_of(MIXED), engine_of(MIXED)
     trained(engine, 3)
     saved = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items()}

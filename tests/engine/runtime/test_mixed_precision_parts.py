@@ -1,5 +1,5 @@
-"""float16 where layers lie on several ranks: an overflow in one part leaves the step out on all ranks, and
-all move the scale.
+"""float16 with pipeline stages: an overflow in one stage skips the step on all ranks, and all change the loss
+scale.
 """
 
 from math import inf
@@ -72,9 +72,7 @@ def steps(
 @pytest.mark.parametrize(
     ("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)]
 )
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
-    layout: str, planted: int, precision: PrecisionConfig
-):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, planted: int, precision: PrecisionConfig):
     found = steps(precision, layout, planted)
     for metrics, moved in found:
         assert [each.overflow for each in metrics] == [False, True, False]
@@ -100,7 +98,7 @@ def test_the_guard_leaves_an_overflow_to_the_scale():
         assert [each.overflow for each in metrics] == [False, True, False]
 
 
-def test_ranks_that_judge_by_their_own_gradients_alone_are_noticed(monkeypatch):
+def test_ranks_that_check_only_their_own_gradients_are_noticed(monkeypatch):
     def own(self: FlatParams) -> torch.Tensor:
         mine = [
             p.grad for p in self._state.trained_module.trainable_parameters.values() if p.grad is not None

@@ -1,4 +1,4 @@
-"""What one rank has in its hands."""
+"""The state of one rank during a step: parameters, buckets, and what is reset at its end."""
 
 import torch
 from torch import nn

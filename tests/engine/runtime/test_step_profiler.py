@@ -1,6 +1,4 @@
-"""What a watched step tells: every action once, on its lane, inside the step; and that the step is the same
-one.
-"""
+"""Spans of a profiled step: every action once, on its stream, inside the step; the step computes the same."""
 
 from dataclasses import replace
 
@@ -57,14 +55,14 @@ def spans(plan) -> list[ProfilerSpan]:
     return seen(plan)[-1][0]
 
 
-def test_every_action_of_the_list_is_seen_once_on_its_lane(plan, spans):
+def test_every_action_of_the_program_is_recorded_once_on_its_stream(plan, spans):
     told = [(span.name, span.stream, span.action) for span in spans if span.kind not in (GLUE, ISSUE, WAIT)]
     assert sorted(told, key=str) == sorted(
         ((a.name, a.stream, a) for a in plan.program.actions(FIRST_ROLE)), key=str
     )
 
 
-def test_spans_of_the_compute_lane_are_nested_or_apart(spans):
+def test_spans_of_the_compute_stream_are_nested_or_disjoint(spans):
     lane = [span for span in spans if span.stream == "compute"]
     assert all(span.begin <= span.end for span in spans)
     for one in lane:
@@ -86,7 +84,7 @@ def test_forwards_lie_inside_the_models_own_forward(plan, spans):
             assert around.begin <= span.begin <= span.end <= around.end
 
 
-def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_the_wire(plan, spans):
+def test_a_wait_of_the_compute_stream_ends_no_earlier_than_the_message(plan, spans):
     waits = [span for span in spans if span.kind == WAIT]
     sent = [action.name for action in plan.program.actions(FIRST_ROLE) if action.transfer is not None]
     assert sorted(span.name for span in waits) == sorted(f"wait {name}" for name in sent)
@@ -94,7 +92,7 @@ def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_t
     assert all(ends[span.name.removeprefix("wait ")] <= span.end for span in waits)
 
 
-def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
+def test_a_profiled_step_computes_the_same(plan):
     def unwatched(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),

@@ -1,4 +1,4 @@
-"""The loop that plays a rank's list: its order, what it saves and restores, and what it leaves behind."""
+"""The executor of a rank's program: order, saved and restored state, and what a step leaves behind."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, ScheduleCo
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import Custom, bits, job_of, pair, part
+from tests.engine.one_device import Custom, bits, job_of, pair, sample_range
 from tests.tiny_model import Tiny, token_samples
 
 BATCH = token_samples(12)
@@ -33,7 +33,7 @@ def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
     return model.head(x)
 
 
-def test_metrics_say_what_the_step_did():
+def test_metrics_describe_the_step():
     job = job_of(
         steps=10, schedule=ScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5)
     )
@@ -56,14 +56,14 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
     assert [pytest.approx(rate) for rate in rates] == [[0.3], [0.2], [0.1], [0.0]]
 
 
-def test_one_rank_that_asks_to_stop_is_heard_by_all():
+def test_a_stop_request_of_one_rank_reaches_all():
     analyzed = analyze(Tiny, token_samples(2))
     plan = make_plan(analyzed, job_of(), Mesh(dp_replicate=3))
 
     def play(world) -> list[Metrics]:
         subject = make_trained_module(analyzed, world.device, torch.float64)
         executor = Executor(plan, RankState(subject, world, token_cross_entropy()))
-        mine = part(BATCH, 4 * world.rank, 4 * world.rank + 4)
+        mine = sample_range(BATCH, 4 * world.rank, 4 * world.rank + 4)
         return [
             executor.step(None if world.rank == 2 else mine, stop=step == world.rank == 1)
             for step in range(3)
@@ -74,7 +74,7 @@ def test_one_rank_that_asks_to_stop_is_heard_by_all():
     assert played[0] == played[1] == played[2]
 
 
-def test_a_step_with_too_many_or_unequal_rows_is_refused():
+def test_a_step_with_too_many_or_unequal_samples_is_refused():
     done = pair(micro_batch=4)
     with pytest.raises(
         ValueError,
@@ -128,7 +128,7 @@ def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often
     assert done.error < 1e-14
 
 
-def test_an_action_that_nobody_plays_is_refused():
+def test_an_action_without_a_handler_is_refused():
     analyzed = analyze(Tiny, token_samples(2))
     plan = make_plan(analyzed, job_of())
     strange = replace(
@@ -178,7 +178,7 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
         schedule=ScheduleConfig("cosine", warmup=2),
         steps=8,
     )
-    batches = [part(token_samples(60), 10 * step, 10 * step + 10) for step in range(6)]
+    batches = [sample_range(token_samples(60), 10 * step, 10 * step + 10) for step in range(6)]
 
     def fresh() -> Executor:
         return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).executor
@@ -201,7 +201,7 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
     }
 
 
-def test_going_back_to_the_beginning_forgets_the_moments():
+def test_resetting_clears_the_optimizer_states():
     job = job_of(optimizer=OptimizerConfig(lr=0.01))
     done = pair(job=job)
     begin = copy.deepcopy(done.executor.state_dict())
@@ -224,7 +224,7 @@ def live() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("build", [Tiny, lambda: Tiny(p=0.5), lambda: Tiny(tied=True), lambda: Custom(chain)])
-def test_what_is_alive_between_steps_does_not_grow(build: Callable[[], nn.Module]):
+def test_live_memory_between_steps_does_not_grow(build: Callable[[], nn.Module]):
     done = pair(build, job=job_of(optimizer=OptimizerConfig(lr=0.01), clip=0.1), micro_batch=4)
     for _ in range(3):
         done.executor.step(BATCH)
@@ -256,7 +256,7 @@ def test_activations_and_gradients_are_gone_without_the_garbage_collector():
         gc.enable()
 
 
-def test_a_batch_is_let_go_after_its_step():
+def test_a_batch_is_freed_after_its_step():
     done = pair(micro_batch=4)
     batch = token_samples(12)
     kept = [weakref.ref(value.untyped_storage()) for value in batch.values()]
@@ -284,7 +284,7 @@ def test_micro_batches_do_not_keep_each_others_activations():
     assert alive == [0, 0, 0, 0]
 
 
-def test_a_closed_player_leaves_the_module_to_its_owner():
+def test_a_closed_executor_restores_the_users_module():
     done = pair()
     module = done.executor.state.trained_module.module
     done.executor.step(BATCH)
@@ -311,7 +311,7 @@ def test_the_module_can_be_evaluated_between_steps():
     assert done.executor.step(BATCH) == twin.executor.step(BATCH)
 
 
-def test_the_graph_is_cut_only_where_the_list_does_something_between_two_backwards():
+def test_the_graph_is_cut_only_where_an_action_is_between_two_backwards():
     whole, cut = pair(), pair(micro_batch=4)
     handed: dict[str, list[bool]] = {"whole": [], "cut": []}
     for name, done in (("whole", whole), ("cut", cut)):

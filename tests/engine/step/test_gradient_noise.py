@@ -1,5 +1,5 @@
-"""The gradient noise scale: by hand from the gradient of each part, where the noise is known, and what it
-leaves alone.
+"""The gradient noise scale: computed by hand from each microbatch's gradient, on known noise, and without
+effect on training.
 """
 
 import copy
@@ -30,7 +30,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.engine.one_device import bits, job_of, pair, part
+from tests.engine.one_device import bits, job_of, pair, sample_range
 from tests.tiny_model import (
     analyzed_model,
     case_of,
@@ -90,7 +90,7 @@ def averaged(found: Iterable[tuple[float, float]]) -> list[float]:
     return ratios
 
 
-def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Module]]]:
+def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Module]]]:
     """Each rank's metrics, and its model as it was before each step."""
 
     def rank(world: World) -> tuple[list[Metrics], list[nn.Module]]:
@@ -113,7 +113,7 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
 def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, micro_batch: int, strategies):
     plan = plan_of(ANALYZED, ranks, strategies, micro_batch, noisy(tiny_job()))
-    outcome = played(plan)
+    outcome = train_and_record(plan)
     feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)]
     steps = [[feed.batch(step) for feed in feeds] for step in range(4)]
     counts = {LOSS.count(batch).item() for parts in steps for batch in parts}
@@ -128,10 +128,13 @@ def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, m
 @pytest.mark.parametrize("micro_batch", [3, 4])
 def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int):
     plan = plan_of(ANALYZED, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
-    ((metrics, models),) = played(plan)
+    ((metrics, models),) = train_and_record(plan)
     feed = open_feed(ExampleDataset(token_samples()), plan, 0)
     batches = [feed.batch(step) for step in range(4)]
-    found = [by_hand(model, [b], [part(b, 0, micro_batch)]) for model, b in zip(models, batches, strict=True)]
+    found = [
+        by_hand(model, [b], [sample_range(b, 0, micro_batch)])
+        for model, b in zip(models, batches, strict=True)
+    ]
     expected = averaged(found)
     assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-9)
 
@@ -139,7 +142,7 @@ def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int
 def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cast():
     job = noisy(tiny_job())
     job = replace(job, precision=replace(job.precision, reduce="float32"))
-    (metrics, models), *_ = played(plan_of(ANALYZED, 3, job=job), steps=1)
+    (metrics, models), *_ = train_and_record(plan_of(ANALYZED, 3, job=job), steps=1)
     feeds = [
         open_feed(ExampleDataset(token_samples()), plan_of(ANALYZED, 3, job=job), rank) for rank in range(3)
     ]
@@ -203,7 +206,7 @@ def test_noise_that_is_known_is_found(
         averages = [torch.zeros(2, dtype=torch.float64)]
         for step in range(400):
             metrics = executor.step(
-                select_local_batch(part(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
+                select_local_batch(sample_range(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
             )
             averages.append(executor.state_dict()["noise/averages"].clone())
         executor.close()
@@ -231,7 +234,7 @@ def test_one_size_and_what_is_not_finite_give_no_estimate(small: float, num_smal
     assert estimate_signal_and_noise(small, num_small, big, 4.0) is None
 
 
-def test_a_ratio_that_is_no_batch_size_is_not_told():
+def test_a_ratio_that_is_no_batch_size_is_not_reported():
     assert [
         simple_noise_scale(2.0, 6.0),
         simple_noise_scale(2.0, 0.0),
@@ -241,9 +244,9 @@ def test_a_ratio_that_is_no_batch_size_is_not_told():
     ] == [3.0, 0.0, None, None, None]
 
 
-def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
+def test_ranks_without_data_do_not_count_and_one_sample_group_gives_no_estimate():
     plan = plan_of(ANALYZED, 3, job=noisy(tiny_job()))
-    given = [part(token_samples(uneven=False), 4 * rank, 4 * rank + 4) for rank in range(3)]
+    given = [sample_range(token_samples(uneven=False), 4 * rank, 4 * rank + 4) for rank in range(3)]
 
     def rank(world: World) -> tuple[nn.Module, list[torch.Tensor], list[Metrics]]:
         executor = executor_of(ANALYZED, plan, world)
@@ -271,7 +274,7 @@ def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
     data, skipped = token_samples(), 0
     for step in range(8):
         before = done.executor.state_dict()["noise/averages"].clone()
-        metrics = done.executor.step(part(data, step, step + 12))
+        metrics = done.executor.step(sample_range(data, step, step + 12))
         assert torch.equal(before, done.executor.state_dict()["noise/averages"]) == metrics.is_skipped
         skipped += metrics.is_skipped
     assert 0 < skipped < 8
@@ -279,7 +282,7 @@ def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 4)])
 @pytest.mark.parametrize("strategies", [SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
-def test_it_changes_no_number_and_is_proved_as_any_plan(
+def test_it_changes_no_result_and_passes_the_static_checks(
     ranks: int, micro_batch: int, strategies: tuple[Strategy, ...]
 ):
     analyzed = analyzed_model(spare=True)

@@ -1,6 +1,4 @@
-"""Whom a harmful step is traced to where the layers lie on several ranks: the same rows, block and parameter
-as on one device.
-"""
+"""Spike diagnosis with pipeline stages: the same samples, block and parameter as on one device."""
 
 from functools import cache
 
@@ -34,7 +32,7 @@ class Tied(Faulty):
         self.head.weight = self.embed.weight
 
 
-def told(spike: LossSpike, index: int) -> list[object]:
+def diagnoses_of_rank(spike: LossSpike, index: int) -> list[object]:
     """What is said of the rank `index`."""
     suspect = spike.rank_reports[index]
     return [suspect.phase, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
@@ -45,7 +43,7 @@ def same(found: list[object], expected: list[object]) -> bool:
 
 
 @cache
-def wholly(how: str, ranks: int) -> LossSpike:
+def diagnoses_without_stages(how: str, ranks: int) -> LossSpike:
     """What ranks say that have the whole model."""
     return spikes(how, Mesh(dp_replicate=ranks), () if ranks == 1 else (BatchSplit(), DDP()))[0]
 
@@ -65,27 +63,30 @@ def wholly(how: str, ranks: int) -> LossSpike:
 def test_all_ranks_find_what_ranks_with_the_whole_model_find(layout: str, how: str):
     mesh, strategies = LAYOUTS[layout]
     found = spikes(how, mesh, strategies)
-    expected = wholly(how, mesh.dp_replicate * mesh.dp_shard)
+    expected = diagnoses_without_stages(how, mesh.dp_replicate * mesh.dp_shard)
     assert len({repr(each) for each in found}) == 1
     for rank, suspect in enumerate(found[0].rank_reports):
         assert suspect.rank == rank
         index = mesh.coordinate(rank)["dp_shard"] + mesh.coordinate(rank)["dp_replicate"]
-        assert same(told(found[0], rank), told(expected, index)), (
-            told(found[0], rank),
-            told(expected, index),
+        assert same(diagnoses_of_rank(found[0], rank), diagnoses_of_rank(expected, index)), (
+            diagnoses_of_rank(found[0], rank),
+            diagnoses_of_rank(expected, index),
         )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
-def test_what_several_parts_have_of_a_gradient_is_added_up_before_it_is_squared(schedule: str):
+def test_partial_gradients_of_several_stages_are_summed_before_they_are_squared(schedule: str):
     (expected,) = spikes("large", Mesh(), (), model=Tied)
     for found in spikes("large", Mesh(pp=2), (Pipeline(schedule=schedule),), model=Tied):
-        assert same(told(found, 1), told(expected, 0)), (told(found, 1), told(expected, 0))
+        assert same(diagnoses_of_rank(found, 1), diagnoses_of_rank(expected, 0)), (
+            diagnoses_of_rank(found, 1),
+            diagnoses_of_rank(expected, 0),
+        )
 
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])
 @pytest.mark.parametrize("layout", ["copies of parts", "shards of parts"])
-def test_ranks_whose_data_ran_out_take_part_and_have_done_nothing(layout: str, rows_of_last: int):
+def test_ranks_without_data_take_part_and_are_not_suspected(layout: str, rows_of_last: int):
     mesh, strategies = LAYOUTS[layout]
     spike, *_ = spikes("backward", mesh, strategies, bad_rows=(1,), rows_of_last=rows_of_last)
     assert spike.culprit is not None
@@ -94,7 +95,7 @@ def test_ranks_whose_data_ran_out_take_part_and_have_done_nothing(layout: str, r
     assert [bool(spike.rank_reports[rank].parameter) for rank in idle] == [bool(rows_of_last)] * 2
 
 
-def test_a_part_that_does_not_look_at_its_gradients_is_noticed(monkeypatch):
+def test_a_stage_that_does_not_check_its_gradients_is_noticed(monkeypatch):
     mesh, strategies = LAYOUTS["two parts"]
     monkeypatch.setattr(ReplayFindings, "check_gradients", lambda *_: None)
     assert spikes("backward", mesh, strategies)[0].culprit.block != "layers.1"

@@ -16,7 +16,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import bits, part
+from tests.engine.one_device import bits, sample_range
 from tests.tiny_model import (
     Tiny,
     analyzed_model,
@@ -106,7 +106,7 @@ def test_a_model_with_frozen_parts_equals_one_device(ranks: int):
 
 def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
     analyzed = analyze(load_factory(adapted, 0, "adapted"), token_samples(2), ("labels",))
-    names = [f"layers.{i}.linear.{part}" for i in range(3) for part in ("down", "up")]
+    names = [f"layers.{i}.linear.{name}" for i in range(3) for name in ("down", "up")]
     assert sorted(weight.name for weight in analyzed.model_spec.trainable) == names
     plan = plan_of(analyzed, 3, job=tiny_job(optimizer=OptimizerConfig("adamw", lr=0.1)))
     numel = sum(weight.numel for weight in analyzed.model_spec.trainable)
@@ -116,7 +116,7 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
         before = bits({name: p.clone() for name, p in executor.state.trained_module.parameters.items()})
         world.ledger.is_recording = True
         for _ in range(2):
-            executor.step(part(token_samples(), 4 * world.rank, 4 * world.rank + 4))
+            executor.step(sample_range(token_samples(), 4 * world.rank, 4 * world.rank + 4))
         after = bits(executor.state.trained_module.parameters)
         moved = {name for name in after if after[name] != before[name]}
         moments = {

@@ -16,7 +16,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
+from tests.engine.one_device import sample_range
 from tests.engine.step.test_spike_diagnosis_suspects import DATA, MARK, Burst
 from tests.parallel.tensor.declared_pairs import SOCKETS, Pair, Pairs
 from tests.tiny_model import executor_of, tiny_job
@@ -60,7 +60,7 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[7:9, 0] = MARK
-    analyzed = analyze(lambda: Model(Faulty(how), layer_roles=SOCKETS), part(clean, 0, 2))
+    analyzed = analyze(lambda: Model(Faulty(how), layer_roles=SOCKETS), sample_range(clean, 0, 2))
     pairs = (TensorParallel(),) if ranks > 1 else ()
     mesh, strategies = Mesh(dp_replicate=2, tp=ranks), None
     if stage:
@@ -73,7 +73,7 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
     def rank(world: World) -> LossSpike:
         executor, index = executor_of(analyzed, plan, world), plan.data_index(world.rank)
         steps = (clean, clean, {**clean, "input_ids": ids}, clean)
-        metrics = [executor.step(part(batch, 6 * index, 6 * (index + 1))) for batch in steps]
+        metrics = [executor.step(sample_range(batch, 6 * index, 6 * (index + 1))) for batch in steps]
         assert [each.is_skipped for each in metrics] == [False, False, True, False]
         assert metrics[2].spike is not None
         return metrics[2].spike

@@ -1,4 +1,4 @@
-"""Tokens of a rank: each on one rank, as even as possible, and balanced under a causal mask."""
+"""Sequence sharding: each token on one rank, as even as possible, and balanced under a causal mask."""
 
 import pytest
 
@@ -58,7 +58,7 @@ def pairs(sharding: SequenceSharding, length: int) -> list[int]:
     ]
 
 
-def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most():
+def test_zigzag_balances_causal_attention_and_contiguous_gives_the_last_rank_most():
     length = 4096
     folded, straight = pairs(SequenceSharding(4), length), pairs(SequenceSharding(4, zigzag=False), length)
     assert max(folded) <= 1.001 * sum(folded) / 4
@@ -68,7 +68,7 @@ def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most
 @pytest.mark.parametrize(
     "sharding", [SequenceSharding(4, striped=True), SequenceSharding(8, 2, striped=True)], ids=str
 )
-def test_striped_every_rank_has_a_share_of_each_range(sharding: SequenceSharding):
+def test_striped_every_rank_has_tokens_of_each_range(sharding: SequenceSharding):
     firsts = range(0, sharding.num_ranks, sharding.num_inner_ranks)
     for begin, end in ((0, 100), (37, 41), (300, 512)):
         shares = [

@@ -147,7 +147,7 @@ def test_an_index_counts_along_the_axes_it_is_given_the_last_one_innermost():
 
 @settings(deadline=None)
 @given(MESHES, SOME_AXES)
-def test_an_index_is_the_place_among_the_peers(mesh: Mesh, axes: list[str]):
+def test_an_index_is_the_position_among_the_peers(mesh: Mesh, axes: list[str]):
     axes = [axis for axis in AXES if axis in axes]
     rank = mesh.world_size - 1
     assert mesh.index(mesh.coordinate(rank), axes) == mesh.peers(rank, axes).index(rank)

@@ -94,7 +94,7 @@ def test_a_loss_of_the_whole_batch_is_refused():
         towers_plan(analyzed_towers(), Mesh(dp_replicate=3), job=noisy())
 
 
-def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
+def test_context_parallelism_is_refused():
     strategies = (BatchSplit(), TokenSharding(), DDP())
     with pytest.raises(
         PlanError,

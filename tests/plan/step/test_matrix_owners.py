@@ -1,4 +1,4 @@
-"""Owners of sliced matrices: one per matrix, even loads, and the communication in the program."""
+"""Owners of sliced matrices: one per matrix, even loads, and their messages in the program."""
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -80,12 +80,12 @@ def test_slices_are_gathered_before_the_clip_and_scattered_after_the_step():
     )
 
 
-def test_rules_of_single_elements_and_uncut_weights_have_no_owners():
+def test_elementwise_optimizers_and_unsliced_weights_have_no_owners():
     assert matrix_parcels(plan_of("adamw").sharding) == ()
     assert matrix_parcels(ShardingPlan.one_device(Mesh(), MODEL_SPEC)) == ()
 
 
-def test_owned_copies_and_their_moments_are_in_the_plans_bytes():
+def test_owned_matrices_and_their_optimizer_states_are_in_the_planned_bytes():
     plan = plan_of("lion"), plan_of("adamw_8bit")
     elements, blocks = (sum(state_bytes(each, rank).master for rank in range(3)) for each in plan)
     assert elements == 0
