@@ -1,4 +1,4 @@
-"""A model that exists on paper only, for tests that run nothing."""
+"""A model spec without a model, for tests that run nothing."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""Runs to report on: small, trained by threads, with everything that a command leaves in a run's folder."""
+"""Small runs to report on, trained by threads, with all files that a command leaves in a run's folder."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -233,9 +233,7 @@ def test_no_rank_is_idle_between_its_first_and_last_forward(ranks: tuple[int, ..
         for rank, left in enumerate(lists):
             while left and (left[0][0] == 0 or (left[0][0] - 1, left[0][1]) in ended):
                 stage, micro = left.pop(0)
-                ended[stage, micro] = free[rank] = (
-                    max(free[rank], ended.get((stage - 1, micro), 0)) + 1
-                )
+                ended[stage, micro] = free[rank] = max(free[rank], ended.get((stage - 1, micro), 0)) + 1
     assert len(ended) == micros * len(ranks)
     assert max(free) <= micros * each + len(ranks) - each
 

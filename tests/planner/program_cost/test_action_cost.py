@@ -1,6 +1,4 @@
-"""What an action costs: its own operations at the speed of the device,
-as much of them as falls to the rank.
-"""
+"""Cost of an action: its own operations at the speed of the device, for the fraction that the rank computes."""
 
 from dataclasses import replace
 from functools import cache
@@ -67,7 +65,7 @@ def test_the_operations_of_all_forwards_are_those_of_the_model(micro: int):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_divide_matrices_do_together_what_one_device_does(ranks: int):
+def test_tensor_parallel_ranks_together_do_the_work_of_one_device(ranks: int):
     alone, plan = priced(plan_of(), ground(flops=1.0)), plan_of(Mesh(tp=ranks))
     each = [priced(plan, ground(flops=1.0), rank)["F(model.layers.1, 0)"] for rank in range(ranks)]
     assert sum(each) == pytest.approx(alone["F(model.layers.1, 0)"])
@@ -83,7 +81,7 @@ def test_a_kernel_leaves_out_whole_blocks_of_keys_alone():
     )  # rows shorter than a block are computed whole
 
 
-def test_what_lies_between_products_passes_through_memory():
+def test_operations_between_products_are_bound_by_memory():
     plan = plan_of()
     done = plan.model_spec.memory.ops.by_block_call["model.layers.0"]
     found = priced(plan, ground(moved=1e9))
@@ -96,7 +94,7 @@ def test_what_lies_between_products_passes_through_memory():
     assert found["STEP()"] == pytest.approx(states / 1e9, rel=0.01)
 
 
-def test_what_computes_much_is_told_apart():
+def test_expensive_elementwise_operations_are_priced_separately():
     plan = plan_of()
     passed = plan.model_spec.memory.ops.loss.memory_ops
     numbers = sum(each.count * each.output_numel.total(NUM_SAMPLES) for each in passed)
@@ -106,7 +104,7 @@ def test_what_computes_much_is_told_apart():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
+def test_the_vocab_parallel_loss_reads_local_logits_only(ranks: int):
     """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp
     among them.
     """
@@ -135,7 +133,7 @@ def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     )
 
 
-def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monkeypatch: pytest.MonkeyPatch):
+def test_exchanged_tensors_are_permuted_before_and_after(monkeypatch: pytest.MonkeyPatch):
     strategies = (Ulysses(), DDP(axis="cp"))
     plan = planned(analyzed_llama(**SIZES), Mesh(cp=3), samples=NUM_SAMPLES, strategies=strategies)[1]
     inner = next(

@@ -1,4 +1,4 @@
-"""State bytes on paper: what a player holds, to the byte, and the formulas of the paper."""
+"""Planned state bytes equal the bytes of an executor, and the formulas of the paper."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ OPTIMIZERS = [
 ]
 
 
-def held(
+def assert_holds_planned_bytes(
     options: dict[str, bool], strategies: tuple[Strategy, ...], mesh: Mesh, job: Job, micro_batch: int = 0
 ) -> None:
     """Play two steps on threads, and compare what each rank holds with its plan."""
@@ -65,24 +65,24 @@ def job_of(precision: PrecisionConfig = FLOAT, optimizer: OptimizerConfig = OPTI
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["float32", "bfloat16 sums", "mixed"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_rank_of_shards_holds_what_its_plan_says(stage: int, precision: PrecisionConfig):
-    held({}, (SHARD, ZeRO(stage=stage)), Mesh(dp_shard=3), job_of(precision), 2)
+def test_a_zero_rank_holds_the_planned_bytes(stage: int, precision: PrecisionConfig):
+    assert_holds_planned_bytes({}, (SHARD, ZeRO(stage=stage)), Mesh(dp_shard=3), job_of(precision), 2)
 
 
 @pytest.mark.parametrize("options", [{"tied": True}, {"frozen": True}, {"spare": True}], ids=str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ties_frozen_and_unused_weights_are_counted_once(stage: int, options: dict[str, bool]):
-    held(options, (SHARD, ZeRO(stage=stage)), Mesh(dp_shard=2), job_of())
+    assert_holds_planned_bytes(options, (SHARD, ZeRO(stage=stage)), Mesh(dp_shard=2), job_of())
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=["adamw", "sgd", "momentum", "two rules"])
-def test_moments_are_those_of_the_rule_that_steps_the_weight(optimizer: OptimizerConfig):
-    held({}, (SHARD, ZeRO(stage=2)), Mesh(dp_shard=3), job_of(optimizer=optimizer))
+def test_optimizer_states_are_those_of_the_optimizer_of_the_weight(optimizer: OptimizerConfig):
+    assert_holds_planned_bytes({}, (SHARD, ZeRO(stage=2)), Mesh(dp_shard=3), job_of(optimizer=optimizer))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shards_over_replicas(stage: int):
-    held(
+    assert_holds_planned_bytes(
         {"tied": True},
         (BatchSplit(), SHARD, ZeRO(stage=stage, replicate_axis="dp_replicate")),
         Mesh(dp_replicate=2, dp_shard=3),
@@ -91,12 +91,12 @@ def test_shards_over_replicas(stage: int):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=["float32", "bfloat16 sums", "mixed"])
-def test_whole_copies(precision: PrecisionConfig):
-    held({}, (BatchSplit(), DDP()), Mesh(dp_replicate=2), job_of(precision))
-    held({}, (), Mesh(), job_of(precision))
+def test_ddp(precision: PrecisionConfig):
+    assert_holds_planned_bytes({}, (BatchSplit(), DDP()), Mesh(dp_replicate=2), job_of(precision))
+    assert_holds_planned_bytes({}, (), Mesh(), job_of(precision))
 
 
-def test_those_that_are_led_keep_no_moments():
+def test_ranks_without_the_master_keep_no_optimizer_states():
     plan = Plan.make(
         job_of(), Mesh(dp_replicate=3), SyntheticModel().model_spec, (BatchSplit(), DataParallelMaster())
     )
@@ -144,7 +144,7 @@ def state_bytes_of_layers(layers: int) -> StateBytes:
     return state_bytes(plan, 0)
 
 
-def test_what_passes_is_the_gradients_of_one_block_and_activations():
+def test_temporary_memory_is_the_gradients_of_one_block_and_activations():
     plan = Plan.make(
         job_of(), Mesh(dp_shard=3), SyntheticModel(layers=5, numel=1200).model_spec, (SHARD, ZeRO()), 1
     )
@@ -158,7 +158,7 @@ def test_what_passes_is_the_gradients_of_one_block_and_activations():
     )  # a second microbatch's gradient, until it is added
 
 
-def test_the_last_ranks_hold_padding_and_fewer_moments():
+def test_the_last_ranks_hold_padding_and_fewer_optimizer_states():
     plan = Plan.make(
         job_of(), Mesh(dp_shard=12), SyntheticModel(layers=1, numel=5).model_spec, (SHARD, ZeRO())
     )

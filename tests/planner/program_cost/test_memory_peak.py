@@ -1,6 +1,4 @@
-"""The plan's peak is what ranks hold at their fullest moment, every tensor counted: also where matrices are
-divided.
-"""
+"""The planned peak equals the memory of ranks at their fullest moment, with tensor parallelism too."""
 
 from dataclasses import replace
 
@@ -54,7 +52,7 @@ def measured(analyzed: AnalyzedModel, plan: Plan, samples: int) -> list[int]:
     [(Mesh(tp=2), 0, WORDS), (Mesh(tp=2), 4, WORDS), (Mesh(tp=3), 0, DEEP), (Mesh(), 4, DEEP)],
     ids=["words", "words, microbatches", "layers", "one device"],
 )
-def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str, int]):
+def test_the_peak_equals_the_planned_peak(mesh: Mesh, micro: int, sizes: dict[str, int]):
     analyzed, plan = planned(llama(**sizes), mesh, micro=micro, samples=8)
     for rank, peak in enumerate(measured(analyzed, plan, 8)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
@@ -62,14 +60,14 @@ def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_gradient_of_a_table_is_as_large_as_a_rank_s_words(tied: bool, ranks: int):
+def test_the_gradient_of_an_embedding_is_as_large_as_a_ranks_vocabulary_shard(tied: bool, ranks: int):
     analyzed, plan = planned(llama(**TABLES, tie_word_embeddings=tied), Mesh(tp=ranks), samples=2)
     for rank, peak in enumerate(measured(analyzed, plan, 2)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(), HALF], ids=["float32", "half"])
-def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: PrecisionConfig):
+def test_chunks_of_vocab_parallel_logits_have_the_planned_size(precision: PrecisionConfig):
     tiled = TensorParallel(), VocabParallel(), ChunkedLoss(2)
     analyzed, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, samples=8, precision=precision)
     for rank, peak in enumerate(measured(analyzed, plan, 8)):
@@ -79,12 +77,12 @@ def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: Preci
 @pytest.mark.parametrize(
     "rule", ["sgd", "adamw", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
 )
-def test_what_a_rule_has_while_it_steps_is_in_the_peak(rule: str):
+def test_temporary_memory_of_the_optimizer_is_in_the_peak(rule: str):
     plan, rank, peak = stepped_with(rule)
     assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=0.02)
 
 
-def test_gradients_that_are_cast_for_a_master_are_in_the_peak():
+def test_gradients_cast_for_master_weights_are_in_the_peak():
     plan, rank, peak = stepped_with("adamw", PrecisionConfig("bfloat16", "bfloat16", master="float32"))
     assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED)
 
@@ -99,7 +97,7 @@ def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[P
     return plan, 0, measured(analyzed, plan, 1)[0]
 
 
-def test_blocks_taken_for_whole_would_be_noticed():
+def test_counting_sharded_blocks_as_whole_is_noticed():
     analyzed, plan = planned(llama(**DEEP), Mesh(tp=2), samples=8)
     calls = tuple(replace(call, saved_numel=0) for call in analyzed.model_spec.layer_calls)
     whole = make_plan(

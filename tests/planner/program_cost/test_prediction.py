@@ -1,5 +1,5 @@
-"""Seconds of a step from those of its actions: against pipelines drawn by hand, and with a place for every
-second.
+"""Predicted step time from the times of actions: against pipelines computed by hand, with every second
+attributed.
 """
 
 import pytest
@@ -47,7 +47,7 @@ def costs(program: Program, seconds: dict[str, ActionCost]) -> dict[int, ActionC
     }
 
 
-def test_two_stages_take_what_a_drawing_of_them_says():
+def test_two_stages_take_the_time_computed_by_hand():
     program = two_stages(3)
     #   pp0   F F F . . . . B B B        one second each, two of a backward; nothing for messages
     # pp1   . F F F B B B . .          the last backward comes home after 1 + 3 + 3 x 2 seconds, and takes 2
@@ -135,7 +135,7 @@ def test_ranks_that_share_cores_wait_for_each_other():
     assert crowded == pytest.approx(2 * alone)
 
 
-def test_a_pipeline_whose_ranks_take_turns_needs_one_core():
+def test_a_pipeline_whose_ranks_alternate_needs_one_core():
     program = two_stages(1)
     seconds = costs(program, {"F": ActionCost(1.0), "B": ActionCost(2.0)})
     assert step_breakdown(program, seconds, SharedCores(1, {"pp0": 1, "pp1": 1}))[0] == pytest.approx(

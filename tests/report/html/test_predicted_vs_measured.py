@@ -1,4 +1,4 @@
-"""Predicted figures beside measured ones: seconds and where they went, weights, moments, bytes sent."""
+"""Predicted beside measured values: seconds by category, weights, optimizer states, bytes sent."""
 
 from io import StringIO
 

@@ -1,6 +1,4 @@
-"""The page: read in a browser without a network, for one run and for two, for whole runs and for those that
-recorded little.
-"""
+"""The HTML page of a run: readable offline, for one run and for two, for complete and for sparse records."""
 
 import html
 import json

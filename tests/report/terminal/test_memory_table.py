@@ -1,5 +1,5 @@
-"""The two tables: categories add up, ranks that differ stand side by side, and messages are those of the
-program.
+"""The memory and message tables of a plan: categories add up, different ranks have columns, messages are
+those of the program.
 """
 
 import re

@@ -50,12 +50,12 @@ def test_the_table_has_a_row_for_each_role():
     ],
     ids=str,
 )
-def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, message: str):
+def test_a_line_lists_the_roles_by_dtype(precision: PrecisionConfig, message: str):
     assert precision_text(synthetic_plan(precision)) == message
     assert message in shown(plan_view(synthetic_plan(precision)))
 
 
-def test_moments_are_told_as_the_rule_keeps_them():
+def test_optimizer_states_are_shown_in_the_dtype_of_the_optimizer():
     assert "bfloat16 optimizer_states" in precision_text(
         synthetic_plan(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95)))
     )

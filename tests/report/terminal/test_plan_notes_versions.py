@@ -1,4 +1,4 @@
-"""What a plan says of itself where every microbatch is an update of its own."""
+"""Notes of a plan with asynchronous updates: how old weights are, and which versions are kept."""
 
 from dataclasses import replace
 

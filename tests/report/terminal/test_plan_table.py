@@ -1,4 +1,4 @@
-"""A plan as a table: whole at 80 columns, with every strategy, kind of action and number of bytes in it."""
+"""The plan table: complete at 80 columns, with every strategy, kind of action and number of bytes."""
 
 import re
 from dataclasses import replace
@@ -151,7 +151,7 @@ def test_every_strategy_stands_with_its_fields(store: Strategy):
 
 
 @cache
-def divided_programs() -> tuple[Plan, ...]:
+def tensor_and_context_parallel_programs() -> tuple[Plan, ...]:
     """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its
     tokens dealt.
     """
@@ -177,7 +177,7 @@ def divided_programs() -> tuple[Plan, ...]:
 
 
 @cache
-def parted_programs() -> tuple[Plan, ...]:
+def pipeline_programs() -> tuple[Plan, ...]:
     """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent
     in pieces.
     """
@@ -236,8 +236,8 @@ def all_programs() -> list[Plan]:
         ),
         *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
-        *divided_programs(),
-        *parted_programs(),
+        *tensor_and_context_parallel_programs(),
+        *pipeline_programs(),
     ]
 
 
@@ -248,7 +248,7 @@ def test_every_kind_that_a_program_can_hold_has_a_meaning():
     assert kinds_listed == set(KIND_TEXTS)
 
 
-def test_every_kind_that_the_house_knows_has_a_meaning():
+def test_every_kind_of_action_has_a_meaning():
     """COMPARE apart: the verifier puts it in when it plays a program, and no plan shows it."""
     assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(KIND_TEXTS)
 
@@ -322,7 +322,7 @@ def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, me
         (OptimizerConfig(), "64 MiB"),
     ],
 )
-def test_states_count_the_moments_of_the_optimizer(optimizer: OptimizerConfig, states: str):
+def test_state_bytes_include_the_optimizer_states(optimizer: OptimizerConfig, states: str):
     plan = Plan.make(
         replace(JOB, optimizer=optimizer), Mesh(), SyntheticModel(layers=4, numel=2**20).model_spec
     )

@@ -1,4 +1,4 @@
-"""A run as it goes on: aligned lines with units, a table and a bar on a terminal, and no made-up share of a
+"""Progress of a run: aligned lines with units, a table and a bar on a terminal, and no MFU without a known
 peak.
 """
 

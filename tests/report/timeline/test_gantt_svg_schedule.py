@@ -1,5 +1,5 @@
-"""The drawing of a run's turns: of a run in parts alone, planned alone where nothing was traced, and none of
-a damaged file.
+"""The schedule drawing of a run: only for pipelines, planned only without a trace, and none for a damaged
+file.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Memory of a program at its fullest, and bytes by action beside the ledger."""
+"""Peak memory of a program, and bytes by action beside the ledger."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""What a run's folder holds: read when the run was killed, is still going, or never wrote some of it; others
-are refused.
-"""
+"""Reading a run's folder: of a killed, a running or an incomplete run; other folders are refused."""
 
 import json
 
@@ -34,7 +32,7 @@ def with_metrics(tmp_path, *lines: object):
     return read_run_record(tmp_path)
 
 
-def test_of_several_lines_of_a_step_the_last_counts_and_other_kinds_are_apart(tmp_path):
+def test_of_several_lines_of_a_step_the_last_counts_and_other_kinds_are_separate(tmp_path):
     record = with_metrics(
         tmp_path,
         {"step": 1, "loss": 3.0},
