@@ -1,6 +1,4 @@
-"""The way in from Python: the user's own loop, module, loss and optimizer, on one rank, on threads and on
-processes.
-"""
+"""The Python API: the user's own loop, module, loss and optimizer, on one rank, on threads and on processes."""
 
 from pathlib import Path
 

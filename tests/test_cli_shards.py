@@ -1,5 +1,5 @@
-"""The command on shards: killed in the middle of a save, gone on under other stages and ranks, evaluated,
-exported, reported.
+"""The command line with ZeRO: killed while saving, resumed under other stages and ranks, evaluated, exported,
+reported.
 """
 
 import json

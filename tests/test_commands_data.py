@@ -1,6 +1,4 @@
-"""Data of every kind through the whole command: trained on, gone on with,
-and refused before a rank starts.
-"""
+"""Data of every kind through the whole command: training, resuming, and refusals before a rank starts."""
 
 import gzip
 import json

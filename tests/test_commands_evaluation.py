@@ -1,4 +1,4 @@
-"""The command evaluates, keeps the best, ends early, skips and refuses: as a user sees it, with two ranks."""
+"""Evaluation through the command with two ranks: best checkpoint, early stopping, skipped steps and refusals."""
 
 import json
 from pathlib import Path

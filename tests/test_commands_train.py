@@ -1,4 +1,4 @@
-"""Training as the only rank, in this process: what it says when it goes on, goes back, or finds damage."""
+"""Training as the only rank, in this process: output when it resumes, goes back, or finds damage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_mixture_that_is_the_same_is_not_said_to_have_changed(tmp_path, config
     assert ": 3 steps of 12 samples on one device, into " in out
 
 
-def test_going_back_with_another_learning_rate_keeps_the_old_course_aside_and_says_so(config, say):
+def test_going_back_with_another_learning_rate_keeps_the_old_history_aside_and_says_so(config, say):
     run = config.parent / "run"
     say(*alone(config, "--train.steps", 30))
     before = metrics(run)

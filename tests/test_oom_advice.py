@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: what was planned, what was live, and the cheapest change that fits."""
+"""Out of memory on a rank: planned and live memory, and the cheapest change that fits."""
 
 import re
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_the_changes_come_in_the_order_of_what_they_cost_and_each_takes_less():
         assert change.nbytes < now or change.plan.micro_batch < plan.micro_batch
 
 
-def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
+def test_one_zero_stage_is_replaced_by_the_next_and_the_last_has_none():
     plan = make_plan(ANALYZED, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=2)), 1)
     words = [change.description for change in plan_changes(ANALYZED, plan, 0)]
     assert [word for word in words if "zero" in word] in (
@@ -96,7 +96,7 @@ def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
     assert not any("micro_batch" in word for word in words), "it is 1 already"
 
 
-def test_parts_are_told_of_schedules_with_fewer_micro_batches_in_flight_and_of_smaller_parts():
+def test_pipelines_are_advised_schedules_with_fewer_micro_batches_in_flight_and_smaller_stages():
     plan = make_plan(ANALYZED, JOB, Mesh(pp=2), (Pipeline(schedule="gpipe"),), 2)
     found = list(plan_changes(ANALYZED, plan, 0))
     leaner = next(change for change in found if change.description == 'strategies.pipeline.schedule = "1f1b"')
@@ -110,7 +110,7 @@ def test_parts_are_told_of_schedules_with_fewer_micro_batches_in_flight_and_of_s
 
 
 @pytest.mark.parametrize("stores", [(ZeRO(),), (DDP(axis="dp_shard"),)], ids=["shards", "copies"])
-def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(stores: tuple[Strategy, ...]):
+def test_context_parallelism_replaces_data_parallel_ranks(stores: tuple[Strategy, ...]):
     long = analyzed_llama(length=40)
     plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, *stores), 1)
     change = next(change for change in plan_changes(long, plan, 0) if "cp" in change.description)
@@ -123,7 +123,7 @@ def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(s
     )
 
 
-def test_where_tokens_cannot_be_dealt_or_are_nobody_says_so():
+def test_context_parallelism_is_not_advised_where_impossible_or_in_use():
     assert not any("cp" in change.description for change in plan_changes(ANALYZED, copies(), 0))
     assert "mesh.cp" not in oom_message(
         MemoryError(),
@@ -141,24 +141,24 @@ def test_where_tokens_cannot_be_dealt_or_are_nobody_says_so():
     )
 
 
-def test_no_change_is_told_that_would_be_refused_of_the_model(monkeypatch: pytest.MonkeyPatch):
+def test_no_change_is_advised_that_would_be_refused_for_the_model(monkeypatch: pytest.MonkeyPatch):
     long = analyzed_llama(length=40)
     plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, ZeRO()), 1)
     asked: list[Plan] = []
 
-    def never_dealt(plan: Plan, analyzed: AnalyzedModel) -> None:
+    def without_sequence_parallel_blocks(plan: Plan, analyzed: AnalyzedModel) -> None:
         asked.append(plan)
         if plan.mesh.cp > 1:
             raise PlanError("its blocks do what no rank can", fix="leave mesh.cp at 1", location="model")
 
     assert any("cp" in change.description for change in plan_changes(long, plan, 0))
-    monkeypatch.setattr(oom_advice, "check_plan_for_model", never_dealt)
+    monkeypatch.setattr(oom_advice, "check_plan_for_model", without_sequence_parallel_blocks)
     found = [change.plan for change in plan_changes(long, plan, 0)]
     assert found
     assert all(plan in asked and plan.mesh.cp == 1 for plan in found)
 
 
-def test_the_change_that_fits_is_told_though_others_come_before():
+def test_the_change_that_fits_is_advised_although_others_come_before():
     plan = copies()
     others = [PlanChange(f"change {number}", plan, 100 - number) for number in range(6)]
     text = oom_message(MemoryError(), plan, 0, MemoryUsage(0, 0, 96, {}), others)

@@ -1,6 +1,4 @@
-"""A language model of a few hundred parameters, rows to train it on, and a case for the verifier: what many
-tests share.
-"""
+"""A language model of a few hundred parameters, samples to train it on, and a parity case for the verifier."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

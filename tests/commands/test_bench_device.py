@@ -1,6 +1,4 @@
-"""`bench device`: what can be asked for, what is refused, and a real measurement by two processes that share
-the cores.
-"""
+"""`bench device`: options, refusals, and a real measurement by two processes that share the cores."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +37,7 @@ def test_a_gpu_that_is_not_there_is_refused():
         verb.parse_request("cuda", 0, 1, quick=True)
 
 
-def test_without_words_one_process_with_all_cores_measures():
+def test_without_options_one_process_with_all_cores_measures():
     wish = verb.parse_request("cpu", 0, 1, quick=False)
     assert (wish.kind, wish.num_threads, wish.num_ranks) == ("cpu", available_cores(), 1)
     assert verb.parse_request("cpu", 0, 2, quick=False).num_threads == max(1, available_cores() // 2)

@@ -1,4 +1,4 @@
-"""`bench network`: what can be asked for, what is refused, and one real measurement by three local ranks."""
+"""`bench network`: options, refusals, and one real measurement by three local ranks."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_sizes_are_a_range_by_doubling_a_list_or_both():
     assert parse_request("2", "64, 1k,1 MiB, 1MiB..2m", quick=False).sizes == (64, 1024, 1 << 20, 2 << 20)
 
 
-def test_without_words_the_usual_is_measured_and_less_of_it_when_in_a_hurry():
+def test_without_options_the_default_is_measured_and_less_with_quick():
     usual, quick = parse_request("", "", quick=False), parse_request("", "", quick=True)
     assert usual.ranks[:2] == (2, 3)
     assert (usual.sizes[0], usual.sizes[-1]) == (1024, 64 << 20)

@@ -10,7 +10,7 @@ from tests.command_line import forget_ranks, invoke, refuse_to_start
 GOOD, BAD = Finding("disk", "ok", "room [enough]"), Finding("port", "failure", "in use", "end it")
 
 
-def test_the_doctor_tries_a_collective_on_two_processes_and_says_so(tmp_path, forks):
+def test_the_doctor_runs_a_collective_on_two_processes_and_reports_it(tmp_path, forks):
     code, out, err = forks("doctor", "--folder", tmp_path, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)

@@ -1,4 +1,4 @@
-"""`meshwright launch`: what it writes for a plan, and what it refuses."""
+"""`meshwright launch`: the files it writes for a plan, and refusals."""
 
 from pathlib import Path
 
@@ -76,7 +76,7 @@ def test_options_reach_the_file_and_the_file_its_place(config, capsys, tmp_path)
         (("--print", "slurm", "--out", "/no/such/folder/job.sh"), "the file cannot be written"),
     ],
 )
-def test_a_wish_that_cannot_be_fulfilled_is_named(options, text, config, capsys):
+def test_an_option_that_cannot_be_fulfilled_is_named(options, text, config, capsys):
     code, _, err = invoke(capsys, "launch", config, *options)
     assert code == 2
     assert text in err

@@ -1,4 +1,4 @@
-"""A config with `algorithm = "auto"` becomes a plan that holds the rule and names no cluster."""
+"""A config with `algorithm = "auto"` becomes a plan that contains the rule and needs no cluster file."""
 
 import tomllib
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""A plan that exists, priced on hardware that is named: what is shown, what is stored, what is refused."""
+"""`predict`: prices an existing plan on named hardware; its output, its files and refusals."""
 
 import json
 from pathlib import Path

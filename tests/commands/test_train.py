@@ -1,6 +1,4 @@
-"""A run that is watched: what the terminal shows, what lies in the folder,
-and that no tracker can stop it.
-"""
+"""Training with trackers and logs: terminal output, files in the run folder, and trackers that fail."""
 
 import json
 import sys
@@ -37,7 +35,7 @@ def broken(name: str) -> ModuleType:
     return module
 
 
-def test_a_tracker_that_raises_is_said_once_and_the_run_goes_on(config, capsys, monkeypatch):
+def test_a_tracker_that_raises_is_reported_once_and_the_run_continues(config, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", broken("wandb"))
     monkeypatch.setitem(sys.modules, "trackio", None)
     code, out, _ = invoke(capsys, *alone(config, "--run.trackers", '["wandb", "trackio"]'))

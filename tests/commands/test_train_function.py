@@ -1,4 +1,4 @@
-"""The command's loop, called from Python on an engine."""
+"""The training loop of the command, called from Python with an engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_a_run_is_trained_evaluated_and_saved(tmp_path):
     assert ended.checkpoint.name == "step-00000006"
 
 
-def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
+def test_the_same_call_continues_where_the_last_one_stopped(tmp_path):
     def enough(moment: CallbackEvent) -> str | None:
         return STOP if moment.step == 2 else None
 

@@ -1,6 +1,4 @@
-"""Weights on their way in and out: a run becomes a folder, a folder starts a run, a pickle becomes
-safetensors.
-"""
+"""Weights in and out: a run is exported to a folder, a folder starts a run, a pickle becomes safetensors."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""What is sent for rows of another length than the plan's is what the program of such rows states, and no
-other number passes.
+"""Sequences of another length than the plan's send what the plan for that length states, and no other number
+of bytes passes.
 """
 
 from dataclasses import replace
@@ -51,13 +51,13 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_rows_of_other_lengths_send_what_the_plan_of_such_rows_states(name: str):
+def test_sequences_of_other_lengths_send_what_the_plan_of_that_length_states(name: str):
     case, reports = compared(*PLANS[name])
     verdict = make_verdict(case, reports, "threads", {})
     assert verdict.passed, verdict
 
 
-def test_what_rows_of_another_length_send_does_not_pass_for_these():
+def test_bytes_of_another_sequence_length_do_not_pass():
     case, reports = compared(*PLANS["parts"])
     for other in (reports[0].microbatch_shapes[0], ()):  # those of the first step; as planned
         false = [

@@ -1,5 +1,5 @@
-"""When a comparison passes, and when it must not: at the tolerance, with NaN, with parts missing, with
-unplanned messages.
+"""When a comparison passes and fails: at the tolerance, with NaN, with missing values, with unplanned
+messages.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Bugs that were met in the field, planted here one by one.
+"""Planted bugs, all met in the field: the verifier must notice each, name it, and state its cause.
 
 The verifier must notice each, name it, and tell its cause.
 """
@@ -57,7 +57,7 @@ def test_the_plan_without_a_bug_passes(analyzed: AnalyzedModel, plan: Plan):
     assert verdict_of(case_of(analyzed, plan)).passed
 
 
-def test_a_bundle_that_is_never_reduced(analyzed: AnalyzedModel, plan: Plan):
+def test_a_parameter_group_that_is_never_reduced(analyzed: AnalyzedModel, plan: Plan):
     faulty = edited(plan, without("REDUCE(2)", "PACK(layers.1)"))
     partial = [fault.problem.split(":")[0] for fault in static_checks(faulty) if "partial" in fault.problem]
     assert partial == [
@@ -69,7 +69,7 @@ def test_a_bundle_that_is_never_reduced(analyzed: AnalyzedModel, plan: Plan):
     assert verdict.cause == "technique"
 
 
-def test_a_bundle_that_is_reduced_twice(analyzed: AnalyzedModel, plan: Plan):
+def test_a_parameter_group_that_is_reduced_twice(analyzed: AnalyzedModel, plan: Plan):
     """All gradients of one bundle are n times too large.
 
     That is no loss scale, because the others are right.
@@ -93,7 +93,7 @@ def test_a_bundle_that_is_reduced_twice(analyzed: AnalyzedModel, plan: Plan):
     assert verdict.cause == "technique"
 
 
-def test_a_bundle_that_is_reduced_before_its_last_backward(analyzed: AnalyzedModel, plan: Plan):
+def test_a_parameter_group_that_is_reduced_before_its_last_backward(analyzed: AnalyzedModel, plan: Plan):
     def early(actions: list[Action]) -> list[Action]:
         reduce = next(action for action in actions if action.name == f"REDUCE({HEAD})")
         rest = [action for action in actions if action is not reduce]

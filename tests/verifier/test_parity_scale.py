@@ -1,4 +1,4 @@
-"""Wrong scales, planted one by one: the commonest bug of data parallelism, and one that Adam hides."""
+"""Planted scale errors: the most common bug of data parallelism, and one that Adam hides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

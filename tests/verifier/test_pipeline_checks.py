@@ -1,4 +1,4 @@
-"""Messages between ranks meet where a send ends only when its receive has begun."""
+"""Messages between ranks match where a send ends only when its receive has begun."""
 
 from dataclasses import replace
 

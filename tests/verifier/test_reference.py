@@ -1,6 +1,4 @@
-"""The reference is an ordinary PyTorch loop: held here against one written out by hand, with no engine
-anywhere near.
-"""
+"""The reference is an ordinary PyTorch loop: compared with one written by hand, without the engine."""
 
 import subprocess
 import sys
@@ -84,7 +82,7 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
     assert len(run_reference(case, 2).steps) == 2
 
 
-def test_it_does_not_import_what_it_judges():
+def test_it_does_not_import_what_it_verifies():
     code = "import sys, meshwright.verifier.reference; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True

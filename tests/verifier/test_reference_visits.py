@@ -1,4 +1,4 @@
-"""The reference counts visits as the engine does, so that both draw the same dropout."""
+"""The reference counts block calls as the engine does, so that both draw the same dropout."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ class Teaching(Sharing):
 
 
 @pytest.mark.parametrize("build", [Sharing, Teaching])
-def test_blocks_inside_blocks_and_calls_without_gradients_are_no_visits(build: type[nn.Module]):
+def test_blocks_inside_blocks_and_calls_without_gradients_are_no_block_calls(build: type[nn.Module]):
     analyzed = analyze(build, token_samples(2))
     assert analyzed.model_spec.block_calls[:2] == ("embed", "layers.0")
     verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, micro_batch=2)))

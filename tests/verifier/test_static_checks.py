@@ -1,4 +1,4 @@
-"""What is proved on paper: a sound program has no fault, and each way to break one is named."""
+"""Static checks: a correct program passes, and each way to break one is named."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -76,7 +76,7 @@ def moved(name: str, before: str) -> Edit:
     "paper", [SyntheticModel(), SyntheticModel(tied=True), SyntheticModel(layers=1)], ids=str
 )
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_a_sound_program_has_no_fault(paper: SyntheticModel, store: NaiveDDP | DDP, micro_batch: int):
+def test_a_sound_program_has_no_diagnostics(paper: SyntheticModel, store: NaiveDDP | DDP, micro_batch: int):
     assert static_checks(plan_of(paper, store, micro_batch)) == []
 
 

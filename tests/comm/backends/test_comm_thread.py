@@ -1,4 +1,4 @@
-"""A lane plays works in order, by its own thread or by whoever waits, and keeps errors for those who wait."""
+"""A comm thread runs works in order, by itself or by a waiting thread, and keeps errors for those who wait."""
 
 from collections.abc import Iterator
 from threading import Event, current_thread
@@ -15,7 +15,7 @@ def comm_thread() -> Iterator[CommThread]:
     comm_thread.close()
 
 
-def held(comm_thread: CommThread) -> tuple[Event, Event]:
+def blocked_work(comm_thread: CommThread) -> tuple[Event, Event]:
     """A work that the lane's thread has begun, and which lasts until the second event is set."""
     begun, go_on = Event(), Event()
 
@@ -28,7 +28,7 @@ def held(comm_thread: CommThread) -> tuple[Event, Event]:
     return begun, go_on
 
 
-def test_works_are_played_in_the_order_in_which_they_were_put(comm_thread: CommThread):
+def test_works_run_in_the_order_of_submission(comm_thread: CommThread):
     played: list[int] = []
     works = [comm_thread.submit(lambda number=number: played.append(number)) for number in range(100)]
     for work in reversed(works):
@@ -36,7 +36,7 @@ def test_works_are_played_in_the_order_in_which_they_were_put(comm_thread: CommT
     assert played == list(range(100))
 
 
-def test_what_nobody_waits_for_is_played_by_the_thread_of_the_lane(comm_thread: CommThread):
+def test_works_without_a_waiter_run_on_the_comm_thread(comm_thread: CommThread):
     names: list[str] = []
     over = Event()
     comm_thread.submit(lambda: names.append(current_thread().name)).add_done_callback(over.set)
@@ -44,9 +44,9 @@ def test_what_nobody_waits_for_is_played_by_the_thread_of_the_lane(comm_thread: 
     assert names == ["under test"]
 
 
-def test_a_wait_returns_when_another_has_played_it(comm_thread: CommThread):
+def test_a_wait_returns_when_another_thread_has_run_the_work(comm_thread: CommThread):
     played: list[int] = []
-    _, go_on = held(comm_thread)
+    _, go_on = blocked_work(comm_thread)
     work = comm_thread.submit(lambda: played.append(1))
     work.add_done_callback(lambda: played.append(2))
     go_on.set()
@@ -55,7 +55,7 @@ def test_a_wait_returns_when_another_has_played_it(comm_thread: CommThread):
     assert played == [1, 2]
 
 
-def test_what_is_behind_a_work_that_was_waited_for_is_played_too(comm_thread: CommThread):
+def test_works_after_an_awaited_work_run_too(comm_thread: CommThread):
     over = Event()
     first, second = comm_thread.submit(lambda: None), comm_thread.submit(lambda: None)
     second.add_done_callback(over.set)
@@ -63,7 +63,7 @@ def test_what_is_behind_a_work_that_was_waited_for_is_played_too(comm_thread: Co
     assert over.wait(30)
 
 
-def test_an_error_is_raised_by_every_wait_and_what_is_behind_is_played(comm_thread: CommThread):
+def test_an_error_is_raised_by_every_wait_and_later_works_run(comm_thread: CommThread):
     def fail() -> None:
         raise KeyError("planted")
 
@@ -76,11 +76,11 @@ def test_an_error_is_raised_by_every_wait_and_what_is_behind_is_played(comm_thre
     assert played == [1]
 
 
-def test_an_error_of_what_was_to_follow_reaches_whoever_waits_and_the_lane_goes_on(comm_thread: CommThread):
+def test_an_error_of_a_callback_reaches_every_waiter_and_the_thread_continues(comm_thread: CommThread):
     def fail() -> None:
         raise KeyError("in what follows")
 
-    _, go_on = held(comm_thread)
+    _, go_on = blocked_work(comm_thread)
     work, over = comm_thread.submit(lambda: None), Event()
     work.add_done_callback(fail)
     comm_thread.submit(lambda: None).add_done_callback(over.set)
@@ -90,9 +90,9 @@ def test_an_error_of_what_was_to_follow_reaches_whoever_waits_and_the_lane_goes_
         work.wait()
 
 
-def test_what_was_not_played_before_the_lane_closed_says_so():
+def test_works_not_run_before_the_thread_closed_raise():
     comm_thread = CommThread("closed")
-    _, go_on = held(comm_thread)
+    _, go_on = blocked_work(comm_thread)
     work = comm_thread.submit(lambda: None)
     comm_thread.close()
     go_on.set()

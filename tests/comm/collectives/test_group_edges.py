@@ -1,4 +1,4 @@
-"""Primitives at their edges: in place, scalars, parameters, one rank, and what is refused."""
+"""Edge cases of the primitives: in place, scalars, parameters, one rank, and refusals."""
 
 from itertools import product
 
@@ -172,7 +172,7 @@ def alone(world: World) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return {**outputs, "mine": mine}, dict(world.ledger.sent_nbytes)
 
 
-def test_an_axis_of_size_one_sends_nothing_and_says_nothing(process_pool: ProcessPool) -> None:
+def test_an_axis_of_size_one_sends_nothing_and_records_nothing(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=3)
     for results in (
         run_on_threads(alone, mesh),

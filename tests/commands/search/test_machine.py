@@ -1,6 +1,4 @@
-"""The machine of a plan: its links from a cluster, its rates from a run; a plan from both, and all that is
-refused.
-"""
+"""The machine of a search: links from a cluster file, rates from a run, a plan from both, and refusals."""
 
 import json
 from pathlib import Path
@@ -180,7 +178,7 @@ def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):
     assert outcome_as_dict(chosen)["notes"] == list(chosen.notes)
 
 
-def test_the_command_line_hears_of_all_of_it(
+def test_the_command_line_passes_all_of_it_on(
     files: tuple[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -200,7 +198,7 @@ def test_the_command_line_hears_of_all_of_it(
     assert "there is no such folder" in err
 
 
-def test_words_for_a_search_are_refused_where_a_plan_is_there(
+def test_options_of_a_search_are_refused_where_a_plan_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     forget_ranks(monkeypatch)

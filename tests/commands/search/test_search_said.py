@@ -34,7 +34,7 @@ def test_the_largest_batch_needs_no_batch(capsys: pytest.CaptureFixture[str]):
     assert "The largest batch without gradient accumulation is" in " ".join(out.split())
 
 
-def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[str]):
+def test_heterogeneous_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[str]):
     code, out, _ = invoke(capsys, "search", SMALL, "--hardware", "h100:8,a100:8", "--batch", 64)
     assert code == 0
     text = " ".join(out.split())
@@ -42,7 +42,7 @@ def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[
     assert "The 8 H100 alone take" in text
 
 
-def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_plot_is_written_and_fixed_choices_are_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--hardware", "a100", "--devices", 8, "--batch", 64, "--set", "zero=2", "--set", "micro_batch=4"]
     code, out, _ = invoke(
         capsys, "search", SMALL, *words, "--plot", tmp_path / "plot.html", "--tokens", 1e9, "--price", 2
@@ -99,7 +99,7 @@ def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):
         ),
     ],
 )
-def test_what_is_missing_or_contradicts_itself_is_told(
+def test_missing_and_contradicting_options_are_reported(
     options: list[object], message: str, capsys: pytest.CaptureFixture[str]
 ):
     code, _, error = invoke(capsys, "search", SMALL, *options)

@@ -1,4 +1,6 @@
-"""The winner of a search as a config: it says what was priced, `plan` takes it, and it equals one device."""
+"""The best layout of a search as a config: it states what was priced, `plan` accepts it, and it equals one
+device.
+"""
 
 import json
 import tomllib
@@ -105,7 +107,7 @@ def test_plan_takes_what_was_chosen_for_another_family(tmp_path: Path):
     assert resolve_config(path, rest, None)[1].plan.mesh.world_size == 8
 
 
-def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path):
+def test_uneven_stages_of_heterogeneous_devices_are_cuts_that_plan_accepts(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 6}))
     found = run_search(
@@ -120,7 +122,7 @@ def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path
     assert resolve_config(path, rest, None)[1].plan.sharding.split_points == cuts
 
 
-def test_what_a_config_does_not_say_is_told():
+def test_choices_that_a_config_cannot_state_are_reported():
     shape = "m: layers 24 hidden 2048 heads 16"
     assert "split_points" not in str(
         winner_config(run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",))))

@@ -30,7 +30,7 @@ from meshwright.plan.model_spec.sequence_info import MIN_TOKENS
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.argument_names import named
+from tests.argument_names import argument_name
 from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, padded
 from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
 from tests.parallel.tensor.odd_llama import batches
@@ -129,13 +129,13 @@ WAYS = [
 @pytest.mark.parametrize(
     ("make", "ranks", "strategy"),
     [*((Mixed, *way) for way in WAYS), (lfm2, 3, RingAttention()), (lfm2, 4, HybridContextParallel())],
-    ids=named,
+    ids=argument_name,
 )
 def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strategy) -> None:
     equal(made(make), Mesh(cp=ranks), strategy, REPLICAS)
 
 
-@pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=named)
+@pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=argument_name)
 def test_there_may_be_more_ranks_than_tokens(make, length: int) -> None:
     equal(made(make, length), Mesh(cp=4), RingAttention(), REPLICAS, length=length)
 
@@ -154,7 +154,7 @@ def test_there_may_be_more_ranks_than_tokens(make, length: int) -> None:
         ),
         (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), REPLICAS)),
     ],
-    ids=named,
+    ids=argument_name,
 )
 def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     equal(made(lfm2), mesh, *strategies, micro_batch=1)

@@ -29,7 +29,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.argument_names import named
+from tests.argument_names import argument_name
 from tests.parallel.context import pooling_models
 from tests.parallel.context.pooling_models import (
     Centred,
@@ -62,7 +62,7 @@ ON_RINGS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "ranks"), ON_RINGS, ids=named)
+@pytest.mark.parametrize(("make", "ranks"), ON_RINGS, ids=argument_name)
 def test_models_that_pool_tokens_on_a_ring(make: type[nn.Module], ranks: int):
     equal(known(make), planned(known(make), Mesh(cp=ranks), RingAttention(), REPLICAS, micro_batch=2))
 
@@ -90,7 +90,7 @@ def test_models_that_pool_tokens_on_a_ring(make: type[nn.Module], ranks: int):
         (llama, Mesh(pp=2, cp=2), (Pipeline(schedule="gpipe"), RingAttention(), ZeRO(axis="cp"))),
         (llama, Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), REPLICAS)),
     ],
-    ids=named,
+    ids=argument_name,
 )
 def test_with_other_strategies(make: type[nn.Module], mesh: Mesh, strategies: tuple[Strategy, ...]):
     equal(known(make), planned(known(make), mesh, *strategies, micro_batch=1))

@@ -21,7 +21,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
-from tests.argument_names import named
+from tests.argument_names import argument_name
 from tests.parallel.context.test_ring_models import bert, gpt2, padded, sliding
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama
 
@@ -101,7 +101,7 @@ def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
     return verify(analyzed, plan, found)
 
 
-@pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=named)
+@pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=argument_name)
 @pytest.mark.parametrize("example", [0, -1], ids=["read without a mask", "read with a mask"])
 def test_which_samples_are_padded_does_not_change_what_is_sent(
     make, mesh: Mesh, strategies, example: int

@@ -1,4 +1,4 @@
-"""Manifests: what is written is read back, and what a stranger or a flipped bit wrote is refused in words."""
+"""Manifests: read back as written; hostile and corrupted ones are refused with a message."""
 
 import json
 from contextlib import suppress
@@ -217,7 +217,7 @@ def test_scalars_and_empty_tensors_are_entries_too():
     sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)),
     data=st.data(),
 )
-def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(
+def test_a_grid_of_slices_covers_a_tensor_and_a_moved_or_missing_one_is_noticed(
     cuts: tuple[int, int], sizes: tuple[int, int], data
 ):
     def boundaries(size: int, num: int) -> list[tuple[int, int]]:

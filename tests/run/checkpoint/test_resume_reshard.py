@@ -1,5 +1,5 @@
-"""Checkpoints reshard: what is saved under any plan is taken up under any other, moments included, to the
-last bit.
+"""Resharding: a checkpoint saved under any plan is loaded under any other, optimizer states included,
+bitwise.
 """
 
 from collections.abc import Iterable
@@ -110,7 +110,7 @@ def left(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_never_stopped(
+def test_a_checkpoint_of_any_layout_is_loaded_bitwise_and_training_continues_unchanged(
     layout: str, left, tmp_path: Path
 ):
     optimizer, runs = left
@@ -141,7 +141,7 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
             assert error <= 1e-10 * max(expected.abs().max().item(), 1e-3), (other, name)
 
 
-def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.MonkeyPatch):
+def test_missing_optimizer_states_are_noticed(left, monkeypatch: pytest.MonkeyPatch):
     _, runs = left
     monkeypatch.setattr(executor, "load_optimizer_state", lambda *_: None)
     plan = plan_of("stage 3 on 2", job_of("adamw"))
@@ -198,7 +198,7 @@ def on_a_process(world: World, folder: Path, layout: str, start: Path | None) ->
         return engine.save(folder)
 
 
-def test_processes_save_and_take_up_the_same(tmp_path: Path, process_pool: ProcessPool, left):
+def test_processes_save_and_load_the_same(tmp_path: Path, process_pool: ProcessPool, left):
     optimizer, runs = left
     if optimizer != "adamw":
         return

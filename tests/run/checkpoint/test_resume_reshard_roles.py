@@ -1,6 +1,4 @@
-"""Checkpoints reshard whatever is kept: moments with a scale per block, whole matrices, masters, a loss
-scale.
-"""
+"""Resharding of all kinds of state: quantized optimizer states, whole matrices, master weights, a loss scale."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +43,7 @@ def plan_of(layout: str, job: Job) -> Plan:
 
 
 @pytest.mark.parametrize("kept", JOBS)
-def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_own_as_if_never_stopped(
-    kept: str, tmp_path: Path
-):
+def test_all_state_is_loaded_bitwise_and_training_continues_unchanged(kept: str, tmp_path: Path):
     optimizer, precision = JOBS[kept]
     job = replace(tiny_job(), optimizer=optimizer, precision=precision)
     runs = {}

@@ -1,6 +1,4 @@
-"""Ranks that go on together: each file of the checkpoint is read for its sum once, and all of them take the
-same one.
-"""
+"""Ranks that resume together: each checkpoint file is verified once, and all ranks take the same checkpoint."""
 
 import shutil
 from collections import Counter

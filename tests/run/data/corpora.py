@@ -1,4 +1,4 @@
-"""Small data of every kind, and tokenizers that are trained from scratch: what the tests of data share."""
+"""Small data of every kind, and tokenizers trained from scratch, for the tests of data."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Which samples are evaluated and which are left to train on, and what follows from the results."""
+"""The evaluation split: which samples are evaluated, which are trained on, and early stopping by the results."""
 
 from math import inf, nan
 

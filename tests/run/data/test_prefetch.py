@@ -1,4 +1,4 @@
-"""Batches made ahead: the same batches in the same order, errors where they belong, and no thread left."""
+"""Prefetched batches: the same batches in the same order, errors in their step, and no thread left."""
 
 import threading
 import time
@@ -106,7 +106,7 @@ def test_an_error_is_raised_by_its_own_step_with_the_place_where_it_happened():
     assert threads() == []
 
 
-def test_an_error_is_told_though_a_thread_waits_and_what_has_not_begun_is_dropped(monkeypatch):
+def test_an_error_is_raised_although_a_thread_waits_and_pending_batches_are_dropped(monkeypatch):
     monkeypatch.setattr(prefetch, "FAILURE_WAIT_S", 0.0)
     gate = threading.Event()
     data = Watched(gate=gate)

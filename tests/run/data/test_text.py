@@ -1,4 +1,4 @@
-"""Text becomes samples: what is read, in which order, and what is refused with which words."""
+"""Text becomes samples: which files are read, in which order, and refusals."""
 
 import logging
 import os

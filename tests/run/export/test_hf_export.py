@@ -1,4 +1,4 @@
-"""A model becomes a folder: what stands in it, that it is bounded and whole, and that it comes back."""
+"""Export to a Hugging Face folder: its files, bounded memory, and a round trip."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""An adapter becomes a folder of peft: under every way of storing weights the same, whole, and loaded by peft
+"""Export of a PEFT adapter: the same under every data-parallel strategy, complete, and loadable by peft
 alone.
 """
 
@@ -74,7 +74,7 @@ def stirred_up(folder: Path, **lora: object) -> ExportableModel:
 
 
 @pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}], ids=["plain", "with a trained head"])
-def test_the_adapter_is_whole_and_the_same_under_every_stage(
+def test_the_adapter_is_complete_and_the_same_under_every_zero_stage(
     tmp_path: Path, folder: Path, lora: dict[str, object]
 ):
     analyzed = adapted_reading(weights=folder, **lora)

@@ -1,4 +1,4 @@
-"""Two models beside each other: equal ones pass, a change of one value does not."""
+"""The round-trip check of an export: equal models pass, a change of one value does not."""
 
 from math import nan
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_a_model_of_anybody_cannot_be_compared_with_transformers(tmp_path: Path)
         check_import(ModelConfig(f"{tmp_path}/net.py:net", weights=str(tmp_path)))
 
 
-def test_a_blueprint_without_weights_is_compared_by_its_initial_values(tmp_path: Path):
+def test_a_deferred_model_without_weights_is_compared_by_its_initial_values(tmp_path: Path):
     published(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     print_ = defer_init(lambda: transformers.LlamaForCausalLM(config), 0)

@@ -1,4 +1,4 @@
-"""Ranks joined to a world: which device each takes, and what every rank must have in common."""
+"""Joining a world: the device of each rank, and settings that all ranks must share."""
 
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""What --hardware names: a kind, a file in five lines, a measured device; what is wrong with one is told at
-once.
-"""
+"""The argument of --hardware: a kind, a short file, or a measured device; all errors of a file at once."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""What a run's folder tells: steps without the first, the slowest rank's computing, the shortest time of a
-message.
+"""Measurements from a run's folder: steps without the first, computation of the slowest rank, shortest time
+of a message.
 """
 
 import json
@@ -24,7 +24,7 @@ def test_steps_and_where_they_went_are_read(tmp_path: Path):
     assert found.collectives[0].seconds == pytest.approx(SENT_S)
 
 
-def test_a_run_that_was_not_traced_tells_its_steps_alone(tmp_path: Path):
+def test_a_run_without_a_trace_gives_step_times_only(tmp_path: Path):
     found = read_previous_run(run_folder(tmp_path / "run", traced=False, device="NVIDIA H100 80GB HBM3"))
     assert (found.compute_s, found.collectives) == (None, ())
     assert found.device == "NVIDIA H100 80GB HBM3"

@@ -1,6 +1,4 @@
-"""What a rank used: seconds, memory and bytes in its file, exact where they can be, and speeds only where
-they are known.
-"""
+"""Resource records of a rank: seconds, memory and bytes, exact where possible, and speeds only where known."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a run says of itself: enough to draw its program elsewhere, and nobody's name."""
+"""run_info.json: enough to draw the program elsewhere, and no host or user name."""
 
 import getpass
 import json

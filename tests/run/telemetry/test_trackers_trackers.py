@@ -1,4 +1,4 @@
-"""Trackers that fail in every way: none stops a run, keeps it waiting, or goes unsaid."""
+"""Trackers that fail in every way: none stops a run, delays it, or fails silently."""
 
 import math
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A small run that evaluates, on threads, for tests to stop, spoil and repeat."""
+"""A small run with evaluations, on threads, for tests that stop, corrupt and repeat it."""
 
 import json
 from collections.abc import Callable, Mapping

@@ -1,6 +1,4 @@
-"""The loop round the step, ranks as threads: what it saves, where it goes on, and that it does so bit for
-bit.
-"""
+"""The training loop, ranks as threads: what it saves, where it resumes, and that it does so bitwise."""
 
 import json
 from collections.abc import Callable
@@ -214,7 +212,7 @@ def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp
     assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
 
 
-def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
+def test_going_back_to_another_history_replaces_no_checkpoint_silently(tmp_path):
     SmallRun(tmp_path).play()
     other = SmallRun(tmp_path, lr=0.3)
     (resumed, _, _), _ = other.play(step=4)

@@ -1,5 +1,5 @@
-"""Runs that evaluate: the best checkpoint stays, an early end is agreed on, and a resumed run repeats it all
-bit for bit.
+"""Runs with evaluations: the best checkpoint is kept, early stopping is agreed on, and a resumed run repeats
+all bitwise.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Runs that measure the noise of their gradient: where it is written, and that a resumed run goes on with the
-same averages.
+"""Runs that measure the gradient noise scale: where it is written, and that a resumed run continues its
+averages.
 """
 
 from dataclasses import replace

@@ -1,6 +1,4 @@
-"""Runs under guard: harmful steps are skipped, or end the run, and a resumed run judges as one that was never
-stopped.
-"""
+"""Runs with a loss guard: harmful steps are skipped or end the run, and a resumed run decides the same."""
 
 import logging
 from collections.abc import Callable, Mapping
