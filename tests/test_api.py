@@ -1,4 +1,6 @@
-"""The Python API: the user's own loop, module, loss and optimizer, on one rank, on threads and on processes."""
+"""The Python API: the user's own loop, module, loss and optimizer, on one rank, on threads and on
+processes.
+"""
 
 from pathlib import Path
 

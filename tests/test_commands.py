@@ -1,4 +1,6 @@
-"""The commands in this process: what they do and refuse, without starting a rank where a request cannot work."""
+"""The commands in this process: what they do and refuse, without starting a rank where a request
+cannot work.
+"""
 
 import json
 import tomllib

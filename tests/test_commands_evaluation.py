@@ -1,4 +1,6 @@
-"""Evaluation through the command with two ranks: best checkpoint, early stopping, skipped steps and refusals."""
+"""Evaluation through the command with two ranks: best checkpoint, early stopping, skipped steps and
+refusals.
+"""
 
 import json
 from pathlib import Path

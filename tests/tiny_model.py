@@ -1,4 +1,6 @@
-"""A language model of a few hundred parameters, samples to train it on, and a parity case for the verifier."""
+"""A language model of a few hundred parameters, samples to train it on, and a parity case for the
+verifier.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace

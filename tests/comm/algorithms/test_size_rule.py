@@ -1,4 +1,6 @@
-"""Algorithm rules by message size: which algorithm they select, their text form, and errors of invalid ones."""
+"""Algorithm rules by message size: which algorithm they select, their text form, and errors of invalid
+ones.
+"""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,6 @@
-"""Results of every all-reduce algorithm: the same bits on every rank, and planted mistakes that tests notice."""
+"""Results of every all-reduce algorithm: the same bits on every rank, and planted mistakes that tests
+notice.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

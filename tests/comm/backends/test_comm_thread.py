@@ -1,4 +1,6 @@
-"""A comm thread runs works in order, by itself or by a waiting thread, and keeps errors for those who wait."""
+"""A comm thread runs works in order, by itself or by a waiting thread, and keeps errors for those who
+wait.
+"""
 
 from collections.abc import Iterator
 from threading import Event, current_thread

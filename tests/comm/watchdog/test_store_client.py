@@ -1,4 +1,6 @@
-"""The store client: a store that does not answer delays nobody for long, and is used again when it recovers."""
+"""The store client: a store that does not answer delays nobody for long, and is used again when it
+recovers.
+"""
 
 import threading
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""Old versions of weights for live autograd graphs: gradients are those of the version that the forward used."""
+"""Old versions of weights for live autograd graphs: gradients are those of the version that the
+forward used.
+"""
 
 import torch
 from torch import nn

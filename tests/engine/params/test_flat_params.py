@@ -1,4 +1,6 @@
-"""Memory of flat parameters: which rank keeps which values, zero padding, and buffers reused in every step."""
+"""Memory of flat parameters: which rank keeps which values, zero padding, and buffers reused in every
+step.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,6 @@
-"""The loss of a step is a sum over tokens or samples that count; the engine divides by their global number."""
+"""The loss of a step is a sum over tokens or samples that count; the engine divides by their global
+number.
+"""
 
 import pytest
 import torch

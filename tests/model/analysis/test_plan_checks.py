@@ -1,4 +1,6 @@
-"""Job settings about a model that the program made itself: filled in, or refused where they would be ignored."""
+"""Job settings about a model that the program made itself: filled in, or refused where they would be
+ignored.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""The sequence analysis of one forward: token dims of block arguments, attention calls, and gathers in glue."""
+"""The sequence analysis of one forward: token dims of block arguments, attention calls, and gathers in
+glue.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,6 @@
-"""The program of activation checkpointing: position of recompute actions, memory, the budget, and refusals."""
+"""The program of activation checkpointing: position of recompute actions, memory, the budget, and
+refusals.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""A small Llama whose sizes divide by 2, 3, 4 and 6, and the elements that each rank receives under a plan."""
+"""A small Llama whose sizes divide by 2, 3, 4 and 6, and the elements that each rank receives under a
+plan.
+"""
 
 from collections.abc import Iterable, Iterator
 

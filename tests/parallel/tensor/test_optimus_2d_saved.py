@@ -1,4 +1,6 @@
-"""Checkpoints of modes 2d and 3d are loaded under any other plan, optimizer states included, and vice versa."""
+"""Checkpoints of modes 2d and 3d are loaded under any other plan, optimizer states included, and vice
+versa.
+"""
 
 from pathlib import Path
 

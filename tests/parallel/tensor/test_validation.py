@@ -1,4 +1,6 @@
-"""Tensor-parallel plans that cannot work are refused before any process starts, with all diagnostics at once."""
+"""Tensor-parallel plans that cannot work are refused before any process starts, with all diagnostics
+at once.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Measured activation memory is divided among ranks as elements are; scratch is counted beside new gradients."""
+"""Measured activation memory is divided among ranks as elements are; scratch is counted beside new
+gradients.
+"""
 
 from dataclasses import replace
 

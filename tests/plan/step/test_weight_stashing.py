@@ -1,4 +1,6 @@
-"""Weight versions of microbatches, derived from a program, and programs in which a microbatch uses several."""
+"""Weight versions of microbatches, derived from a program, and programs in which a microbatch uses
+several.
+"""
 
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches

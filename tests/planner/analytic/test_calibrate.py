@@ -1,4 +1,6 @@
-"""Rates fitted to measured steps: planted rates are recovered, and one disturbed step does not change them."""
+"""Rates fitted to measured steps: planted rates are recovered, and one disturbed step does not change
+them.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""Cost of an action: its own operations at the speed of the device, for the fraction that the rank computes."""
+"""Cost of an action: its own operations at the speed of the device, for the fraction that the rank
+computes.
+"""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,6 @@
-"""Limits: the reported size fits, the next one does not, and the limiting rank is the one with most memory."""
+"""Limits: the reported size fits, the next one does not, and the limiting rank is the one with most
+memory.
+"""
 
 from dataclasses import replace
 

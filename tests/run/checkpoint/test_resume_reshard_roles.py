@@ -1,4 +1,6 @@
-"""Resharding of all kinds of state: quantized optimizer states, whole matrices, master weights, a loss scale."""
+"""Resharding of all kinds of state: quantized optimizer states, whole matrices, master weights, a loss
+scale.
+"""
 
 from dataclasses import replace
 from pathlib import Path

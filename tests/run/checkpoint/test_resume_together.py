@@ -1,4 +1,6 @@
-"""Ranks that resume together: each checkpoint file is verified once, and all ranks take the same checkpoint."""
+"""Ranks that resume together: each checkpoint file is verified once, and all ranks take the same
+checkpoint.
+"""
 
 import shutil
 from collections import Counter

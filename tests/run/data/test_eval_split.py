@@ -1,4 +1,6 @@
-"""The evaluation split: which samples are evaluated, which are trained on, and early stopping by the results."""
+"""The evaluation split: which samples are evaluated, which are trained on, and early stopping by the
+results.
+"""
 
 from math import inf, nan
 

@@ -1,4 +1,6 @@
-"""Resource records of a rank: seconds, memory and bytes, exact where possible, and speeds only where known."""
+"""Resource records of a rank: seconds, memory and bytes, exact where possible, and speeds only where
+known.
+"""
 
 import json
 from dataclasses import replace
