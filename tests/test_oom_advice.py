@@ -109,7 +109,7 @@ def test_pipelines_are_advised_schedules_with_fewer_micro_batches_in_flight_and_
     )
 
 
-@pytest.mark.parametrize("stores", [(ZeRO(),), (DDP(axis="dp_shard"),)], ids=["shards", "copies"])
+@pytest.mark.parametrize("stores", [(ZeRO(),), (DDP(axis="dp_shard"),)], ids=["shards", "ddp"])
 def test_context_parallelism_replaces_data_parallel_ranks(stores: tuple[Strategy, ...]):
     long = analyzed_llama(length=40)
     plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, *stores), 1)

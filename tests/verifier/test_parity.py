@@ -24,8 +24,8 @@ from tests.parallel.tensor.odd_llama import NUM_SAMPLES, TOKENS, batches, llama,
 
 LENGTHS = (TOKENS, 6, 12)  # by step
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "parts": (Mesh(pp=2), (Pipeline(),)),
-    "parts of slices": (
+    "stages": (Mesh(pp=2), (Pipeline(),)),
+    "stages of slices": (
         Mesh(pp=2, tp=3),
         (Pipeline(schedule="zb_h1"), TensorParallel(), VocabParallel(), SequenceParallel()),
     ),
@@ -58,7 +58,7 @@ def test_sequences_of_other_lengths_send_what_the_plan_of_that_length_states(nam
 
 
 def test_bytes_of_another_sequence_length_do_not_pass():
-    case, reports = compared(*PLANS["parts"])
+    case, reports = compared(*PLANS["stages"])
     for other in (reports[0].microbatch_shapes[0], ()):  # those of the first step; as planned
         false = [
             replace(

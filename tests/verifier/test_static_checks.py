@@ -70,7 +70,7 @@ def moved(name: str, before: str) -> Edit:
 
 
 @pytest.mark.parametrize(
-    "store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive", "one bucket", "many"]
+    "store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive_ddp", "one bucket", "many"]
 )
 @pytest.mark.parametrize(
     "paper", [SyntheticModel(), SyntheticModel(tied=True), SyntheticModel(layers=1)], ids=str

@@ -40,8 +40,8 @@ GPT2 = {
     **{"n_positions": 64},
 }
 WISHES = {
-    "copies": (2, ("pp=1", "tp=1", "zero=0")),
-    "groups of copies": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
+    "replicas": (2, ("pp=1", "tp=1", "zero=0")),
+    "hsdp": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
     "matrices": (4, ("tp=2", "pp=1", "zero=1", "activation_checkpointing=layers")),
     "interleaved": (2, ("pp=2", "schedule=interleaved", "virtual_stages=2")),
     "zb_v": (4, ("pp=2", "schedule=zb_v", "dp=2", "zero=0")),
@@ -50,7 +50,7 @@ WISHES = {
     "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
     "all": (8, ("cp=2", "tp=2", "pp=2", "context_parallel=ulysses", "schedule=1f1b")),
 }
-KINDS = {"copies": "v100"}  # which has no bfloat16
+KINDS = {"replicas": "v100"}  # which has no bfloat16
 
 
 def chosen(folder: Path, config: dict[str, Any], wish: str, batch: int = 12) -> SearchOutcome:
@@ -95,7 +95,7 @@ def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
     assert plan.job.train.batch == 12
 
 
-@pytest.mark.parametrize("wish", ["groups of copies", "zb_v"])
+@pytest.mark.parametrize("wish", ["hsdp", "zb_v"])
 def test_what_was_chosen_equals_one_device(tmp_path: Path, wish: str):
     path, rest = written(chosen(tmp_path, LLAMA, wish), tmp_path)
     verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)

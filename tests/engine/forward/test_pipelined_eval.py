@@ -32,15 +32,15 @@ SHARD = Split(axis="dp_shard")
 DATA = token_samples(31)
 ANALYZED = pairs(0.3, layers=4)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),), 1),
-    "three parts": (Mesh(pp=3), (Pipeline(),), 4),
-    "two parts on each of three ranks": (
+    "two stages": (Mesh(pp=2), (Pipeline(),), 1),
+    "three stages": (Mesh(pp=3), (Pipeline(),), 4),
+    "two virtual stages on each of three ranks": (
         Mesh(pp=3),
         (Pipeline(schedule="interleaved", virtual_stages=2),),
         2,
     ),
     "a V": (Mesh(pp=2), (Pipeline(schedule="zb_v"),), 2),
-    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), DDP()), 1),
+    "replicas": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), DDP()), 1),
     "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=1)), 2),
     "stage 3": (
         Mesh(pp=2, dp_shard=3),
@@ -97,12 +97,12 @@ def test_every_rank_finds_the_loss_that_one_device_finds(layout: str, expected: 
 
 
 def test_steps_go_on_as_without_it_to_the_last_bit():
-    layout = LAYOUTS["two parts on each of three ranks"]
+    layout = LAYOUTS["two virtual stages on each of three ranks"]
     with_it, without = evaluations_of(ANALYZED, *layout), evaluations_of(ANALYZED, *layout, evaluated=False)
     assert [each[1:] for each in with_it] == [each[1:] for each in without]
 
 
-@pytest.mark.parametrize("layout", ["two parts on each of three ranks", "a V"])
+@pytest.mark.parametrize("layout", ["two virtual stages on each of three ranks", "a V"])
 def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
     layout: str, expected: list[Evaluation]
 ):
@@ -279,7 +279,7 @@ def test_a_missing_sum_or_message_is_noticed(forgotten: str, expected: list[Eval
             "_send",
             lambda self, forward, *rest: (_zeroed(forward.values), send(self, forward, *rest)),
         )
-    found = evaluations_of(ANALYZED, *LAYOUTS["two parts"])[0][0]
+    found = evaluations_of(ANALYZED, *LAYOUTS["two stages"])[0][0]
     assert found[0].loss != pytest.approx(expected[0].loss, rel=1e-6)
 
 

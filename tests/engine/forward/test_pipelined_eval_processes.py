@@ -19,8 +19,11 @@ from tests.engine.one_device import sample_range
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "three stages": (Mesh(pp=3), (Pipeline(),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
     "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
 DATA = token_samples(30)

@@ -32,8 +32,11 @@ SHARD = BatchSplit(axis="dp_shard")
 LLAMA = analyzed_llama(num_hidden_layers=3)
 IDS = batches(1, 3)[0]["input_ids"]
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "three stages": (Mesh(pp=3), (Pipeline(),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
     "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
     "slices": (Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), VocabParallel())),
 }

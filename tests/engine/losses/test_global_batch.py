@@ -141,12 +141,12 @@ def test_a_step_without_any_sample_is_skipped_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    "planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"]
+    "planted", ["whole gradient of what is shared", "samples of the next rank", "loss added by every rank"]
 )
 def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str):
     if planted == "loss added by every rank":
         monkeypatch.setattr(GlobalBatchLoss, "reports_loss", True)
-    elif planted == "rows of the next rank":
+    elif planted == "samples of the next rank":
         monkeypatch.setattr(GlobalBatchLoss, "_samples_per_rank", lambda self: [4, 3, 5])
     else:
         kept = GlobalBatchLoss.backward_to_local_samples

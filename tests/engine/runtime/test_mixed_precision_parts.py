@@ -24,8 +24,8 @@ from tests.tiny_model import analyzed_model, tiny_job, token_samples
 AUTOCAST = PrecisionConfig(compute="float16", loss_scale=1024.0)
 HALF = PrecisionConfig("float16", "float16", "float32", master="float32", loss_scale=1024.0)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),)),
-    "three parts": (Mesh(pp=3), (Pipeline(),)),
+    "two stages": (Mesh(pp=2), (Pipeline(),)),
+    "three stages": (Mesh(pp=3), (Pipeline(),)),
     "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
 
@@ -70,7 +70,7 @@ def steps(
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
 @pytest.mark.parametrize(
-    ("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)]
+    ("layout", "planted"), [("two stages", 0), ("two stages", 1), ("three stages", 1), ("shards", 3)]
 )
 def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, planted: int, precision: PrecisionConfig):
     found = steps(precision, layout, planted)
@@ -84,7 +84,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, planted: int
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
 def test_without_one_it_trains_as_one_device_does(precision: PrecisionConfig):
     ((expected, _),) = steps(precision, "")
-    for metrics, moved in steps(precision, "three parts"):
+    for metrics, moved in steps(precision, "three stages"):
         assert all(moved)
         assert [each.loss for each in metrics] == pytest.approx([each.loss for each in expected], rel=2e-3)
         assert [each.grad_norm for each in metrics] == pytest.approx(
@@ -93,7 +93,7 @@ def test_without_one_it_trains_as_one_device_does(precision: PrecisionConfig):
 
 
 def test_the_guard_leaves_an_overflow_to_the_scale():
-    for metrics, _ in steps(AUTOCAST, "two parts", 0, LossGuard("skip", factor=0.0)):
+    for metrics, _ in steps(AUTOCAST, "two stages", 0, LossGuard("skip", factor=0.0)):
         assert [each.spike for each in metrics] == [None] * 3
         assert [each.overflow for each in metrics] == [False, True, False]
 
@@ -106,5 +106,5 @@ def test_ranks_that_check_only_their_own_gradients_are_noticed(monkeypatch):
         return torch.linalg.vector_norm(torch.stack([each.float().norm() for each in mine]))
 
     monkeypatch.setattr(FlatParams, "total_norm", property(own))
-    scales = [metrics[1].loss_scale for metrics, _ in steps(AUTOCAST, "two parts", 0)]
+    scales = [metrics[1].loss_scale for metrics, _ in steps(AUTOCAST, "two stages", 0)]
     assert scales == [512.0, 1024.0]

@@ -63,7 +63,7 @@ def test_micro_batches_without_labels_weigh_nothing():
 @pytest.mark.parametrize(
     "batch",
     [None, ignored(token_samples(12)), sample_range(token_samples(12), 0, 0)],
-    ids=["no rows", "no labels", "an empty batch"],
+    ids=["no samples", "no labels", "an empty batch"],
 )
 def test_a_step_in_which_nothing_counts_changes_nothing_but_the_count_of_steps(
     batch: dict[str, torch.Tensor] | None,

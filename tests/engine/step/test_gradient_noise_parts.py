@@ -26,12 +26,15 @@ from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_sample
 
 SHARD = BatchSplit(axis="dp_shard")
 ALONE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),)),
-    "three parts": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "two stages": (Mesh(pp=2), (Pipeline(),)),
+    "three stages": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
 }
 BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
+    "replicas": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
     "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=1))),
     "stage 3": (Mesh(pp=2, dp_shard=3), (Pipeline(schedule="interleaved", virtual_stages=2), SHARD, ZeRO())),
 }
@@ -93,12 +96,12 @@ def test_weights_that_several_stages_use_are_refused():
 
 
 def test_a_stage_that_does_not_send_its_squares_is_noticed(monkeypatch):
-    truth, _ = train_and_record(*BESIDE["copies"])
+    truth, _ = train_and_record(*BESIDE["replicas"])
     measure = GradientNoiseScale.compute_grad_sqnorm
     monkeypatch.setattr(
         GradientNoiseScale,
         "compute_grad_sqnorm",
         lambda self, action: None if self._reports_weights else measure(self, action),
     )
-    found, _ = train_and_record(*BESIDE["copies"])
+    found, _ = train_and_record(*BESIDE["replicas"])
     assert found[0][-1].noise_scale != pytest.approx(truth[0][-1].noise_scale, rel=1e-3)

@@ -16,11 +16,14 @@ from tests.engine.step.test_spike_diagnosis_suspects import Faulty, spikes
 
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),)),
-    "three parts": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
-    "copies of parts": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
-    "shards of parts": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
+    "two stages": (Mesh(pp=2), (Pipeline(),)),
+    "three stages": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
+    "replicas of stages": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
+    "shards of stages": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
 }
 
 
@@ -51,13 +54,13 @@ def diagnoses_without_stages(how: str, ranks: int) -> LossSpike:
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
-        ("two parts", "forward"),
-        ("three parts", "backward"),
-        ("two parts on each of two ranks", "backward"),
-        ("two parts on each of two ranks", "large"),
-        ("copies of parts", "backward"),
-        ("shards of parts", "forward"),
-        ("shards of parts", "large"),
+        ("two stages", "forward"),
+        ("three stages", "backward"),
+        ("two virtual stages on each of two ranks", "backward"),
+        ("two virtual stages on each of two ranks", "large"),
+        ("replicas of stages", "backward"),
+        ("shards of stages", "forward"),
+        ("shards of stages", "large"),
     ],
 )
 def test_all_ranks_find_what_ranks_with_the_whole_model_find(layout: str, how: str):
@@ -85,7 +88,7 @@ def test_partial_gradients_of_several_stages_are_summed_before_they_are_squared(
 
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])
-@pytest.mark.parametrize("layout", ["copies of parts", "shards of parts"])
+@pytest.mark.parametrize("layout", ["replicas of stages", "shards of stages"])
 def test_ranks_without_data_take_part_and_are_not_suspected(layout: str, rows_of_last: int):
     mesh, strategies = LAYOUTS[layout]
     spike, *_ = spikes("backward", mesh, strategies, bad_rows=(1,), rows_of_last=rows_of_last)
@@ -96,6 +99,6 @@ def test_ranks_without_data_take_part_and_are_not_suspected(layout: str, rows_of
 
 
 def test_a_stage_that_does_not_check_its_gradients_is_noticed(monkeypatch):
-    mesh, strategies = LAYOUTS["two parts"]
+    mesh, strategies = LAYOUTS["two stages"]
     monkeypatch.setattr(ReplayFindings, "check_gradients", lambda *_: None)
     assert spikes("backward", mesh, strategies)[0].culprit.block != "layers.1"

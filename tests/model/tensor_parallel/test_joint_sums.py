@@ -116,7 +116,7 @@ SEVERAL: dict[str, Ends] = {
     "one has no gradient": lambda layer, x, a, b: x + a.detach() + b,
     "without gradients": without_gradients,
     "one is kept": kept,
-    "written into a part": written_into_a_part,
+    "written into a slice": written_into_a_part,
     "under another name": under_another_name,
 }
 

@@ -201,7 +201,7 @@ def test_the_numbers_of_a_step_are_summed_along_the_ring() -> None:
 @pytest.mark.parametrize(
     "order",
     [(RingAttention(), TensorParallel()), (TensorParallel(), RingAttention())],
-    ids=["ring first", "line first"],
+    ids=["ring first", "tensor_parallel first"],
 )
 def test_with_tensor_parallelism_a_rank_shifts_its_own_heads(
     order: tuple[Strategy, ...],

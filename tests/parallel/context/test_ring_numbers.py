@@ -42,7 +42,14 @@ KEPT = (RingAttention(), ZeRO(axis="cp", stage=3), ActivationCheckpointing())
         ),
         (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), DDP("cp")), 2, 9),
     ],
-    ids=["two", "straight", "zero and recompute", "fewer tokens than ranks", "with samples", "with matrices"],
+    ids=[
+        "two",
+        "straight",
+        "zero and activation_checkpointing",
+        "fewer tokens than ranks",
+        "with samples",
+        "with matrices",
+    ],
 )
 def test_a_llama_on_a_ring_equals_one_device(
     mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int

@@ -26,9 +26,9 @@ LENGTH = 19
 STRIPED, REPLICAS = RingAttention(load_balance="striped"), DDP("cp")
 PACKED = {  # the lengths of the documents in each of the rows
     "one document": [[19]] * NUM_SAMPLES,
-    "unlike rows": [[7, 12], [9, 10], [1, 2, 16], [3, 3, 3, 10]],
-    "some rows": [[7, 12], [19], [19], [3, 16]],
-    "alike rows": [[5, 9, 5]] * NUM_SAMPLES,
+    "different samples": [[7, 12], [9, 10], [1, 2, 16], [3, 3, 3, 10]],
+    "some samples": [[7, 12], [19], [19], [3, 16]],
+    "equal samples": [[5, 9, 5]] * NUM_SAMPLES,
     "documents shorter than ranks": [
         [1, 1, 2, 1, 2, 3, 1, 1, 2, 2, 1, 2],
         [2] * 9 + [1],
@@ -60,10 +60,10 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro: i
     ("name", "ranks"),
     [
         ("one document", 3),
-        ("unlike rows", 2),
-        ("unlike rows", 3),
-        ("some rows", 3),
-        ("alike rows", 4),
+        ("different samples", 2),
+        ("different samples", 3),
+        ("some samples", 3),
+        ("equal samples", 4),
         ("documents shorter than ranks", 4),
     ],
 )
@@ -84,10 +84,10 @@ def test_packed_documents_equal_one_device(name: str, ranks: int) -> None:
         (Mesh(cp=4), (HybridContextParallel(load_balance="striped"), REPLICAS)),
         (Mesh(cp=3), (RingAttention(), REPLICAS)),
     ],
-    ids=["copies", "zero and recompute", "line", "hybrid", "zigzag"],
+    ids=["ddp", "zero and activation_checkpointing", "tensor_parallel", "hybrid", "zigzag"],
 )
 def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    samples = packed("unlike rows")
+    samples = packed("different samples")
     analyzed = analyze(llama(num_attention_heads=4, num_key_value_heads=2), samples[0])
     assert_exact(analyzed, planned(analyzed, mesh, *strategies, micro=1), samples)
 
@@ -96,7 +96,9 @@ def test_batches_with_other_documents_than_the_example_had() -> None:
     analyzed = analyze(llama(), packed("one document", 1)[0])
     plan = planned(analyzed, Mesh(cp=3), STRIPED, REPLICAS)
     assert_exact(
-        analyzed, plan, [*packed("unlike rows", 1), *packed("one document", 1), *packed("alike rows", 1)]
+        analyzed,
+        plan,
+        [*packed("different samples", 1), *packed("one document", 1), *packed("equal samples", 1)],
     )
 
 
@@ -135,7 +137,7 @@ def test_layers_analyze_the_mask_of_a_micro_batch_once(monkeypatch: pytest.Monke
         return found
 
     monkeypatch.setattr(MaskCache, "block_mask", counting)
-    samples = packed("alike rows", 1)
+    samples = packed("equal samples", 1)
     analyzed = analyze(llama(num_hidden_layers=3), samples[0])
     assert_exact(analyzed, planned(analyzed, Mesh(cp=2), STRIPED, REPLICAS, micro=2), samples)
     assert sum(looked) * 3 == len(looked)

@@ -180,7 +180,7 @@ def test_it_trains_as_one_device_does(zero: ZeRO, ranks: int, micro_batch: int, 
 
 
 @pytest.mark.parametrize("precision", [MIXED, HALF], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("zero", [*STAGES, None], ids=lambda zero: str(zero.stage) if zero else "replicate")
+@pytest.mark.parametrize("zero", [*STAGES, None], ids=lambda zero: str(zero.stage) if zero else "ddp")
 def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(
     zero: ZeRO | None, precision: PrecisionConfig
 ):

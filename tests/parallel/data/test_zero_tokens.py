@@ -51,15 +51,15 @@ def synthetic_plan(mesh: Mesh, *strategies: Strategy, paper: SyntheticModel | No
 
 
 STORES = {
-    "copies of two ranks": (Mesh(cp=2), (SHARDED, DDP(axis=CP))),
-    "copies of three": (THREE, (SHARDED, DDP(axis=CP))),
-    "copies of ranks with samples": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, DDP())),
+    "ddp on two ranks": (Mesh(cp=2), (SHARDED, DDP(axis=CP))),
+    "ddp on three ranks": (THREE, (SHARDED, DDP(axis=CP))),
+    "ddp on ranks with samples": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, DDP())),
     "small buckets": (
         Mesh(dp_replicate=3, cp=2),
         (SHARDED, BatchSplit(), DDP(bucket_mb=0.0003, algorithm="ring")),
     ),
-    "copies one by one": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, NaiveDDP())),
-    "copies of more ranks than tokens": (Mesh(cp=7), (SHARDED, DDP(axis=CP))),
+    "naive_ddp": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, NaiveDDP())),
+    "ddp on more ranks than tokens": (Mesh(cp=7), (SHARDED, DDP(axis=CP))),
     **{f"shards, stage {stage}": (BOTH, (SHARD, SHARDED, ZeRO(stage=stage))) for stage in (1, 2, 3)},
     **{
         f"shards of tokens alone, stage {stage}": (THREE, (SHARDED, ZeRO(axis=CP, stage=stage)))
@@ -67,11 +67,11 @@ STORES = {
     },
     "shards for a microbatch": (BOTH, (SHARD, SHARDED, ZeRO(gather="microbatch"))),
     "shards for a step": (Mesh(dp_shard=3, cp=2), (SHARDED, SHARD, ZeRO(gather="step"))),
-    "shards over copies": (
+    "hsdp": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
         (BatchSplit(), SHARD, SHARDED, ZeRO(replicate_axis="dp_replicate")),
     ),
-    "shards of tokens over copies": (
+    "hsdp along cp": (
         Mesh(dp_replicate=2, cp=3),
         (BatchSplit(), SHARDED, ZeRO(axis=CP, stage=2, replicate_axis="dp_replicate")),
     ),
@@ -212,7 +212,7 @@ def test_parameter_groups_are_named_as_without_context_parallelism():
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategies"), [STORES["shards, stage 3"], STORES["copies of ranks with samples"]]
+    ("mesh", "strategies"), [STORES["shards, stage 3"], STORES["ddp on ranks with samples"]]
 )
 def test_ranks_hold_the_planned_shards(mesh: Mesh, strategies: tuple[Strategy, ...]):
     analyzed = analyzed_model()
@@ -277,7 +277,7 @@ def test_a_checkpoint_is_loaded_under_another_plan(wide: AnalyzedModel, rule: st
 
 
 REFUSED = {
-    "nobody deals": (
+    "no sequence sharding": (
         Mesh(cp=2),
         (DDP(axis=CP),),
         "strategies.ddp: the copies along cp would all see the same tokens",
@@ -300,12 +300,12 @@ REFUSED = {
         (BatchSplit(), SHARDED, DDP(axis=CP), DDP()),
         "weights are kept whole along cp already, and now along dp_replicate too\n  repair: keep one of them",
     ),
-    "copies of shards": (
+    "replicas of shards": (
         Mesh(dp_shard=2, cp=2),
         (SHARD, SHARDED, ZeRO(replicate_axis=CP)),
         "strategies.zero.replicate_axis: replicate_axis = 'cp', where ranks have other tokens of a sample",
     ),
-    "copies and shards": (
+    "ddp and zero": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
         (BatchSplit(), SHARD, SHARDED, DDP(), ZeRO()),
         (
@@ -324,7 +324,7 @@ REFUSED = {
         (SHARDED,),
         "stay partial sums over cp\n  repair: add a strategy that reduces them along cp",
     ),
-    "one master": (
+    "data_parallel_master": (
         Mesh(cp=2),
         (SHARDED, DataParallelMaster(axis=CP)),
         "strategies.data_parallel_master.axis: axis = 'cp'; needed is 'dp_replicate' or 'dp_shard'",

@@ -44,7 +44,7 @@ from tests.tiny_model import (
 
 ALL = ActivationCheckpointing(blocks=("*",))
 STORES: dict[str, tuple[Strategy, ...]] = {
-    "replicate": (BatchSplit(axis="dp_shard"), DDP(axis="dp_shard")),
+    "ddp": (BatchSplit(axis="dp_shard"), DDP(axis="dp_shard")),
     **{f"zero {stage}": (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)) for stage in (1, 2, 3)},
 }
 OPTIONS = [{}, {"tied": True, "p": 0.3}, {"frozen": True}, {"spare": True}]
@@ -196,7 +196,7 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
     return lambda: transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("store", ["replicate", "zero 3"])
+@pytest.mark.parametrize("store", ["ddp", "zero 3"])
 def test_a_llama_with_dropout_equals_one_device(store: str):
     analyzed = analyze(llama(tie_word_embeddings=True), token_samples(2))
     plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)

@@ -27,14 +27,14 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.pipeline.test_pipeline import JOB, ROWS, SHARD, llama, planned
+from tests.parallel.pipeline.test_pipeline import JOB, NUM_SAMPLES, SHARD, llama, planned
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 
 def exact(plan: Plan, steps: int = 1) -> None:
     """Fails unless `plan` is proved, and computes what one device does."""
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(steps, ROWS))
+    verdict = verify(llama(), plan, batches(steps, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -91,11 +91,11 @@ def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
     job = replace(JOB, data=replace(JOB.data, sequence=length))
     plan = make_plan(analyzed, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
     assert not static_checks(plan)
-    verdict = verify(analyzed, plan, batches(1, ROWS, length))
+    verdict = verify(analyzed, plan, batches(1, NUM_SAMPLES, length))
     assert verdict.passed, verdict
     monkeypatch.setattr(LayerSharding, "has_joint_backward", property(lambda way: False))
     broken = make_plan(analyzed, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
-    assert "the ledger of ('I(model.layers" in str(verify(analyzed, broken, batches(1, ROWS, length)))
+    assert "the ledger of ('I(model.layers" in str(verify(analyzed, broken, batches(1, NUM_SAMPLES, length)))
 
 
 def test_a_search_folds_two_parts_per_rank():

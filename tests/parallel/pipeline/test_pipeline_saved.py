@@ -20,7 +20,7 @@ MESHES = {
     "two stages": Mesh(pp=2),
     "three stages": Mesh(pp=3),
     "stages in shards": Mesh(pp=2, dp_shard=2),
-    "copies": Mesh(dp_replicate=2),
+    "ddp": Mesh(dp_replicate=2),
     "alone": Mesh(),
     "every stage twice": Mesh(pp=2),
 }
@@ -42,7 +42,7 @@ def plan_on(name: str, analyzed: AnalyzedModel) -> Plan:
     [
         ("two stages", "alone"),
         ("alone", "three stages"),
-        ("three stages", "copies"),
+        ("three stages", "ddp"),
         ("stages in shards", "two stages"),
     ],
 )
@@ -57,8 +57,8 @@ def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
     [
         ("three stages", "alone"),
         ("stages in shards", "three stages"),
-        ("every stage twice", "copies"),
-        ("copies", "every stage twice"),
+        ("every stage twice", "ddp"),
+        ("ddp", "every stage twice"),
     ],
 )
 def test_a_tied_table_stands_in_it_once(saved: str, taken: str, tmp_path: Path):

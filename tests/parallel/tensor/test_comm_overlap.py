@@ -94,7 +94,7 @@ def test_with_sequence_parallel_it_scatters_once(family: str, ranks: int):
 CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
     "cohere on 2 ranks": ("cohere", Mesh(tp=2), (TensorParallel(),), 2),
     "cohere on 3 ranks, in slices": ("cohere", Mesh(tp=3), KEPT, 0),
-    "gpt-neox on 2 ranks, in slices, again and recomputed": (
+    "gpt-neox on 2 ranks, sequence_parallel, regathered and recomputed": (
         "gpt-neox",
         Mesh(tp=2),
         (*ANEW, ActivationCheckpointing()),

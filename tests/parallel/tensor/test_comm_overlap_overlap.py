@@ -33,7 +33,7 @@ CASES = {
     "3 uneven chunks": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3),), 4),
     "more chunks than samples": (Mesh(tp=2), (TensorParallel(num_overlap_chunks=8),), 1),
     "slices of tokens": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3), SequenceParallel()), 4),
-    "shards and recompute": (
+    "zero and activation_checkpointing": (
         Mesh(dp_shard=2, tp=2),
         (
             TensorParallel(num_overlap_chunks=2),

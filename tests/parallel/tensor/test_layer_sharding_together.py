@@ -31,8 +31,8 @@ BATCH_SPLIT = BatchSplit(axis="dp_shard")
 SHARDS = (BATCH_SPLIT, ZeRO())
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "slices of tokens": (Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(), *SHARDS)),
-    "slices of words": (Mesh(dp_shard=2, tp=3), (TensorParallel(), VocabParallel(), *SHARDS)),
-    "tokens, words, run again": (
+    "zero and vocab_parallel": (Mesh(dp_shard=2, tp=3), (TensorParallel(), VocabParallel(), *SHARDS)),
+    "sequence_parallel, vocab_parallel, activation_checkpointing": (
         Mesh(dp_shard=2, tp=3),
         (TensorParallel(), SequenceParallel(), VocabParallel(), *SHARDS, ActivationCheckpointing()),
     ),

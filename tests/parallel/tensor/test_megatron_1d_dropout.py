@@ -25,8 +25,12 @@ SHARDED = (TensorParallel(), BatchSplit(axis="dp_shard"))
 CASES = {
     "2 ranks": (Mesh(tp=2), None, 0),
     "3 ranks": (Mesh(tp=3), None, 2),
-    "copies": (Mesh(dp_replicate=2, tp=2), None, 1),
-    "shards, run again": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(), ActivationCheckpointing()), 1),
+    "ddp": (Mesh(dp_replicate=2, tp=2), None, 1),
+    "zero, activation_checkpointing": (
+        Mesh(dp_shard=2, tp=2),
+        (*SHARDED, ZeRO(), ActivationCheckpointing()),
+        1,
+    ),
 }
 
 

@@ -33,17 +33,17 @@ FEWER_KEYS = [
     ("phi3", 4),
 ]  # than ranks
 FAKE = [("gpt2", 3), ("falcon, new", 5)]  # packed weights and shared keys can be traced without memory
-HSDP, SHARDS = (
+REPLICAS, SHARDS = (
     (TensorParallel(), BatchSplit(), DDP()),
     (TensorParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
 )
 TOGETHER = {
-    "copies of gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), HSDP),
-    "copies of t5": ("t5", Mesh(dp_replicate=2, tp=3), HSDP),
-    "copies of qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), HSDP),
+    "ddp, gpt2": ("gpt2", Mesh(dp_replicate=2, tp=2), REPLICAS),
+    "ddp, t5": ("t5", Mesh(dp_replicate=2, tp=3), REPLICAS),
+    "ddp, qwen3, few keys": ("qwen3", Mesh(dp_replicate=2, tp=4), REPLICAS),
     "shards of phi3": ("phi3", Mesh(dp_shard=2, tp=2), SHARDS),
     "shards of falcon, few keys": ("falcon", Mesh(dp_shard=2, tp=2), SHARDS),
-    "shards of bert, and its words": (
+    "zero, bert, vocab_parallel": (
         "bert",
         Mesh(dp_shard=2, tp=2),
         (TensorParallel(), VocabParallel(), *SHARDS[1:]),

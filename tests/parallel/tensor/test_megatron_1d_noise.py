@@ -23,7 +23,7 @@ from tests.tiny_model import executor_of, tiny_job, token_samples
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
     "alone": ({}, (), 3),
-    "copies": ({"dp_replicate": 2}, None, 0),
+    "ddp": ({"dp_replicate": 2}, None, 0),
     "stage 1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1)), 3),
     "stage 3": ({"dp_shard": 2}, (SHARD, ZeRO()), 3),
 }
@@ -68,10 +68,10 @@ def test_it_equals_that_of_the_same_microbatches_without_tensor_parallelism(
 
 
 def test_weights_that_count_twice_are_noticed(analyzed: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
-    expected = measured(analyzed, plan_of(analyzed, "copies", 1))
+    expected = measured(analyzed, plan_of(analyzed, "ddp", 1))
     monkeypatch.setattr(
         ShardingPlan,
         "params_counted_in_sum",
         lambda space, coordinate: [param_sharding.param.name for param_sharding in space.param_shardings],
     )
-    assert measured(analyzed, plan_of(analyzed, "copies", 2)) != pytest.approx(expected, rel=1e-3)
+    assert measured(analyzed, plan_of(analyzed, "ddp", 2)) != pytest.approx(expected, rel=1e-3)

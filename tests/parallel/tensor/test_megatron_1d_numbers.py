@@ -26,13 +26,13 @@ SHARDED = (TensorParallel(), BatchSplit(axis="dp_shard"))
 CASES = {
     "2 ranks": (Mesh(tp=2), None, 0),
     "3 ranks": (Mesh(tp=3), None, 2),
-    "beside copies": (Mesh(dp_replicate=2, tp=2), None, 0),
+    "with ddp": (Mesh(dp_replicate=2, tp=2), None, 0),
     "named first or last": (Mesh(dp_replicate=2, tp=3), (BatchSplit(), DDP(), TensorParallel()), 1),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(stage=1)), 0),
     "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDED, ZeRO(stage=2)), 1),
     "stage 3": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(stage=3)), 1),
     "hybrid": (Mesh(dp_replicate=2, dp_shard=2, tp=2), None, 0),
-    "recompute": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(), ActivationCheckpointing()), 2),
+    "activation_checkpointing": (Mesh(dp_shard=2, tp=2), (*SHARDED, ZeRO(), ActivationCheckpointing()), 2),
 }
 
 

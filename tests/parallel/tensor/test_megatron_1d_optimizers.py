@@ -40,7 +40,7 @@ SHARDS = (TensorParallel(), BatchSplit(axis="dp_shard"))
 PLANS = {
     "2 ranks": (Mesh(tp=2), None),
     "3 ranks": (Mesh(tp=3), None),
-    "copies": (Mesh(dp_replicate=2, tp=2), None),
+    "ddp": (Mesh(dp_replicate=2, tp=2), None),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*SHARDS, ZeRO(stage=1))),
     "stage 2": (Mesh(dp_shard=2, tp=3), (*SHARDS, ZeRO(stage=2))),
     "stage 3": (Mesh(dp_shard=3, tp=2), (*SHARDS, ZeRO())),
@@ -201,7 +201,7 @@ def test_owners_keep_master_weights_where_weights_are_narrow(analyzed: AnalyzedM
     assert error(cut, one) < far
 
 
-@pytest.mark.parametrize("case", ["2 ranks", "copies", "stage 1", "stage 3"])
+@pytest.mark.parametrize("case", ["2 ranks", "ddp", "stage 1", "stage 3"])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
 def test_live_bytes_equal_the_planned_bytes(analyzed: AnalyzedModel, rule: str, case: str):
     plan = plan_of(analyzed, rule, case)

@@ -11,10 +11,10 @@ from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 MESHES = {
-    "divided": Mesh(tp=2),
+    "sharded": Mesh(tp=2),
     "unevenly": Mesh(tp=3),
     "in shards": Mesh(dp_shard=2, tp=2),
-    "copies": Mesh(dp_replicate=2),
+    "ddp": Mesh(dp_replicate=2),
     "alone": Mesh(),
 }
 
@@ -22,12 +22,12 @@ MESHES = {
 @pytest.mark.parametrize(
     ("saved", "taken"),
     [
-        ("divided", "alone"),
+        ("sharded", "alone"),
         ("alone", "unevenly"),
         ("unevenly", "in shards"),
-        ("in shards", "divided"),
-        ("in shards", "copies"),
-        ("copies", "in shards"),
+        ("in shards", "sharded"),
+        ("in shards", "ddp"),
+        ("ddp", "in shards"),
     ],
 )
 def test_a_checkpoint_is_loaded_under_another_plan(saved: str, taken: str, tmp_path: Path):

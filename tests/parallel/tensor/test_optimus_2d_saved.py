@@ -20,11 +20,11 @@ DATA = (BatchSplit(axis="dp_shard"), ZeRO())
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "alone": (Mesh(), ()),
     "square": (Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *DATA)),
-    "cube": (Mesh(dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), *DATA)),
+    "3d": (Mesh(dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), *DATA)),
 }
 
 
-@pytest.mark.parametrize(("saved", "taken"), [("square", "cube"), ("cube", "alone"), ("alone", "square")])
+@pytest.mark.parametrize(("saved", "taken"), [("square", "3d"), ("3d", "alone"), ("alone", "square")])
 def test_a_checkpoint_is_loaded_under_another_plan(saved: str, taken: str, tmp_path: Path):
     analyzed = analyzed_even_llama(tie_word_embeddings=True)
     (_, before), (_, after) = planned(analyzed, *PLANS[saved]), planned(analyzed, *PLANS[taken])

@@ -34,18 +34,22 @@ SHARDED = BatchSplit(axis="dp_shard")
 CASES = {
     "2 ranks": (Mesh(tp=2), KEPT, 0),
     "3 ranks": (Mesh(tp=3), KEPT, 2),
-    "gathered again": (Mesh(tp=3), ANEW, 2),
-    "named first or last, beside copies": (
+    "regathered": (Mesh(tp=3), ANEW, 2),
+    "named first or last, with ddp": (
         Mesh(dp_replicate=2, tp=2),
         (SequenceParallel(), BatchSplit(), DDP(), TensorParallel()),
         1,
     ),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*KEPT, SHARDED, ZeRO(stage=1)), 0),
     "stage 3": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, ZeRO(stage=3)), 1),
-    "recompute": (Mesh(tp=3), (*KEPT, ActivationCheckpointing()), 2),
-    "recompute and again": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, ZeRO(), ActivationCheckpointing()), 1),
-    "words": (Mesh(tp=2), (*KEPT, VocabParallel()), 0),
-    "words, named first, and again": (Mesh(tp=3), (VocabParallel(), *ANEW), 2),
+    "activation_checkpointing": (Mesh(tp=3), (*KEPT, ActivationCheckpointing()), 2),
+    "activation_checkpointing and regather": (
+        Mesh(dp_shard=2, tp=2),
+        (*ANEW, SHARDED, ZeRO(), ActivationCheckpointing()),
+        1,
+    ),
+    "vocab_parallel": (Mesh(tp=2), (*KEPT, VocabParallel()), 0),
+    "vocab_parallel, named first, and regather": (Mesh(tp=3), (VocabParallel(), *ANEW), 2),
 }
 
 
@@ -71,10 +75,12 @@ def test_it_equals_one_device(case: str):
     analyzed, plan = planned_sequence_parallel(
         mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks"
     )
-    assert_exact(analyzed, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
+    assert_exact(
+        analyzed, plan, batches(2, length=LENGTH), fake=case == "activation_checkpointing and regather"
+    )
 
 
-@pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "again"])
+@pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "regather"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: int):
     _, plan = planned_sequence_parallel(Mesh(tp=ranks), strategies)
@@ -110,7 +116,7 @@ def test_a_vocab_parallel_head_takes_slices():
     assert inner(plan, "F", "model.embed_tokens") == [("all_reduce", stream)]
 
 
-@pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "again"])
+@pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "regather"])
 def test_half_precision_is_sent_in_half_but_the_stream_itself_is_not(strategies: tuple):
     mesh = Mesh(dp_shard=2, tp=2)
     said = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
@@ -153,7 +159,7 @@ def test_an_evaluation_with_sequence_parallel_equals_one_device():
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "again"])
+@pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "regather"])
 def test_saved_activations_are_slices_except_inputs_of_column_parallel_layers(strategies: tuple, whole: int):
     analyzed, plan = planned(analyzed_llama(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]

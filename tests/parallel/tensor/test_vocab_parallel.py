@@ -27,21 +27,29 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, analyzed_llama, batches, llama, planned
+from tests.parallel.tensor.odd_llama import (
+    NUM_SAMPLES,
+    SIZES,
+    TOKENS,
+    analyzed_llama,
+    batches,
+    llama,
+    planned,
+)
 
 BOTH = (TensorParallel(), VocabParallel())
 CASES = {
     "2 ranks": (Mesh(tp=2), BOTH, 0),
     "3 ranks": (Mesh(tp=3), BOTH, 2),
     "alone": (Mesh(tp=2), (VocabParallel(),), 0),
-    "beside copies": (
+    "with ddp": (
         Mesh(dp_replicate=2, tp=3),
         (BatchSplit(), DDP(), VocabParallel(), TensorParallel()),
         1,
     ),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=1)), 0),
     "stage 3": (Mesh(dp_shard=2, tp=3), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=3)), 1),
-    "recompute": (
+    "activation_checkpointing": (
         Mesh(dp_shard=2, tp=2),
         (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(), ActivationCheckpointing()),
         2,
@@ -57,7 +65,7 @@ def uneven(count: int, *, weighted: bool = False) -> list[dict[str, torch.Tensor
         batch["labels"][0, :4] = torch.tensor([0, 33, 34, SIZES["vocab_size"] - 1])
         batch["labels"][1, 2:7], batch["labels"][2] = IGNORE_INDEX, IGNORE_INDEX
         if weighted:
-            batch["loss_weights"] = torch.rand(ROWS, TOKENS, generator=generator, dtype=torch.float64)
+            batch["loss_weights"] = torch.rand(NUM_SAMPLES, TOKENS, generator=generator, dtype=torch.float64)
     return found
 
 
@@ -66,11 +74,11 @@ def uneven(count: int, *, weighted: bool = False) -> list[dict[str, torch.Tensor
 def test_it_equals_one_device(case: str, tied: bool):
     mesh, strategies, micro = CASES[case]
     analyzed, plan = planned(analyzed_llama(tie_word_embeddings=tied), mesh, strategies, micro)
-    assert_exact(analyzed, plan, uneven(2), fake=case == "recompute" and tied)
+    assert_exact(analyzed, plan, uneven(2), fake=case == "activation_checkpointing" and tied)
 
 
 @pytest.mark.parametrize(
-    "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["words", "both"]
+    "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["vocab_parallel", "both"]
 )
 def test_one_rank_along_the_axis_has_the_whole_vocabulary_and_sends_nothing(strategies):
     analyzed, plan = planned(
@@ -209,10 +217,10 @@ def moved(plan: Plan, kind: str) -> list[tuple[str, str, int]]:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: int):
     _, plan = planned(analyzed_llama(), Mesh(tp=ranks), (VocabParallel(),))
-    stream = ROWS * TOKENS * SIZES["hidden_size"] * 4
+    stream = NUM_SAMPLES * TOKENS * SIZES["hidden_size"] * 4
     assert moved(plan, "F") == [("model.embed_tokens", "all_reduce", stream)]
     assert moved(plan, "B") == [("lm_head", "all_reduce", stream)]
-    assert moved(plan, "LOSS") == [("", "all_gather", ROWS * TOKENS * 2 * 4)]
+    assert moved(plan, "LOSS") == [("", "all_gather", NUM_SAMPLES * TOKENS * 2 * 4)]
     shapes = [
         {
             param_sharding.param.name: param_sharding.param.shape

@@ -24,7 +24,7 @@ def program(*strategies, ranks: int = 3) -> Program:
 @pytest.mark.parametrize(
     "made",
     [program(BatchSplit(), DDP()), program(BatchSplit(), NaiveDDP()), program(ranks=1)],
-    ids=["replicate", "naive", "alone"],
+    ids=["ddp", "naive_ddp", "alone"],
 )
 def test_what_is_written_is_read_back(made: Program):
     nameless = made.edit(lambda actions: [replace(action, tensors=()) for action in actions])

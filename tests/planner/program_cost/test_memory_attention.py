@@ -99,7 +99,7 @@ def planned_excess(
 @pytest.mark.parametrize(
     "strategies",
     [(), (ActivationCheckpointing(),), (ChunkedLoss(4),)],
-    ids=["plain", "recompute", "chunked loss"],
+    ids=["plain", "activation_checkpointing", "chunked loss"],
 )
 @pytest.mark.parametrize(
     ("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa"), ("gpt2", "eager")]

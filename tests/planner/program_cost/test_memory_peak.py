@@ -50,7 +50,7 @@ def measured(analyzed: AnalyzedModel, plan: Plan, samples: int) -> list[int]:
 @pytest.mark.parametrize(
     ("mesh", "micro", "sizes"),
     [(Mesh(tp=2), 0, WORDS), (Mesh(tp=2), 4, WORDS), (Mesh(tp=3), 0, DEEP), (Mesh(), 4, DEEP)],
-    ids=["words", "words, microbatches", "layers", "one device"],
+    ids=["vocabulary", "vocabulary, microbatches", "layers", "one device"],
 )
 def test_the_peak_equals_the_planned_peak(mesh: Mesh, micro: int, sizes: dict[str, int]):
     analyzed, plan = planned(llama(**sizes), mesh, micro=micro, samples=8)

@@ -54,10 +54,10 @@ DEEP = tuple(
     for i in range(3)
 )
 STORES = {
-    "replicate": DDP(),
+    "ddp": DDP(),
     "many buckets": DDP(bucket_mb=1e-9),
-    "naive": NaiveDDP(),
-    "master": DataParallelMaster(),
+    "naive_ddp": NaiveDDP(),
+    "data_parallel_master": DataParallelMaster(),
 }
 
 
