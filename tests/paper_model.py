@@ -7,7 +7,7 @@ from meshwright.plan.model_spec.model_spec import BatchTensor, ModelSpec, ParamS
 
 @dataclass(frozen=True)
 class SyntheticModel:
-    """An anatomy of `layers` blocks of `numel` parameters each, for tests that run nothing."""
+    """A model spec of `layers` blocks of `numel` parameters each, for tests that run nothing."""
 
     layers: int = 3
     numel: int = 100

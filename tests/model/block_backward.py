@@ -43,7 +43,7 @@ class Driven:
 
     @property
     def in_glue(self) -> list[str]:
-        """The parameters that the anatomy says glue uses."""
+        """The parameters that the model_spec says glue uses."""
         return [weight.name for weight in self.analyzed.model_spec.params if "(root)" in weight.block_calls]
 
 

@@ -183,7 +183,7 @@ class Rows(Strategy):
 
 
 def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
-    mesh, model_spec = Mesh(tp=2), SyntheticModel(layers=1).anatomy
+    mesh, model_spec = Mesh(tp=2), SyntheticModel(layers=1).model_spec
 
     def kinds(rule: OptimizerName) -> set[str]:
         plan = Plan.make(tiny_job(optimizer=OptimizerConfig(rule)), mesh, model_spec, (Rows(),))
@@ -195,7 +195,7 @@ def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
 
 
 def test_the_kind_of_a_weight_is_in_the_hash_where_optimizers_depend_on_it():
-    model_spec = SyntheticModel(layers=1).anatomy
+    model_spec = SyntheticModel(layers=1).model_spec
     other = replace(
         model_spec, params=tuple(replace(param, is_hidden_matrix=True) for param in model_spec.params)
     )
@@ -210,9 +210,9 @@ def test_the_kind_of_a_weight_is_in_the_hash_where_optimizers_depend_on_it():
 def test_param_shardings_know_their_alignment_and_groups_follow_it():
     params = tuple(
         replace(param, shape=(10, 10), is_hidden_matrix=True)
-        for param in SyntheticModel(layers=2).anatomy.params
+        for param in SyntheticModel(layers=2).model_spec.params
     )
-    model_spec = replace(SyntheticModel(layers=2).anatomy, params=params)
+    model_spec = replace(SyntheticModel(layers=2).model_spec, params=params)
     sharding = Plan.make(tiny_job(optimizer=MUON), Mesh(), model_spec).sharding
     assert [param_sharding.shard_alignment for param_sharding in sharding.param_shardings] == [
         "matrix",

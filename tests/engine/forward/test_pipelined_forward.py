@@ -109,7 +109,7 @@ def with_tied_layers(model: nn.Module) -> nn.Module:
 
 DIVIDED: dict[str, Callable[[], AnalyzedModel]] = {
     **{
-        family: lambda family=family: model_families.read_family(family)
+        family: lambda family=family: model_families.analyze_family(family)
         for family in ("gpt2", "falcon, alibi")
     },
     "gpt2, tied": lambda: analyze(

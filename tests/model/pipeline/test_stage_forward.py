@@ -28,7 +28,7 @@ def simple(model: Chain, x: torch.Tensor) -> object:
 
 def test_a_value_that_is_not_received_is_named():
     one = chained(simple)
-    part = one.borders.stages(["layers.1", "layers.2"])[2]
+    part = one.boundaries.stages(["layers.1", "layers.2"])[2]
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError,
@@ -49,9 +49,9 @@ def test_a_value_that_is_not_received_is_named():
 @pytest.mark.parametrize("lost", ["layers.0", "layers.0+0", "layers.2+0"])
 def test_a_value_missing_from_the_live_values_is_named(lost: str):
     one = chained(simple)
-    kept = tuple(value for value in one.borders.values if value.name != lost)
-    assert len(kept) == len(one.borders.values) - 1
-    one.graph = replace(one.graph, boundaries=replace(one.borders, values=kept))
+    kept = tuple(value for value in one.boundaries.values if value.name != lost)
+    assert len(kept) == len(one.boundaries.values) - 1
+    one.graph = replace(one.graph, boundaries=replace(one.boundaries, values=kept))
     at = {"layers.0": "layers.1", "layers.0+0": "layers.2", "layers.2+0": "head"}[lost]
     with pytest.raises(PlanError, match=rf"the value '{lost.replace('+', chr(92) + '+')}'.*did not receive"):
         one.error([at])
@@ -67,9 +67,9 @@ def test_a_tensor_written_by_another_stage_and_not_sent_is_noticed():
 
     one = chained(glue)
     gathered = "layers.1+0~"
-    kept = tuple(value for value in one.borders.values if value.name != gathered)
-    assert len(kept) == len(one.borders.values) - 1
-    one.graph = replace(one.graph, boundaries=replace(one.borders, values=kept))
+    kept = tuple(value for value in one.boundaries.values if value.name != gathered)
+    assert len(kept) == len(one.boundaries.values) - 1
+    one.graph = replace(one.graph, boundaries=replace(one.boundaries, values=kept))
     with pytest.raises(
         PlanError,
         match=r"computes sum \(at test_stage_forward\.py:\d+\) "
@@ -80,7 +80,7 @@ def test_a_tensor_written_by_another_stage_and_not_sent_is_noticed():
 
 def test_a_forward_that_differs_from_its_recording_is_refused():
     one = chained(simple)
-    part = one.borders.stages(["layers.1"])[1]
+    part = one.boundaries.stages(["layers.1"])[1]
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     received = {value.name: torch.zeros(value.shape(4), dtype=torch.float64) for value in part.inputs}
 
@@ -154,7 +154,7 @@ def test_the_state_of_a_model_is_as_before_when_it_is_left():
 
     one = ranks(Counting, X)
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
-    drive, part = ForwardDriver(blocks), one.borders.stages(["layers.1"])[0]
+    drive, part = ForwardDriver(blocks), one.boundaries.stages(["layers.1"])[0]
     ran = run_stage(
         lambda: module(**one.inputs), drive, one.graph, part, 4, {}, before_block=lambda block_call: None
     )
@@ -166,7 +166,7 @@ def test_the_state_of_a_model_is_as_before_when_it_is_left():
 
 def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     one = chained(simple)
-    parts = one.borders.stages(["layers.1", "layers.2"])
+    parts = one.boundaries.stages(["layers.1", "layers.2"])
     made = [one.analyzed.make_module("cpu", torch.float64) for _ in parts]
     assert one.error(["layers.1", "layers.2"]) < 1e-12
     lost = [
@@ -180,7 +180,7 @@ def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
 
 def test_a_graph_that_is_not_cut_within_a_stage_is_one_backward():
     one = chained(simple)
-    first, last = one.borders.stages(["layers.2"])
+    first, last = one.boundaries.stages(["layers.2"])
     store: dict[str, torch.Tensor] = {}
     module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks, cut_graph=False)
@@ -229,7 +229,7 @@ def test_an_output_that_the_loss_ignores_is_not_sent_and_raises_when_read():
 
 def test_a_run_is_freed_when_its_result_is_dropped():
     one = chained(simple)
-    parts = one.borders.stages(["layers.1", "layers.2"])
+    parts = one.boundaries.stages(["layers.1", "layers.2"])
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     drive, store = ForwardDriver(blocks), dict[str, torch.Tensor]()
     gc.disable()

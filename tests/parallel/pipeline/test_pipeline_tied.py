@@ -151,7 +151,7 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
 def test_unmodified_models_are_those_of_one_device(
     family: str, mesh: Mesh, strategies: tuple[Strategy, ...], among: tuple[int, ...]
 ):
-    analyzed = model_families.read_family(family)
+    analyzed = model_families.analyze_family(family)
     plan = model_families.planned(analyzed, mesh, strategies, 1)
     assert not static_checks(plan)
     assert list(ties(plan).values()) == ([among] if among else [])

@@ -67,7 +67,7 @@ def test_a_tied_head_sums_the_gradients_of_its_slices():
     ],
 )
 def test_packed_interleaved_and_normed_heads_equal_one_device(family: str, more: dict[str, object]):
-    analyzed = model_families.read_family(family, vocab_size=62, **more)
+    analyzed = model_families.analyze_family(family, vocab_size=62, **more)
     assert_exact(analyzed, model_families.planned(analyzed, EIGHT, BLOCKS), model_families.batches(family, 2))
 
 

@@ -89,7 +89,7 @@ MORE_THAN_GROUPS = [("qwen3", 4), ("phi3", 4)]  # some ranks have heads of two g
 
 @pytest.mark.parametrize(("family", "ranks"), [("gpt2", 2), ("bert", 2), *FEW_RANKS, *MORE_THAN_GROUPS])
 def test_families_drop_what_one_device_drops(family: str, ranks: int):
-    analyzed = model_families.read_family(family, **RATES[family])
+    analyzed = model_families.analyze_family(family, **RATES[family])
     plan = model_families.planned(analyzed, Mesh(tp=ranks), (TensorParallel(),))
     verdict = verify(analyzed, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
     assert verdict.passed, str(verdict)

@@ -71,7 +71,7 @@ def test_a_tied_head_sums_the_gradients_of_its_slices(strategies: tuple[Strategy
     ],
 )
 def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[str, object]):
-    analyzed = model_families.read_family(family, **more)  # its 61 words do not divide
+    analyzed = model_families.analyze_family(family, **more)  # its 61 words do not divide
     plan = model_families.planned(analyzed, Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel()))
     assert_exact(analyzed, plan, model_families.batches(family, 2))
 

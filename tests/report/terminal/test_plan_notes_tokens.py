@@ -36,7 +36,7 @@ def test_counts_and_balance_are_shown():
 @pytest.mark.parametrize("looks", [False, True])
 def test_gathers_of_glue_are_shown(looks: bool):
     plan = make_plan(analyzed_llama(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
-    anatomy = replace(
+    changed_spec = replace(
         plan.model_spec,
         sequence_info=replace(
             plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks
@@ -45,7 +45,9 @@ def test_gathers_of_glue_are_shown(looks: bool):
     told = sequence_sharding_text(
         replace(
             plan,
-            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+            sharding=replace(
+                plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec)
+            ),
         )
     )["tokens"]
     said = "; glue after model.norm needs the tokens of other ranks: 432 elements per sample are gathered"
@@ -98,14 +100,16 @@ def test_pairs_in_documents_are_counted_one_by_one(deal: SequenceSharding, ends:
 def planned(balance: str, length: int, **more: bool) -> str:
     plan = make_plan(analyzed_llama(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
     attends = tuple(replace(attend, **more) for attend in plan.model_spec.sequence_info.attention_calls)
-    anatomy = replace(
+    changed_spec = replace(
         plan.model_spec,
         sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends),
     )
     return sequence_sharding_text(
         replace(
             plan,
-            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+            sharding=replace(
+                plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec)
+            ),
         )
     )["tokens"]
 
