@@ -109,10 +109,10 @@ def test_a_value_whose_shape_is_quadratic_in_the_samples_closes_its_boundaries()
         return model.head(model.layers[2](model.layers[1](y))) * alike.sum()
 
     one = chained(compares)
-    assert one.borders.open_boundaries() == ()
+    assert one.boundaries.open_boundaries() == ()
     assert (
         "has the shape [9] of 3 samples and [25] of 5: it compares samples with each other"
-        in one.borders.closed_boundaries[0].reason
+        in one.boundaries.closed_boundaries[0].reason
     )
 
 
