@@ -93,7 +93,7 @@ def tiny_job(batch: int = 12, **changes: object) -> Job:
 
 @cache
 def analyzed_model(seed: int = 0, loss: Loss | None = None, **options: float | bool) -> AnalyzedModel:
-    """What `Tiny(**options)` is made of; read once, for nobody writes into a reading."""
+    """The analyzed model of `Tiny(**options)`; cached, because nothing writes into it."""
     return analyze(lambda: Tiny(**options), token_samples(2), loss=loss, seed=seed)
 
 

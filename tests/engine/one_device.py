@@ -34,7 +34,7 @@ def job_of(batch: int = 12, steps: int = 20, clip: float = 0.0, **parts: Any) ->
 
 @dataclass
 class Pair:
-    """A player, and a copy of its model from before it began, to train by hand."""
+    """An executor, and a copy of its model from before it began, to train by hand."""
 
     executor: Executor
     model: nn.Module
@@ -42,7 +42,7 @@ class Pair:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The player's logical parameters."""
+        """The executor's logical parameters."""
         return self.executor.state.trained_module.parameters
 
     def loss_alone(self, batch: Batch) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """The largest difference between a parameter of the player and its twin in the copy."""
+        """The largest difference between a parameter of the executor and its twin in the copy."""
         twins = dict(self.model.named_parameters())
         return max((value - twins[name]).abs().max().item() for name, value in self.parameters.items())
 
@@ -76,7 +76,7 @@ def pair(
     optimizer: OptimizerFactory | None = None,
     loss: Loss | None = None,
 ) -> Pair:
-    """A player of the model that `build` makes, alone on this device."""
+    """An executor of the model that `build` makes, alone on this device."""
     known = build is Tiny and example is None and loss is None
     job, loss = job or job_of(), loss or token_cross_entropy()
     analyzed = (

@@ -56,7 +56,7 @@ def weigh(outputs: Any) -> torch.Tensor:
 def analyze_model(
     build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
 ) -> AnalyzedModel:
-    """The reading of the model that `build` makes, on `example` without targets."""
+    """The analysis of the model that `build` makes, on `example` without targets."""
     return analyze(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
 
 
@@ -102,7 +102,7 @@ def _driven(
     *,
     lean: bool = False,
 ) -> tuple[list[str], Gradients]:
-    """The visits and gradients of the model of `reading`, block by block."""
+    """The block calls and gradients of the model of `analyzed`, block by block."""
     module, found, parameters = analyzed.make_module("cpu", torch.float64)
     driver, block_calls = ForwardDriver(found, in_place=analyzed.model_spec.writes_in_place), list[str]()
 

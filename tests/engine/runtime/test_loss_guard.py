@@ -92,7 +92,7 @@ def guarded(action: str, **more: float) -> dict[str, LossGuard]:
 
 
 def poison(executor: Executor, at: int, micro: int | None = None) -> None:
-    """Have the loss of step `at` on this player's rows (of one microbatch) be NaN; later ones are as they
+    """Have the loss of step `at` on this executor's samples (of one microbatch) be NaN; later ones are as they
     should be.
     """
     usual = executor.state.loss

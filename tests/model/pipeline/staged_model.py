@@ -196,7 +196,7 @@ def stage_divisions(boundaries: Sequence[str], most: int = 8) -> Iterable[tuple[
 
 
 def num_values_and_nbytes_crossing(boundaries: StageBoundaries, samples: int) -> tuple[int, int]:
-    """How many values cross a border at most, and the bytes of the border with most of them."""
+    """The largest number of values that cross a stage boundary, and the largest number of bytes."""
     live = [boundaries.live_values(boundary) for boundary in boundaries.open_boundaries()]
     return max(map(len, live)), max(sum(v.nbytes(samples) for v in each) for each in live)
 

@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
 
 def tokens_of(make: Callable[[], nn.Module], length: int = LENGTH) -> SequenceInfo:
-    """What a model does with tokens, as its reading says."""
+    """The sequence analysis of a model."""
     ids = torch.arange(2 * length).view(2, length) % WORDS
     tokens = analyze(lambda: Model(make()), {"input_ids": ids, "labels": ids}).sequence_info
     assert tokens is not None

@@ -111,7 +111,7 @@ def equal(
 
 @cache
 def made(make, length: int = 9) -> AnalyzedModel:
-    """The reading of a model, made once."""
+    """The analyzed model, cached."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return analyze(make(), batches(1, NUM_SAMPLES, length)[0])

@@ -161,8 +161,8 @@ def test_dropout_draws_what_one_device_draws():
 
 
 def padded(model: nn.Module, steps: int) -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
-    """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs
-    no mask.
+    """The analyzed model of `model` on samples that end in padding, and such global batches, of which one
+    needs no mask.
     """
     found = batches(steps, NUM_SAMPLES)
     for step, batch in enumerate(found):

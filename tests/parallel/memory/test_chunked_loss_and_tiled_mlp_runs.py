@@ -103,7 +103,7 @@ def test_more_ranks_than_tokens():
 
 @cache
 def weighted() -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
-    """A reading, and rows of which some labels do not count, and the others weigh something each."""
+    """An analyzed model, and samples with ignored labels and weighted tokens."""
     generator, data = torch.Generator().manual_seed(3), batches(2, NUM_SAMPLES)
     for each in data:
         each["loss_weights"] = torch.rand(NUM_SAMPLES, TOKENS, generator=generator)

@@ -31,7 +31,7 @@ def even_llama(**more: object) -> nn.Module:
 
 
 def analyzed_even_llama(**more: object) -> AnalyzedModel:
-    """The reading of `even_llama(**more)`, made once."""
+    """The analyzed model of `even_llama(**more)`, made once."""
     return analyzed_llama(**{**EVEN, **more})
 
 

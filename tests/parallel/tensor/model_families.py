@@ -143,7 +143,7 @@ def batches(family: str, count: int, samples: int = 4, length: int = TOKENS) -> 
 
 @cache
 def analyze_family(family: str, length: int = TOKENS, **more: object) -> AnalyzedModel:
-    """The reading of a model of `family`, on rows of so many tokens; made once."""
+    """The analyzed model of `family`, on sequences of `length` tokens; cached."""
     transformers.utils.logging.set_verbosity_error()
     return analyze(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
 

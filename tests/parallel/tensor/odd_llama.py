@@ -44,8 +44,8 @@ def batches(count: int, samples: int = NUM_SAMPLES, length: int = TOKENS) -> lis
 
 @cache
 def analyzed_llama(length: int = TOKENS, **more: object) -> AnalyzedModel:
-    """The reading of `llama(**more)` on rows of so many tokens, made once: it takes as long as to train three
-    steps.
+    """The analyzed model of `llama(**more)` on sequences of `length` tokens; cached, because it takes as long
+    as three training steps.
 
     The weights are the same in every run: AdamW's first step has the sign of each gradient, whose rounding
     may decide it.
@@ -64,7 +64,7 @@ def planned(
     length: int = TOKENS,
     **job: object,
 ) -> tuple[AnalyzedModel, Plan]:
-    """The reading of `model`, and its plan on `mesh` with clipping and weight decay."""
+    """The analyzed model of `model`, and its plan on `mesh` with clipping and weight decay."""
     analyzed = analyze(model, batches(1, samples, length)[0])
     train, optimizer = (
         TrainConfig(batch=samples, clip=0.5),
