@@ -92,9 +92,7 @@ def guarded(action: str, **more: float) -> dict[str, LossGuard]:
 
 
 def poison(executor: Executor, at: int, micro: int | None = None) -> None:
-    """Have the loss of step `at` on this executor's samples (of one microbatch) be NaN; later ones are as they
-    should be.
-    """
+    """Makes the loss of step `at` NaN on this executor's samples (one microbatch); later steps are right."""
     usual = executor.state.loss
 
     def total(outputs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
