@@ -1,8 +1,8 @@
-"""What pytest calls the arguments of a test: the same in every process."""
+"""Names of test arguments in pytest ids: the same in every process."""
 
 from types import FunctionType
 
 
-def named(value: object) -> str:
+def argument_name(value: object) -> str:
     """Its name, or what it says of itself; no address."""
     return value.__name__ if isinstance(value, FunctionType | type) else str(value)

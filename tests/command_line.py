@@ -223,7 +223,7 @@ def command(*argv: object, launcher: tuple[str, ...] = ()) -> Said:
         running.close()
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> Said:
+def invoke(capsys: pytest.CaptureFixture[str], *words: object) -> Said:
     """How `meshwright WORDS...` ends in this process: exit code, stdout, stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:

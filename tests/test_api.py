@@ -1,4 +1,4 @@
-"""The way in from Python: the user's own loop, module, loss and optimizer, on one rank, on threads and on
+"""The Python API: the user's own loop, module, loss and optimizer, on one rank, on threads and on
 processes.
 """
 
@@ -69,8 +69,8 @@ def by_hand(steps: int = STEPS, count: int = BATCH) -> tuple[Regression, list[fl
     mine, loss, losses = module(), squares(), []
     optimizer = torch.optim.SGD(mine.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
-        rows = batch(step, count)
-        value = loss.total(mine(rows["x"]), rows) / loss.count(rows)
+        samples = batch(step, count)
+        value = loss.total(mine(samples["x"]), samples) / loss.count(samples)
         value.backward()
         nn.utils.clip_grad_norm_(mine.parameters(), JOB.train.clip)
         optimizer.step()
@@ -185,11 +185,11 @@ def test_a_short_batch_and_none_at_all_are_steps_too():
     results = run_on_threads(lambda world: short(world), mw.Mesh(dp_replicate=3))
     assert results[0] == results[1] == results[2]
     (loss, tokens, _), (nothing, none, skipped) = results[0]
-    mine, rows = module(), batch(0, 4)
+    mine, samples = module(), batch(0, 4)
     assert loss == pytest.approx(
-        (squares().total(mine(rows["x"]), rows) / rows["weight"].sum()).item(), rel=1e-5
+        (squares().total(mine(samples["x"]), samples) / samples["weight"].sum()).item(), rel=1e-5
     )
-    assert tokens == int(rows["weight"].sum())
+    assert tokens == int(samples["weight"].sum())
     assert (nothing, none, skipped) == (0.0, 0, True)
 
 
@@ -209,7 +209,9 @@ def test_verify_says_whether_a_plan_equals_one_device():
 
 def test_verify_notices_a_loss_that_is_a_mean():
     loss = squares()
-    mean = mw.Loss(lambda outputs, rows: loss.total(outputs, rows) / len(rows["y"]), loss.count, loss.targets)
+    mean = mw.Loss(
+        lambda outputs, samples: loss.total(outputs, samples) / len(samples["y"]), loss.count, loss.targets
+    )
     analyzed, plan = plan_for(2)
     verdict = mw.verify(analyzed, plan, [batch(0)], loss=mean)
     assert not verdict.passed

@@ -1,6 +1,4 @@
-"""How a rank of a sharded plan starts: with its share of the initial values, and never with the whole model
-in memory.
-"""
+"""The start of a sharded rank: its shard of the initial values, and never the whole model in memory."""
 
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 SHARD = BatchSplit(axis="dp_shard")
 PEAK = """
@@ -56,8 +54,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage: int):
-    analyzed = reading_of(tied=True, frozen=True, spare=True)
+def test_each_rank_has_its_shard_of_the_initial_values_of_one_device(stage: int):
+    analyzed = analyzed_model(tied=True, frozen=True, spare=True)
     whole = {
         name: analyzed.deferred_init.initial_value(name, torch.float64)
         for name in analyzed.deferred_init.logical_params
@@ -75,7 +73,7 @@ def test_each_rank_has_its_share_of_the_values_that_one_device_begins_with(stage
 
 
 @pytest.mark.parametrize(("stage", "most"), [(3, 80), (2, 260)])
-def test_a_rank_never_holds_more_than_it_keeps_and_a_weight_or_two(stage: int, most: float):
+def test_a_rank_never_allocates_more_than_its_shards_and_a_weight_or_two(stage: int, most: float):
     """The model takes 191 MiB: a rank of 8 keeps 24 MiB of it in stage 3 and all of it in stage 2, and never
     twice.
     """

@@ -1,4 +1,4 @@
-"""Stored weights from Python: a model that starts from them, and ranks that write what they trained."""
+"""Stored weights from Python: a model that starts from them, and ranks that export what they trained."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,7 +60,9 @@ def test_three_ranks_start_from_weights_and_the_first_writes_what_they_trained(t
 @pytest.mark.parametrize(
     "strategies", [(BatchSplit(), DDP()), (BatchSplit(), ZeRO(axis="dp_replicate", stage=3))]
 )
-def test_what_has_masters_is_written_as_exactly_as_they_are(tmp_path: Path, strategies: tuple[Strategy, ...]):
+def test_weights_with_master_weights_are_exported_in_full_precision(
+    tmp_path: Path, strategies: tuple[Strategy, ...]
+):
     theirs = published(tmp_path / "in")
     analyzed = mw.analyze(
         lambda: transformers.LlamaForCausalLM(theirs.config), batch(), weights=str(tmp_path / "in")

@@ -1,6 +1,4 @@
-"""The command as a user meets it: real processes that are killed, stopped and started again, and what they
-say.
-"""
+"""The command line end to end: real processes that are killed, stopped and restarted, and their output."""
 
 import json
 import random
@@ -39,7 +37,7 @@ def commands() -> Iterator[list[Command]]:
         each.close()
 
 
-def test_help_names_the_verbs_and_needs_no_torch():
+def test_help_names_the_commands_and_needs_no_torch():
     words = (
         "import sys, meshwright.cli as c; c.app(['--help'], standalone_mode=False); "
         "print('torch' in sys.modules)"

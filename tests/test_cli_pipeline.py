@@ -1,6 +1,4 @@
-"""The command with the layers of a model on several ranks: trained, proved, gone on with on other meshes,
-killed, and shown.
-"""
+"""The command line with a pipeline: training, verification, resuming on other meshes, kills, and reports."""
 
 import shutil
 from pathlib import Path
@@ -92,7 +90,7 @@ def test_three_ranks_train_what_the_plan_says_and_tell_what_they_did(left_alone)
     assert metrics(run)[1][2] == 12 * 16, "though the last rank alone takes the loss"
 
 
-def test_processes_prove_it(config, forks, tmp_path):
+def test_processes_verify_it(config, forks, tmp_path):
     code, out, err = forks(
         "verify", config, "--on", "processes", "--steps", 2, "--json", tmp_path / "verdict.json"
     )
@@ -100,7 +98,9 @@ def test_processes_prove_it(config, forks, tmp_path):
     assert "pp 3 equals one device after 2 steps" in out
 
 
-def test_a_run_goes_on_with_other_parts_with_none_and_with_copies(config, left_alone, forks, tmp_path):
+def test_a_run_resumes_with_other_stages_without_stages_and_with_replicas(
+    config, left_alone, forks, tmp_path
+):
     run, theirs = tmp_path / "run", metrics(left_alone[0])
     shutil.copytree(checkpoint(left_alone[0], 10 * (STEPS // 10 - 2)), checkpoint(run, STEPS - 20))
     copies = '[{name = "batch_split"}, {name = "ddp"}]'
@@ -228,7 +228,7 @@ def test_what_cannot_work_is_refused_in_words(config, forks, monkeypatch, words,
     assert fix in said[2]
 
 
-def test_the_plan_shows_parts_borders_and_turns_and_warns_of_few_micro_batches(config, forks):
+def test_the_plan_shows_stages_boundaries_and_schedule_and_warns_of_few_micro_batches(config, forks):
     out = forks("plan", config)[1]
     assert "stage  rank  blocks" in out
     assert "0 | 1 layers.0 0 > 1 3 x 16 x 16 float32" in " ".join(out.split())

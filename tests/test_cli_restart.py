@@ -1,4 +1,4 @@
-"""torchrun starts a job again after one of its ranks was killed, and it ends as if nobody had been."""
+"""A job restarted by torchrun after a rank was killed ends as an undisturbed one."""
 
 from tests.command_line import command, lay_out, metrics
 

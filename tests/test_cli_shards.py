@@ -1,5 +1,5 @@
-"""The command on shards: killed in the middle of a save, gone on under other stages and ranks, evaluated,
-exported, reported.
+"""The command line with ZeRO: killed while saving, resumed under other stages and ranks, evaluated, exported,
+reported.
 """
 
 import json
@@ -10,7 +10,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.command_line import Command, become_the_only_rank, checkpoint, forget_ranks, lay_out, said
+from tests.command_line import Command, become_the_only_rank, checkpoint, forget_ranks, invoke, lay_out
 
 STEPS, EVERY = 40, 10
 ALONE = {"mesh": {"dp_replicate": 1}}
@@ -71,18 +71,18 @@ def test_a_run_on_shards_that_is_killed_and_resharded_ends_like_one_device(
     alone = tmp_path / "alone"
     config = config_of(tmp_path / "d", alone, ALONE, STEPS)
     become_the_only_rank(monkeypatch)
-    assert said(capsys, "train", config)[0] == 0
-    wanted, found = metrics_of(alone), metrics_of(run)
-    assert wanted.keys() == found.keys()
-    for step, numbers in wanted.items():
+    assert invoke(capsys, "train", config)[0] == 0
+    expected, found = metrics_of(alone), metrics_of(run)
+    assert expected.keys() == found.keys()
+    for step, numbers in expected.items():
         assert found[step] == pytest.approx(numbers, rel=2e-4), f"float32, step {step}"
 
     for each, out in ((run, "ours"), (alone, "theirs")):
-        assert said(capsys, "export", each, tmp_path / out)[0] == 0
+        assert invoke(capsys, "export", each, tmp_path / out)[0] == 0
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-3
 
-    assert said(capsys, "report", run)[0] == 0
+    assert invoke(capsys, "report", run)[0] == 0
     page = (run / "report.html").read_text()
     assert "UNSHARD(head, F, 0)" in page

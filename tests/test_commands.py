@@ -1,4 +1,6 @@
-"""What the verbs do and refuse, in this process: no rank is started where a request cannot work."""
+"""The commands in this process: what they do and refuse, without starting a rank where a request
+cannot work.
+"""
 
 import json
 import tomllib
@@ -13,9 +15,9 @@ from tests.command_line import (
     Said,
     become_the_only_rank,
     forget_ranks,
+    invoke,
     lay_out,
     refuse_to_start,
-    said,
 )
 
 
@@ -32,7 +34,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 # plan
@@ -73,7 +75,7 @@ def test_a_plan_file_reads_back_as_the_same_plan(config, say, tmp_path):
     assert first.splitlines()[:-1] == second.splitlines()
 
 
-def test_an_edited_plan_is_refused_by_every_verb(config, say, tmp_path):
+def test_an_edited_plan_is_refused_by_every_command(config, say, tmp_path):
     path = tmp_path / "plan.toml"
     say("plan", config, "--out", path)
     path.write_text(path.read_text().replace("batch = 12", "batch = 24"))
@@ -156,7 +158,7 @@ def test_what_cannot_work_is_refused_in_words(config, say, words, what, fix):
         (["--mesh.dp", 4, "--guard.window", 1], ["--mesh.dp", "guard.window"]),
     ],
 )
-def test_faults_of_several_tables_are_reported_together(config, say, words, places):
+def test_errors_of_several_tables_are_reported_together(config, say, words, places):
     code, _, err = say("train", config, *words)
     assert code == 2
     found = [line.removeprefix("error ") for line in err.splitlines() if line.startswith("error ")]
@@ -250,7 +252,7 @@ def test_any_number_of_ranks_on_threads_equals_one_device(config, say, ranks):
     assert verdict["plan"] in say("plan", config, "--mesh.dp_replicate", ranks)[1]
 
 
-def test_a_model_that_mixes_the_rows_of_its_rank_does_not_pass(config, say, tmp_path):
+def test_a_model_that_mixes_the_samples_of_its_rank_does_not_pass(config, say, tmp_path):
     words = ["--model.source", f"{config.parent / 'model.py'}:centred", "--json", tmp_path / "verdict.json"]
     code, out, err = say("verify", config, *words)
     assert (code, err) == (1, "")

@@ -1,6 +1,4 @@
-"""Data of every kind through the whole command: trained on, gone on with,
-and refused before a rank starts.
-"""
+"""Data of every kind through the whole command: training, resuming, and refusals before a rank starts."""
 
 import gzip
 import json
@@ -21,10 +19,10 @@ from tests.command_line import (
     Said,
     become_the_only_rank,
     forget_ranks,
+    invoke,
     lay_out,
     metrics,
     refuse_to_start,
-    said,
 )
 from tests.run.data.corpora import MARKED, TALKS, jsonl, tokenizer
 
@@ -54,7 +52,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 def with_data(config: Path, data: dict, **tables: object) -> Path:
@@ -162,7 +160,7 @@ def test_a_stream_is_trained_on_to_its_end_and_says_what_it_costs(config, say, m
 def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
     monkeypatch.setattr(launch_module, "launch_ranks", lambda *args: LaunchResult(0))
     with_data(config, {"source": "talks.jsonl", "tokenizer": "tokenizer", "chat": "messages", "sequence": 20})
-    _, out, _ = said(capsys, "train", config)
+    _, out, _ = invoke(capsys, "train", config)
     assert "conversations are longer than data.sequence = 20 and are cut" in out
 
 

@@ -1,11 +1,13 @@
-"""The command evaluates, keeps the best, ends early, skips and refuses: as a user sees it, with two ranks."""
+"""Evaluation through the command with two ranks: best checkpoint, early stopping, skipped steps and
+refusals.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.command_line import lay_out, said, steps_kept
+from tests.command_line import invoke, lay_out, steps_kept
 
 SPIKY = '''
 
@@ -114,7 +116,7 @@ def test_harmful_steps_are_skipped_or_end_the_run_and_the_samples_are_named(conf
 )
 def test_what_cannot_work_is_refused_before_anything_starts(config, capsys, monkeypatch, words, message):
     monkeypatch.chdir(config.parent)
-    code, _, err = said(capsys, "train", config, *words)
+    code, _, err = invoke(capsys, "train", config, *words)
     assert code == 2
     assert message in " ".join(err.split())
     assert not (config.parent / "run").exists()
@@ -124,6 +126,6 @@ def test_another_file_is_evaluated_from_beside_the_config(config, capsys):
     (config.parent / "val.txt").write_text("7 times 8 makes 56\n" * 20)
     text = config.read_text().replace("hold_out = 20", 'source = "val.txt"')
     config.write_text(text)
-    code, _, err = said(capsys, "plan", config, "--out", config.parent / "plan.toml")
+    code, _, err = invoke(capsys, "plan", config, "--out", config.parent / "plan.toml")
     assert (code, err) == (0, "")
     assert f'source = "{config.parent / "val.txt"}"' in (config.parent / "plan.toml").read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import Said, forget_ranks, lay_out, refuse_to_start, said
+from tests.command_line import Said, forget_ranks, invoke, lay_out, refuse_to_start
 
 LOOKS = """
 
@@ -34,7 +34,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 def verdict_of(config: Path) -> dict:
@@ -76,7 +76,7 @@ def test_a_small_copy_is_traced_under_the_name_of_the_plan(config, say):
     assert verdict_of(config)["plan"] in say("plan", config, *words)[1]
 
 
-def test_a_model_that_looks_at_values_is_played_on_real_tensors_and_that_is_said(config, say):
+def test_a_model_that_reads_values_is_run_on_real_tensors_and_that_is_reported(config, say):
     model = config.parent / "model.py"
     model.write_text(model.read_text() + LOOKS)
     code, out, err = say(

@@ -1,4 +1,4 @@
-"""Training as the only rank, in this process: what it says when it goes on, goes back, or finds damage."""
+"""Training as the only rank, in this process: output when it resumes, goes back, or finds damage."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +12,10 @@ from tests.command_line import (
     become_the_only_rank,
     checkpoint,
     forget_ranks,
+    invoke,
     lay_out,
     metrics,
     refuse_to_start,
-    said,
     steps_kept,
 )
 
@@ -34,7 +34,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     It fails the test when it starts a rank.
     """
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 def alone(config: Path, *words: object) -> list[object]:
@@ -69,7 +69,7 @@ def test_a_mixture_that_is_the_same_is_not_said_to_have_changed(tmp_path, config
     assert ": 3 steps of 12 samples on one device, into " in out
 
 
-def test_going_back_with_another_learning_rate_keeps_the_old_course_aside_and_says_so(config, say):
+def test_going_back_with_another_learning_rate_keeps_the_old_history_aside_and_says_so(config, say):
     run = config.parent / "run"
     say(*alone(config, "--train.steps", 30))
     before = metrics(run)

@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: what was planned, what was live, and the cheapest change that fits."""
+"""Out of memory on a rank: planned and live memory, and the cheapest change that fits."""
 
 import re
 from dataclasses import replace
@@ -34,11 +34,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.launch.failure_record import failure_kind
-from tests.parallel.tensor.odd_llama import batches, known
-from tests.tiny_model import reading_of, tiny_job
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.tiny_model import analyzed_model, tiny_job
 
 CPU = torch.device("cpu")
-READING = reading_of()
+ANALYZED = analyzed_model()
 JOB = tiny_job(optimizer=OptimizerConfig("adamw"))
 SHARD = BatchSplit(axis="dp_shard")
 ALLOCATOR = (
@@ -48,7 +48,7 @@ ALLOCATOR = (
 
 
 def copies(micro_batch: int = 0) -> Plan:
-    return make_plan(READING, JOB, Mesh(dp_replicate=3), (BatchSplit(), DDP()), micro_batch)
+    return make_plan(ANALYZED, JOB, Mesh(dp_replicate=3), (BatchSplit(), DDP()), micro_batch)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_was_asked_for_is_read_from_the_words_of_the_allocator():
 
 def test_the_changes_come_in_the_order_of_what_they_cost_and_each_takes_less():
     plan = copies()
-    found = list(plan_changes(READING, plan, 0))
+    found = list(plan_changes(ANALYZED, plan, 0))
     words = [change.description for change in found]
     shards = [f'[[strategies]] name = "zero", axis = "dp_replicate", stage = {stage}' for stage in (1, 2, 3)]
     assert [word for word in words if "zero" in word] == [word for word in shards if word in words]
@@ -86,9 +86,9 @@ def test_the_changes_come_in_the_order_of_what_they_cost_and_each_takes_less():
         assert change.nbytes < now or change.plan.micro_batch < plan.micro_batch
 
 
-def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
-    plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=2)), 1)
-    words = [change.description for change in plan_changes(READING, plan, 0)]
+def test_one_zero_stage_is_replaced_by_the_next_and_the_last_has_none():
+    plan = make_plan(ANALYZED, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=2)), 1)
+    words = [change.description for change in plan_changes(ANALYZED, plan, 0)]
     assert [word for word in words if "zero" in word] in (
         [],
         ['[[strategies]] name = "zero", axis = "dp_shard", stage = 3'],
@@ -96,22 +96,22 @@ def test_shards_of_one_stage_become_those_of_the_next_and_the_last_has_none():
     assert not any("micro_batch" in word for word in words), "it is 1 already"
 
 
-def test_parts_are_told_of_schedules_with_fewer_micro_batches_in_flight_and_of_smaller_parts():
-    plan = make_plan(READING, JOB, Mesh(pp=2), (Pipeline(schedule="gpipe"),), 2)
-    found = list(plan_changes(READING, plan, 0))
+def test_pipelines_are_advised_schedules_with_fewer_micro_batches_in_flight_and_smaller_stages():
+    plan = make_plan(ANALYZED, JOB, Mesh(pp=2), (Pipeline(schedule="gpipe"),), 2)
+    found = list(plan_changes(ANALYZED, plan, 0))
     leaner = next(change for change in found if change.description == 'strategies.pipeline.schedule = "1f1b"')
     assert leaner.nbytes < sum(planned_nbytes(plan, 0).values())
     assert found.index(leaner) < [change.description for change in found].index("micro_batch = 1")
-    again = make_plan(READING, JOB, Mesh(pp=2), (Pipeline(),), 2)
-    assert leaner.description not in [change.description for change in plan_changes(READING, again, 0)]
+    again = make_plan(ANALYZED, JOB, Mesh(pp=2), (Pipeline(),), 2)
+    assert leaner.description not in [change.description for change in plan_changes(ANALYZED, again, 0)]
     assert "use more ranks (mesh.dp_shard, or mesh.pp for smaller stages)" in oom_message(
         MemoryError(), plan, 0, MemoryUsage(0, 1, None, {}), []
     )
 
 
-@pytest.mark.parametrize("stores", [(ZeRO(),), (DDP(axis="dp_shard"),)], ids=["shards", "copies"])
-def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(stores: tuple[Strategy, ...]):
-    long = known(length=40)
+@pytest.mark.parametrize("stores", [(ZeRO(),), (DDP(axis="dp_shard"),)], ids=["shards", "ddp"])
+def test_context_parallelism_replaces_data_parallel_ranks(stores: tuple[Strategy, ...]):
+    long = analyzed_llama(length=40)
     plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, *stores), 1)
     change = next(change for change in plan_changes(long, plan, 0) if "cp" in change.description)
     assert change.description == 'mesh.cp = 2 in the place of mesh.dp_shard, and [[strategies]] name = "ring"'
@@ -123,42 +123,42 @@ def test_the_tokens_of_a_row_are_dealt_to_the_ranks_that_had_rows_of_their_own(s
     )
 
 
-def test_where_tokens_cannot_be_dealt_or_are_nobody_says_so():
-    assert not any("cp" in change.description for change in plan_changes(READING, copies(), 0))
+def test_context_parallelism_is_not_advised_where_impossible_or_in_use():
+    assert not any("cp" in change.description for change in plan_changes(ANALYZED, copies(), 0))
     assert "mesh.cp" not in oom_message(
         MemoryError(),
         copies(),
         0,
         MemoryUsage(0, 1, None, {}),
         [],
-        sequence_shardable=can_shard_sequence(READING),
+        sequence_shardable=can_shard_sequence(ANALYZED),
     )
-    dealt = make_plan(known(), tiny_job(), Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+    dealt = make_plan(analyzed_llama(), tiny_job(), Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     assert not any(
         "cp" in change.description
-        for change in plan_changes(known(), dealt, 0)
+        for change in plan_changes(analyzed_llama(), dealt, 0)
         if "zero" not in change.description
     )
 
 
-def test_no_change_is_told_that_would_be_refused_of_the_model(monkeypatch: pytest.MonkeyPatch):
-    long = known(length=40)
+def test_no_change_is_advised_that_would_be_refused_for_the_model(monkeypatch: pytest.MonkeyPatch):
+    long = analyzed_llama(length=40)
     plan = make_plan(long, tiny_job(), Mesh(dp_shard=2), (SHARD, ZeRO()), 1)
     asked: list[Plan] = []
 
-    def never_dealt(plan: Plan, reading: AnalyzedModel) -> None:
+    def without_sequence_parallel_blocks(plan: Plan, analyzed: AnalyzedModel) -> None:
         asked.append(plan)
         if plan.mesh.cp > 1:
             raise PlanError("its blocks do what no rank can", fix="leave mesh.cp at 1", location="model")
 
     assert any("cp" in change.description for change in plan_changes(long, plan, 0))
-    monkeypatch.setattr(oom_advice, "check_plan_for_model", never_dealt)
+    monkeypatch.setattr(oom_advice, "check_plan_for_model", without_sequence_parallel_blocks)
     found = [change.plan for change in plan_changes(long, plan, 0)]
     assert found
     assert all(plan in asked and plan.mesh.cp == 1 for plan in found)
 
 
-def test_the_change_that_fits_is_told_though_others_come_before():
+def test_the_change_that_fits_is_advised_although_others_come_before():
     plan = copies()
     others = [PlanChange(f"change {number}", plan, 100 - number) for number in range(6)]
     text = oom_message(MemoryError(), plan, 0, MemoryUsage(0, 0, 96, {}), others)
@@ -168,7 +168,7 @@ def test_the_change_that_fits_is_told_though_others_come_before():
 
 def test_the_message_says_what_was_planned_what_was_live_and_the_first_change_that_fits():
     plan = copies()
-    found = list(plan_changes(READING, plan, 1))
+    found = list(plan_changes(ANALYZED, plan, 1))
     planned = sum(planned_nbytes(plan, 1).values())
     fitting = found[1]
     limit = 1000 + max(fitting.nbytes, 1) + 1  # as if the process took 1,000 bytes before
@@ -200,10 +200,10 @@ def test_where_nothing_takes_less_or_fits_that_is_said():
 
 
 def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as_the_cause():
-    plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=1)))
+    plan = make_plan(ANALYZED, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=1)))
 
     def rank() -> None:
-        with parallelize(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine, engine.oom_advisor:
+        with parallelize(ANALYZED, plan, world=FakeWorld(plan.mesh, 2)) as engine, engine.oom_advisor:
             torch.empty(1 << 60)
 
     with pytest.raises(
@@ -215,21 +215,21 @@ def test_a_rank_that_cannot_allocate_ends_with_that_message_and_its_own_error_as
 
 
 def test_another_error_is_left_as_it_is():
-    with pytest.raises(RuntimeError, match=r"^broken$"), OOMAdvisor(READING, copies(), 0, CPU):
+    with pytest.raises(RuntimeError, match=r"^broken$"), OOMAdvisor(ANALYZED, copies(), 0, CPU):
         raise RuntimeError("broken")
 
 
 @pytest.mark.parametrize("act", ["step", "evaluate"])
 def test_in_a_users_own_loop_the_message_is_the_same_and_told_once(monkeypatch: pytest.MonkeyPatch, act: str):
-    plan = make_plan(READING, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=1)))
+    plan = make_plan(ANALYZED, JOB, Mesh(dp_shard=3), (SHARD, ZeRO(stage=1)))
 
-    def failing(player: Executor, given: object, **rest: object) -> None:
+    def failing(executor: Executor, given: object, **rest: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr(Executor, act, failing)
     told_twice = r"rank 2 ran out of memory(?s:.*)rank 2 ran"
     with (
-        parallelize(READING, plan, world=FakeWorld(plan.mesh, 2)) as engine,
+        parallelize(ANALYZED, plan, world=FakeWorld(plan.mesh, 2)) as engine,
         pytest.raises(OutOfMemory) as caught,
         engine.oom_advisor,
     ):
@@ -246,4 +246,4 @@ def test_a_model_that_is_too_large_to_be_made_ends_with_that_message_too(monkeyp
 
     monkeypatch.setattr(api, "make_trained_module", failing)
     with pytest.raises(OutOfMemory, match="nothing yet: the model was being made"):
-        parallelize(READING, copies(), world=FakeWorld(copies().mesh, 1))
+        parallelize(ANALYZED, copies(), world=FakeWorld(copies().mesh, 1))

@@ -1,5 +1,5 @@
-"""A language model of a few hundred parameters, rows to train it on, and a case for the verifier: what many
-tests share.
+"""A language model of a few hundred parameters, samples to train it on, and a parity case for the
+verifier.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ from meshwright.verifier.reference import ParityCase, run_reference
 from meshwright.verifier.verdict import Verdict
 
 VOCABULARY, WIDTH, TOKENS = 13, 6, 5
-ROWS = 24
+NUM_SAMPLES = 24
 
 
 class Layer(nn.Module):
@@ -69,7 +69,7 @@ class Tiny(nn.Module):
         return self.head(x)
 
 
-def rows(count: int = ROWS, *, uneven: bool = True) -> dict[str, torch.Tensor]:
+def token_samples(count: int = NUM_SAMPLES, *, uneven: bool = True) -> dict[str, torch.Tensor]:
     """`count` rows of tokens and labels; when `uneven`, row i ignores some of its labels, every seventh row
     all of them.
     """
@@ -92,33 +92,33 @@ def tiny_job(batch: int = 12, **changes: object) -> Job:
 
 
 @cache
-def reading_of(seed: int = 0, loss: Loss | None = None, **options: float | bool) -> AnalyzedModel:
-    """What `Tiny(**options)` is made of; read once, for nobody writes into a reading."""
-    return analyze(lambda: Tiny(**options), rows(2), loss=loss, seed=seed)
+def analyzed_model(seed: int = 0, loss: Loss | None = None, **options: float | bool) -> AnalyzedModel:
+    """The analyzed model of `Tiny(**options)`; cached, because nothing writes into it."""
+    return analyze(lambda: Tiny(**options), token_samples(2), loss=loss, seed=seed)
 
 
 def plan_of(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     ranks: int,
     strategies: Iterable[Strategy] | None = None,
     micro_batch: int = 0,
     job: Job | None = None,
 ) -> Plan:
     """The plan over `ranks` data-parallel ranks."""
-    return make_plan(reading, job or tiny_job(), Mesh(dp_replicate=ranks), strategies, micro_batch)
+    return make_plan(analyzed, job or tiny_job(), Mesh(dp_replicate=ranks), strategies, micro_batch)
 
 
 def case_of(
-    reading: AnalyzedModel, plan: Plan, data: dict[str, torch.Tensor] | None = None, loss: Loss | None = None
+    analyzed: AnalyzedModel, plan: Plan, data: dict[str, torch.Tensor] | None = None, loss: Loss | None = None
 ) -> ParityCase:
     """The comparison of `plan` with one device, on `data`."""
-    samples = ExampleDataset(data or rows())
+    samples = ExampleDataset(data or token_samples())
     return ParityCase(
         plan=plan,
-        single_device_plan=make_plan(reading, single_device_job(plan.job), Mesh(), ()),
+        single_device_plan=make_plan(analyzed, single_device_job(plan.job), Mesh(), ()),
         loss=loss or token_cross_entropy(),
-        make_trained_module=lambda: make_trained_module(reading, torch.device("cpu"), torch.float64),
-        make_rng=lambda: make_stateless_rng(reading, plan),
+        make_trained_module=lambda: make_trained_module(analyzed, torch.device("cpu"), torch.float64),
+        make_rng=lambda: make_stateless_rng(analyzed, plan),
         batch_reader=lambda plan, rank: open_feed(samples, plan, rank).batch,
         plan_for_batch=lambda batch: plan,  # all rows have its length
     )
@@ -155,12 +155,12 @@ def edited(plan: Plan, change: Callable[[list[Action]], list[Action]]) -> Plan:
     return replace(plan, program=plan.program.edit(change))
 
 
-def player_of(reading: AnalyzedModel, plan: Plan, world: World, **more: object) -> Executor:
+def executor_of(analyzed: AnalyzedModel, plan: Plan, world: World, **more: object) -> Executor:
     """One rank of `plan`, in the dtype of its parameters."""
-    subject = make_trained_module(reading, world.device, getattr(torch, plan.job.precision.parameters))
+    subject = make_trained_module(analyzed, world.device, getattr(torch, plan.job.precision.parameters))
     return Executor(
         plan,
         RankState(subject, world, token_cross_entropy()),
-        stateless_rng=make_stateless_rng(reading, plan),
+        stateless_rng=make_stateless_rng(analyzed, plan),
         **more,
     )

@@ -1,4 +1,4 @@
-"""The environment as the command meets it: ranks, what their libraries are told, and signals."""
+"""The process environment as the command reads it: ranks, variables set for libraries, and signals."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def start(monkeypatch, **said: str) -> None:
         monkeypatch.setenv(key, value)
 
 
-def test_a_process_that_nobody_started_is_no_rank():
+def test_a_process_without_a_launcher_is_no_rank():
     assert current_rank() is None
 
 
@@ -59,7 +59,7 @@ def test_loopback_is_refused_between_hosts(monkeypatch):
         current_rank()
 
 
-def test_what_the_user_said_stays(monkeypatch):
+def test_variables_set_by_the_user_are_kept(monkeypatch):
     start(
         monkeypatch,
         RANK="1",
@@ -95,7 +95,7 @@ def test_the_ranks_of_our_own_launcher_have_a_file_and_no_place(monkeypatch):
     ("number", "counts_as"),
     [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)],
 )
-def test_a_signal_is_a_wish_to_stop_while_it_is_heard(number, counts_as):
+def test_a_signal_is_a_stop_request_while_a_handler_is_installed(number, counts_as):
     received: list[int] = []
     before = signal.getsignal(number)
     with stop_flag(received) as stopping:

@@ -1,5 +1,5 @@
-"""Ranks of one host without the memory they share: what `process_pool.run(over_gloo, mesh, body)` plays goes
-through sockets.
+"""Ranks of one host without shared memory: `process_pool.run(over_gloo, mesh, body)` runs `body` over
+sockets.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Ranks meet over TCP: only those of one attempt, at one address; what is said when they do not."""
+"""Rendezvous over TCP: ranks of one attempt, at one address, and errors when they do not meet."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -66,7 +66,7 @@ def test_a_rank_that_is_gone_is_not_taken_for_the_one_that_replaces_it(
     assert len(together(lambda rank: rendezvous_store(agent, rank, WORLD, 10.0))) == WORLD
 
 
-def test_a_rank_that_waits_says_once_for_whom(agent: RendezvousEndpoint, monkeypatch, caplog):
+def test_a_waiting_rank_logs_once_for_whom(agent: RendezvousEndpoint, monkeypatch, caplog):
     monkeypatch.setattr(module, "LOG_AFTER_S", 0.0)
     with pytest.raises(CollectiveError, match=r"rank 1 waited 0\.2 s .* for rank 0"):
         rendezvous_store(agent, 1, WORLD, 0.2)

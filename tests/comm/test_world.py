@@ -1,4 +1,4 @@
-"""Ranks as processes: joining, leaving, and what is said when that fails. The collectives: test_group.py."""
+"""Ranks as processes: joining, leaving, and errors of both. Collectives are in test_group.py."""
 
 import socket
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_exactly_one_way_to_meet_is_needed() -> None:
         init_world(Mesh(), 0, store_path="store", endpoint=RendezvousEndpoint("127.0.0.1", 1)).__enter__()
 
 
-def test_a_rank_that_meets_nobody_says_so(tmp_path: Path) -> None:
+def test_a_rank_that_finds_no_peers_raises(tmp_path: Path) -> None:
     with pytest.raises(
         CollectiveError,
         match=r"rank 0 did not meet the other 1 ranks within 0\.5 s.*Look for a rank that failed",
@@ -101,7 +101,7 @@ def test_the_whole_mesh_uses_the_default_group(process_pool: ProcessPool) -> Non
     assert process_pool.run(whole_mesh, Mesh(dp_shard=2, tp=2)) == [True] * 4
 
 
-def told_of_arrival(world: World) -> tuple[bool, bool]:
+def callbacks_ran(world: World) -> tuple[bool, bool]:
     """Whether `then` calls after the result has come, for a collective under way and for one that was waited
     for.
     """
@@ -114,5 +114,5 @@ def told_of_arrival(world: World) -> tuple[bool, bool]:
     return came, late.is_set()
 
 
-def test_whoever_asks_is_told_when_a_result_has_come(process_pool: ProcessPool) -> None:
-    assert process_pool.run(told_of_arrival, Mesh(dp_shard=3)) == [(True, True)] * 3
+def test_a_callback_runs_when_a_result_has_come(process_pool: ProcessPool) -> None:
+    assert process_pool.run(callbacks_ran, Mesh(dp_shard=3)) == [(True, True)] * 3

@@ -1,6 +1,4 @@
-"""`bench device`: what can be asked for, what is refused, and a real measurement by two processes that share
-the cores.
-"""
+"""`bench device`: options, refusals, and a real measurement by two processes that share the cores."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.device_bench import DeviceTimings
 from meshwright.run.measure.measured_files import read_profile
 from tests.command_forks import Forks
-from tests.command_line import forget_ranks, refuse_to_start, said
+from tests.command_line import forget_ranks, invoke, refuse_to_start
 from tests.planner.machine.synthetic_device import profile
 
 
@@ -39,7 +37,7 @@ def test_a_gpu_that_is_not_there_is_refused():
         verb.parse_request("cuda", 0, 1, quick=True)
 
 
-def test_without_words_one_process_with_all_cores_measures():
+def test_without_options_one_process_with_all_cores_measures():
     wish = verb.parse_request("cpu", 0, 1, quick=False)
     assert (wish.kind, wish.num_threads, wish.num_ranks) == ("cpu", available_cores(), 1)
     assert verb.parse_request("cpu", 0, 2, quick=False).num_threads == max(1, available_cores() // 2)
@@ -69,7 +67,7 @@ def test_what_is_measured_is_written_shown_and_the_threads_are_given_back(
     refuse_to_start(monkeypatch)
     monkeypatch.setattr(verb, "time_device", rated)
     before = torch.get_num_threads()
-    code, out, err = said(
+    code, out, err = invoke(
         capsys, "bench", "device", "--device", "cpu", "--threads", "1", "--out", tmp_path / "device.toml"
     )
     assert (code, err) == (0, "")
@@ -91,16 +89,16 @@ def test_refusals_reach_the_command_line(
 ):
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
-    code, out, err = said(capsys, "bench", "device", "--device", "gpu")
+    code, out, err = invoke(capsys, "bench", "device", "--device", "gpu")
     assert (code, out) == (2, "")
     assert "error --device: there is no device 'gpu' to measure" in err
     (tmp_path / "file").write_text("")
-    code, _, err = said(capsys, "bench", "device", "--out", tmp_path / "file" / "device.toml")
+    code, _, err = invoke(capsys, "bench", "device", "--out", tmp_path / "file" / "device.toml")
     assert code == 2
     assert "its folder cannot be made" in err
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(key, value)
-    code, _, err = said(capsys, "bench", "device")
+    code, _, err = invoke(capsys, "bench", "device")
     assert code == 2
     assert "a launcher started 2 ranks" in err
 

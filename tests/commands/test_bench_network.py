@@ -1,4 +1,4 @@
-"""`bench network`: what can be asked for, what is refused, and one real measurement by three local ranks."""
+"""`bench network`: options, refusals, and one real measurement by three local ranks."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
 from meshwright.run.measure.network_profile import read_cluster
 from tests.command_forks import Forks
-from tests.command_line import command, forget_ranks, refuse_to_start, said
+from tests.command_line import command, forget_ranks, invoke, refuse_to_start
 
 
 def test_sizes_are_a_range_by_doubling_a_list_or_both():
@@ -19,7 +19,7 @@ def test_sizes_are_a_range_by_doubling_a_list_or_both():
     assert parse_request("2", "64, 1k,1 MiB, 1MiB..2m", quick=False).sizes == (64, 1024, 1 << 20, 2 << 20)
 
 
-def test_without_words_the_usual_is_measured_and_less_of_it_when_in_a_hurry():
+def test_without_options_the_default_is_measured_and_less_with_quick():
     usual, quick = parse_request("", "", quick=False), parse_request("", "", quick=True)
     assert usual.ranks[:2] == (2, 3)
     assert (usual.sizes[0], usual.sizes[-1]) == (1024, 64 << 20)
@@ -57,7 +57,7 @@ def test_messages_that_do_not_fit_into_memory_are_refused():
 def test_refusals_reach_the_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
-    code, out, err = said(capsys, "bench", "network", "--ranks", "1")
+    code, out, err = invoke(capsys, "bench", "network", "--ranks", "1")
     assert (code, out) == (2, "")
     assert "error --ranks: '1'" in err
     assert "repair:" in err
@@ -69,7 +69,7 @@ def test_a_launcher_decides_how_many_ranks_there_are(
     forget_ranks(monkeypatch)
     for key, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(key, value)
-    code, _, err = said(capsys, "bench", "network", "--ranks", "3")
+    code, _, err = invoke(capsys, "bench", "network", "--ranks", "3")
     assert code == 2
     assert "--ranks 3, and a launcher started 2 ranks" in err
 
@@ -136,7 +136,7 @@ def test_a_place_that_cannot_be_written_to_is_refused_before_anything_is_measure
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
     (tmp_path / "file").write_text("")
-    code, _, err = said(
+    code, _, err = invoke(
         capsys, "bench", "network", "--out", tmp_path / "file" / "cluster.toml", "--html", tmp_path
     )
     assert code == 2

@@ -5,12 +5,12 @@ import json
 from meshwright.commands import doctor
 from meshwright.run.launch.host_checks import Finding
 from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult
-from tests.command_line import forget_ranks, refuse_to_start, said
+from tests.command_line import forget_ranks, invoke, refuse_to_start
 
 GOOD, BAD = Finding("disk", "ok", "room [enough]"), Finding("port", "failure", "in use", "end it")
 
 
-def test_the_doctor_tries_a_collective_on_two_processes_and_says_so(tmp_path, forks):
+def test_the_doctor_runs_a_collective_on_two_processes_and_reports_it(tmp_path, forks):
     code, out, err = forks("doctor", "--folder", tmp_path, "--json")
     assert (code, err) == (0, "")
     report = json.loads(out)
@@ -25,7 +25,7 @@ def test_a_failure_is_the_exit_code_and_has_its_repair(monkeypatch, capsys):
     refuse_to_start(monkeypatch)
     monkeypatch.setattr(doctor, "host_findings", lambda *where: iter([GOOD, BAD]))
     monkeypatch.setattr(doctor, "_try_here", lambda launcher: iter([GOOD]))
-    code, out, _ = said(capsys, "doctor")
+    code, out, _ = invoke(capsys, "doctor")
     assert code == 1
     assert "ok" in out
     assert "room [enough]" in out

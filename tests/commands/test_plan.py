@@ -1,4 +1,4 @@
-"""`inspect`: the model is read, and nothing else is asked for."""
+"""`inspect`: analyzes the model, and needs nothing else."""
 
 import json
 from pathlib import Path
@@ -92,15 +92,15 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (["--devices", "8"], "choose a plan with `meshwright search MODEL`"),
     ],
 )
-def test_words_that_do_not_go_together_are_refused(config: Path, words: list[str], said: str):
-    done = CliRunner().invoke(app, ["plan", str(config), *words])
+def test_options_that_contradict_each_other_are_refused(config: Path, options: list[str], message: str):
+    done = CliRunner().invoke(app, ["plan", str(config), *options])
     assert done.exit_code == 2
-    assert said in " ".join((done.output + done.stderr).split())
+    assert message in " ".join((done.output + done.stderr).split())
 
 
 def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):
@@ -108,7 +108,7 @@ def test_a_file_that_cannot_be_written_is_refused(config: Path, tmp_path: Path):
         write_explanation(explain_model(config, []), tmp_path / "no" / "folder.json")
 
 
-def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_path: Path):
+def test_with_a_mesh_the_sharding_of_every_parameter_is_shown(config: Path, tmp_path: Path):
     words = ["--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
     done = CliRunner().invoke(app, ["inspect", str(config), *words], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
@@ -118,19 +118,19 @@ def test_a_mesh_that_divides_shows_where_every_parameter_lies(config: Path, tmp_
     assert "no strategy shards norms" in rows["model.norm.weight"]["not_sharded_reason"]
 
 
-def test_without_one_it_shows_what_could_be_divided(config: Path):
+def test_without_a_mesh_the_shardable_layers_are_shown(config: Path):
     done = CliRunner().invoke(app, ["inspect", str(config)], env={"COLUMNS": "200"})
     assert "parameters, if they were sharded over tp 2" in done.output
 
 
-def test_what_keeps_it_from_being_divided_is_said_behind_the_tables(config: Path):
+def test_reasons_against_sharding_are_shown_after_the_tables(config: Path):
     done = CliRunner().invoke(app, ["inspect", str(config), "--mesh.tp", "48"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "parameters over tp 48" in done.output
     assert "set mesh.tp to at most 32" in " ".join((done.output + done.stderr).split())
 
 
-def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path):
+def test_stages_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path):
     words = ["--mesh.pp", "2", "--mesh.tp", "2", "--json", str(tmp_path / "found.json")]
     done = CliRunner().invoke(app, ["inspect", str(config), *words], env={"COLUMNS": "240"})
     assert done.exit_code == 0, done.output
@@ -143,7 +143,7 @@ def test_parts_of_a_model_are_explained_one_by_one(config: Path, tmp_path: Path)
     assert rows["lm_head.weight"]["stage_nbytes"][0] == 0
 
 
-def test_more_parts_than_blocks_are_said_behind_the_tables(config: Path):
+def test_more_stages_than_blocks_are_reported_after_the_tables(config: Path):
     done = CliRunner().invoke(app, ["inspect", str(config), "--mesh.pp", "48"], env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert "48 ranks for a model that can be cut into" in " ".join((done.output + done.stderr).split())

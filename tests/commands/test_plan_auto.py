@@ -1,4 +1,4 @@
-"""A config with `algorithm = "auto"` becomes a plan that holds the rule and names no cluster."""
+"""A config with `algorithm = "auto"` becomes a plan that contains the rule and needs no cluster file."""
 
 import tomllib
 from dataclasses import replace
@@ -20,7 +20,7 @@ from meshwright.plan.hardware.network_model import (
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.network_profile import describe_machine, write_cluster
-from tests.command_line import forget_ranks, lay_out, said
+from tests.command_line import forget_ranks, invoke, lay_out
 
 SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))
 LATENT, SLOW = (
@@ -86,6 +86,6 @@ def test_plan_says_what_was_chosen_and_why(
     config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     forget_ranks(monkeypatch)
-    code, out, _ = said(capsys, "plan", config)
+    code, out, _ = invoke(capsys, "plan", config)
     assert code == 0
     assert "auto chose 'parallel' for 3 ranks, because 64 MiB takes" in " ".join(out.split())

@@ -1,4 +1,4 @@
-"""A plan that exists, priced on hardware that is named: what is shown, what is stored, what is refused."""
+"""`predict`: prices an existing plan on named hardware; its output, its files and refusals."""
 
 import json
 from pathlib import Path
@@ -152,7 +152,7 @@ def test_a_kind_of_device_has_its_links_and_its_peak():
 
 
 @pytest.mark.parametrize(
-    ("hardware", "cluster", "said"),
+    ("hardware", "cluster", "message"),
     [
         ("h1000", "", "'h1000' is no device that is known here"),
         ("none.toml", "", "there is no such file"),
@@ -160,9 +160,9 @@ def test_a_kind_of_device_has_its_links_and_its_peak():
         ("h100", "cluster.toml", "the links were measured on A CPU"),
     ],
 )
-def test_what_cannot_be_priced_is_refused(folder: Path, hardware: str, cluster: str, said: str):
+def test_what_cannot_be_priced_is_refused(folder: Path, hardware: str, cluster: str, message: str):
     named = str(folder / cluster) if cluster else ""
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         prediction_hardware(hardware, named, 2)
 
 

@@ -1,6 +1,4 @@
-"""A run that is watched: what the terminal shows, what lies in the folder,
-and that no tracker can stop it.
-"""
+"""Training with trackers and logs: terminal output, files in the run folder, and trackers that fail."""
 
 import json
 import sys
@@ -10,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from meshwright.run.measure.measured_files import write_profile
-from tests.command_line import become_the_only_rank, forget_ranks, lay_out, metrics, refuse_to_start, said
+from tests.command_line import become_the_only_rank, forget_ranks, invoke, lay_out, metrics, refuse_to_start
 from tests.commands.test_predict import profile
 
 
@@ -37,10 +35,10 @@ def broken(name: str) -> ModuleType:
     return module
 
 
-def test_a_tracker_that_raises_is_said_once_and_the_run_goes_on(config, capsys, monkeypatch):
+def test_a_tracker_that_raises_is_reported_once_and_the_run_continues(config, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", broken("wandb"))
     monkeypatch.setitem(sys.modules, "trackio", None)
-    code, out, _ = said(capsys, *alone(config, "--run.trackers", '["wandb", "trackio"]'))
+    code, out, _ = invoke(capsys, *alone(config, "--run.trackers", '["wandb", "trackio"]'))
     assert code == 0
     assert len(metrics(config.parent / "run")) == 4
     assert out.count("the tracker wandb is off: ConnectionError: api.example.org: no route to host") == 1
@@ -51,26 +49,26 @@ def test_a_tracker_that_raises_is_said_once_and_the_run_goes_on(config, capsys, 
 
 
 def test_a_tracker_that_nobody_knows_is_refused_with_the_nearest(config, capsys):
-    code, out, err = said(capsys, *alone(config, "--run.trackers", '["tensorbord"]'))
+    code, out, err = invoke(capsys, *alone(config, "--run.trackers", '["tensorbord"]'))
     assert (code, out) == (2, "")
     assert "run.trackers: trackers contains 'tensorbord'; needed is 'tensorboard', 'wandb'" in err
     assert "did you mean 'tensorboard'?" in err
 
 
 def test_lines_show_every_figure_under_its_name(config, capsys):
-    _, out, _ = said(capsys, *alone(config))
+    _, out, _ = invoke(capsys, *alone(config))
     lines = [line.split() for line in out.splitlines()]
     assert ["step", "loss", "grad_norm", "lr", "memory", "tokens/s", "GFLOP/s", "ETA"] in lines
     assert [line[0] for line in lines if line and line[0].endswith("/4")] == ["1/4", "2/4", "3/4", "4/4"]
 
 
 def test_the_folder_says_what_the_run_is_and_what_it_used(config, capsys):
-    said(capsys, *alone(config, "--run.trace_steps", 1))
+    invoke(capsys, *alone(config, "--run.trace_steps", 1))
     run = config.parent / "run"
     assert json.loads((run / "run_info.json").read_text())["world"] == 1
     assert json.loads((run / "ranks" / "rank-0.json").read_text())["steps"] == 4
     assert json.loads((run / "trace" / "rank-0.json").read_text())["traceEvents"]
-    code, out, _ = said(capsys, "report", run)
+    code, out, _ = invoke(capsys, "report", run)
     assert code == 0
     assert "report written to" in out
 
@@ -106,14 +104,14 @@ def test_every_rank_has_a_log_and_a_warning_of_another_rank_reaches_the_user(tmp
 
 def test_what_was_predicted_is_kept_with_the_run_and_shown_beside_what_was_measured(config, capsys, tmp_path):
     write_profile(profile(), tmp_path / "device.toml")
-    code, _, err = said(
+    code, _, err = invoke(
         capsys, *alone(config, "--run.hardware", tmp_path / "device.toml", "--run.trace_steps", 1)
     )
     assert code == 0, err
     (folder,) = (path.parent for path in tmp_path.rglob("run_info.json"))
     predicted = json.loads((folder / "run_info.json").read_text())["prediction"]
     assert predicted["step_s"] > 0
-    _, out, _ = said(capsys, "report", folder)
+    _, out, _ = invoke(capsys, "report", folder)
     first, step, *others = out.splitlines()
     assert first.split() == [folder.name, "predicted", "measured", "error"]
     assert step.startswith("a step")

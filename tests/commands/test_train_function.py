@@ -1,4 +1,4 @@
-"""The command's loop, called from Python on an engine."""
+"""The training loop of the command, called from Python with an engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,23 +19,23 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.engine.one_device import sample_range
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
-READING = reading_of(p=0.1)
-DATA = rows(31)
+ANALYZED = analyzed_model(p=0.1)
+DATA = token_samples(31)
 Rows = Mapping[str, torch.Tensor]
 
 
 def plan_in(folder: Path, evaluate: EvalConfig | None = None, steps: int = 6) -> Plan:
     job = tiny_job(evaluate=evaluate or EvalConfig())
     job = replace(job, train=replace(job.train, steps=steps))
-    return make_plan(READING, job, Mesh(dp_replicate=2), run=RunConfig(str(folder), save_every=0, keep=9))
+    return make_plan(ANALYZED, job, Mesh(dp_replicate=2), run=RunConfig(str(folder), save_every=0, keep=9))
 
 
 def played(plan: Plan, **more: object) -> list[TrainResult]:
     def rank(world: World) -> TrainResult:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             return meshwright.train(engine, DATA, **more)
 
     return run_on_threads(rank, plan.mesh)
@@ -51,7 +51,7 @@ def test_a_run_is_trained_evaluated_and_saved(tmp_path):
     assert ended.checkpoint.name == "step-00000006"
 
 
-def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
+def test_the_same_call_continues_where_the_last_one_stopped(tmp_path):
     def enough(moment: CallbackEvent) -> str | None:
         return STOP if moment.step == 2 else None
 
@@ -64,7 +64,7 @@ def test_the_same_call_goes_on_where_the_last_one_stopped(tmp_path):
 
 
 def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_path):
-    (own, _) = played(plan_in(tmp_path / "own"), eval_data=part(DATA, 0, 5))
+    (own, _) = played(plan_in(tmp_path / "own"), eval_data=sample_range(DATA, 0, 5))
     assert own.eval_history.best_loss is not None
     (without, _) = played(plan_in(tmp_path / "without"))
     assert (without.eval_history.best_loss, own.loss) == (None, without.loss)
@@ -80,21 +80,21 @@ def test_evaluations_without_samples_are_refused(tmp_path):
 
 def test_an_engine_evaluates_batches_of_its_own(tmp_path):
     plan = plan_in(tmp_path)
-    batches = [part(DATA, 0, 12), part(DATA, 12, 24), part(DATA, 24, 31)]
+    batches = [sample_range(DATA, 0, 12), sample_range(DATA, 12, 24), sample_range(DATA, 24, 31)]
 
     def rank(world: World) -> float:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             return engine.evaluate(engine.local_batch(batch) for batch in batches).loss
 
-    with parallelize(READING, make_plan(READING, plan.job)) as alone:
-        wanted = alone.evaluate(batches).loss
-    assert run_on_threads(rank, plan.mesh) == [pytest.approx(wanted, rel=1e-12)] * 2
+    with parallelize(ANALYZED, make_plan(ANALYZED, plan.job)) as alone:
+        expected = alone.evaluate(batches).loss
+    assert run_on_threads(rank, plan.mesh) == [pytest.approx(expected, rel=1e-12)] * 2
 
 
 def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):
     def trained(optimizer: object) -> float:
-        with parallelize(READING, make_plan(READING, plan_in(tmp_path).job), optimizer=optimizer) as engine:
-            return [engine.step(part(DATA, 0, 12)).loss for _ in range(3)][-1]
+        with parallelize(ANALYZED, make_plan(ANALYZED, plan_in(tmp_path).job), optimizer=optimizer) as engine:
+            return [engine.step(sample_range(DATA, 0, 12)).loss for _ in range(3)][-1]
 
     def two(groups: list[dict]) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD([group]) for group in groups]

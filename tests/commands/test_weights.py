@@ -1,6 +1,4 @@
-"""Weights on their way in and out: a run becomes a folder, a folder starts a run, a pickle becomes
-safetensors.
-"""
+"""Weights in and out: a run is exported to a folder, a folder starts a run, a pickle becomes safetensors."""
 
 import json
 import os
@@ -25,7 +23,7 @@ from meshwright.run.checkpoint.save_load import load_tensors
 from meshwright.run.export import hf_export as export_module
 from meshwright.run.export.roundtrip_check import RoundTripResult
 from meshwright.run.training.train_loop import save_run_checkpoint
-from tests.command_line import Said, checkpoint, forget_ranks, lay_out, refuse_to_start, said
+from tests.command_line import Said, checkpoint, forget_ranks, invoke, lay_out, refuse_to_start
 from tests.model.published_models import published
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -36,7 +34,7 @@ def say(capsys, monkeypatch) -> Callable[..., Said]:
     """The command in this process; it fails the test when it starts a rank."""
     forget_ranks(monkeypatch)
     refuse_to_start(monkeypatch)
-    return lambda *words: said(capsys, *words)
+    return lambda *words: invoke(capsys, *words)
 
 
 @pytest.fixture(scope="module")

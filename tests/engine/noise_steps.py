@@ -1,5 +1,5 @@
-"""Steps of a small model whose gradients are summed where layers or shards lie on several ranks, with its
-weights before each.
+"""Trains a small model under pipeline or sharded layouts, and records its weights before each step, for tests
+of the gradient noise scale.
 """
 
 from meshwright.api import make_plan
@@ -10,26 +10,29 @@ from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.engine.step.test_gradient_noise import READING, noisy
-from tests.tiny_model import Tiny, player_of, rows, tiny_job
+from tests.engine.step.test_gradient_noise import ANALYZED, noisy
+from tests.tiny_model import Tiny, executor_of, tiny_job, token_samples
 
 
-def played(
+def train_and_record(
     mesh: Mesh, strategies: tuple[Strategy, ...], micro_batch: int = 2
 ) -> tuple[list[list[Metrics]], list[Tiny]]:
     """Each rank's metrics of three steps, and the model as it was before each."""
-    plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
+    plan = make_plan(ANALYZED, noisy(tiny_job()), mesh, strategies, micro_batch)
     assert static_checks(plan) == []
 
     def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
-        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+        executor, feed = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
         models, metrics = [], []
         for step in range(3):
             model = Tiny().double()
-            model.load_state_dict(player.gather_parameters())
+            model.load_state_dict(executor.gather_parameters())
             models.append(model)
-            metrics.append(player.step(feed.batch(step)))
-        player.close()
+            metrics.append(executor.step(feed.batch(step)))
+        executor.close()
         return metrics, models
 
     found = run_on_threads(rank, plan.mesh)

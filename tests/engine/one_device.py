@@ -1,6 +1,4 @@
-"""One device: the engine beside the loop that anybody would write,
-and a model whose parts a test can choose.
-"""
+"""One device: the executor beside an ordinary training loop, and a model whose forward a test can choose."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -18,7 +16,7 @@ from meshwright.engine.runtime.state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
-from tests.tiny_model import TOKENS, VOCABULARY, Tiny, reading_of, rows
+from tests.tiny_model import TOKENS, VOCABULARY, Tiny, analyzed_model, token_samples
 
 FLOAT64 = PrecisionConfig("float64", "float64", "float64")
 Batch = dict[str, torch.Tensor]
@@ -36,16 +34,16 @@ def job_of(batch: int = 12, steps: int = 20, clip: float = 0.0, **parts: Any) ->
 
 @dataclass
 class Pair:
-    """A player, and a copy of its model from before it began, to train by hand."""
+    """An executor, and a copy of its model from before it began, to train by hand."""
 
-    player: Executor
+    executor: Executor
     model: nn.Module
     loss: Loss
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The player's logical parameters."""
-        return self.player.state.trained_module.parameters
+        """The executor's logical parameters."""
+        return self.executor.state.trained_module.parameters
 
     def loss_alone(self, batch: Batch) -> torch.Tensor:
         """The loss of a whole batch, with its graph, in the copy."""
@@ -65,7 +63,7 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """The largest difference between a parameter of the player and its twin in the copy."""
+        """The largest difference between a parameter of the executor and its twin in the copy."""
         twins = dict(self.model.named_parameters())
         return max((value - twins[name]).abs().max().item() for name, value in self.parameters.items())
 
@@ -78,19 +76,23 @@ def pair(
     optimizer: OptimizerFactory | None = None,
     loss: Loss | None = None,
 ) -> Pair:
-    """A player of the model that `build` makes, alone on this device."""
+    """An executor of the model that `build` makes, alone on this device."""
     known = build is Tiny and example is None and loss is None
     job, loss = job or job_of(), loss or token_cross_entropy()
-    reading = reading_of() if known else analyze(build, rows(2) if example is None else example, loss=loss)
-    plan = make_plan(reading, job, micro_batch=micro_batch)
-    subject = make_trained_module(reading, torch.device("cpu"), getattr(torch, job.precision.parameters))
+    analyzed = (
+        analyzed_model()
+        if known
+        else analyze(build, token_samples(2) if example is None else example, loss=loss)
+    )
+    plan = make_plan(analyzed, job, micro_batch=micro_batch)
+    subject = make_trained_module(analyzed, torch.device("cpu"), getattr(torch, job.precision.parameters))
     model = copy.deepcopy(subject.module)
     return Pair(
         Executor(
             plan,
             RankState(subject, single_rank_world(torch.device("cpu")), loss),
             optimizer,
-            make_stateless_rng(reading, plan),
+            make_stateless_rng(analyzed, plan),
         ),
         model,
         loss,
@@ -105,13 +107,13 @@ def bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     }
 
 
-def part(batch: Batch, start: int, stop: int) -> Batch:
+def sample_range(batch: Batch, start: int, stop: int) -> Batch:
     """Rows `start` to `stop`."""
     return {key: value[start:stop] for key, value in batch.items()}
 
 
 def ignored(batch: Batch, *some: int) -> Batch:
-    """`batch` with all labels of the rows `some` ignored; of every row when none is named."""
+    """`batch` with all labels of the samples `some` ignored; of every sample when none is named."""
     labels = batch["labels"].clone()
     labels[list(some) if some else slice(None)] = IGNORE_INDEX
     return {**batch, "labels": labels}

@@ -1,4 +1,6 @@
-"""A model of two towers and a contrastive loss: each row is compared with all rows of the global batch."""
+"""A model of two towers with a contrastive loss: each sample is compared with all samples of the global
+batch.
+"""
 
 from collections.abc import Iterable
 
@@ -52,12 +54,12 @@ def info_nce(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits, right, reduction="sum") + F.cross_entropy(logits.T, right, reduction="sum")
 
 
-def number_of_rows(batch: Batch) -> torch.Tensor:
+def number_of_samples(batch: Batch) -> torch.Tensor:
     """How many rows there are."""
     return torch.tensor(len(batch["kind"]))
 
 
-CONTRASTIVE = Loss(info_nce, number_of_rows, targets=("kind",), whole_batch=True)
+CONTRASTIVE = Loss(info_nce, number_of_samples, targets=("kind",), whole_batch=True)
 
 
 def pairs(count: int = 24) -> dict[str, torch.Tensor]:
@@ -71,32 +73,33 @@ def pairs(count: int = 24) -> dict[str, torch.Tensor]:
 
 def global_batches(count: int, size: int = 12) -> list[dict[str, torch.Tensor]]:
     """`pairs(count)` in batches of `size`; the last may be short."""
-    rows = pairs(count)
+    samples = pairs(count)
     return [
-        {key: value[first : first + size] for key, value in rows.items()} for first in range(0, count, size)
+        {key: value[first : first + size] for key, value in samples.items()}
+        for first in range(0, count, size)
     ]
 
 
-def reading_of_towers(
+def analyzed_towers(
     loss: Loss = CONTRASTIVE,
     model: type[Towers] = Towers,
     example: dict[str, torch.Tensor] | None = None,
     **options: bool,
 ) -> AnalyzedModel:
     """What the towers are made of, read from float32 rows."""
-    rows = {
+    samples = {
         key: value.float() if value.is_floating_point() else value
         for key, value in (example or pairs(4)).items()
     }
-    return analyze(lambda: model(**options), rows, loss=loss)
+    return analyze(lambda: model(**options), samples, loss=loss)
 
 
 def towers_plan(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     mesh: Mesh,
     strategies: Iterable[Strategy] | None = None,
     micro_batch: int = 0,
     job: Job | None = None,
 ) -> Plan:
     """The plan over the data axes of `mesh`."""
-    return make_plan(reading, job or tiny_job(), mesh, strategies, micro_batch)
+    return make_plan(analyzed, job or tiny_job(), mesh, strategies, micro_batch)

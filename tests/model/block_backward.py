@@ -1,4 +1,4 @@
-"""Runs a module block by block beside one ordinary backward of the same module, in float64."""
+"""Runs a module block by block, and compares it with one ordinary backward of the same module, in float64."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +43,7 @@ class Driven:
 
     @property
     def in_glue(self) -> list[str]:
-        """The parameters that the anatomy says glue uses."""
+        """The parameters that the model_spec says glue uses."""
         return [weight.name for weight in self.analyzed.model_spec.params if "(root)" in weight.block_calls]
 
 
@@ -56,7 +56,7 @@ def weigh(outputs: Any) -> torch.Tensor:
 def analyze_model(
     build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
 ) -> AnalyzedModel:
-    """The reading of the model that `build` makes, on `example` without targets."""
+    """The analysis of the model that `build` makes, on `example` without targets."""
     return analyze(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
 
 
@@ -102,7 +102,7 @@ def _driven(
     *,
     lean: bool = False,
 ) -> tuple[list[str], Gradients]:
-    """The visits and gradients of the model of `reading`, block by block."""
+    """The block calls and gradients of the model of `analyzed`, block by block."""
     module, found, parameters = analyzed.make_module("cpu", torch.float64)
     driver, block_calls = ForwardDriver(found, in_place=analyzed.model_spec.writes_in_place), list[str]()
 

@@ -66,7 +66,7 @@ def published(folder: Path, family: str = "llama", *, seed: int = 3, **changes: 
     return model.eval()
 
 
-def taken_up(folder: Path, source: Path | None = None, **fields: object) -> LoadedModel:
+def load_published(folder: Path, source: Path | None = None, **fields: object) -> LoadedModel:
     """The model here of the config in `source` (or `folder`) with the weights in `folder`."""
     return load_model(ModelConfig(str(source or folder), weights=str(folder), **fields), seed=0)
 

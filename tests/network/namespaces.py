@@ -1,4 +1,4 @@
-"""Network namespaces as hosts: how one is made, shaped, cut and removed, with the words of `ip` and `tc`.
+"""Network namespaces as hosts: made, shaped, cut and removed with `ip` and `tc`.
 
 A namespace is a name in /run/netns that keeps a network alive, whoever is in it. What it holds goes with it:
 when it is deleted, the virtual cables that end in it are gone at both ends. So removing names is all the

@@ -1,6 +1,4 @@
-"""Namespaces as hosts: shared links, cut links, commands on every host, and nothing left behind whatever
-happens.
-"""
+"""Namespaces as hosts: shared links, cut links, commands on every host, and cleanup after any failure."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""A checkpoint that is saved under one plan and taken up under another, on threads."""
+"""Saves a checkpoint under one plan and loads it under another, with ranks as threads."""
 
 from pathlib import Path
 
@@ -15,27 +15,29 @@ from tests.parallel.tensor.odd_llama import batches
 Found = tuple[dict[str, torch.Tensor], float]
 
 
-def crosses(reading: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> None:
+def loads_under_other_plan(analyzed: AnalyzedModel, saved: Plan, taken: Plan, folder: Path) -> None:
     """Train under `saved`, save, take it up under `taken`: the same parameters to the bit, and the same
     losses afterwards.
     """
     (parameters, losses), *_ = run_on_threads(
-        lambda world: _played(world, reading, saved, None, folder), saved.mesh
+        lambda world: _train_and_save(world, analyzed, saved, None, folder), saved.mesh
     )
     into = next(path for path in sorted(folder.iterdir()) if path.is_dir())
-    for found, loss in run_on_threads(lambda world: _played(world, reading, taken, into, None), taken.mesh):
+    for found, loss in run_on_threads(
+        lambda world: _train_and_save(world, analyzed, taken, into, None), taken.mesh
+    ):
         for name, value in parameters.items():
             assert torch.equal(found[name], value), name
         assert loss == pytest.approx(losses, rel=1e-5)
 
 
-def _played(
-    world: World, reading: AnalyzedModel, plan: Plan, folder: Path | None, into: Path | None
+def _train_and_save(
+    world: World, analyzed: AnalyzedModel, plan: Plan, folder: Path | None, into: Path | None
 ) -> Found:
     """The parameters after what is in `folder`, or after two steps, saved into `into` then; and two more
     losses.
     """
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         if folder is not None:
             engine.load(folder)
         else:

@@ -21,7 +21,7 @@ from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy, StrategyPhase
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.tiny_model import tiny_job
 
 HIDDEN = ParamSpec("layer.weight", (4, 3), ("layer",), is_hidden_matrix=True)
@@ -44,7 +44,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest():
     ]
 
 
-def test_a_group_that_names_a_rule_decides_but_no_vector_becomes_a_matrix():
+def test_the_optimizer_of_a_group_wins_but_vectors_never_use_a_matrix_optimizer():
     forced = replace(MUON, groups=(ParamGroupConfig("*", 0.5, name="muon", momentum=0.8),))
     assert param_optimizer(forced, EMBED) == ParamOptimizer("muon", 0.8, 0.25, 0.1)
     assert param_optimizer(forced, BIAS).optimizer == "adamw"
@@ -84,7 +84,7 @@ def test_alignments_follow_from_the_optimizer_of_each_parameter():
         ("muon", 4 * 4096 * 1024),
     ],
 )
-def test_the_bytes_of_moments_of_a_matrix(rule: OptimizerName, nbytes: int):
+def test_the_bytes_of_optimizer_states_of_a_matrix(rule: OptimizerName, nbytes: int):
     assert optimizer_state_nbytes(rule, (4096, 1024)) == nbytes
 
 
@@ -101,7 +101,7 @@ def test_the_bytes_of_other_shapes_and_widths():
 
 
 @pytest.mark.parametrize(
-    ("spec", "where", "said"),
+    ("spec", "where", "message"),
     [
         (OptimizerConfig("muon"), "optimizer.momentum", "muon without momentum"),
         (
@@ -141,10 +141,10 @@ def test_the_bytes_of_other_shapes_and_widths():
         ),
     ],
 )
-def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, said: str):
+def test_options_that_an_optimizer_does_not_have_are_refused(spec: OptimizerConfig, where: str, message: str):
     diagnostics = list(spec.diagnostics())
     assert [diagnostic.location for diagnostic in diagnostics] == [where]
-    assert diagnostics[0].problem.startswith(said)
+    assert diagnostics[0].problem.startswith(message)
     assert diagnostics[0].fix
 
 
@@ -160,7 +160,7 @@ def test_what_a_rule_cannot_use_is_refused(spec: OptimizerConfig, where: str, sa
     ],
     ids=lambda spec: spec.name,
 )
-def test_what_rules_are_usually_given_is_accepted(spec: OptimizerConfig):
+def test_usual_options_of_optimizers_are_accepted(spec: OptimizerConfig):
     assert list(spec.diagnostics()) == []
 
 
@@ -183,7 +183,7 @@ class Rows(Strategy):
 
 
 def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
-    mesh, model_spec = Mesh(tp=2), Paper(layers=1).anatomy
+    mesh, model_spec = Mesh(tp=2), SyntheticModel(layers=1).model_spec
 
     def kinds(rule: OptimizerName) -> set[str]:
         plan = Plan.make(tiny_job(optimizer=OptimizerConfig(rule)), mesh, model_spec, (Rows(),))
@@ -194,8 +194,8 @@ def test_a_sliced_matrix_is_updated_in_full_by_one_rank():
     assert {"GATHER_GRAD", "SCATTER_PARAM"} < kinds("adamw_8bit")
 
 
-def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
-    model_spec = Paper(layers=1).anatomy
+def test_the_kind_of_a_weight_is_in_the_hash_where_optimizers_depend_on_it():
+    model_spec = SyntheticModel(layers=1).model_spec
     other = replace(
         model_spec, params=tuple(replace(param, is_hidden_matrix=True) for param in model_spec.params)
     )
@@ -209,9 +209,10 @@ def test_what_a_weight_is_counts_in_the_hash_where_rules_depend_on_it():
 
 def test_param_shardings_know_their_alignment_and_groups_follow_it():
     params = tuple(
-        replace(param, shape=(10, 10), is_hidden_matrix=True) for param in Paper(layers=2).anatomy.params
+        replace(param, shape=(10, 10), is_hidden_matrix=True)
+        for param in SyntheticModel(layers=2).model_spec.params
     )
-    model_spec = replace(Paper(layers=2).anatomy, params=params)
+    model_spec = replace(SyntheticModel(layers=2).model_spec, params=params)
     sharding = Plan.make(tiny_job(optimizer=MUON), Mesh(), model_spec).sharding
     assert [param_sharding.shard_alignment for param_sharding in sharding.param_shardings] == [
         "matrix",

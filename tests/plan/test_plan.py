@@ -28,10 +28,10 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Strategy, StrategyPhase
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=10, batch=12))
-MODEL = Paper().anatomy
+MODEL = SyntheticModel().model_spec
 PAIR = (BatchSplit(), DDP())
 OTHER = {  # another value for every field of a job
     "model.source": "other.json",
@@ -150,9 +150,9 @@ def test_the_hash_changes_with_every_field_of_the_job(key: str):
         plan(strategies=(BatchSplit(), NaiveDDP())),
         plan(strategies=(BatchSplit(), DDP(bucket_mb=1.0))),
         replace(plan(), strategies=(BatchSplit(), DDP(algorithm="ring"))),
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper(layers=4).anatomy, PAIR),
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper(numel=7).anatomy, PAIR),
-        Plan.make(JOB, Mesh(dp_replicate=3), Paper(tied=True).anatomy, PAIR),
+        Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(layers=4).model_spec, PAIR),
+        Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(numel=7).model_spec, PAIR),
+        Plan.make(JOB, Mesh(dp_replicate=3), SyntheticModel(tied=True).model_spec, PAIR),
     ],
     ids=["mesh", "micro_batch", "strategy", "field of a strategy", "algorithm", "blocks", "shapes", "ties"],
 )
@@ -179,7 +179,7 @@ def test_a_whole_number_hashes_as_the_same_number_with_a_point():
     assert one.hash == point.hash
 
 
-def test_what_surrounds_the_run_does_not_count():
+def test_options_outside_of_training_are_not_in_the_hash():
     other = RunConfig(
         "elsewhere", save_every=7, keep=9, keep_best=False, sample_prompt="class ", sample_tokens=5
     )
@@ -200,7 +200,7 @@ def test_the_hash_is_the_same_in_another_process():
     assert done.stdout.decode().strip() == plan().hash
 
 
-def test_a_plan_cuts_the_batch_and_gives_every_rank_its_share():
+def test_a_plan_splits_the_batch_and_gives_every_rank_its_samples():
     cut = plan(micro_batch=2)
     assert (cut.num_data, cut.local_batch, cut.num_microbatches, cut.exact) == (3, 4, 2, True)
     assert [cut.data_index(rank) for rank in range(3)] == [0, 1, 2]
@@ -224,7 +224,7 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         "data.source: no data is named",
         "train.steps: steps = 0; needed is a whole number of at least 1",
         "strategies: ordered and ordered both decide the order of the step",
-        "strategies.ddp: the copies along dp_shard would all see the same samples: "
+        "strategies.ddp: the replicas along dp_shard would all see the same samples: "
         "nothing splits the batch there",
         "strategies: the gradients of 3 parameters (layer0.weight...) stay partial sums over dp_replicate",
         "train.batch: a global batch of 13 samples does not divide by 3 data-parallel ranks",
@@ -233,7 +233,7 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"strategies": ()},
@@ -287,10 +287,10 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         ),
     ],
 )
-def test_one_diagnostic_is_reported_once_with_its_repair(changes: dict[str, object], said: str):
+def test_one_diagnostic_is_reported_once_with_its_repair(changes: dict[str, object], message: str):
     found = refused(**changes)
     assert len(found) == 1
-    assert said in found[0]
+    assert message in found[0]
 
 
 def test_diagnostics_of_the_run_are_reported_too():

@@ -11,7 +11,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import sequential_stage_calls, single_device_program
 from meshwright.plan.strategy import PHASES, Strategy, StrategyPhase, sort_by_phase
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def test_within_a_phase_the_written_order_stays():
 
 
 def test_a_strategy_that_overrides_nothing_changes_nothing():
-    sharding = ShardingPlan.one_device(Mesh(), Paper().anatomy)
+    sharding = ShardingPlan.one_device(Mesh(), SyntheticModel().model_spec)
     program = single_device_program(
         sharding, Job(), 1, sequential_stage_calls(sharding.model_spec.block_calls, 1)
     )

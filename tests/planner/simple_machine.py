@@ -1,6 +1,4 @@
-"""Grounds that are easy to reckon with: a device that does so much per second, and links of so many bytes per
-second.
-"""
+"""A machine that is easy to compute with: a device of given rates, and links of given bandwidth."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

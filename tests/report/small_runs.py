@@ -1,4 +1,4 @@
-"""Runs to report on: small, trained by threads, with everything that a command leaves in a run's folder."""
+"""Small runs to report on, trained by threads, with all files that a command leaves in a run's folder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +16,12 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
-READING = reading_of()
+ANALYZED = analyzed_model()
 
 
-def course(
+def train_small_run(
     folder: Path,
     ranks: int = 3,
     steps: int = 6,
@@ -34,15 +34,18 @@ def course(
     job = replace(job, train=replace(job.train, steps=steps), optimizer=replace(job.optimizer, lr=lr))
     run = RunConfig(str(folder), save_every=3, trace_steps=trace_steps)
     strategies = (BatchSplit(), DDP(algorithm=algorithm)) if ranks > 1 else ()
-    plan = replace(plan_of(READING, ranks, strategies, micro_batch=2, job=job), run=run)
+    plan = replace(plan_of(ANALYZED, ranks, strategies, micro_batch=2, job=job), run=run)
     mesh = {axis: plan.mesh.size(axis) for axis in AXES}
     write_request(PlanRequest(plan.job, run, mesh, plan.micro_batch, plan.strategies), folder / "plan.toml")
     write_run_info(plan, plan_summary(plan), state_nbytes_by_role(plan), torch.device("cpu"))
 
     def rank(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
-        train_loop(player, plan, feed, world, lambda: False)
-        player.close()
+        executor, feed = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
+        train_loop(executor, plan, feed, world, lambda: False)
+        executor.close()
 
     run_on_threads(rank, plan.mesh)
     return folder

@@ -1,6 +1,4 @@
-"""Ranks as threads and as processes: results in rank order, the first failure by name,
-nothing left behind.
-"""
+"""Ranks as threads and as processes: results in rank order, the first failure by name, and cleanup."""
 
 import os
 import subprocess

@@ -1,5 +1,5 @@
-"""What is sent for rows of another length than the plan's is what the program of such rows states, and no
-other number passes.
+"""Sequences of another length than the plan's send what the plan for that length states, and no other number
+of bytes passes.
 """
 
 from dataclasses import replace
@@ -20,12 +20,12 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
-from tests.parallel.tensor.odd_llama import ROWS, TOKENS, batches, llama, planned
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, TOKENS, batches, llama, planned
 
 LENGTHS = (TOKENS, 6, 12)  # by step
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "parts": (Mesh(pp=2), (Pipeline(),)),
-    "parts of slices": (
+    "stages": (Mesh(pp=2), (Pipeline(),)),
+    "stages of slices": (
         Mesh(pp=2, tp=3),
         (Pipeline(schedule="zb_h1"), TensorParallel(), VocabParallel(), SequenceParallel()),
     ),
@@ -37,11 +37,11 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
     """A comparison in which each step has rows of another length, and the last one fewer of them; and what
     its ranks report.
     """
-    steps = [batches(1, ROWS, length)[0] for length in LENGTHS]
+    steps = [batches(1, NUM_SAMPLES, length)[0] for length in LENGTHS]
     steps[-1] = {key: value[:3] for key, value in steps[-1].items()}
-    reading, plan = planned(llama(), mesh, strategies, micro=2)
+    analyzed, plan = planned(llama(), mesh, strategies, micro=2)
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
@@ -51,14 +51,14 @@ def compared(mesh: Mesh, strategies: tuple[Strategy, ...]) -> tuple[ParityCase, 
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_rows_of_other_lengths_send_what_the_plan_of_such_rows_states(name: str):
+def test_sequences_of_other_lengths_send_what_the_plan_of_that_length_states(name: str):
     case, reports = compared(*PLANS[name])
     verdict = make_verdict(case, reports, "threads", {})
     assert verdict.passed, verdict
 
 
-def test_what_rows_of_another_length_send_does_not_pass_for_these():
-    case, reports = compared(*PLANS["parts"])
+def test_bytes_of_another_sequence_length_do_not_pass():
+    case, reports = compared(*PLANS["stages"])
     for other in (reports[0].microbatch_shapes[0], ()):  # those of the first step; as planned
         false = [
             replace(

@@ -1,5 +1,5 @@
-"""When a comparison passes, and when it must not: at the tolerance, with NaN, with parts missing, with
-unplanned messages.
+"""When a comparison passes and fails: at the tolerance, with NaN, with missing values, with unplanned
+messages.
 """
 
 import json
@@ -36,19 +36,19 @@ from meshwright.verifier.parity import (
 )
 from meshwright.verifier.reference import ParityCase, Reference, run_reference
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, Verdict
-from tests.tiny_model import case_of, edited, plan_of, reading_of, verdict_of
+from tests.tiny_model import analyzed_model, case_of, edited, plan_of, verdict_of
 
 Change = Callable[[Reference], Reference]
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
 @pytest.fixture(scope="module")
-def case(reading: AnalyzedModel) -> ParityCase:
-    return case_of(reading, plan_of(reading, 3, micro_batch=2))
+def case(analyzed: AnalyzedModel) -> ParityCase:
+    return case_of(analyzed, plan_of(analyzed, 3, micro_batch=2))
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +155,9 @@ def test_nan_in_one_element_fails_and_is_shown(case: ParityCase, table: str):
     assert isnan(verdict.max_errors[quantity]), "the largest error must not hide a NaN"
 
 
-def test_a_loss_that_is_nan_on_both_sides_fails(reading: AnalyzedModel):
+def test_a_loss_that_is_nan_on_both_sides_fails(analyzed: AnalyzedModel):
     loss = Loss(lambda outputs, batch: outputs.sum() * nan, token_cross_entropy().count)
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3), loss=loss), steps=1)
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3), loss=loss), steps=1)
     assert not verdict.passed
     assert isnan(verdict.max_errors["loss"])
     assert isnan(verdict.max_errors["gradient"])
@@ -238,7 +238,7 @@ def test_replicas_that_differ_in_a_bit_do_not_pass(case: ParityCase, reports: li
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda sent: sent[:-1],
@@ -269,26 +269,26 @@ def test_messages_that_the_program_does_not_state_do_not_pass(
     case: ParityCase,
     reports: list[RankReport],
     change: Callable[[list[LedgerEntry]], list[LedgerEntry]],
-    said: str,
+    message: str,
 ):
     verdict = make_verdict(
         case, [*reports[:2], replace(reports[2], sent_entries=change(reports[2].sent_entries))], "threads", {}
     )
     assert not verdict.passed
-    assert str(verdict.first_difference).startswith(said)
+    assert str(verdict.first_difference).startswith(message)
     assert str(verdict.first_difference).endswith("on rank 2")
 
 
-def test_a_message_that_is_issued_and_not_stated_is_found_by_running(reading: AnalyzedModel):
+def test_a_message_that_is_issued_and_not_stated_is_found_by_running(analyzed: AnalyzedModel):
     """A strategy whose program says fewer bytes than its bucket holds."""
-    plan = plan_of(reading, 3)
+    plan = plan_of(analyzed, 3)
 
     def lie(actions: list[Action]) -> list[Action]:
         return [
             replace(a, transfer=replace(a.transfer, nbytes=8)) if a.kind == "REDUCE" else a for a in actions
         ]
 
-    verdict = verdict_of(case_of(reading, edited(plan, lie)), steps=1)
+    verdict = verdict_of(case_of(analyzed, edited(plan, lie)), steps=1)
     assert verdict.first_difference.quantity == "ledger"
     assert "'REDUCE(0)'" in verdict.first_difference.name
 

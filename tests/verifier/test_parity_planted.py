@@ -1,4 +1,4 @@
-"""Bugs that were met in the field, planted here one by one.
+"""Planted bugs, all met in the field: the verifier must notice each, name it, and state its cause.
 
 The verifier must notice each, name it, and tell its cause.
 """
@@ -20,20 +20,20 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.verifier.reference import ParityCase
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import case_of, edited, first_of, plan_of, reading_of, verdict_of
+from tests.tiny_model import analyzed_model, case_of, edited, first_of, plan_of, verdict_of
 
 LAYERS = (BatchSplit(), DDP(bucket_mb=300 / 2**20))
 HEAD, EMBED = "0", "4"  # buckets are numbered in the order of backward
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
 @pytest.fixture(scope="module")
-def plan(reading: AnalyzedModel) -> Plan:
-    plan = plan_of(reading, 3, LAYERS, micro_batch=2)
+def plan(analyzed: AnalyzedModel) -> Plan:
+    plan = plan_of(analyzed, 3, LAYERS, micro_batch=2)
     reduced = [action.tensors for action in plan.program.actions("pp0") if action.kind == "REDUCE"]
     assert reduced[0] == ("head.weight", "head.bias")
     assert reduced[-1] == ("embed.weight",)
@@ -52,24 +52,24 @@ def without(*names: str) -> Callable[[list[Action]], list[Action]]:
     return change
 
 
-def test_the_plan_without_a_bug_passes(reading: AnalyzedModel, plan: Plan):
+def test_the_plan_without_a_bug_passes(analyzed: AnalyzedModel, plan: Plan):
     assert static_checks(plan) == []
-    assert verdict_of(case_of(reading, plan)).passed
+    assert verdict_of(case_of(analyzed, plan)).passed
 
 
-def test_a_bundle_that_is_never_reduced(reading: AnalyzedModel, plan: Plan):
+def test_a_parameter_group_that_is_never_reduced(analyzed: AnalyzedModel, plan: Plan):
     faulty = edited(plan, without("REDUCE(2)", "PACK(layers.1)"))
     partial = [fault.problem.split(":")[0] for fault in static_checks(faulty) if "partial" in fault.problem]
     assert partial == [
         f"the gradient of layers.1.{name} stays a partial sum over dp_replicate"
         for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")
     ]
-    verdict = verdict_of(case_of(reading, faulty))
+    verdict = verdict_of(case_of(analyzed, faulty))
     assert first_of(verdict) == (0, "gradient", "layers.1.linear.bias", "layers.1")
     assert verdict.cause == "technique"
 
 
-def test_a_bundle_that_is_reduced_twice(reading: AnalyzedModel, plan: Plan):
+def test_a_parameter_group_that_is_reduced_twice(analyzed: AnalyzedModel, plan: Plan):
     """All gradients of one bundle are n times too large.
 
     That is no loss scale, because the others are right.
@@ -85,7 +85,7 @@ def test_a_bundle_that_is_reduced_twice(reading: AnalyzedModel, plan: Plan):
     assert [fault.problem for fault in static_checks(faulty)] == [
         "the gradient of embed.weight is moved 2 times over dp_replicate: REDUCE(4), REDUCE(4, 0)"
     ]
-    verdict = verdict_of(case_of(reading, faulty))
+    verdict = verdict_of(case_of(analyzed, faulty))
     assert first_of(verdict) == (0, "gradient", "embed.weight", "embed")
     assert verdict.first_difference.error == pytest.approx(2.0), (
         "three times the gradient is off by twice its scale"
@@ -93,7 +93,7 @@ def test_a_bundle_that_is_reduced_twice(reading: AnalyzedModel, plan: Plan):
     assert verdict.cause == "technique"
 
 
-def test_a_bundle_that_is_reduced_before_its_last_backward(reading: AnalyzedModel, plan: Plan):
+def test_a_parameter_group_that_is_reduced_before_its_last_backward(analyzed: AnalyzedModel, plan: Plan):
     def early(actions: list[Action]) -> list[Action]:
         reduce = next(action for action in actions if action.name == f"REDUCE({HEAD})")
         rest = [action for action in actions if action is not reduce]
@@ -105,14 +105,14 @@ def test_a_bundle_that_is_reduced_before_its_last_backward(reading: AnalyzedMode
         f"REDUCE(0) moves the gradient of head.{name} before B(head, 1) has added to it"
         for name in ("weight", "bias")
     ]
-    verdict = verdict_of(case_of(reading, faulty))
+    verdict = verdict_of(case_of(analyzed, faulty))
     assert first_of(verdict)[:2] == (0, "gradient")
     assert verdict.first_difference.block == "head"
     assert verdict.cause == "technique"
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_a_rank_that_reads_shifted_samples(reading: AnalyzedModel, plan: Plan, rank: int):
+def test_a_rank_that_reads_shifted_samples(analyzed: AnalyzedModel, plan: Plan, rank: int):
     def shifted(case: ParityCase, world: World) -> ParityCase:
         if world.rank != rank:
             return case
@@ -120,49 +120,49 @@ def test_a_rank_that_reads_shifted_samples(reading: AnalyzedModel, plan: Plan, r
             case, batch_reader=lambda plan, rank: lambda step: case.batch_reader(plan, rank)(step + 1)
         )
 
-    verdict = verdict_of(case_of(reading, plan), on_rank=shifted)
+    verdict = verdict_of(case_of(analyzed, plan), on_rank=shifted)
     assert first_of(verdict)[:2] == (0, "samples")
     assert verdict.first_difference.rank == rank
     assert verdict.cause == "data order"
 
 
-def test_samples_in_another_order_within_the_rank(reading: AnalyzedModel, plan: Plan):
+def test_samples_in_another_order_within_the_rank(analyzed: AnalyzedModel, plan: Plan):
     def reversed_rows(case: ParityCase, world: World) -> ParityCase:
         def rows_of(plan: Plan, rank: int, step: int) -> dict[str, torch.Tensor]:
             return {key: value.flip(0) for key, value in case.batch_reader(plan, rank)(step).items()}
 
         return replace(case, batch_reader=lambda plan, rank: partial(rows_of, plan, rank))
 
-    verdict = verdict_of(case_of(reading, plan), on_rank=reversed_rows)
+    verdict = verdict_of(case_of(analyzed, plan), on_rank=reversed_rows)
     assert verdict.first_difference.quantity == "samples"
     assert verdict.cause == "data order"
 
 
-def test_another_seed_on_one_rank(reading: AnalyzedModel, plan: Plan):
-    other = reading_of(seed=1)
+def test_another_seed_on_one_rank(analyzed: AnalyzedModel, plan: Plan):
+    other = analyzed_model(seed=1)
 
     def seeded(case: ParityCase, world: World) -> ParityCase:
         make = partial(make_trained_module, other, torch.device("cpu"), torch.float64)
         return replace(case, make_trained_module=make) if world.rank == 1 else case
 
-    verdict = verdict_of(case_of(reading, plan), on_rank=seeded)
+    verdict = verdict_of(case_of(analyzed, plan), on_rank=seeded)
     assert first_of(verdict)[:2] == (0, "initial value")
     assert verdict.first_difference.rank == 1
     assert verdict.cause == "init"
 
 
-def test_a_replica_that_drifts_by_its_optimizer(reading: AnalyzedModel, plan: Plan):
+def test_a_replica_that_drifts_by_its_optimizer(analyzed: AnalyzedModel, plan: Plan):
     def faster(case: ParityCase, world: World) -> ParityCase:
         job = replace(plan.job, optimizer=replace(plan.job.optimizer, lr=0.2))
         return replace(case, plan=replace(plan, job=job)) if world.rank == 2 else case
 
-    verdict = verdict_of(case_of(reading, plan), on_rank=faster)
+    verdict = verdict_of(case_of(analyzed, plan), on_rank=faster)
     assert first_of(verdict)[:2] == (0, "parameter")
     assert verdict.first_difference.rank == 2
     assert verdict.cause == "technique"
 
 
-def test_a_replica_that_drifts_by_one_bit(reading: AnalyzedModel, plan: Plan):
+def test_a_replica_that_drifts_by_one_bit(analyzed: AnalyzedModel, plan: Plan):
     """Far below the tolerance today; in float32 and after a thousand steps it would not be."""
 
     def flipped(case: ParityCase) -> TrainedModule:
@@ -175,36 +175,36 @@ def test_a_replica_that_drifts_by_one_bit(reading: AnalyzedModel, plan: Plan):
     def drifting(case: ParityCase, world: World) -> ParityCase:
         return replace(case, make_trained_module=lambda: flipped(case)) if world.rank == 1 else case
 
-    verdict = verdict_of(case_of(reading, plan), on_rank=drifting)
+    verdict = verdict_of(case_of(analyzed, plan), on_rank=drifting)
     assert first_of(verdict)[:2] == (2, "replica")
     assert verdict.first_difference.rank == 1
     assert all(error < 1e-10 for error in verdict.max_errors.values())
 
 
-def test_a_weight_that_the_norm_leaves_out(reading: AnalyzedModel, plan: Plan):
+def test_a_weight_that_the_norm_leaves_out(analyzed: AnalyzedModel, plan: Plan):
     def change(actions: list[Action]) -> list[Action]:
         return [replace(a, tensors=a.tensors[:-1]) if a.kind == "CLIP" else a for a in actions]
 
-    verdict = verdict_of(case_of(reading, edited(plan, change)))
+    verdict = verdict_of(case_of(analyzed, edited(plan, change)))
     assert first_of(verdict)[:2] == (0, "grad norm")
 
 
 def test_dropout_that_depends_on_the_rank(plan: Plan):
-    reading = reading_of(p=0.3)
-    dropped = plan_of(reading, 3, LAYERS, micro_batch=2)
+    analyzed = analyzed_model(p=0.3)
+    dropped = plan_of(analyzed, 3, LAYERS, micro_batch=2)
 
     def own_seed(case: ParityCase, world: World) -> ParityCase:
         job = replace(dropped.job, train=replace(dropped.job.train, seed=world.rank))
-        return replace(case, make_rng=lambda: case_of(reading, replace(dropped, job=job)).make_rng())
+        return replace(case, make_rng=lambda: case_of(analyzed, replace(dropped, job=job)).make_rng())
 
-    case = case_of(reading, dropped)
+    case = case_of(analyzed, dropped)
     assert verdict_of(case).passed
     verdict = verdict_of(case, on_rank=own_seed)
     assert first_of(verdict)[:2] == (0, "gradient")
     assert verdict.cause == "technique"
 
 
-def test_a_bug_of_a_later_step_is_named_by_its_step(reading: AnalyzedModel, plan: Plan):
+def test_a_bug_of_a_later_step_is_named_by_its_step(analyzed: AnalyzedModel, plan: Plan):
     def late(case: ParityCase, world: World) -> ParityCase:
         def rows_of(plan: Plan, rank: int, step: int) -> dict[str, torch.Tensor] | None:
             return case.batch_reader(plan, rank)(step if step < 2 else 0)
@@ -215,5 +215,5 @@ def test_a_bug_of_a_later_step_is_named_by_its_step(reading: AnalyzedModel, plan
             else case
         )
 
-    verdict = verdict_of(case_of(reading, plan), steps=4, on_rank=late)
+    verdict = verdict_of(case_of(analyzed, plan), steps=4, on_rank=late)
     assert first_of(verdict)[:2] == (2, "samples")

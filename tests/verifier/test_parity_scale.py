@@ -1,4 +1,4 @@
-"""Wrong scales, planted one by one: the commonest bug of data parallelism, and one that Adam hides."""
+"""Planted scale errors: the most common bug of data parallelism, and one that Adam hides."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +20,14 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import (
+    analyzed_model,
     case_of,
     edited,
+    executor_of,
     first_of,
     plan_of,
-    player_of,
-    reading_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
@@ -35,39 +35,39 @@ LAYERS = (BatchSplit(), DDP(bucket_mb=300 / 2**20))
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
 @pytest.fixture(scope="module")
-def plan(reading: AnalyzedModel) -> Plan:
-    return plan_of(reading, 3, LAYERS, micro_batch=2)
+def plan(analyzed: AnalyzedModel) -> Plan:
+    return plan_of(analyzed, 3, LAYERS, micro_batch=2)
 
 
 def local_count(actions: list[Action]) -> list[Action]:
     return [replace(a, transfer=None, stream="compute") if a.kind == "TOKEN_COUNT" else a for a in actions]
 
 
-def test_a_loss_over_the_local_count_where_counts_are_equal(reading: AnalyzedModel, plan: Plan):
-    verdict = verdict_of(case_of(reading, edited(plan, local_count), rows(uneven=False)))
+def test_a_loss_over_the_local_count_where_counts_are_equal(analyzed: AnalyzedModel, plan: Plan):
+    verdict = verdict_of(case_of(analyzed, edited(plan, local_count), token_samples(uneven=False)))
     assert first_of(verdict)[:2] == (0, "gradient")
     assert verdict.first_difference.factor == pytest.approx(3.0)
     assert verdict.cause == "loss scale"
 
 
-def test_a_loss_over_the_local_count_where_counts_differ(reading: AnalyzedModel, plan: Plan):
+def test_a_loss_over_the_local_count_where_counts_differ(analyzed: AnalyzedModel, plan: Plan):
     """The mean of means: every rank's summand has a scale of its own, and no factor repairs that."""
-    verdict = verdict_of(case_of(reading, edited(plan, local_count)))
+    verdict = verdict_of(case_of(analyzed, edited(plan, local_count)))
     assert first_of(verdict)[:2] == (0, "gradient")
     assert verdict.first_difference.factor is None
     assert verdict.cause == "technique"
 
 
-def test_a_tally_that_stays_local(reading: AnalyzedModel, plan: Plan):
+def test_a_tally_that_stays_local(analyzed: AnalyzedModel, plan: Plan):
     def local(actions: list[Action]) -> list[Action]:
         return [replace(a, transfer=None, stream="compute") if a.kind == "LOSS_SUM" else a for a in actions]
 
-    verdict = verdict_of(case_of(reading, edited(plan, local)))
+    verdict = verdict_of(case_of(analyzed, edited(plan, local)))
     assert first_of(verdict) == (0, "loss", "", "")
     assert verdict.cause == "technique"
 
@@ -84,17 +84,17 @@ class Averaging(DDP):
         return {"REDUCE": reduce}
 
 
-def test_gradients_that_are_averaged_instead_of_summed(reading: AnalyzedModel, plan: Plan):
+def test_gradients_that_are_averaged_instead_of_summed(analyzed: AnalyzedModel, plan: Plan):
     faulty = replace(plan, strategies=(BatchSplit(), Averaging(bucket_mb=300 / 2**20)))
-    verdict = verdict_of(case_of(reading, faulty))
+    verdict = verdict_of(case_of(analyzed, faulty))
     assert first_of(verdict) == (0, "gradient", "head.bias", "head")
     assert verdict.first_difference.factor == pytest.approx(1 / 3)
     assert verdict.cause == "loss scale"
 
 
-def test_a_loss_that_is_scaled_by_the_number_of_micro_batches(reading: AnalyzedModel, plan: Plan):
+def test_a_loss_that_is_scaled_by_the_number_of_micro_batches(analyzed: AnalyzedModel, plan: Plan):
     exact = token_cross_entropy()
-    case = case_of(reading, plan)
+    case = case_of(analyzed, plan)
     scaled = replace(case, loss=Loss(lambda outputs, batch: exact.total(outputs, batch) / 2, exact.count))
     verdict = verdict_of(case, on_rank=lambda case, world: scaled)
     assert first_of(verdict)[:2] == (0, "gradient")
@@ -102,20 +102,20 @@ def test_a_loss_that_is_scaled_by_the_number_of_micro_batches(reading: AnalyzedM
     assert verdict.cause == "loss scale"
 
 
-def test_adam_would_have_hidden_the_scale(reading: AnalyzedModel, plan: Plan):
+def test_adam_would_have_hidden_the_scale(analyzed: AnalyzedModel, plan: Plan):
     """Why parity uses SGD: under Adam, gradients three times too small train to the same parameters."""
     job = tiny_job(
         optimizer=OptimizerConfig("adamw", lr=0.01, eps=0.0), train=replace(plan.job.train, clip=0.0)
     )
     after = []
     for strategies in (LAYERS, (BatchSplit(), Averaging(bucket_mb=300 / 2**20))):
-        adam = plan_of(reading, 3, strategies, 2, job)
-        feed = case_of(reading, adam).batch_reader
+        adam = plan_of(analyzed, 3, strategies, 2, job)
+        feed = case_of(analyzed, adam).batch_reader
 
         def body(world: World, adam: Plan = adam, feed: Any = feed) -> torch.Tensor:
-            player = player_of(reading, adam, world)
-            player.step(feed(adam, world.rank)(0))
-            return player.state.trained_module.parameters["head.weight"].detach()
+            executor = executor_of(analyzed, adam, world)
+            executor.step(feed(adam, world.rank)(0))
+            return executor.state.trained_module.parameters["head.weight"].detach()
 
         after.append(run_on_threads(body, Mesh(dp_replicate=3))[0])
     torch.testing.assert_close(after[0], after[1], rtol=1e-12, atol=1e-12)
@@ -137,10 +137,10 @@ folder = "{folder}"
 """
 FACTORY = """
 from meshwright.model.loading.loader import Model
-from tests.tiny_model import Tiny, rows
+from tests.tiny_model import Tiny, token_samples
 
 def build():
-    return Model(Tiny(), example=rows())
+    return Model(Tiny(), example=token_samples())
 """
 
 

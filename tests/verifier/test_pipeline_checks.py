@@ -1,4 +1,4 @@
-"""Messages between ranks meet where a send ends only when its receive has begun."""
+"""Messages between ranks match where a send ends only when its receive has begun."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer, with_waits
 from meshwright.verifier.pipeline_checks import find_unbuffered_deadlocks
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 
 def message(kind: str, subject: str, peer: int, *waits: str) -> Action:
@@ -42,12 +42,12 @@ def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_messages_meet_in_every_schedule(schedule: str):
-    plan = make_plan(reading_of(), tiny_job(), Mesh(pp=2), (Pipeline(schedule=schedule),), 1)
+    plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(schedule=schedule),), 1)
     assert list(find_unbuffered_deadlocks(plan.program)) == []
 
 
 def test_a_forward_that_waits_for_what_it_has_sent_is_noticed():
-    plan = make_plan(reading_of(), tiny_job(), Mesh(pp=2), (Pipeline(schedule="gpipe"),), 1)
+    plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(schedule="gpipe"),), 1)
 
     def waiting(actions: list[Action]) -> list[Action]:
         sent = [action.name for action in actions if action.kind == "SEND_GRAD"]
@@ -56,5 +56,5 @@ def test_a_forward_that_waits_for_what_it_has_sent_is_noticed():
             for action in actions
         ]
 
-    spoilt = replace(plan, program=plan.program.edit(waiting))
-    assert any("whose other side does not begin" in fault.problem for fault in static_checks(spoilt))
+    corrupted = replace(plan, program=plan.program.edit(waiting))
+    assert any("whose other side does not begin" in fault.problem for fault in static_checks(corrupted))

@@ -1,4 +1,4 @@
-"""Each way to break a sum of tied weights is named before anything runs."""
+"""Every way to break a reduction of tied weights is named before anything runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +13,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 NAME = "embed+head over pp 0+2"
 Edit = Callable[[Action], Action | None]
@@ -21,10 +21,10 @@ Edit = Callable[[Action], Action | None]
 
 def plan_of(schedule: str = "1f1b", pp: int = 3) -> Plan:
     strategies = (Pipeline(schedule=schedule), BatchSplit(axis="dp_shard"), ZeRO(stage=1))
-    return make_plan(reading_of(tied=True), tiny_job(), Mesh(pp=pp, dp_shard=2), strategies, 1)
+    return make_plan(analyzed_model(tied=True), tiny_job(), Mesh(pp=pp, dp_shard=2), strategies, 1)
 
 
-def said(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
+def problems_after_edit(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
     """What is proved of `plan` when the actions of `role` become what `edit` makes of them."""
     lists = {
         name: [made for action in actions if (made := edit(action) if name == role else action) is not None]
@@ -33,13 +33,13 @@ def said(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
     return [fault.problem for fault in static_checks(replace(plan, program=Program.from_dict(lists)))]
 
 
-def test_nothing_is_wrong_with_what_is_planned():
+def test_the_planned_program_passes():
     assert not static_checks(plan_of())
     assert not static_checks(plan_of("dualpipe", 2))
 
 
 def test_a_sum_that_nobody_starts_is_named():
-    found = said(
+    found = problems_after_edit(
         plan_of(), lambda action: replace(action, transfer=None) if action.kind == "REDUCE_TIED" else action
     )
     assert "the gradient of embed.weight stays a partial sum over pp: no all_reduce moves it" in found
@@ -55,7 +55,7 @@ def test_a_sum_over_other_ranks_than_use_the_weight_is_named():
             else action
         )
 
-    found = said(plan_of(), fewer)
+    found = problems_after_edit(plan_of(), fewer)
     text = (
         f"REDUCE_TIED({NAME}) sums the gradient of embed.weight over pp ranks 0 and 1, and pp ranks 0 "
         "and 2 use it"
@@ -64,7 +64,7 @@ def test_a_sum_over_other_ranks_than_use_the_weight_is_named():
 
 
 def test_a_sum_that_begins_before_the_one_over_samples_has_ended_is_named():
-    found = said(
+    found = problems_after_edit(
         plan_of(),
         lambda action: (
             replace(action, waits=action.waits[:1]) if action.subject == f"{NAME}, tied" else action
@@ -82,7 +82,9 @@ def test_who_reads_gradients_must_wait_for_it():
             action, waits=tuple(wait for wait in action.waits if not wait.startswith("REDUCE_TIED"))
         )
 
-    found = said(plan_of(), lambda action: hasty(action) if action.kind in ("LOCAL_NORM", "CLIP") else action)
+    found = problems_after_edit(
+        plan_of(), lambda action: hasty(action) if action.kind in ("LOCAL_NORM", "CLIP") else action
+    )
     assert f"CLIP does not wait for REDUCE_TIED({NAME}), which moves the gradient of embed.weight" in found
 
 

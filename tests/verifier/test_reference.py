@@ -1,6 +1,4 @@
-"""The reference is an ordinary PyTorch loop: held here against one written out by hand, with no engine
-anywhere near.
-"""
+"""The reference is an ordinary PyTorch loop: compared with one written by hand, without the engine."""
 
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.verifier.reference import ParityCase, Reference, run_reference
-from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples
 
 
 def by_hand(
@@ -58,9 +56,9 @@ def by_hand(
 @pytest.mark.parametrize("clip", [0.0, 0.1, 100.0])
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}], ids=str)
 def test_it_is_stochastic_gradient_descent_on_the_global_batch(options: dict[str, bool], clip: float):
-    reading = reading_of(**options)
+    analyzed = analyzed_model(**options)
     job = replace(tiny_job(), train=TrainConfig(steps=20, batch=12, clip=clip))
-    case = case_of(reading, plan_of(reading, 3, job=job))
+    case = case_of(analyzed, plan_of(analyzed, 3, job=job))
     expected = by_hand(case, 4, lr=0.1, decay=job.optimizer.weight_decay, momentum=0.5, clip=clip)
     found = [truth.parameters for truth in run_reference(case, 4).steps]
     for mine, theirs in zip(expected, found, strict=True):
@@ -75,8 +73,8 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
     def broken(*args: object, **kwargs: object) -> None:
         raise AssertionError("the reference called the engine")
 
-    reading = reading_of(p=0.2)
-    case = case_of(reading, plan_of(reading, 3))
+    analyzed = analyzed_model(p=0.2)
+    case = case_of(analyzed, plan_of(analyzed, 3))
     monkeypatch.setattr(meshwright.engine.step.executor.Executor, "__init__", broken)
     monkeypatch.setattr(meshwright.engine.step.actions.ActionHandlers, "__init__", broken)
     monkeypatch.setattr(meshwright.model.blocks.forward_driver.ForwardDriver, "__init__", broken)
@@ -84,7 +82,7 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
     assert len(run_reference(case, 2).steps) == 2
 
 
-def test_it_does_not_import_what_it_judges():
+def test_it_does_not_import_what_it_verifies():
     code = "import sys, meshwright.verifier.reference; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True, check=True
@@ -97,8 +95,8 @@ def test_it_does_not_import_what_it_judges():
 def reference_of(
     data: dict[str, torch.Tensor] | None = None, steps: int = 3, **options: float | bool
 ) -> Reference:
-    reading = reading_of(**options)
-    return run_reference(case_of(reading, plan_of(reading, 3), data), steps)
+    analyzed = analyzed_model(**options)
+    return run_reference(case_of(analyzed, plan_of(analyzed, 3), data), steps)
 
 
 def test_every_step_is_kept_apart_from_the_next():
@@ -130,7 +128,7 @@ def test_a_parameter_that_no_step_reaches_has_a_gradient_of_zero_and_decays():
 
 
 def test_a_step_in_which_nothing_counts_leaves_the_parameters_as_they_were():
-    data = rows()
+    data = token_samples()
     data["labels"][:] = IGNORE_INDEX
     reference = reference_of(data, steps=2)
     assert [truth.loss for truth in reference.steps] == [0.0, 0.0]
@@ -141,16 +139,18 @@ def test_a_step_in_which_nothing_counts_leaves_the_parameters_as_they_were():
 
 
 def test_it_ends_with_the_data():
-    reading = reading_of()
+    analyzed = analyzed_model()
     job = tiny_job(data=DataConfig("example", epochs=1))
-    assert len(run_reference(case_of(reading, plan_of(reading, 3, job=job), rows(13)), 5).steps) == 2
+    assert (
+        len(run_reference(case_of(analyzed, plan_of(analyzed, 3, job=job), token_samples(13)), 5).steps) == 2
+    )
 
 
 def test_the_users_parameter_groups_hold():
-    reading = reading_of()
+    analyzed = analyzed_model()
     groups = (ParamGroupConfig("head.*", lr_factor=0.0), ParamGroupConfig("*.norm.*", weight_decay=0.0))
     job = tiny_job(optimizer=OptimizerConfig("sgd", lr=0.1, groups=groups))
-    reference = run_reference(case_of(reading, plan_of(reading, 3, job=job)), 2)
+    reference = run_reference(case_of(analyzed, plan_of(analyzed, 3, job=job)), 2)
     assert reference.steps[-1].parameters["head.weight"].equal(reference.initial_values["head.weight"])
     assert not reference.steps[-1].parameters["embed.weight"].equal(reference.initial_values["embed.weight"])
 
@@ -162,8 +162,8 @@ def test_blocks_are_named_for_every_parameter():
 
 
 def test_the_users_module_keeps_no_hooks():
-    reading = reading_of(p=0.3)
-    case = case_of(reading, plan_of(reading, 3))
+    analyzed = analyzed_model(p=0.3)
+    case = case_of(analyzed, plan_of(analyzed, 3))
     made: list[nn.Module] = []
 
     def make_subject() -> object:

@@ -1,4 +1,4 @@
-"""The reference counts visits as the engine does, so that both draw the same dropout."""
+"""The reference counts block calls as the engine does, so that both draw the same dropout."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze
-from tests.tiny_model import VOCABULARY, WIDTH, case_of, plan_of, rows, verdict_of
+from tests.tiny_model import VOCABULARY, WIDTH, case_of, plan_of, token_samples, verdict_of
 
 
 class Inner(nn.Module):
@@ -61,8 +61,8 @@ class Teaching(Sharing):
 
 
 @pytest.mark.parametrize("build", [Sharing, Teaching])
-def test_blocks_inside_blocks_and_calls_without_gradients_are_no_visits(build: type[nn.Module]):
-    reading = analyze(build, rows(2))
-    assert reading.model_spec.block_calls[:2] == ("embed", "layers.0")
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=2)))
+def test_blocks_inside_blocks_and_calls_without_gradients_are_no_block_calls(build: type[nn.Module]):
+    analyzed = analyze(build, token_samples(2))
+    assert analyzed.model_spec.block_calls[:2] == ("embed", "layers.0")
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, micro_batch=2)))
     assert verdict.passed, verdict.first_difference

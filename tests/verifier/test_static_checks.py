@@ -1,4 +1,4 @@
-"""What is proved on paper: a sound program has no fault, and each way to break one is named."""
+"""Static checks: a correct program passes, and each way to break one is named."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +15,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Allocation, Program
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 Edit = Callable[[list[Action]], list[Action]]
 STAYS = "the gradient of layer1.weight stays a partial sum over dp_replicate: no all_reduce moves it"
@@ -23,11 +23,11 @@ JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(batch=6
 
 
 def plan_of(
-    paper: Paper | ModelSpec | None = None, store: NaiveDDP | DDP | None = None, micro_batch: int = 1
+    paper: SyntheticModel | ModelSpec | None = None, store: NaiveDDP | DDP | None = None, micro_batch: int = 1
 ) -> Plan:
-    anatomy = paper if isinstance(paper, ModelSpec) else (paper or Paper()).anatomy
+    model_spec = paper if isinstance(paper, ModelSpec) else (paper or SyntheticModel()).model_spec
     strategies = (BatchSplit(), store or DDP(bucket_mb=1e-9))
-    return Plan.make(JOB, Mesh(dp_replicate=3), anatomy, strategies, micro_batch)
+    return Plan.make(JOB, Mesh(dp_replicate=3), model_spec, strategies, micro_batch)
 
 
 def broken(edit: Edit, plan: Plan | None = None) -> list[str]:
@@ -70,18 +70,20 @@ def moved(name: str, before: str) -> Edit:
 
 
 @pytest.mark.parametrize(
-    "store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive", "one bucket", "many"]
+    "store", [NaiveDDP(), DDP(), DDP(bucket_mb=1e-9)], ids=["naive_ddp", "one bucket", "many"]
 )
-@pytest.mark.parametrize("paper", [Paper(), Paper(tied=True), Paper(layers=1)], ids=str)
+@pytest.mark.parametrize(
+    "paper", [SyntheticModel(), SyntheticModel(tied=True), SyntheticModel(layers=1)], ids=str
+)
 @pytest.mark.parametrize("micro_batch", [1, 2])
-def test_a_sound_program_has_no_fault(paper: Paper, store: NaiveDDP | DDP, micro_batch: int):
+def test_a_sound_program_has_no_diagnostics(paper: SyntheticModel, store: NaiveDDP | DDP, micro_batch: int):
     assert static_checks(plan_of(paper, store, micro_batch)) == []
 
 
 def test_parameters_of_the_root_are_reduced_after_the_last_backward():
     glue = ParamSpec("scale", (3,), (ROOT,))
-    anatomy = replace(Paper().anatomy, params=(*Paper().anatomy.params, glue))
-    plan = plan_of(anatomy)
+    model_spec = replace(SyntheticModel().model_spec, params=(*SyntheticModel().model_spec.params, glue))
+    plan = plan_of(model_spec)
     assert static_checks(plan) == []
     reduce = next(
         action
@@ -127,7 +129,7 @@ def test_a_gradient_that_is_moved_too_early_is_named():
 
 
 def test_a_tied_gradient_that_is_moved_between_its_two_users_is_named():
-    plan = plan_of(Paper(tied=True))
+    plan = plan_of(SyntheticModel(tied=True))
     tied = next(
         a.name for a in plan.program.actions("pp0") if a.kind == "REDUCE" and "layer0.weight" in a.tensors
     )
@@ -237,7 +239,7 @@ def test_a_model_of_a_thousand_weights_is_proved_soon():
     plan = Plan.make(
         replace(JOB, train=TrainConfig(batch=48)),
         Mesh(dp_replicate=3),
-        Paper(layers=1000).anatomy,
+        SyntheticModel(layers=1000).model_spec,
         (BatchSplit(), DDP()),
         1,
     )

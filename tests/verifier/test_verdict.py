@@ -86,7 +86,7 @@ def test_a_comparison_that_was_not_made_does_not_read_as_one():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (Difference(2, "loss", "", "", 0.5, 0), "step 2: the loss differs by 0.5 on rank 0"),
         (Difference(0, "samples", "labels", "", None, 2), "step 0: the samples of labels differs on rank 2"),
@@ -96,8 +96,8 @@ def test_a_comparison_that_was_not_made_does_not_read_as_one():
         ),
     ],
 )
-def test_a_difference_says_where_and_by_how_much(given: Difference, said: str):
-    assert str(given).startswith(said)
+def test_a_difference_says_where_and_by_how_much(given: Difference, message: str):
+    assert str(given).startswith(message)
 
 
 @pytest.mark.parametrize(

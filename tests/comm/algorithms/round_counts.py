@@ -1,5 +1,5 @@
-"""Algorithms among any number of ranks, and their rounds counted one by one:
-what the formulas are held to.
+"""All-reduce algorithms on any number of ranks, and their rounds counted one by one, as a reference for the
+formulas.
 """
 
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""The price of an all-reduce is read off its rounds: by hand for a few, by law for all."""
+"""The price of an all-reduce from its rounds: by hand for a few, by the law for all."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_the_rounds_of_a_ring_are_of_two_kinds_however_many_ranks():
     )
 
 
-def test_root_asks_its_own_host_for_all_messages_and_its_own_rank_too():
+def test_root_sends_all_messages_through_its_own_host():
     (gather, _), (hand_out, _) = round_loads(get_algorithm("root"), 3)
     assert (gather.num_receivers, gather.busiest_rank, gather.local_sum) == (1, ((1.0, 2),), 2.0)
     assert (hand_out.num_receivers, hand_out.busiest_rank, hand_out.local_sum) == (2, ((1.0, 2),), 0.0)

@@ -1,6 +1,4 @@
-"""The law of every algorithm: rounds and bytes of every rank,
-against the formulas and against the textbook.
-"""
+"""The law of every algorithm: rounds and bytes of every rank against the formulas and the textbook."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -141,7 +139,7 @@ def test_a_rank_alone_sends_nothing_in_no_rounds(algorithm: AllReduceAlgorithm):
     assert algorithm.seconds(1, 1000, 1.0, 1.0) == 0
 
 
-def test_hosts_of_one_job_of_one_rank_are_no_fault():
+def test_one_rank_on_several_hosts_is_no_error():
     hosts = HierarchicalAllReduce(4)
     assert hosts.refusal(1) is None
     assert (
@@ -153,7 +151,7 @@ def test_hosts_of_one_job_of_one_rank_are_no_fault():
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_pieces_fill_the_tensor_and_differ_by_one_element_at_most(size: int):
+def test_chunks_fill_the_tensor_and_differ_by_one_element_at_most(size: int):
     for numel in numels(size):
         lengths = [piece_numel(numel, size, piece) for piece in range(size)]
         assert sum(lengths) == numel

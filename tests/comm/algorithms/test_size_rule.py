@@ -1,5 +1,5 @@
-"""Rules by message size, as strategies have them: what they pick, how they are written, and what is said of
-wrong ones.
+"""Algorithm rules by message size: which algorithm they select, their text form, and errors of invalid
+ones.
 """
 
 import pytest
@@ -15,7 +15,7 @@ WHERE = "strategies.ddp.algorithm"
 TEXT = "doubling <= 64 KiB, tree <= 1 MiB, else hierarchical/2"
 
 
-def said(text: str, size: int = 4) -> list[str]:
+def problems_of(text: str, size: int = 4) -> list[str]:
     """What is wrong with `text`, without the place, which each fault must name."""
     found = list(rule_diagnostics(text, size, WHERE))
     assert all(fault.location == WHERE for fault in found)
@@ -35,7 +35,7 @@ def test_a_rule_picks_the_first_algorithm_whose_size_is_not_exceeded():
 def test_a_name_alone_is_a_rule_for_all_sizes(name: str):
     rule = SizeRule.parse(name)
     assert (rule.algorithm_for(1), rule.algorithm_for(2**40), str(rule)) == (name, name, name)
-    assert said(name) == []
+    assert problems_of(name) == []
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
     ],
 )
 def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
-    (fault,) = said(text)
+    (fault,) = problems_of(text)
     assert message in fault
     with pytest.raises(PlanError) as caught:
         SizeRule.parse(text, WHERE)
@@ -124,8 +124,8 @@ def test_a_wrong_rule_is_refused_with_its_repair(text: str, message: str):
     ]
 
 
-def test_all_that_is_wrong_is_said_at_once():
-    found = said("doublng <= 4 KB, rng <= 1 MiB, trea <= 1 KiB")
+def test_all_errors_are_reported_at_once():
+    found = problems_of("doublng <= 4 KB, rng <= 1 MiB, trea <= 1 KiB")
     assert len(found) == 6
     for word in ("larger messages", "'doubling'", "'KB'", "'ring'", "'tree'", "never reached"):
         assert sum(word in fault for fault in found) >= 1, word
@@ -176,14 +176,19 @@ def test_all_that_is_wrong_is_said_at_once():
     ],
 )
 def test_hosts_that_do_not_fit_the_ranks_are_refused(per_host: int, size: int, message: str):
-    assert said(f"hierarchical/{per_host}", size) == [f"hierarchical/{per_host}: {message}"]
-    assert said(f"doubling <= 1 KiB, else hierarchical/{per_host}", size) == [
+    assert problems_of(f"hierarchical/{per_host}", size) == [f"hierarchical/{per_host}: {message}"]
+    assert problems_of(f"doubling <= 1 KiB, else hierarchical/{per_host}", size) == [
         f"hierarchical/{per_host}: {message}"
     ]
 
 
-def test_hosts_that_fit_are_no_fault_nor_is_a_rank_alone():
-    assert said("hierarchical/2", 4) == said("hierarchical/2", 1) == said("hierarchical/3", 9) == []
+def test_hosts_that_fit_are_no_error_nor_is_a_single_rank():
+    assert (
+        problems_of("hierarchical/2", 4)
+        == problems_of("hierarchical/2", 1)
+        == problems_of("hierarchical/3", 9)
+        == []
+    )
 
 
 def test_a_name_with_a_number_is_that_algorithm():

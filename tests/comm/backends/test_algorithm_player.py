@@ -1,5 +1,5 @@
-"""What every rank holds afterwards: the sum, in the same bits everywhere, whatever the algorithm; and the
-mistakes that show.
+"""Results of every all-reduce algorithm: the same bits on every rank, and planted mistakes that tests
+notice.
 """
 
 from collections.abc import Callable
@@ -198,7 +198,7 @@ def own_first(ordered: Sum, own: list[torch.Tensor]) -> Sum:
     return summed
 
 
-def test_ranks_that_begin_with_their_own_summand_are_told_by_their_bits(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_that_begin_with_their_own_summand_differ_in_bits(monkeypatch: pytest.MonkeyPatch):
     totals = operands(3, 101)
     monkeypatch.setattr(algorithm_player, "ordered_sum", own_first(algorithm_player.ordered_sum, totals))
     run_all_ranks(DirectExchangeAllReduce(), totals)
@@ -225,7 +225,7 @@ def parts(
     return list(algorithm_player.run_rounds(algorithm, size, index, torch.zeros(numel)))
 
 
-def test_what_is_put_in_place_arrives_there_and_what_is_added_arrives_beside():
+def test_copied_parcels_arrive_in_place_and_added_ones_in_scratch_memory():
     flat = torch.zeros(9)
     inside = [
         [tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for _, tensor in receives]
@@ -234,7 +234,7 @@ def test_what_is_put_in_place_arrives_there_and_what_is_added_arrives_beside():
     assert inside == [[False], [False], [True], [True]]
 
 
-def test_empty_parcels_do_not_travel():
+def test_empty_parcels_are_not_sent():
     assert all(not sends and not receives for sends, receives in parts(RingAllReduce(), 4, 2, 0))
     sent = [sends for index in range(4) for sends, _ in parts(RingAllReduce(), 4, index, 1)]
     assert (

@@ -1,4 +1,4 @@
-"""Algorithms on processes: over real sockets, several under way at once, waited for in any order."""
+"""All-reduce algorithms on processes: over real sockets, several in flight at once, awaited in any order."""
 
 from threading import Event
 
@@ -92,7 +92,7 @@ def test_several_are_under_way_at_once_and_are_waited_for_last_to_first(process_
     assert all(told for _, told in results)
 
 
-def waited_for_by_nobody(world: World) -> tuple[bool, torch.Tensor]:
+def progress_without_a_waiter(world: World) -> tuple[bool, torch.Tensor]:
     """Whether the lane's own thread plays what nobody waits for, behind a work that is waited for."""
     group, over = world.group(["dp_shard"]), Event()
     first, second = operand(group.index, 50), operand(group.index, 60)
@@ -102,8 +102,8 @@ def waited_for_by_nobody(world: World) -> tuple[bool, torch.Tensor]:
     return over.wait(30), second
 
 
-def test_what_nobody_waits_for_goes_on_beside(process_pool: ProcessPool):
-    results = process_pool.run(waited_for_by_nobody, Mesh(dp_shard=3))
+def test_works_without_a_waiter_make_progress(process_pool: ProcessPool):
+    results = process_pool.run(progress_without_a_waiter, Mesh(dp_shard=3))
     assert [over for over, _ in results] == [True] * 3
     assert all(torch.equal(total, results[0][1]) for _, total in results)
 

@@ -1,4 +1,4 @@
-"""One rank of a large job, alone."""
+"""One rank of a large job, traced alone."""
 
 import torch
 
@@ -64,7 +64,7 @@ def test_an_entry_names_the_dtype_of_what_was_put_in() -> None:
     ]
 
 
-def test_a_result_that_is_there_is_told_at_once() -> None:
+def test_a_finished_result_calls_back_at_once() -> None:
     called: list[int] = []
     FakeWorld(RING, rank=1).group(["dp_shard"]).all_reduce(torch.ones(2)).add_done_callback(
         lambda: called.append(1)

@@ -1,5 +1,5 @@
-"""Sums under way share two pieces of memory, are right in whatever order they are waited for, and steady ones
-make none.
+"""Concurrent sums over gloo share two buffers, are right in any order of waiting, and allocate nothing in a
+steady state.
 """
 
 import torch
@@ -23,7 +23,7 @@ def sums(world: World) -> list[list[float]]:
     return [output.tolist() for output in outputs]
 
 
-def test_six_sums_under_way_are_right(process_pool: ProcessPool):
+def test_six_concurrent_sums_are_right(process_pool: ProcessPool):
     found = process_pool.run(over_gloo, Mesh(dp_shard=3), sums)
     for place, numel in enumerate(SIZES):
         whole = 3 * (torch.arange(float(numel)) + place) + 300
@@ -43,7 +43,7 @@ class Noted(Work):
         raise NotImplementedError("nobody asks")
 
 
-def test_the_oldest_is_waited_for_and_its_memory_is_taken():
+def test_the_oldest_sum_is_awaited_and_its_buffer_reused():
     arrivals, seen, works = ReceiveBuffers(), [], []
 
     def issue(arrived: torch.Tensor) -> Work:

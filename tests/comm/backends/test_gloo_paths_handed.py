@@ -1,5 +1,5 @@
-"""All-gathers over gloo: as broadcasts on one host and between two, gloo's own among more; a late one is
-asked again.
+"""All-gathers over gloo: as broadcasts on one host and between two, by gloo's own ring among more; a wait
+that times out is repeated.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""NCCL through our interface, as far as one GPU can show it: results of a group of one rank, streams, and no
-stop of the host.
+"""NCCL through the Group interface, as far as one GPU can show: results of one rank, streams, and no host
+synchronization.
 """
 
 from collections.abc import Iterator

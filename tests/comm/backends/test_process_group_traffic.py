@@ -1,6 +1,4 @@
-"""What collectives cost beside time: the memory that many calls leave behind, and the bytes that really come
-through sockets.
-"""
+"""Resources of collectives: memory left by many calls, and the bytes that arrive on sockets."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Ranks as threads: what is said when they do not meet, and that nobody is left waiting."""
+"""Ranks as threads: the errors when they do not match, and that no thread is left waiting."""
 
 from collections.abc import Callable
 from threading import Event
@@ -59,7 +59,7 @@ def test_ranks_that_call_different_things_all_read_who_called_what(
         assert "repair: Every rank must issue the same collectives" in text
 
 
-def test_a_stuck_rank_is_told_who_never_came_and_what_it_called_last() -> None:
+def test_a_stuck_rank_reports_who_did_not_come_and_its_last_call() -> None:
     seen = Event()
 
     def body(world: World) -> None:
@@ -160,7 +160,7 @@ def test_an_operand_may_be_overwritten_after_the_wait() -> None:
     assert all(torch.equal(result, right) for result in run_on_threads(body, RING))
 
 
-def test_the_first_failure_of_a_hub_is_kept() -> None:
+def test_the_first_failure_of_a_thread_backend_is_kept() -> None:
     hub = ThreadBackend(RING)
     hub.abort(2, ValueError("first"))
     hub.abort(0, ValueError("second"))
@@ -170,7 +170,7 @@ def test_the_first_failure_of_a_hub_is_kept() -> None:
         ThreadWorld(hub, 1).group(["dp_shard"]).all_reduce(torch.zeros(1))
 
 
-def test_whoever_asks_is_told_when_the_last_rank_has_come() -> None:
+def test_callbacks_run_when_the_last_rank_has_come() -> None:
     asked = [Event(), Event()]
 
     def body(world: World) -> list[str]:

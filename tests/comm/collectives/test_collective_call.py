@@ -1,4 +1,4 @@
-"""What a collective needs and sends, the same for all bodies."""
+"""Validation and byte counts of collective calls, the same for all backends."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_a_single_rank_sends_nothing(collective: str) -> None:
     assert sent_nbytes(collective, 12, 1) == 0
 
 
-def test_ledger_books_what_was_issued_for_which_action() -> None:
+def test_the_ledger_records_each_collective_under_its_action() -> None:
     group = ring()
     group.ledger.is_recording = True
     group.all_reduce(torch.zeros(6), action="REDUCE(a)").wait()

@@ -1,3 +1,5 @@
+"""The flight recorder: numbered collectives with their source lines, readable by another process."""
+
 import os
 
 import pytest

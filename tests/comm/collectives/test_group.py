@@ -157,15 +157,15 @@ def both_axes(world: World) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def test_groups_of_a_grid_on_threads_hold_the_peers_along_their_axes() -> None:
-    grid_is_right(Mesh(dp_shard=2, tp=3), run_on_threads(both_axes, Mesh(dp_shard=2, tp=3)))
+def test_groups_of_a_2d_mesh_on_threads_have_the_peers_along_their_axes() -> None:
+    mesh_groups_are_right(Mesh(dp_shard=2, tp=3), run_on_threads(both_axes, Mesh(dp_shard=2, tp=3)))
 
 
-def test_groups_of_a_grid_on_processes_hold_the_peers_along_their_axes(process_pool: ProcessPool) -> None:
-    grid_is_right(Mesh(dp_shard=2, tp=2), process_pool.run(both_axes, Mesh(dp_shard=2, tp=2)))
+def test_groups_of_a_2d_mesh_on_processes_have_the_peers_along_their_axes(process_pool: ProcessPool) -> None:
+    mesh_groups_are_right(Mesh(dp_shard=2, tp=2), process_pool.run(both_axes, Mesh(dp_shard=2, tp=2)))
 
 
-def grid_is_right(mesh: Mesh, results: list[list[dict[str, torch.Tensor]]]) -> None:
+def mesh_groups_are_right(mesh: Mesh, results: list[list[dict[str, torch.Tensor]]]) -> None:
     for which, axes in enumerate((("dp_shard",), ("tp",), ("dp_shard", "tp"), ("pp",))):
         for ranks in mesh.groups(axes):
             same([results[rank][which] for rank in ranks], ranks, 3, torch.float64)

@@ -1,4 +1,4 @@
-"""Groups of some of the ranks along an axis: those that are meant meet, the others are alone."""
+"""Groups of some ranks along an axis: members communicate, the others form groups of one."""
 
 import torch
 
@@ -46,7 +46,7 @@ def test_some_ranks_along_an_axis_meet_on_processes(process_pool: ProcessPool):
     right(Mesh(pp=3), process_pool.run(summed, Mesh(pp=3)))
 
 
-def test_a_fake_rank_meets_as_many_as_are_meant():
+def test_a_fake_group_has_the_right_size():
     sizes = [[FakeWorld(GRID, rank).group(("pp",), among).size for among in AMONG] for rank in (0, 2, 4)]
     assert sizes == [[2, 1, 3], [1, 2, 3], [2, 2, 3]]
 

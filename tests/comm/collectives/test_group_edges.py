@@ -1,4 +1,4 @@
-"""Primitives at their edges: in place, scalars, parameters, one rank, and what is refused."""
+"""Edge cases of the primitives: in place, scalars, parameters, one rank, and refusals."""
 
 from itertools import product
 
@@ -172,7 +172,7 @@ def alone(world: World) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     return {**outputs, "mine": mine}, dict(world.ledger.sent_nbytes)
 
 
-def test_an_axis_of_size_one_sends_nothing_and_says_nothing(process_pool: ProcessPool) -> None:
+def test_an_axis_of_size_one_sends_nothing_and_records_nothing(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=3)
     for results in (
         run_on_threads(alone, mesh),
@@ -253,10 +253,10 @@ def test_tensors_that_require_gradients_are_filled_and_stay_what_they_are(proces
     ):
         for rank, found in enumerate(results):
             assert [leaf for _, leaf in found] == [True, True, True, False]
-            wanted = [
+            expected = [
                 torch.full((3,), 3.0),
                 torch.full((9,), 3.0),
                 torch.tensor([3.0 * rank]),
                 torch.full((3,), 3.0),
             ]
-            assert all(torch.equal(tensor, each) for (tensor, _), each in zip(found, wanted, strict=True))
+            assert all(torch.equal(tensor, each) for (tensor, _), each in zip(found, expected, strict=True))

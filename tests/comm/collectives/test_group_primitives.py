@@ -195,24 +195,24 @@ def check(
     """
     for which, (axes, numel, together) in enumerate(product(choices, SIZES, (False, True))):
         for ranks, index in ((peers, index) for peers in mesh.groups(axes) for index in range(len(peers))):
-            wanted, got = right(ranks, index, numel, dtype), results[ranks[index]][which]
-            assert wanted.keys() == got.keys()
-            for name, tensor in wanted.items():
+            expected, got = right(ranks, index, numel, dtype), results[ranks[index]][which]
+            assert expected.keys() == got.keys()
+            for name, tensor in expected.items():
                 where = f"{name} over {axes} on rank {ranks[index]}, {numel} elements, together={together}"
                 same(got[name], tensor, where, summands=0 if bitwise or name not in SUMS else len(ranks))
 
 
-def same(got: torch.Tensor, wanted: torch.Tensor, where: str, summands: int) -> None:
-    """Hold `got` against `wanted`: bit by bit, or, where `summands` of about 1 were added in some order, to
+def same(got: torch.Tensor, expected: torch.Tensor, where: str, summands: int) -> None:
+    """Hold `got` against `expected`: bit by bit, or, where `summands` of about 1 were added in some order, to
     rounding.
     """
-    dtype = wanted.dtype
+    dtype = expected.dtype
     assert got.dtype == dtype, where
     if summands == 0 or dtype in INTEGERS:
-        assert torch.equal(got.view(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8)), where
+        assert torch.equal(got.view(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), where
     else:
         bound = 8 * summands * torch.finfo(dtype).eps  # every partial sum is rounded in this dtype
-        assert torch.allclose(got.double(), wanted.double(), rtol=0, atol=bound), where
+        assert torch.allclose(got.double(), expected.double(), rtol=0, atol=bound), where
 
 
 BOTH = (("dp_shard",), ("tp",), ("dp_shard", "tp"))
@@ -258,9 +258,10 @@ def test_a_fake_rank_holds_what_it_would_if_all_ranks_were_equal(dtype: torch.dt
 def float8_moves(world: World) -> bool:
     """Whether all moves of float8 are right here: such tensors do not pass through a pipe."""
     ranks, dtype = tuple(range(world.mesh.world_size)), UNSUMMED[-1]
-    wanted, got = right(ranks, world.rank, 7, dtype), played(world, ("dp_shard",), 7, dtype, together=True)
+    expected, got = right(ranks, world.rank, 7, dtype), played(world, ("dp_shard",), 7, dtype, together=True)
     return all(
-        torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in wanted.items()
+        torch.equal(got[name].view(torch.uint8), tensor.view(torch.uint8))
+        for name, tensor in expected.items()
     )
 
 

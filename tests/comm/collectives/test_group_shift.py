@@ -1,4 +1,5 @@
-"""Shifts: every rank sends to the one some places on, round the group.
+"""Shifts: every rank sends to a rank at a fixed distance round the group; on threads, shared memory, gloo and
+the fake world.
 
 On threads, shared memory, gloo and the fake world.
 """
@@ -83,9 +84,7 @@ def all_the_way_round(world: World) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_tensor_that_is_passed_on_meets_every_rank_and_comes_home(
-    process_pool: ProcessPool, size: int
-) -> None:
+def test_a_tensor_passed_round_reaches_every_rank_and_returns(process_pool: ProcessPool, size: int) -> None:
     expected = [[[float((rank - step - 1) % size)] * 5 for step in range(size)] for rank in range(size)]
     for seen in on_all_bodies(process_pool, all_the_way_round, Mesh(cp=size)):
         assert seen == expected
@@ -102,7 +101,7 @@ def test_a_shift_the_wrong_way_shows_among_three_ranks_and_not_among_two(
     assert run_on_threads(both_ways, Mesh(cp=3)) == [False] * 3
 
 
-def of_a_grid(world: World) -> tuple[float, float]:
+def shifts_on_2d_mesh(world: World) -> tuple[float, float]:
     """The rank before this one in its row and in its column, beside what it sends and receives by itself."""
     row, column, number = world.group(["cp"]), world.group(["dp_shard"]), torch.tensor(float(world.rank))
     word, left, above = torch.empty(2), torch.empty(()), torch.empty(())
@@ -115,9 +114,9 @@ def of_a_grid(world: World) -> tuple[float, float]:
     return left.item(), above.item()
 
 
-def test_shifts_of_a_grid_go_along_their_axes_and_leave_messages_alone(process_pool: ProcessPool) -> None:
+def test_shifts_on_a_2d_mesh_go_along_their_axes_and_leave_messages_alone(process_pool: ProcessPool) -> None:
     mesh = Mesh(dp_shard=2, cp=2)
-    for found in on_all_bodies(process_pool, of_a_grid, mesh):
+    for found in on_all_bodies(process_pool, shifts_on_2d_mesh, mesh):
         assert found == [(1.0, 2.0), (0.0, 3.0), (3.0, 0.0), (2.0, 1.0)]
 
 

@@ -65,7 +65,9 @@ def forward_and_backward(
 
 
 @pytest.mark.parametrize(("src", "dst"), PAIRS)
-def test_a_move_keeps_the_value_and_its_backward_keeps_the_gradient(src: Placement, dst: Placement) -> None:
+def test_a_redistribution_keeps_the_value_and_its_backward_the_gradient(
+    src: Placement, dst: Placement
+) -> None:
     results = run_on_threads(lambda world: forward_and_backward(world, src, dst, seed=1), RING)
     outputs, grads = zip(*results, strict=True)
     torch.testing.assert_close(value(outputs, dst), value_of(1), rtol=0, atol=1e-14)
@@ -116,7 +118,7 @@ def test_a_gradient_through_moves_equals_that_of_one_device() -> None:
     shape=st.tuples(st.sampled_from([0, 3, 6]), st.integers(0, 3), st.sampled_from([3, 9])),
     seed=st.integers(0, 1000),
 )
-def test_the_backward_of_every_move_is_its_adjoint(
+def test_the_backward_of_every_redistribution_is_its_adjoint(
     src: Placement, dst: Placement, shape: tuple[int, ...], seed: int
 ) -> None:
     results = run_on_threads(lambda world: forward_and_backward(world, src, dst, seed, shape), RING)
@@ -162,7 +164,7 @@ def all_moves(world: World) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [forward_and_backward(world, src, dst, seed=1) for src in PLACES for dst in PLACES]
 
 
-def test_processes_move_to_the_same_values_as_threads(process_pool: ProcessPool) -> None:
+def test_redistributions_on_processes_equal_those_on_threads(process_pool: ProcessPool) -> None:
     for threads, processes in zip(
         run_on_threads(all_moves, RING), process_pool.run(all_moves, RING), strict=True
     ):
@@ -170,7 +172,7 @@ def test_processes_move_to_the_same_values_as_threads(process_pool: ProcessPool)
             torch.testing.assert_close(pair_processes, pair_threads, rtol=0, atol=1e-14)
 
 
-def test_a_move_can_be_differentiated_twice() -> None:
+def test_a_redistribution_can_be_differentiated_twice() -> None:
     def body(world: World) -> torch.Tensor:
         group = world.group(["tp"])
         x = local(value_of(1), S(0), group.index).requires_grad_()

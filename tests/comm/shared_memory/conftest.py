@@ -1,4 +1,5 @@
-"""These tests need what the package needs: Linux and a C compiler.
+"""Requirements of the shared-memory tests: Linux and a C compiler. Without them the ranks use gloo, which is
+tested elsewhere.
 
 Without them the ranks use gloo, which is tested elsewhere.
 """

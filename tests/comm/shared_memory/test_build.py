@@ -1,5 +1,5 @@
-"""The C part: where its compiled form is kept, who may write there,
-and what is said when it cannot be had.
+"""Building the C library: where the compiled file is kept, who may write there, and errors when it cannot be
+built.
 """
 
 import os
@@ -42,7 +42,7 @@ def test_the_source_compiles_without_a_warning(tmp_path: Path) -> None:
     )
 
 
-def test_no_compiler_is_said_with_the_repair(tmp_path: Path) -> None:
+def test_a_missing_compiler_is_reported_with_the_repair(tmp_path: Path) -> None:
     with (
         patch.object(build.shutil, "which", return_value=None),
         pytest.raises(SharedMemoryUnavailable, match=r"no C compiler.*install one"),
@@ -59,12 +59,12 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.so"))
 
 
-def home(path: Path) -> SimpleNamespace:
+def with_home(path: Path) -> SimpleNamespace:
     return SimpleNamespace(pw_dir=str(path))
 
 
 def test_the_folder_is_private_to_the_user(tmp_path: Path) -> None:
-    with patch.object(build.pwd, "getpwuid", return_value=home(tmp_path)):
+    with patch.object(build.pwd, "getpwuid", return_value=with_home(tmp_path)):
         folder = build._cache_folder()
     assert folder.is_relative_to(tmp_path)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -72,7 +72,7 @@ def test_the_folder_is_private_to_the_user(tmp_path: Path) -> None:
 
 def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path) -> None:
     with (
-        patch.object(build.pwd, "getpwuid", return_value=home(tmp_path)),
+        patch.object(build.pwd, "getpwuid", return_value=with_home(tmp_path)),
         patch.object(build.tempfile, "gettempdir", return_value=str(tmp_path / "temporary")),
     ):
         folder = build._cache_folder()
@@ -91,7 +91,7 @@ def test_a_folder_behind_a_link_is_not_used(tmp_path: Path) -> None:
     (tmp_path / ".cache" / "meshwright").mkdir(parents=True)
     (tmp_path / ".cache" / "meshwright" / "native").symlink_to(tmp_path / "elsewhere")
     with (
-        patch.object(build.pwd, "getpwuid", return_value=home(tmp_path)),
+        patch.object(build.pwd, "getpwuid", return_value=with_home(tmp_path)),
         patch.object(build.tempfile, "gettempdir", return_value=str(tmp_path)),
     ):
         assert build._cache_folder() == tmp_path / f"meshwright-native-{os.getuid()}"

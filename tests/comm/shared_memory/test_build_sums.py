@@ -1,4 +1,4 @@
-"""The half types of sums.h against torch's, with the compiler's own type and without it."""
+"""Half-precision conversions of sums.h against torch's, with the compiler's own type and without it."""
 
 import ctypes
 import shutil

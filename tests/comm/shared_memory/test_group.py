@@ -1,6 +1,4 @@
-"""Ranks that share memory, against the same calls on threads: every bit,
-at every border of slot and chunk.
-"""
+"""Shared-memory groups against the same calls on threads: every bit, at every boundary of slot and chunk."""
 
 import gc
 import hashlib
@@ -108,7 +106,7 @@ def test_every_collective_has_the_bits_of_threads(
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_borders_of_slots_and_chunks_are_right(process_pool: ProcessPool, size: int) -> None:
+def test_boundaries_of_slots_and_chunks_are_right(process_pool: ProcessPool, size: int) -> None:
     slot, chunk = MAX_SLOT_NBYTES // 4, AREA // 4
     pieces = tuple(
         {slot // size + step for step in (-1, 0, 1)}
@@ -269,11 +267,11 @@ def interrupted(world: World, numel: int) -> tuple[bool, float]:
     return rang, float(tensor.sum())
 
 
-def test_a_signal_is_heard_in_a_wait_that_goes_on_afterwards(process_pool: ProcessPool) -> None:
+def test_a_signal_is_handled_in_a_wait_that_continues_afterwards(process_pool: ProcessPool) -> None:
     assert process_pool.run(interrupted, Mesh(dp_shard=2), 10) == [(True, 20.0)] * 2
 
 
-def told(world: World, numel: int) -> list[str]:
+def callback_counts(world: World, numel: int) -> list[str]:
     group, calls = world.group(["dp_shard"]), list[str]()
     work = group.all_reduce(torch.ones(numel))
     work.add_done_callback(lambda: calls.append("early"))
@@ -283,8 +281,8 @@ def told(world: World, numel: int) -> list[str]:
 
 
 @pytest.mark.parametrize("numel", [10, MAX_SLOT_NBYTES])
-def test_whoever_asks_is_told_once_when_a_result_has_come(process_pool: ProcessPool, numel: int) -> None:
-    assert process_pool.run(told, Mesh(dp_shard=3), numel) == [["early", "late"]] * 3
+def test_a_callback_runs_once_when_a_result_has_come(process_pool: ProcessPool, numel: int) -> None:
+    assert process_pool.run(callback_counts, Mesh(dp_shard=3), numel) == [["early", "late"]] * 3
 
 
 def overwritten(world: World) -> list[bool]:
@@ -304,7 +302,7 @@ def overwritten(world: World) -> list[bool]:
     return ["modified by an inplace operation" in each for each in said]
 
 
-def test_autograd_notices_that_a_saved_tensor_was_summed_over(process_pool: ProcessPool) -> None:
+def test_autograd_notices_an_in_place_sum_into_a_saved_tensor(process_pool: ProcessPool) -> None:
     assert process_pool.run(overwritten, Mesh(dp_shard=2)) == [[True, True]] * 2
 
 

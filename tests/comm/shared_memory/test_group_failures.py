@@ -1,4 +1,4 @@
-"""What ranks that share memory are told when one of them is gone, or wants something else: never nothing."""
+"""Errors of shared-memory ranks when one of them is gone, or calls something else."""
 
 import os
 import signal
@@ -37,7 +37,7 @@ def die_in_a_wait(world: World, folder: Path, numel: int) -> None:
 
 
 @pytest.mark.parametrize("numel", [10, MAX_SLOT_NBYTES])
-def test_who_waits_for_a_killed_rank_is_told_which(tmp_path: Path, numel: int) -> None:
+def test_a_wait_for_a_killed_rank_names_it(tmp_path: Path, numel: int) -> None:
     names = set(os.listdir("/dev/shm"))
     with ProcessPool() as pool, pytest.raises(RankFailure, match="rank 1 of 3"):
         pool.run(die_in_a_wait, MESH, tmp_path, numel)
@@ -76,7 +76,7 @@ def leave_early(world: World, folder: Path) -> None:
     writing_down(folder, world, group, "all_reduce", torch.ones(4))
 
 
-def test_who_waits_for_a_rank_that_failed_is_told(process_pool: ProcessPool, tmp_path: Path) -> None:
+def test_a_wait_for_a_failed_rank_raises(process_pool: ProcessPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="InterruptedError: on purpose"):
         process_pool.run(leave_early, MESH, tmp_path)
     assert "REDUCE(a)" in (tmp_path / "0").read_text()

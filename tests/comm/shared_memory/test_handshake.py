@@ -1,4 +1,4 @@
-"""When ranks share memory, when they do not, and what is said about it."""
+"""The handshake: when ranks share memory, when they fall back to gloo, and what is logged."""
 
 import logging
 from unittest.mock import patch
@@ -46,7 +46,7 @@ def summed(world: World) -> tuple[bool, list[float], list[str]]:
 SUMS = [[4.0, 3.0, 10.0], [6.0, 3.0, 10.0], [4.0, 7.0, 10.0], [6.0, 7.0, 10.0]]  # ranks 0 1 | 2 3
 
 
-def test_one_rank_without_a_compiler_puts_its_groups_on_gloo_and_says_so(process_pool: ProcessPool) -> None:
+def test_one_rank_without_a_compiler_puts_its_groups_on_gloo_and_logs_it(process_pool: ProcessPool) -> None:
     results = process_pool.run(one_of_three, Mesh(dp_shard=3))
     assert [(shared, total) for shared, total, _ in results] == [(False, 6.0)] * 3
     assert results[2][2] == [
@@ -72,7 +72,7 @@ def one_of_three(world: World) -> tuple[bool, float, list[str]]:
     return isinstance(group, SharedMemoryGroup), float(tensor[0]), told.lines
 
 
-def test_ranks_that_share_memory_say_so_once(process_pool: ProcessPool) -> None:
+def test_ranks_that_share_memory_log_it_once(process_pool: ProcessPool) -> None:
     results = process_pool.run(summed, Mesh(dp_shard=2, tp=2))
     assert [sums for _, sums, _ in results] == SUMS
     assert all(

@@ -1,4 +1,4 @@
-"""One piece of shared memory, and whose process still runs."""
+"""A segment of shared memory, and detection of processes that have ended."""
 
 import os
 import signal
@@ -82,7 +82,7 @@ def test_a_rank_that_has_left_is_lost(pair: tuple[SharedSegment, SharedSegment])
     assert one.lost_indices() == {1: "has left"}
 
 
-def test_memory_with_another_word_is_not_taken(pair: tuple[SharedSegment, SharedSegment]) -> None:
+def test_memory_with_another_magic_word_is_not_used(pair: tuple[SharedSegment, SharedSegment]) -> None:
     fd = create_memory(2, WORD)
     with pytest.raises(SharedMemoryUnavailable, match="is not the memory of this job"):
         open_memory(HostProcess.current(), fd, WORD[::-1])

@@ -1,4 +1,4 @@
-"""Measuring: every cell on every rank, the same figures for all."""
+"""Measuring all-reduces: every algorithm and size on every rank, the same measurements for all."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def test_every_algorithm_is_measured_at_every_size(found: list[list[AllReduceTim
     ]
 
 
-def test_all_ranks_get_the_same_figures(found: list[list[AllReduceTiming]]):
+def test_all_ranks_get_the_same_measurements(found: list[list[AllReduceTiming]]):
     assert found[0] == found[1] == found[2]
 
 

@@ -1,4 +1,4 @@
-"""Which algorithm for which size: on networks of which the answer is known."""
+"""Selecting an algorithm by size, on networks where the best choice is known."""
 
 from dataclasses import replace
 from itertools import pairwise, product

@@ -1,4 +1,4 @@
-"""The fit finds the network that made the times, and never a negative figure."""
+"""The fit recovers the network that produced the times, and never has a negative parameter."""
 
 from itertools import product
 
@@ -115,7 +115,7 @@ def test_the_errors_are_those_of_sizes_that_were_not_fitted():
     assert with_fit(cluster(NetworkModel(), []), broken).fit_error.model > 0.2
 
 
-def test_the_textbook_figures_of_times_made_by_the_textbook_are_found():
+def test_latency_and_bandwidth_of_textbook_times_are_recovered():
     made = [
         AllReduceTiming(name, 3, nbytes, get_algorithm(name).seconds(3, nbytes, 2e-4, 1e9))
         for name in NAMES
@@ -126,7 +126,7 @@ def test_the_textbook_figures_of_times_made_by_the_textbook_are_found():
     assert found.error < 1e-6
 
 
-def test_bands_follow_a_switch_of_protocol_that_one_pair_of_figures_cannot():
+def test_bands_follow_a_change_of_protocol_that_one_latency_and_bandwidth_cannot():
     took = [1e-5 + nbytes / 1e8 if nbytes <= 1 << 16 else 1e-3 + nbytes / 1e10 for nbytes in SIZES]
 
     def worst(num_bands: int) -> float:

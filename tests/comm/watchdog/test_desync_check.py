@@ -1,5 +1,5 @@
-"""Debug mode: ranks that are about to issue different collectives are told at once, each of them, also where
-sizes agree.
+"""The desync check: ranks that are about to issue different collectives all get an error, also where sizes
+agree.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Who is blamed, by statements made up: three ranks at least, and the one in the middle at fault."""
+"""Which rank a hang report names, from constructed rank statuses of at least three ranks."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def waits(rank: int, *recent: IssuedCollective, seconds: float = 5.1) -> RankSta
     )
 
 
-def judged(*statements: RankStatus, mesh: Mesh = MESH) -> HangReport:
+def diagnosis_of(*statements: RankStatus, mesh: Mesh = MESH) -> HangReport:
     return diagnose_hang({each.rank: each for each in statements}, mesh)
 
 
@@ -43,7 +43,7 @@ VICTIMS = (waits(0, *SIXTEEN, issued(17)), waits(2, *SIXTEEN, issued(17), second
 
 
 def test_a_missing_rank_is_named_with_its_line_and_what_the_others_wait_for():
-    found = judged(*VICTIMS, MISSING)
+    found = diagnosis_of(*VICTIMS, MISSING)
     assert found.ranks == (1,)
     first, asked, where, last, *_ = str(found).splitlines()
     assert first == (
@@ -61,12 +61,14 @@ def test_a_missing_rank_is_named_with_its_line_and_what_the_others_wait_for():
 
 def test_a_call_of_torch_that_the_run_did_not_ask_for_is_said():
     inside = replace(MISSING, stack=(SLEEP, (C10D_FILE, 5, "barrier")))
-    assert "(in torch.distributed.barrier, which the run did not ask for)" in judged(*VICTIMS, inside).text
+    assert (
+        "(in torch.distributed.barrier, which the run did not ask for)" in diagnosis_of(*VICTIMS, inside).text
+    )
 
 
 def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
     left = replace(MISSING, condition="exited", error="ValueError: x", is_root_cause=True)
-    found = judged(*VICTIMS, left)
+    found = diagnosis_of(*VICTIMS, left)
     assert found.ranks == (1,)
     assert found.text.startswith(
         "rank 1 left at step 12: ValueError: x\n  at /home/me/train.py:212 in on_step_end"
@@ -83,11 +85,11 @@ def test_of_two_that_left_the_first_is_named_and_a_consequence_never():
     follows = replace(
         MISSING, rank=0, condition="exited", error="CollectiveError: closed", is_root_cause=False, time_s=1.0
     )
-    assert judged(late, early, follows).ranks == (2,)
+    assert diagnosis_of(late, early, follows).ranks == (2,)
 
 
 def test_a_process_that_is_gone_is_named_with_its_last_collective():
-    found = judged(*VICTIMS, RankStatus(1, "dead", collectives=tuple(SIXTEEN)))
+    found = diagnosis_of(*VICTIMS, RankStatus(1, "dead", collectives=tuple(SIXTEEN)))
     assert found.ranks == (1,)
     assert "rank 1: its process is gone" in found.text
     assert "its last collective was number 16" in found.text
@@ -95,7 +97,7 @@ def test_a_process_that_is_gone_is_named_with_its_last_collective():
 
 def test_the_odd_one_out_is_named_with_both_calls_and_its_line():
     odd = waits(1, *SIXTEEN, issued(17, 4097, place="/home/me/model.py:88"))
-    found = judged(*VICTIMS, odd)
+    found = diagnosis_of(*VICTIMS, odd)
     assert found.ranks == (1,)
     lines = found.text.splitlines()
     assert lines[0] == "the ranks do not agree on number 17 over dp_replicate:"
@@ -109,21 +111,21 @@ def test_the_odd_one_out_is_named_with_both_calls_and_its_line():
 
 def test_a_process_that_a_backend_aborted_is_not_blamed_for_the_size_that_another_sent():
     aborted = RankStatus(0, "dead", collectives=(*SIXTEEN, issued(17)))
-    found = judged(aborted, waits(1, *SIXTEEN, issued(17, 4097)), VICTIMS[1])
+    found = diagnosis_of(aborted, waits(1, *SIXTEEN, issued(17, 4097)), VICTIMS[1])
     assert found.ranks == (1,)
     assert "rank 0: its process is gone; a backend may abort" in found.text
 
 
 def test_of_two_ranks_that_differ_neither_is_called_wrong():
-    found = judged(waits(0, issued(1)), waits(1, issued(1, 7)), mesh=Mesh(dp_replicate=2))
+    found = diagnosis_of(waits(0, issued(1)), waits(1, issued(1, 7)), mesh=Mesh(dp_replicate=2))
     assert found.ranks == (0, 1)
     assert "the ranks cannot say" in found.text
 
 
-def test_the_earliest_disagreement_is_told_for_the_later_ones_follow_from_it():
+def test_the_earliest_disagreement_is_reported():
     swapped = (issued(1), issued(2, action="REDUCE(3)"), issued(3, action="REDUCE(2)"))
     straight = (issued(1), issued(2), issued(3))
-    found = judged(waits(0, *straight), waits(1, *swapped), waits(2, *straight))
+    found = diagnosis_of(waits(0, *straight), waits(1, *swapped), waits(2, *straight))
     assert found.ranks == (1,)
     assert "number 2 over" in found.text
 
@@ -133,7 +135,9 @@ def test_the_end_of_a_chain_is_blamed_and_not_who_waits_in_the_middle():
     mesh = Mesh(dp_shard=2, tp=2)
     row, column = issued(5, axes=("tp",)), issued(6, axes=("dp_shard",))
     asleep = RankStatus(3, phase="step", step=1, collectives=(issued(1, axes=("tp",)),), stack=(SLEEP,))
-    found = judged(waits(0, row), waits(1, column), waits(2, issued(2, axes=("tp",))), asleep, mesh=mesh)
+    found = diagnosis_of(
+        waits(0, row), waits(1, column), waits(2, issued(2, axes=("tp",))), asleep, mesh=mesh
+    )
     assert found.ranks == (3,)
 
 
@@ -151,7 +155,7 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
         )
         for number, rank in ((4, 0), (3, 1))
     )
-    found = judged(waits(0, first), waits(1, second), RankStatus(2, "stopped"))
+    found = diagnosis_of(waits(0, first), waits(1, second), RankStatus(2, "stopped"))
     assert found.ranks == (2,)
     told, _, chain, where, *_ = str(found).splitlines()
     assert told.startswith(
@@ -168,10 +172,10 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     )
 
 
-def test_ranks_that_wait_for_each_other_in_a_circle_are_told_so():
+def test_ranks_that_wait_for_each_other_in_a_cycle_are_reported():
     mesh = Mesh(dp_shard=2, tp=2)
     circle = [waits(rank, issued(1, axes=("tp",) if rank in (0, 3) else ("dp_shard",))) for rank in range(4)]
-    found = judged(*circle, mesh=mesh)
+    found = diagnosis_of(*circle, mesh=mesh)
     assert found.ranks == (0, 1, 2, 3)
     assert found.text.startswith("the ranks wait for each other in a circle")
     assert "the same order on every rank" in found.repair
@@ -179,7 +183,7 @@ def test_ranks_that_wait_for_each_other_in_a_circle_are_told_so():
 
 def test_a_receive_whose_sender_did_not_come_blames_the_sender():
     receive = IssuedCollective(1, 1, LINE, "receive of float32 [4] from index 1", "", "a.py:1", (1, 0))
-    found = judged(
+    found = diagnosis_of(
         waits(0, receive), replace(MISSING, collectives=()), RankStatus(2, stack=(("/x/y.py", 1, "f"),))
     )
     assert found.ranks == (1,)
@@ -187,19 +191,19 @@ def test_a_receive_whose_sender_did_not_come_blames_the_sender():
 
 
 def test_nobody_is_blamed_when_all_have_come():
-    found = judged(*(waits(rank, issued(1)) for rank in range(3)))
+    found = diagnosis_of(*(waits(rank, issued(1)) for rank in range(3)))
     assert found.ranks == ()
     assert "the backend or the network" in found.text
 
 
-def test_a_rank_that_does_not_answer_is_told_from_one_that_says_where_it_is():
+def test_a_rank_that_does_not_answer_is_distinguished_from_one_that_does():
     silent = RankStatus(1, "silent", collectives=tuple(SIXTEEN), stack=(SLEEP,))
-    text = judged(*VICTIMS, silent).text
+    text = diagnosis_of(*VICTIMS, silent).text
     assert "rank 1 did not answer: its interpreter is held by native code" in text
     assert "it is at /home/me/train.py:212 in on_step_end" in text
 
 
 def test_many_ranks_are_not_all_listed():
     mesh = Mesh(dp_replicate=200)
-    found = judged(*(waits(rank, issued(1)) for rank in range(1, 200)), RankStatus(0), mesh=mesh)
+    found = diagnosis_of(*(waits(rank, issued(1)) for rank in range(1, 200)), RankStatus(0), mesh=mesh)
     assert "ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, ... (199 in all) wait for it" in found.text

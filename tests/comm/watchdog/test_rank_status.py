@@ -1,3 +1,5 @@
+"""The status of a rank: its text form, its last collective, and the line of user code where it is."""
+
 import os
 import sys
 import threading
@@ -27,7 +29,7 @@ ISSUED = IssuedCollective(3, 2, ("tp",), "all_reduce of float32 [4]", "REDUCE(0)
 PAIR = IssuedCollective(4, 1, ("tp",), "send of float32 [4] to index 1", "", "a.py:8", (0, 1))
 
 
-def test_a_statement_survives_being_sent_as_text():
+def test_a_rank_status_survives_being_sent_as_text():
     said = RankStatus(
         2,
         "exited",
@@ -43,7 +45,7 @@ def test_a_statement_survives_being_sent_as_text():
     assert RankStatus.from_json(said.to_json()) == said
 
 
-def test_a_statement_knows_what_is_waited_for_and_what_was_last():
+def test_a_rank_status_knows_its_pending_and_its_last_collective():
     said = RankStatus(0, collectives=(ISSUED, PAIR), waits=(PendingWait(3, 1.5), PendingWait(9, 9.0)))
     assert said.awaited_collective() == ISSUED
     assert said.waited_s(ISSUED) == 1.5
@@ -75,7 +77,7 @@ def test_a_thread_sees_where_the_main_thread_is():
     assert any(function == "test_a_thread_sees_where_the_main_thread_is" for _, _, function in stack)
 
 
-def test_a_call_of_torch_itself_is_told_from_one_of_ours():
+def test_a_call_by_torch_is_distinguished_from_one_of_ours():
     inside = (("/home/me/model.py", 3, "forward"), (C10D_FILE, 9, "all_reduce"))
     assert RankStatus(0, stack=inside).foreign_collective() == "all_reduce"
     assert RankStatus(0, stack=inside, waits=(PendingWait(1, 1.0),)).foreign_collective() == ""

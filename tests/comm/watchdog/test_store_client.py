@@ -1,4 +1,6 @@
-"""A store that does not answer holds up nobody for long, and is asked again when it has."""
+"""The store client: a store that does not answer delays nobody for long, and is used again when it
+recovers.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     store.answers.set()
 
 
-def test_a_room_says_what_its_store_says() -> None:
+def test_a_client_returns_what_its_store_returns() -> None:
     asked = StoreClient(dist.HashStore())
     asked.set("a", "1")
     assert asked.check(["a"])
@@ -61,7 +63,7 @@ def test_a_store_that_answers_after_all_is_asked_again(slow: Slow) -> None:
     asked.close()
 
 
-def test_an_error_of_the_store_is_raised_by_the_room() -> None:
+def test_an_error_of_the_store_is_raised_by_the_client() -> None:
     class Broken(dist.HashStore):
         def check(self, keys: list[str]) -> bool:
             raise RuntimeError("connection reset")
@@ -72,7 +74,7 @@ def test_an_error_of_the_store_is_raised_by_the_room() -> None:
     asked.close()
 
 
-def test_a_room_that_was_asked_nothing_has_no_thread() -> None:
+def test_an_unused_client_has_no_thread() -> None:
     before = threading.active_count()
     StoreClient(dist.HashStore()).close()
     assert threading.active_count() == before

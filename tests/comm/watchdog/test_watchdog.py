@@ -76,7 +76,7 @@ def waits_for_the_alarm(world: TorchWorld) -> None:
         asleep.wait(0.1)  # here
 
 
-def turns_in_circles(world: TorchWorld) -> None:
+def loops_forever(world: TorchWorld) -> None:
     while not world.watchdog.is_alarmed:
         pass  # here
 
@@ -126,7 +126,7 @@ def line_of(plant: Plant) -> str:
     return f"test_watchdog.py:{row}"
 
 
-@pytest.mark.parametrize("plant", [waits_for_the_alarm, turns_in_circles])
+@pytest.mark.parametrize("plant", [waits_for_the_alarm, loops_forever])
 def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collective(
     process_pool, tmp_path, plant
 ):
@@ -263,7 +263,7 @@ def threads_left(world: TorchWorld) -> tuple[set[str], bool, object]:
     return names, dist.is_initialized(), signal.getsignal(signal.SIGUSR2)
 
 
-def test_nothing_is_left_of_a_lookout_that_was_closed(process_pool):
+def test_a_closed_watchdog_leaves_nothing_behind(process_pool):
     for names, initialised, action in process_pool.run(threads_left, MESH):
         assert not {"watchdog", "store client"} & names
         assert initialised
@@ -300,7 +300,7 @@ def many_worlds(world: TorchWorld) -> list[bool]:
     return heard
 
 
-def test_a_world_over_the_default_group_asks_through_a_room_of_its_own(process_pool):
+def test_a_world_over_the_default_group_uses_its_own_store_client(process_pool):
     with pytest.raises(RankFailure, match="leave"):
         process_pool.run(many_worlds_and_fail, MESH)
 

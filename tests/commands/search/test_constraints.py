@@ -1,6 +1,4 @@
-"""What is fixed, in a user's words: each is obeyed, and what contradicts itself is told at once, with what is
-needed.
-"""
+"""Constraints of a search: each is obeyed, and contradictions are reported at once with what is needed."""
 
 import pytest
 
@@ -21,7 +19,7 @@ def best(
     return [(each.config, each.schedule) for each in found]
 
 
-def test_each_word_is_obeyed_by_every_layout_that_is_shown():
+def test_each_constraint_is_obeyed_by_every_layout_that_is_shown():
     assert {layout.zero_stage for layout, _ in best("zero=3", "dp_shard=4")} == {3}
     assert {layout.zero_group_size for layout, _ in best("zero=1", "dp_shard=4")} == {4}
     assert {layout.micro_batch for layout, _ in best("micro_batch=2")} == {2}
@@ -38,7 +36,7 @@ def test_each_word_is_obeyed_by_every_layout_that_is_shown():
 @pytest.mark.parametrize(
     ("method", "swapping"), [("ring", {1}), ("ulysses", {2, 4, 8, 16}), ("hybrid", {2, 4, 8})]
 )
-def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[int]):
+def test_a_context_parallel_method_is_used_for_sharded_sequences(method: str, swapping: set[int]):
     found = best(f"context_parallel={method}", model=LONG, batch=8)
     assert all(layout.cp > 1 for layout, _ in found)
     assert {layout.ulysses_degree for layout, _ in found} <= swapping
@@ -46,7 +44,7 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("options", "message"),
     [
         (("tp=8", "pp=7"), "pp 7 does not divide 64 devices"),
         (("tp=8", "pp=16"), "tp 8 x pp 16 are 128 ranks, which does not match 64 devices"),
@@ -78,14 +76,14 @@ def test_a_method_for_rows_in_parts_divides_them_so(method: str, swapping: set[i
         (("zero=3", "dp=1"), "no mesh has the data-parallel replicas for ZeRO stage 3"),
     ],
 )
-def test_what_contradicts_itself_is_told_with_what_is_needed(words: tuple[str, ...], said: str):
+def test_contradictions_are_reported_with_what_is_needed(options: tuple[str, ...], message: str):
     with pytest.raises(PlanError) as raised:
-        run_search(SearchOptions(SMALL, 64, "a100", 256, constraints=words))
-    assert said in str(raised.value)
+        run_search(SearchOptions(SMALL, 64, "a100", 256, constraints=options))
+    assert message in str(raised.value)
     assert "repair: " in str(raised.value)
 
 
-def test_all_contradictions_are_told_at_once():
+def test_all_contradictions_are_reported_at_once():
     with pytest.raises(PlanError) as raised:
         run_search(
             SearchOptions(
@@ -99,12 +97,12 @@ def test_all_contradictions_are_told_at_once():
     assert len(raised.value.diagnostics) == 6
 
 
-def test_rows_too_short_for_their_ranks_are_told():
+def test_sequences_too_short_for_their_ranks_are_reported():
     with pytest.raises(PlanError, match="cp 64 splits sequences of 64 tokens into 128 chunks"):
         run_search(SearchOptions(f"{SMALL} sequence 64", 64, "a100", 256, constraints=("cp=64",)))
 
 
-def test_orders_that_are_not_searched_never_win():
+def test_schedules_that_are_not_searched_never_win():
     """GPipe waits as long as 1F1B and holds more; DualPipe waits longer than ZB-V and holds its weights
     twice.
     """

@@ -1,6 +1,4 @@
-"""The machine of a plan: its links from a cluster, its rates from a run; a plan from both, and all that is
-refused.
-"""
+"""The machine of a search: links from a cluster file, rates from a run, a plan from both, and refusals."""
 
 import json
 from pathlib import Path
@@ -20,7 +18,7 @@ from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.measured_files import write_profile
 from meshwright.run.measure.network_profile import write_cluster
 from meshwright.run.measure.past_run import read_previous_run
-from tests.command_line import forget_ranks, said
+from tests.command_line import forget_ranks, invoke
 from tests.planner.machine.synthetic_device import profile
 from tests.planner.machine.test_from_benchmark import LATENCY_S, LINK, cluster, series
 from tests.run.measure.run_folders import COMPUTED_S, PLAN, SENT_S, STEP_S, run_folder
@@ -122,7 +120,7 @@ def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("said", "ran"),
+    ("device_table", "ran"),
     [
         ('name = "mybox"\nmeasured = "device.toml"\nlink_gb_s = 2\nper_host = 4', "Abacus 7"),
         ('name = "mybox"\nlike = "a100"', "NVIDIA A100-SXM4-80GB"),
@@ -133,10 +131,14 @@ def test_a_kind_whose_name_is_part_of_another_one_is_not_that_kind(tmp_path: Pat
     ],
 )
 def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(
-    files: tuple[str, str], tmp_path: Path, said: str, ran: str
+    files: tuple[str, str], tmp_path: Path, device_table: str, ran: str
 ):
-    links = "" if "like" in said or "measured" in said else "\nlink_gb_s = 300\nnic_gb_s = 25\nper_host = 8"
-    (tmp_path / "my.toml").write_text(f"[device]\n{said}{links}\n")
+    links = (
+        ""
+        if "like" in device_table or "measured" in device_table
+        else "\nlink_gb_s = 300\nnic_gb_s = 25\nper_host = 8"
+    )
+    (tmp_path / "my.toml").write_text(f"[device]\n{device_table}{links}\n")
     _, notes = search_machine(
         str(tmp_path / "my.toml"), 2, "", str(run_folder(tmp_path / "run", device=ran)), shapes
     )
@@ -176,7 +178,7 @@ def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):
     assert outcome_as_dict(chosen)["notes"] == list(chosen.notes)
 
 
-def test_the_command_line_hears_of_all_of_it(
+def test_the_command_line_passes_all_of_it_on(
     files: tuple[str, str],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -184,22 +186,22 @@ def test_the_command_line_hears_of_all_of_it(
 ):
     forget_ranks(monkeypatch)
     words = ("search", WORDS, "--devices", 2, "--batch", 16, "--hardware", files[0])
-    code, out, err = said(capsys, *words, "--cluster", files[1], "--json", tmp_path / "plan.json")
+    code, out, err = invoke(capsys, *words, "--cluster", files[1], "--json", tmp_path / "plan.json")
     assert (code, err) == (0, "")
     assert "2 Abacus 7" in out
     assert "GB/s" in json.loads((tmp_path / "plan.json").read_text())["notes"][0]
-    code, _, err = said(capsys, *words)
+    code, _, err = invoke(capsys, *words)
     assert code == 2
     assert "2 devices, and nothing is known of link_gb_s" in err
-    code, _, err = said(capsys, *words, "--cluster", files[1], "--calibrate-from", tmp_path / "none")
+    code, _, err = invoke(capsys, *words, "--cluster", files[1], "--calibrate-from", tmp_path / "none")
     assert code == 2
     assert "there is no such folder" in err
 
 
-def test_words_for_a_search_are_refused_where_a_plan_is_there(
+def test_options_of_a_search_are_refused_where_a_plan_is_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     forget_ranks(monkeypatch)
-    code, _, err = said(capsys, "plan", tmp_path / "config.toml", "--calibrate-from", "run", "--batch", 8)
+    code, _, err = invoke(capsys, "plan", tmp_path / "config.toml", "--calibrate-from", "run", "--batch", 8)
     assert code == 2
     assert "--calibrate-from, --batch: `plan` checks the plan of a config and does not choose one" in err

@@ -1,5 +1,5 @@
-"""The sizes of a model: of a config they are read, and its weights counted; what is no decoder of equal
-layers is refused.
+"""Model sizes: read from a config, with its weights counted; models that are no decoder of equal layers are
+refused.
 """
 
 from pathlib import Path
@@ -108,7 +108,7 @@ def test_an_encoder_with_a_decoder_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
-def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: Path, family: str):
+def test_sequences_longer_than_the_learned_positions_are_refused(tmp_path: Path, family: str):
     if family == "gpt2":
         config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
         config.architectures = ["GPT2LMHeadModel"]
@@ -125,7 +125,7 @@ def test_rows_with_more_tokens_than_positions_were_learnt_are_refused(tmp_path: 
         model_shape(str(tmp_path), 65)
 
 
-def test_the_positions_that_were_learnt_are_told_and_end_the_longest_rows(tmp_path: Path):
+def test_the_learned_positions_are_reported_and_limit_the_sequence_length(tmp_path: Path):
     config = GPT2Config(n_embd=48, n_head=4, n_layer=2, vocab_size=77, n_positions=64)
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
@@ -135,7 +135,7 @@ def test_the_positions_that_were_learnt_are_told_and_end_the_longest_rows(tmp_pa
     assert (found.max_fit.value, found.request.shape.sequence) == (64, 64)
 
 
-def test_rows_of_padding_in_a_table_are_no_positions(tmp_path: Path):
+def test_padding_rows_of_a_position_table_are_no_positions(tmp_path: Path):
     config = RobertaConfig(
         hidden_size=32,
         num_hidden_layers=1,
@@ -149,7 +149,7 @@ def test_rows_of_padding_in_a_table_are_no_positions(tmp_path: Path):
     assert model_size(str(tmp_path), 32).max_positions == 64
 
 
-def test_rotary_positions_go_on_for_ever(tmp_path: Path):
+def test_rotary_positions_have_no_limit(tmp_path: Path):
     config = LlamaConfig(
         hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=77, max_position_embeddings=64
     )
@@ -158,7 +158,7 @@ def test_rotary_positions_go_on_for_ever(tmp_path: Path):
     assert model_shape(str(tmp_path), 4096).sequence == 4096
 
 
-def test_a_table_of_words_is_none_of_positions(tmp_path: Path):
+def test_a_token_embedding_is_no_position_table(tmp_path: Path):
     config = LlamaConfig(
         hidden_size=48, num_attention_heads=4, num_hidden_layers=2, vocab_size=64, max_position_embeddings=64
     )
@@ -167,7 +167,7 @@ def test_a_table_of_words_is_none_of_positions(tmp_path: Path):
     assert model_shape(str(tmp_path), 128).sequence == 128
 
 
-def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
+def test_a_config_without_a_sequence_length_asks_for_it(tmp_path: Path):
     config = BloomConfig(hidden_size=48, n_head=4, n_layer=2, vocab_size=77)
     config.architectures = ["BloomForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -179,7 +179,7 @@ def test_a_config_without_the_length_of_rows_asks_for_it(tmp_path: Path):
     assert model_shape(str(tmp_path), 2048).sequence == 2048
 
 
-def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_path: Path):
+def test_a_multimodal_model_is_reported_with_the_sizes_of_its_text_model(tmp_path: Path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     text = CLIPTextConfig(**sizes, vocab_size=77, max_position_embeddings=64)
     config = CLIPConfig(text_config=text.to_dict(), vision_config=CLIPVisionConfig(**sizes).to_dict())
@@ -192,7 +192,7 @@ def test_a_model_of_several_parts_is_told_as_one_with_the_sizes_of_its_text(tmp_
 
 
 @pytest.mark.parametrize("model", ["7b", "llama3-8b"])
-def test_a_name_of_nothing_is_told_what_may_stand_there(model: str):
+def test_an_unknown_model_is_refused_with_the_accepted_forms(model: str):
     with pytest.raises(PlanError, match=f"MODEL: there is no file or folder '{model}'") as raised:
         model_shape(model, 0)
     assert "say sizes in words" in str(raised.value)
@@ -217,7 +217,7 @@ def test_heads_may_be_wider_than_their_share_of_the_hidden_size(tmp_path: Path):
     assert not list(size_warnings(known))
 
 
-def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
+def test_an_attention_window_is_reported_where_sequences_are_longer(tmp_path: Path):
     config = Gemma2Config(
         hidden_size=64,
         intermediate_size=128,
@@ -238,7 +238,7 @@ def test_a_window_of_attention_is_told_where_rows_are_longer(tmp_path: Path):
     assert not [line for line in size_warnings(model_size(str(tmp_path), 32)) if "attend" in line]
 
 
-def test_attention_both_ways_is_told(tmp_path: Path):
+def test_bidirectional_attention_is_reported(tmp_path: Path):
     config = BertConfig(
         hidden_size=64, intermediate_size=256, num_attention_heads=4, num_hidden_layers=2, vocab_size=130
     )

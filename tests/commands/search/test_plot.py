@@ -1,4 +1,6 @@
-"""The plot of a search: who is faster and smaller, and the winner's turns in seconds of its sketch."""
+"""The plot of a search: time and memory of layouts, and the schedule of the best one by the analytic cost
+model.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,7 @@ def test_no_layout_on_the_line_is_both_slower_and_larger_than_another():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_turns_that_are_drawn_take_what_the_sketch_says(schedule: str):
+def test_the_drawn_schedule_takes_the_time_of_the_cost_model(schedule: str):
     large = "large: layers 24 hidden 8192 heads 64 vocab 4000 sequence 4096"
     chosen = run_search(
         SearchOptions(
@@ -56,6 +58,6 @@ def test_the_page_needs_no_network_and_says_why(tmp_path: Path):
     assert "The first layout has no pipeline." in path.read_text()
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path):
+def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path):
     with pytest.raises(PlanError, match="the plot cannot be written"):
         write_plot(run_search(SearchOptions(SMALL, 2, "a100", 8)), tmp_path / "none" / "plot.html")

@@ -1,6 +1,4 @@
-"""Choosing a plan: from sizes or a config to a ranked table and a config that resolves; what is refused, and
-how.
-"""
+"""The search command: from sizes or a config to a ranked table and a config that resolves; refusals."""
 
 import json
 from io import StringIO
@@ -33,7 +31,7 @@ def shown(asked: SearchOptions) -> str:
     return file.getvalue()
 
 
-def test_a_model_in_words_is_planned_and_explained():
+def test_a_model_given_by_its_sizes_is_planned_and_explained():
     text = shown(SearchOptions(SMALL, 8, "a100", 64, budget=TrainingBudget(1e9, 2.0)))
     assert "1.74 B parameters on 8 A100" in text
     assert "The model fits on each device" in text
@@ -49,7 +47,7 @@ def test_a_model_in_words_is_planned_and_explained():
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
+    ("model", "message"),
     [
         ("13b: layers 40 hidden 5120 heads 40", "The model does not fit on one device"),
         (
@@ -58,8 +56,8 @@ def test_a_model_in_words_is_planned_and_explained():
         ),
     ],
 )
-def test_the_scenario_is_said_in_words(model: str, words: str):
-    assert words in shown(SearchOptions(model, 512, "a100", 512))
+def test_the_scenario_is_described(model: str, message: str):
+    assert message in shown(SearchOptions(model, 512, "a100", 512))
 
 
 def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
@@ -92,7 +90,7 @@ def test_what_is_shown_is_there_as_plain_values():
     assert len(winner_config(chosen)["strategies"]) >= 1
 
 
-def test_what_fits_nowhere_is_told_with_what_is_missing():
+def test_a_model_that_fits_nowhere_is_reported_with_the_missing_memory():
     with pytest.raises(PlanError) as raised:
         run_search(SearchOptions("175b: layers 96 hidden 12288 heads 96", 8, "v100", 64))
     text = str(raised.value)
@@ -127,7 +125,7 @@ def test_sizes_that_are_badly_written_are_not_taken_for_a_file(text: str):
         run_search(SearchOptions(text, 8, "h100", 8))
 
 
-def test_a_model_with_other_weights_than_its_sizes_say_is_told(tmp_path: Path):
+def test_a_model_whose_weights_differ_from_its_sizes_is_reported(tmp_path: Path):
     """Words of another width than the hidden states."""
     sizes = {"hidden_size": 64, "ffn_dim": 64, "word_embed_proj_dim": 512, "max_position_embeddings": 64}
     config = OPTConfig(num_hidden_layers=2, num_attention_heads=2, vocab_size=500, **sizes)
@@ -138,7 +136,7 @@ def test_a_model_with_other_weights_than_its_sizes_say_is_told(tmp_path: Path):
     )
 
 
-def test_all_that_contradicts_itself_is_told_at_once():
+def test_all_contradictions_are_reported_at_once():
     with pytest.raises(PlanError) as raised:
         run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("tp", "pp=3")))
     assert "'tp' has no value" in str(raised.value)
@@ -146,7 +144,7 @@ def test_all_that_contradicts_itself_is_told_at_once():
     assert "pp 3 does not divide 8 devices" in str(raised.value)
 
 
-def test_model_hardware_links_and_words_are_refused_together():
+def test_model_hardware_links_and_options_are_refused_together():
     with pytest.raises(PlanError) as raised:
         run_search(
             SearchOptions(
@@ -166,14 +164,14 @@ def test_model_hardware_links_and_words_are_refused_together():
     assert len(raised.value.diagnostics) == 6
 
 
-def test_every_kind_that_is_not_known_is_told():
+def test_every_unknown_kind_of_device_is_reported():
     with pytest.raises(PlanError) as raised:
         run_search(SearchOptions(SMALL, 9, "foo:4,bar:4", 64))
     text = str(raised.value)
     assert all(part in text for part in ("'foo' is no device", "'bar' is no device", "--devices 9"))
 
 
-def test_a_batch_that_no_copies_can_share_is_told():
+def test_a_batch_that_no_replicas_can_share_is_reported():
     with pytest.raises(PlanError, match="a batch of 7 samples on 8 data-parallel replicas"):
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("dp=8",)))
     with pytest.raises(PlanError, match="no mesh of 8 devices takes 7 samples"):
@@ -185,7 +183,7 @@ def test_a_batch_that_no_copies_can_share_is_told():
         run_search(SearchOptions(SMALL, 8, "a100", 7, constraints=("pp=4", "tp=1")))
 
 
-def test_an_order_that_no_mesh_can_have_is_told():
+def test_a_schedule_that_no_mesh_can_have_is_reported():
     with pytest.raises(PlanError, match="1 microbatches with virtual stages on pp 2"):
         run_search(
             SearchOptions(SMALL, 2, "a100", 64, constraints=("schedule=interleaved", "micro_batch=64"))

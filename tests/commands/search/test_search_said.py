@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_line import forget_ranks, said
+from tests.command_line import forget_ranks, invoke
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 
@@ -20,7 +20,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_limit_is_looked_for_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--hardware", "a100", "--batch", 64, "--fit", "devices", "--json", tmp_path / "said.json"]
-    code, out, _ = said(capsys, "search", SMALL, *words, "--out", tmp_path / "plan.toml")
+    code, out, _ = invoke(capsys, "search", SMALL, *words, "--out", tmp_path / "plan.toml")
     assert code == 0
     found = json.loads((tmp_path / "said.json").read_text())["limit"]
     assert (found["quantity"], found["next_value"]) == ("devices", 0) or found["value"] > found["next_value"]
@@ -29,22 +29,22 @@ def test_a_limit_is_looked_for_and_written(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_largest_batch_needs_no_batch(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, "search", SMALL, "--hardware", "a100", "--devices", 8, "--fit", "batch")
+    code, out, _ = invoke(capsys, "search", SMALL, "--hardware", "a100", "--devices", 8, "--fit", "batch")
     assert code == 0
     assert "The largest batch without gradient accumulation is" in " ".join(out.split())
 
 
-def test_unlike_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[str]):
-    code, out, _ = said(capsys, "search", SMALL, "--hardware", "h100:8,a100:8", "--batch", 64)
+def test_heterogeneous_devices_need_no_number_of_devices(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = invoke(capsys, "search", SMALL, "--hardware", "h100:8,a100:8", "--batch", 64)
     assert code == 0
     text = " ".join(out.split())
     assert "on 8 H100 and 8 A100" in text
     assert "The 8 H100 alone take" in text
 
 
-def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_plot_is_written_and_fixed_choices_are_obeyed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     words = ["--hardware", "a100", "--devices", 8, "--batch", 64, "--set", "zero=2", "--set", "micro_batch=4"]
-    code, out, _ = said(
+    code, out, _ = invoke(
         capsys, "search", SMALL, *words, "--plot", tmp_path / "plot.html", "--tokens", 1e9, "--price", 2
     )
     assert code == 0
@@ -56,13 +56,13 @@ def test_a_plot_is_written_and_what_is_fixed_is_heard(tmp_path: Path, capsys: py
 
 
 def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):
-    code, _, err = said(capsys, "search", SMALL)
+    code, _, err = invoke(capsys, "search", SMALL)
     assert code == 2
     assert "--devices and --hardware and --batch are missing" in err
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("options", "message"),
     [
         (["--hardware", "a100", "--batch", 64], "--devices is missing"),
         (["--hardware", "a100", "--devices", 8], "--batch is missing"),
@@ -99,10 +99,10 @@ def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):
         ),
     ],
 )
-def test_what_is_missing_or_contradicts_itself_is_told(
-    words: list[object], told: str, capsys: pytest.CaptureFixture[str]
+def test_missing_and_contradicting_options_are_reported(
+    options: list[object], message: str, capsys: pytest.CaptureFixture[str]
 ):
-    code, _, error = said(capsys, "search", SMALL, *words)
+    code, _, error = invoke(capsys, "search", SMALL, *options)
     assert code
-    assert told in " ".join(error.split())
+    assert message in " ".join(error.split())
     assert "repair" in error

@@ -1,4 +1,6 @@
-"""The winner of a search as a config: it says what was priced, `plan` takes it, and it equals one device."""
+"""The best layout of a search as a config: it states what was priced, `plan` accepts it, and it equals one
+device.
+"""
 
 import json
 import tomllib
@@ -38,8 +40,8 @@ GPT2 = {
     **{"n_positions": 64},
 }
 WISHES = {
-    "copies": (2, ("pp=1", "tp=1", "zero=0")),
-    "groups of copies": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
+    "replicas": (2, ("pp=1", "tp=1", "zero=0")),
+    "hsdp": (4, ("pp=1", "tp=1", "zero=3", "dp_shard=2")),
     "matrices": (4, ("tp=2", "pp=1", "zero=1", "activation_checkpointing=layers")),
     "interleaved": (2, ("pp=2", "schedule=interleaved", "virtual_stages=2")),
     "zb_v": (4, ("pp=2", "schedule=zb_v", "dp=2", "zero=0")),
@@ -48,7 +50,7 @@ WISHES = {
     "hybrid": (4, ("cp=4", "context_parallel=hybrid", "zero=0")),
     "all": (8, ("cp=2", "tp=2", "pp=2", "context_parallel=ulysses", "schedule=1f1b")),
 }
-KINDS = {"copies": "v100"}  # which has no bfloat16
+KINDS = {"replicas": "v100"}  # which has no bfloat16
 
 
 def chosen(folder: Path, config: dict[str, Any], wish: str, batch: int = 12) -> SearchOutcome:
@@ -93,7 +95,7 @@ def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
     assert plan.job.train.batch == 12
 
 
-@pytest.mark.parametrize("wish", ["groups of copies", "zb_v"])
+@pytest.mark.parametrize("wish", ["hsdp", "zb_v"])
 def test_what_was_chosen_equals_one_device(tmp_path: Path, wish: str):
     path, rest = written(chosen(tmp_path, LLAMA, wish), tmp_path)
     verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)
@@ -105,7 +107,7 @@ def test_plan_takes_what_was_chosen_for_another_family(tmp_path: Path):
     assert resolve_config(path, rest, None)[1].plan.mesh.world_size == 8
 
 
-def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path):
+def test_uneven_stages_of_heterogeneous_devices_are_cuts_that_plan_accepts(tmp_path: Path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 6}))
     found = run_search(
@@ -120,7 +122,7 @@ def test_unequal_parts_of_unlike_devices_are_cuts_that_plan_takes(tmp_path: Path
     assert resolve_config(path, rest, None)[1].plan.sharding.split_points == cuts
 
 
-def test_what_a_config_does_not_say_is_told():
+def test_choices_that_a_config_cannot_state_are_reported():
     shape = "m: layers 24 hidden 2048 heads 16"
     assert "split_points" not in str(
         winner_config(run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",))))

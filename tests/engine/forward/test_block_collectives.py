@@ -1,5 +1,5 @@
-"""A tensor is moved once in a block, and what backward needs of it is kept, or moved once more for all who
-need it.
+"""Collectives inside a block: a gathered tensor is cached for backward, or gathered once more for all its
+users.
 """
 
 import gc
@@ -53,7 +53,7 @@ def played(world: World, again: bool) -> tuple[list[str], bool, list[torch.Tenso
     )
 
 
-def test_what_is_moved_again_is_not_kept_and_gives_the_same_gradients():
+def test_a_regathered_tensor_is_not_cached_and_gives_the_same_gradients():
     kept = run_on_threads(lambda world: played(world, again=False), RANKS)
     anew = run_on_threads(lambda world: played(world, again=True), RANKS)
     for before, after in zip(kept, anew, strict=True):
@@ -80,7 +80,7 @@ def exchanged(world: World) -> tuple[int, list[bool]]:
     return len(world.ledger.entries), [each() is not None for each in held]
 
 
-def test_what_is_exchanged_is_moved_each_time_and_let_go_of():
+def test_exchanged_tensors_are_sent_each_time_and_freed():
     for times, alive in run_on_threads(exchanged, RANKS):
         assert times == 2
         assert alive == [False] * 3

@@ -1,6 +1,4 @@
-"""Evaluation where weights are kept in shards: what one device would find, whoever has rows, and whatever
-glue uses.
-"""
+"""Evaluation with sharded weights equals one device, whichever ranks have samples, and whatever glue uses."""
 
 import pytest
 import torch
@@ -13,11 +11,11 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
-from tests.tiny_model import WIDTH, Tiny, rows, tiny_job
+from tests.engine.one_device import sample_range
+from tests.tiny_model import WIDTH, Tiny, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
-DATA = rows(24)
+DATA = token_samples(24)
 LAYOUTS = {
     **{f"stage {stage}": (Mesh(dp_shard=3), (SHARD, ZeRO(stage=stage))) for stage in (1, 2, 3)},
     "hybrid": (Mesh(dp_replicate=2, dp_shard=3), (BatchSplit(), SHARD, ZeRO(replicate_axis="dp_replicate"))),
@@ -38,24 +36,28 @@ class Shifted(Tiny):
         return self.head(x + self.shift)
 
 
-READING = analyze(Shifted, part(DATA, 0, 2))
+ANALYZED = analyze(Shifted, sample_range(DATA, 0, 2))
 
 
-def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
+def evaluations_of(mesh: Mesh, strategies: tuple) -> list[list[float]]:
     """What each rank finds: in each of three steps the losses of evaluation and of training, and then what
     the model says.
     """
-    plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
+    plan = make_plan(ANALYZED, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[float]:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             found = []
             for step in range(3):
-                mine = [engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]
-                mine += [part(DATA, 0, 1)] if world.rank == 0 else []  # the others have one batch less
+                mine = [engine.local_batch(sample_range(DATA, at, at + 12)) for at in (0, 12)]
+                mine += (
+                    [sample_range(DATA, 0, 1)] if world.rank == 0 else []
+                )  # the others have one batch less
                 found.append(engine.evaluate(mine).loss)
                 found.append(
-                    engine.step(engine.local_batch(part(DATA, 12 * (step % 2), 12 * (step % 2) + 12))).loss
+                    engine.step(
+                        engine.local_batch(sample_range(DATA, 12 * (step % 2), 12 * (step % 2) + 12))
+                    ).loss
                 )
             with engine.full_params() as module:
                 found.append(module(DATA["input_ids"][:3]).double().sum().item())
@@ -65,17 +67,17 @@ def course(mesh: Mesh, strategies: tuple) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_the_loss_of_one_device_before_and_after_steps_and_steps_go_on_as_without_it(layout: str):
-    (wanted,) = course(Mesh(), ())
-    for found in course(*LAYOUTS[layout]):
-        assert found == pytest.approx(wanted, rel=1e-10)
+def test_it_equals_one_device_before_and_after_steps_and_leaves_training_unchanged(layout: str):
+    (expected,) = evaluations_of(Mesh(), ())
+    for found in evaluations_of(*LAYOUTS[layout]):
+        assert found == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("forgotten", ["unshard_block", "refresh_unsharded"])
-def test_weights_that_nobody_brought_together_are_noticed(forgotten: str, monkeypatch):
-    (wanted,) = course(Mesh(), ())
+def test_weights_that_were_not_gathered_are_noticed(forgotten: str, monkeypatch):
+    (expected,) = evaluations_of(Mesh(), ())
     monkeypatch.setattr(FlatParams, forgotten, lambda *_, **__: None)
-    assert course(*LAYOUTS["stage 3"])[0] != pytest.approx(wanted, rel=1e-3)
+    assert evaluations_of(*LAYOUTS["stage 3"])[0] != pytest.approx(expected, rel=1e-3)
 
 
 class Leaving(Tiny):
@@ -89,17 +91,19 @@ class Leaving(Tiny):
         return self.head(x)
 
 
-def test_ranks_meet_although_each_leaves_out_other_blocks():
-    reading = analyze(Leaving, part(DATA, 0, 2))
+def test_collectives_match_although_ranks_skip_different_blocks():
+    analyzed = analyze(Leaving, sample_range(DATA, 0, 2))
 
     def losses(mesh: Mesh, strategies: tuple) -> list[float]:
-        plan = make_plan(reading, tiny_job(), mesh, strategies, 1)
+        plan = make_plan(analyzed, tiny_job(), mesh, strategies, 1)
 
         def rank(world: World) -> float:
-            with parallelize(reading, plan, world=world) as engine:
-                return engine.evaluate([engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]).loss
+            with parallelize(analyzed, plan, world=world) as engine:
+                return engine.evaluate(
+                    [engine.local_batch(sample_range(DATA, at, at + 12)) for at in (0, 12)]
+                ).loss
 
         return run_on_threads(rank, plan.mesh)
 
-    (wanted,) = losses(Mesh(), ())
-    assert losses(*LAYOUTS["stage 3"]) == pytest.approx([wanted] * 3, rel=1e-12)
+    (expected,) = losses(Mesh(), ())
+    assert losses(*LAYOUTS["stage 3"]) == pytest.approx([expected] * 3, rel=1e-12)

@@ -1,6 +1,4 @@
-"""Evaluation where ranks have some of the tokens of each sample: what one device would find, and every token
-counts once.
-"""
+"""Evaluation under context parallelism equals one device, and every token counts once."""
 
 import pytest
 
@@ -13,36 +11,36 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
-from tests.parallel.data.tokenwise_model import Dealt
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.engine.one_device import sample_range
+from tests.parallel.data.tokenwise_model import TokenSharding
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
-DATA = rows(24)
-READING = reading_of(tied=True)
+DATA = token_samples(24)
+ANALYZED = analyzed_model(tied=True)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "tokens": (Mesh(cp=3), (Dealt(), DDP(axis="cp"))),
-    "samples and tokens": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), Dealt(), DDP())),
-    "shards": (Mesh(dp_shard=3, cp=2), (BatchSplit(axis="dp_shard"), Dealt(), ZeRO())),
+    "tokens": (Mesh(cp=3), (TokenSharding(), DDP(axis="cp"))),
+    "samples and tokens": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), TokenSharding(), DDP())),
+    "shards": (Mesh(dp_shard=3, cp=2), (BatchSplit(axis="dp_shard"), TokenSharding(), ZeRO())),
 }
 
 
 def found(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[Evaluation]]:
     """What each rank finds before and after a step."""
-    plan = make_plan(READING, tiny_job(), mesh, strategies, 2)
+    plan = make_plan(ANALYZED, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[Evaluation]:
-        with parallelize(READING, plan, world=world) as engine:
-            mine = [engine.local_batch(part(DATA, at, at + 12)) for at in (0, 12)]
+        with parallelize(ANALYZED, plan, world=world) as engine:
+            mine = [engine.local_batch(sample_range(DATA, at, at + 12)) for at in (0, 12)]
             before = engine.evaluate(mine)
-            engine.step(engine.local_batch(part(DATA, 0, 12)))
+            engine.step(engine.local_batch(sample_range(DATA, 0, 12)))
             return [before, engine.evaluate(mine)]
 
     return run_on_threads(rank, mesh)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_the_loss_of_one_device_over_as_many_tokens(layout: str):
-    (wanted,) = found(Mesh(), ())
+def test_it_equals_one_device_over_as_many_tokens(layout: str):
+    (expected,) = found(Mesh(), ())
     for mine in found(*LAYOUTS[layout]):
-        assert [each.loss for each in mine] == pytest.approx([each.loss for each in wanted], rel=1e-10)
-        assert [each.tokens for each in mine] == [each.tokens for each in wanted]
+        assert [each.loss for each in mine] == pytest.approx([each.loss for each in expected], rel=1e-10)
+        assert [each.tokens for each in mine] == [each.tokens for each in expected]

@@ -1,4 +1,4 @@
-"""A part is one graph where nothing happens between the backwards of its blocks."""
+"""Blocks of a stage share one autograd graph where no action is between their backwards."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 
 @pytest.mark.parametrize(
@@ -27,15 +27,15 @@ from tests.tiny_model import reading_of, tiny_job
         (Mesh(pp=2, dp_replicate=2), (Pipeline(), BatchSplit(), DDP()), True),
     ],
 )
-def test_a_graph_is_cut_where_something_stands_between_backwards(
+def test_a_graph_is_cut_where_an_action_is_between_backwards(
     mesh: Mesh, strategies: tuple[Strategy, ...], cuts: bool
 ):
-    plan = make_plan(reading_of(), tiny_job(), mesh, strategies, 1)
+    plan = make_plan(analyzed_model(), tiny_job(), mesh, strategies, 1)
     assert needs_graph_cuts(plan.for_rank(0)) == cuts
 
 
-def test_an_action_within_a_part_is_noticed():
-    plan = make_plan(reading_of(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1).for_rank(0)
+def test_an_action_within_a_stage_is_noticed():
+    plan = make_plan(analyzed_model(), tiny_job(), Mesh(pp=2), (Pipeline(),), 1).for_rank(0)
 
     def disturbed(actions: list[Action]) -> list[Action]:
         at = next(i for i, action in enumerate(actions) if action.kind == "B")

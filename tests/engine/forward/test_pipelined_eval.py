@@ -1,5 +1,5 @@
-"""Evaluation through parts of a model: the loss of one device, whatever lies where, and nothing is different
-afterwards.
+"""Evaluation through pipeline stages equals one device under every layout, and leaves the state of training
+unchanged.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,23 @@ from meshwright.plan.job.job import EvalConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import bits, part
+from tests.engine.one_device import bits, sample_range
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import VOCABULARY, rows, tiny_job
+from tests.tiny_model import VOCABULARY, tiny_job, token_samples
 
 SHARD = Split(axis="dp_shard")
-DATA = rows(31)
-READING = pairs(0.3, layers=4)
+DATA = token_samples(31)
+ANALYZED = pairs(0.3, layers=4)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),), 1),
-    "three parts": (Mesh(pp=3), (Pipeline(),), 4),
-    "two parts on each of three ranks": (
+    "two stages": (Mesh(pp=2), (Pipeline(),), 1),
+    "three stages": (Mesh(pp=3), (Pipeline(),), 4),
+    "two virtual stages on each of three ranks": (
         Mesh(pp=3),
         (Pipeline(schedule="interleaved", virtual_stages=2),),
         2,
     ),
     "a V": (Mesh(pp=2), (Pipeline(schedule="zb_v"),), 2),
-    "copies": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), DDP()), 1),
+    "replicas": (Mesh(pp=2, dp_replicate=3), (Pipeline(), Split(), DDP()), 1),
     "stage 1": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO(stage=1)), 2),
     "stage 3": (
         Mesh(pp=2, dp_shard=3),
@@ -51,8 +51,8 @@ LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
 }
 
 
-def course(
-    reading: AnalyzedModel,
+def evaluations_of(
+    analyzed: AnalyzedModel,
     mesh: Mesh,
     strategies: Sequence[Strategy],
     micro_batch: int,
@@ -62,21 +62,21 @@ def course(
     """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then
     holds.
     """
-    plan = make_plan(reading, tiny_job(), mesh, strategies, micro_batch)
+    plan = make_plan(analyzed, tiny_job(), mesh, strategies, micro_batch)
 
     def rank(world: World) -> tuple[list[Evaluation], list[float], dict[str, bytes]]:
         found, losses = list[Evaluation](), list[float]()
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             for _ in range(2):
-                shares = [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
+                shares = [engine.local_batch(sample_range(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
                 mine = [each if len(each["labels"]) else None for each in shares]
                 mine += (
-                    [part(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []
+                    [sample_range(DATA, 0, 1)] if plan.data_index(world.rank) == 0 else []
                 )  # the others have one batch less
                 modes = [each.training for each in engine.module.modules()]
                 found += [engine.evaluate(mine)] if evaluated else []
                 assert modes == [each.training for each in engine.module.modules()]
-                losses.append(engine.step(engine.local_batch(part(DATA, 0, 12))).loss)
+                losses.append(engine.step(engine.local_batch(sample_range(DATA, 0, 12))).loss)
             held = dict(engine.module.named_buffers()) | engine.executor.gather_parameters()
             return found, losses, bits(held)
 
@@ -84,43 +84,43 @@ def course(
 
 
 @pytest.fixture(scope="module")
-def wanted() -> list[Evaluation]:
+def expected() -> list[Evaluation]:
     """What one device finds."""
-    return course(READING, Mesh(), (), 0)[0][0]
+    return evaluations_of(ANALYZED, Mesh(), (), 0)[0][0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_finds_the_loss_that_one_device_finds(layout: str, wanted: list[Evaluation]):
-    for found, _, _ in course(READING, *LAYOUTS[layout]):
-        assert [each.loss for each in found] == pytest.approx([each.loss for each in wanted], rel=1e-12)
-        assert [each.tokens for each in found] == [each.tokens for each in wanted]
+def test_every_rank_finds_the_loss_that_one_device_finds(layout: str, expected: list[Evaluation]):
+    for found, _, _ in evaluations_of(ANALYZED, *LAYOUTS[layout]):
+        assert [each.loss for each in found] == pytest.approx([each.loss for each in expected], rel=1e-12)
+        assert [each.tokens for each in found] == [each.tokens for each in expected]
 
 
 def test_steps_go_on_as_without_it_to_the_last_bit():
-    layout = LAYOUTS["two parts on each of three ranks"]
-    with_it, without = course(READING, *layout), course(READING, *layout, evaluated=False)
+    layout = LAYOUTS["two virtual stages on each of three ranks"]
+    with_it, without = evaluations_of(ANALYZED, *layout), evaluations_of(ANALYZED, *layout, evaluated=False)
     assert [each[1:] for each in with_it] == [each[1:] for each in without]
 
 
-@pytest.mark.parametrize("layout", ["two parts on each of three ranks", "a V"])
+@pytest.mark.parametrize("layout", ["two virtual stages on each of three ranks", "a V"])
 def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
-    layout: str, wanted: list[Evaluation]
+    layout: str, expected: list[Evaluation]
 ):
     mesh, strategies, micro_batch = LAYOUTS[layout]
-    plan = make_plan(READING, tiny_job(), mesh, strategies, micro_batch)
+    plan = make_plan(ANALYZED, tiny_job(), mesh, strategies, micro_batch)
 
     def rank(world: World) -> tuple[float, set[tuple[int, ...]]]:
         world.serializes_p2p = world.ledger.is_recording = True  # as on NCCL
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             found = engine.evaluate(
-                [engine.local_batch(part(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
-                + [part(DATA, 0, 1)]
+                [engine.local_batch(sample_range(DATA, at, min(at + 12, 31))) for at in (0, 12, 24)]
+                + [sample_range(DATA, 0, 1)]
             )
             return found.loss, {
                 entry.group_size for entry in world.ledger.entries if entry.collective in ("send", "recv")
             }
 
-    assert run_on_threads(rank, mesh) == [(pytest.approx(wanted[0].loss, rel=1e-12), {2})] * mesh.world_size
+    assert run_on_threads(rank, mesh) == [(pytest.approx(expected[0].loss, rel=1e-12), {2})] * mesh.world_size
 
 
 class Skips(nn.Module):
@@ -145,17 +145,17 @@ class Skips(nn.Module):
 
 
 @pytest.mark.parametrize(("ranks", "chunks"), [(3, 1), (2, 3)])
-def test_values_that_pass_parts_over_arrive_in_the_order_in_which_they_are_sent(ranks: int, chunks: int):
-    reading = analyze(Skips, part(DATA, 0, 2))
+def test_values_that_skip_stages_arrive_in_the_order_in_which_they_are_sent(ranks: int, chunks: int):
+    analyzed = analyze(Skips, sample_range(DATA, 0, 2))
     pipeline = Pipeline(
         schedule="interleaved" if chunks > 1 else "1f1b", virtual_stages=chunks if chunks > 1 else 0
     )
-    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=ranks), (pipeline,), 4)
-    alone = make_plan(reading, tiny_job(batch=4), Mesh(), (), 4)
-    batches = [part(DATA, at, at + 4) for at in range(0, 28, 4)]
+    plan = make_plan(analyzed, tiny_job(batch=4), Mesh(pp=ranks), (pipeline,), 4)
+    alone = make_plan(analyzed, tiny_job(batch=4), Mesh(), (), 4)
+    batches = [sample_range(DATA, at, at + 4) for at in range(0, 28, 4)]
 
     def rank(world: World) -> tuple[float, bool]:
-        with parallelize(reading, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
+        with parallelize(analyzed, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
             before = bits(dict(engine.module.named_buffers()))
             found = engine.evaluate(batches).loss
             return found, before == bits(dict(engine.module.named_buffers()))
@@ -165,27 +165,27 @@ def test_values_that_pass_parts_over_arrive_in_the_order_in_which_they_are_sent(
 
 
 def test_batches_may_differ_in_length():
-    short = {key: value[:, :3].contiguous() for key, value in part(DATA, 12, 19).items()}
-    plan = make_plan(READING, tiny_job(), Mesh(pp=2), (Pipeline(),), 2)
-    alone = make_plan(READING, tiny_job(), Mesh(), (), 0)
+    short = {key: value[:, :3].contiguous() for key, value in sample_range(DATA, 12, 19).items()}
+    plan = make_plan(ANALYZED, tiny_job(), Mesh(pp=2), (Pipeline(),), 2)
+    alone = make_plan(ANALYZED, tiny_job(), Mesh(), (), 0)
 
     def rank(world: World) -> Evaluation:
-        with parallelize(READING, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
-            return engine.evaluate([part(DATA, 0, 12), short, part(DATA, 19, 31)])
+        with parallelize(ANALYZED, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
+            return engine.evaluate([sample_range(DATA, 0, 12), short, sample_range(DATA, 19, 31)])
 
     (truth,) = run_on_threads(rank, Mesh())
     for found in run_on_threads(rank, plan.mesh):
         assert (found.loss, found.tokens) == (pytest.approx(truth.loss, rel=1e-12), truth.tokens)
 
 
-def test_the_ledger_says_what_was_sent_between_which_parts():
+def test_the_ledger_has_what_was_sent_between_which_stages():
     plan = make_plan(
-        READING, tiny_job(evaluate=EvalConfig(source="held-out", every=1)), Mesh(pp=3), (Pipeline(),), 4
+        ANALYZED, tiny_job(evaluate=EvalConfig(source="held-out", every=1)), Mesh(pp=3), (Pipeline(),), 4
     )
 
     def rank(world: World) -> dict[str, float]:
-        with parallelize(READING, plan, world=world) as engine:
-            engine.evaluate([part(DATA, 0, 12)])
+        with parallelize(ANALYZED, plan, world=world) as engine:
+            engine.evaluate([sample_range(DATA, 0, 12)])
             return {
                 name: sent for name, sent in world.ledger.sent_nbytes.items() if "EVALUATE" in name and sent
             }
@@ -196,8 +196,8 @@ def test_the_ledger_says_what_was_sent_between_which_parts():
         assert list(between.values()) == [12 * 5 * 21 * 8] * (index < 2)
 
 
-def test_of_two_ranks_with_a_part_the_one_with_fewer_runs_it():
-    space = make_plan(READING, tiny_job(), Mesh(pp=4), (Pipeline(),), 1).sharding
+def test_of_two_ranks_with_a_stage_the_one_with_fewer_runs_it():
+    space = make_plan(ANALYZED, tiny_job(), Mesh(pp=4), (Pipeline(),), 1).sharding
     parts = [stage[0] for stage in space.block_calls_by_pp_rank]
     both = tuple((parts[index], parts[3 - index]) for index in range(4))  # as DualPipe has them
     assert stage_ranks(replace(space, block_calls_by_pp_rank=both)) == (0, 1, 2, 3)
@@ -214,7 +214,7 @@ def test_of_two_ranks_with_a_part_the_one_with_fewer_runs_it():
     [(0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0)],
     ids=["one each", "looped", "looped over three", "a V", "a V over three"],
 )
-def test_no_rank_stands_still_between_the_first_forward_and_the_last(ranks: tuple[int, ...]):
+def test_no_rank_is_idle_between_its_first_and_last_forward(ranks: tuple[int, ...]):
     """Played by the order alone, each part as long as any other: as many turns as a rank has, and the way
     through all parts.
     """
@@ -232,8 +232,8 @@ def test_no_rank_stands_still_between_the_first_forward_and_the_last(ranks: tupl
     while any(lists):
         for rank, left in enumerate(lists):
             while left and (left[0][0] == 0 or (left[0][0] - 1, left[0][1]) in ended):
-                part, micro = left.pop(0)
-                ended[part, micro] = free[rank] = max(free[rank], ended.get((part - 1, micro), 0)) + 1
+                stage, micro = left.pop(0)
+                ended[stage, micro] = free[rank] = max(free[rank], ended.get((stage - 1, micro), 0)) + 1
     assert len(ended) == micros * len(ranks)
     assert max(free) <= micros * each + len(ranks) - each
 
@@ -253,22 +253,22 @@ class Calling(nn.Module):
         return self.head(x if self.training else self.layers[0](x))
 
 
-def test_a_block_that_is_called_in_another_part_than_in_training_is_refused_by_name():
-    reading = analyze(Calling, part(DATA, 0, 2))
-    plan = make_plan(reading, tiny_job(), Mesh(pp=2), (Pipeline(),), 1)
+def test_a_block_called_in_another_stage_than_in_training_is_refused_by_name():
+    analyzed = analyze(Calling, sample_range(DATA, 0, 2))
+    plan = make_plan(analyzed, tiny_job(), Mesh(pp=2), (Pipeline(),), 1)
 
     def rank(world: World) -> None:
         with (
-            parallelize(reading, plan, world=world) as engine,
+            parallelize(analyzed, plan, world=world) as engine,
             pytest.raises(PlanError, match=r"the forward calls 'layers\.0' in the"),
         ):
-            engine.evaluate([part(DATA, 0, 12)])
+            engine.evaluate([sample_range(DATA, 0, 12)])
 
     run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("forgotten", ["loss", "value"])
-def test_what_is_not_added_up_or_not_sent_is_noticed(forgotten: str, wanted: list[Evaluation], monkeypatch):
+def test_a_missing_sum_or_message_is_noticed(forgotten: str, expected: list[Evaluation], monkeypatch):
     if forgotten == "loss":
         outputs = PipelinedEvaluation.outputs
         monkeypatch.setattr(PipelinedEvaluation, "outputs", lambda self: list(outputs(self))[1:])
@@ -279,8 +279,8 @@ def test_what_is_not_added_up_or_not_sent_is_noticed(forgotten: str, wanted: lis
             "_send",
             lambda self, forward, *rest: (_zeroed(forward.values), send(self, forward, *rest)),
         )
-    found = course(READING, *LAYOUTS["two parts"])[0][0]
-    assert found[0].loss != pytest.approx(wanted[0].loss, rel=1e-6)
+    found = evaluations_of(ANALYZED, *LAYOUTS["two stages"])[0][0]
+    assert found[0].loss != pytest.approx(expected[0].loss, rel=1e-6)
 
 
 def _zeroed(came: dict[str, torch.Tensor]) -> None:
@@ -290,12 +290,12 @@ def _zeroed(came: dict[str, torch.Tensor]) -> None:
 
 def test_it_runs_in_the_compute_dtype():
     job = tiny_job(precision=PrecisionConfig("float32", "bfloat16", "float32"))
-    plan = make_plan(READING, job, Mesh(pp=2), (Pipeline(),), 2)
-    alone = make_plan(READING, job, Mesh(), (), 2)
+    plan = make_plan(ANALYZED, job, Mesh(pp=2), (Pipeline(),), 2)
+    alone = make_plan(ANALYZED, job, Mesh(), (), 2)
 
     def rank(world: World) -> float:
-        with parallelize(READING, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
-            return engine.evaluate([part(DATA, 0, 12)]).loss
+        with parallelize(ANALYZED, alone if world.mesh.world_size == 1 else plan, world=world) as engine:
+            return engine.evaluate([sample_range(DATA, 0, 12)]).loss
 
     (truth,) = run_on_threads(rank, Mesh())
     assert run_on_threads(rank, plan.mesh) == [pytest.approx(truth, rel=1e-6)] * 2

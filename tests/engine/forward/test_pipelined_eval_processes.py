@@ -1,5 +1,5 @@
-"""What runs outside of a step on parts of a model, on processes: a message is there only when it has been
-waited for.
+"""Pipelined evaluation and forwards outside of steps on processes, where a message is only valid after its
+wait.
 """
 
 import pytest
@@ -15,31 +15,34 @@ from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import ProcessPool
-from tests.engine.one_device import part
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.engine.one_device import sample_range
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "three stages": (Mesh(pp=3), (Pipeline(),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
     "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
-DATA = rows(30)
+DATA = token_samples(30)
 
 
-def course(world: World, layout: str) -> dict[str, list[float]]:
+def evaluations_of(world: World, layout: str) -> dict[str, list[float]]:
     """Losses of evaluations before steps, logits, and what is said of a step that is judged to do harm."""
     mesh, strategies = LAYOUTS[layout] if layout else (Mesh(), ())
     job = tiny_job(guard=LossGuard("skip", factor=1.01, window=2))
-    reading = reading_of()
-    plan = make_plan(reading, job, mesh, strategies, 2)
-    with parallelize(reading, plan, world=world) as engine:
+    analyzed = analyzed_model()
+    plan = make_plan(analyzed, job, mesh, strategies, 2)
+    with parallelize(analyzed, plan, world=world) as engine:
         found: dict[str, list[float]] = {"losses": [], "logits": [], "suspects": []}
         for first in (0, 0, 12):  # the third is new to it
-            mine = [engine.local_batch(part(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
+            mine = [engine.local_batch(sample_range(DATA, at, min(at + 12, 30))) for at in (0, 12, 24)]
             found["losses"].append(
                 engine.evaluate([each if len(each["labels"]) else None for each in mine]).loss
             )
-            metrics = engine.step(engine.local_batch(part(DATA, first, first + 12)))
+            metrics = engine.step(engine.local_batch(sample_range(DATA, first, first + 12)))
         if metrics.spike is not None:
             found["suspects"] = [
                 sum(each.grad_norm**2 for each in metrics.spike.rank_reports),
@@ -51,12 +54,12 @@ def course(world: World, layout: str) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_what_one_device_finds(process_pool: ProcessPool, layout: str):
-    wanted = course(single_rank_world(torch.device("cpu")), "")
-    for found in process_pool.run(course, LAYOUTS[layout][0], layout):
-        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-12)
-        assert found["logits"] == pytest.approx(wanted["logits"], rel=1e-10)
-        assert bool(found["suspects"]) == bool(wanted["suspects"])
+def test_it_equals_one_device(process_pool: ProcessPool, layout: str):
+    expected = evaluations_of(single_rank_world(torch.device("cpu")), "")
+    for found in process_pool.run(evaluations_of, LAYOUTS[layout][0], layout):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-12)
+        assert found["logits"] == pytest.approx(expected["logits"], rel=1e-10)
+        assert bool(found["suspects"]) == bool(expected["suspects"])
         if layout != "shards":
             norms = [found["suspects"][0] / LAYOUTS[layout][0].pp, found["suspects"][1]]
-            assert norms == pytest.approx(wanted["suspects"], rel=1e-9)
+            assert norms == pytest.approx(expected["suspects"], rel=1e-9)

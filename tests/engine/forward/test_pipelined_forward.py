@@ -1,4 +1,4 @@
-"""Whole forwards of a model in parts: what one device gives out, on every rank, whoever calls the model."""
+"""Whole forwards of a pipelined model: the outputs of one device, on every rank."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -23,33 +23,36 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
+from tests.engine.one_device import sample_range
 from tests.parallel.tensor import model_families
-from tests.parallel.tensor.odd_llama import batches, known
-from tests.tiny_model import VOCABULARY, WIDTH, rows, tiny_job
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.tiny_model import VOCABULARY, WIDTH, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
-LLAMA = known(num_hidden_layers=3)
+LLAMA = analyzed_llama(num_hidden_layers=3)
 IDS = batches(1, 3)[0]["input_ids"]
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "three parts": (Mesh(pp=3), (Pipeline(),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
+    "three stages": (Mesh(pp=3), (Pipeline(),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
     "shards": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
     "slices": (Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), VocabParallel())),
 }
-DATA = rows(12)
+DATA = token_samples(12)
 Use = Callable[[nn.Module], list[torch.Tensor]]
 
 
-def used(
-    reading: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None
+def use_after_step(
+    analyzed: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None
 ) -> list[list[torch.Tensor]]:
     """What `use` makes of the model behind a step, on each rank, and the loss of the step that follows."""
     batch = batches(1, 12)[0] if batch is None else batch
-    plan = make_plan(reading, tiny_job(), mesh, strategies, 2)
+    plan = make_plan(analyzed, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(batch))
             with engine.full_params() as module:
                 found = use(module)
@@ -58,7 +61,7 @@ def used(
     return run_on_threads(rank, mesh)
 
 
-def speak(module: nn.Module) -> list[torch.Tensor]:
+def generate_tokens(module: nn.Module) -> list[torch.Tensor]:
     """Logits and hidden states of a forward, greedy words without and with a cache,
     and of a search with it.
     """
@@ -72,30 +75,32 @@ def speak(module: nn.Module) -> list[torch.Tensor]:
 
 
 @cache
-def spoken() -> list[torch.Tensor]:
+def generated_on_one_device() -> list[torch.Tensor]:
     """That of one device."""
-    return used(LLAMA, Mesh(), (), speak)[0]
+    return use_after_step(LLAMA, Mesh(), (), generate_tokens)[0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_rank_has_the_logits_and_the_words_of_one_device(layout: str):
-    for found in used(LLAMA, *LAYOUTS[layout], speak):
-        for mine, truth in zip(found, spoken(), strict=True):
+def test_every_rank_has_the_logits_and_the_tokens_of_one_device(layout: str):
+    for found in use_after_step(LLAMA, *LAYOUTS[layout], generate_tokens):
+        for mine, truth in zip(found, generated_on_one_device(), strict=True):
             torch.testing.assert_close(mine, truth, rtol=1e-12, atol=1e-12)
 
 
-def test_slices_of_the_stream_go_on_as_slices_and_a_cache_is_refused():
+def test_sequence_parallel_slices_stay_slices_and_a_cache_is_refused():
     mesh, strategies = Mesh(pp=2, tp=3), (Pipeline(), TensorParallel(), SequenceParallel())
-    for found in used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=False).logits]):
-        torch.testing.assert_close(found[0], spoken()[0], rtol=1e-12, atol=1e-12)
+    for found in use_after_step(
+        LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=False).logits]
+    ):
+        torch.testing.assert_close(found[0], generated_on_one_device()[0], rtol=1e-12, atol=1e-12)
     with pytest.raises(
         PlanError,
         match=r"takes in slices of the stream, and is given a DynamicCache(?s:.*)pass use_cache=False",
     ):
-        used(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
+        use_after_step(LLAMA, mesh, strategies, lambda module: [module(IDS, use_cache=True).logits])
 
 
-def again(model: nn.Module) -> nn.Module:
+def with_tied_layers(model: nn.Module) -> nn.Module:
     """A GPT-2 whose last layer makes queries, keys and values with the weights of the first one."""
     first, last = model.transformer.h[0].attn.c_attn, model.transformer.h[-1].attn.c_attn
     last.weight, last.bias = first.weight, first.bias
@@ -104,27 +109,27 @@ def again(model: nn.Module) -> nn.Module:
 
 DIVIDED: dict[str, Callable[[], AnalyzedModel]] = {
     **{
-        family: lambda family=family: model_families.read_family(family)
+        family: lambda family=family: model_families.analyze_family(family)
         for family in ("gpt2", "falcon, alibi")
     },
     "gpt2, tied": lambda: analyze(
-        again(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]
+        with_tied_layers(model_families.FAMILIES["gpt2"]()), model_families.batches("gpt2", 1)[0]
     ),
 }
 
 
 @pytest.mark.parametrize("family", DIVIDED)
-def test_a_block_of_another_rank_is_played_with_the_numbers_of_the_whole_model(family: str):
-    reading, batch = DIVIDED[family](), model_families.batches("gpt2", 1, rows=12)[0]
+def test_a_block_of_another_rank_computes_as_in_the_whole_model(family: str):
+    analyzed, batch = DIVIDED[family](), model_families.batches("gpt2", 1, samples=12)[0]
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         ids = batch["input_ids"][:3]
         return [module(ids).logits, module.generate(ids, use_cache=True, max_new_tokens=3, do_sample=False)]
 
-    (truth,) = used(reading, Mesh(), (), use, batch)
-    for found in used(reading, Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), use, batch):
-        for mine, wanted in zip(found, truth, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    (truth,) = use_after_step(analyzed, Mesh(), (), use, batch)
+    for found in use_after_step(analyzed, Mesh(pp=2, tp=3), (Pipeline(), TensorParallel()), use, batch):
+        for mine, expected in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
 class Open(nn.Module):
@@ -159,8 +164,8 @@ class Choosing(Both):
     def forward(
         self, first: torch.Tensor, x: torch.Tensor, kept: object = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = (x.sum((1, 2)) > 0).nonzero()[:, 0]
-        return first, torch.tanh(self.linear(x + first)).index_fill(0, rows, 0.5)
+        samples = (x.sum((1, 2)) > 0).nonzero()[:, 0]
+        return first, torch.tanh(self.linear(x + first)).index_fill(0, samples, 0.5)
 
 
 class Choosy(Open):
@@ -176,20 +181,20 @@ class Choosy(Open):
 
 
 @pytest.mark.parametrize("build_model", [Open, Choosy])
-def test_blocks_may_hand_through_what_they_take_and_look_at_numbers(build_model: Callable[[], nn.Module]):
-    reading = analyze(build_model, part(DATA, 0, 2))
+def test_blocks_may_return_their_inputs_and_read_values(build_model: Callable[[], nn.Module]):
+    analyzed = analyze(build_model, sample_range(DATA, 0, 2))
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         return [module(DATA["input_ids"][:5]), module(DATA["input_ids"][5:7, :3])]
 
-    (truth,) = used(reading, Mesh(), (), use, DATA)
-    for found in used(reading, Mesh(pp=3), (Pipeline(),), use, DATA):
-        for mine, wanted in zip(found, truth, strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    (truth,) = use_after_step(analyzed, Mesh(), (), use, DATA)
+    for found in use_after_step(analyzed, Mesh(pp=3), (Pipeline(),), use, DATA):
+        for mine, expected in zip(found, truth, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name():
-    reading = analyze(Choosy, part(DATA, 0, 2))
+def test_a_block_that_reads_values_and_gets_a_cache_is_refused_by_name():
+    analyzed = analyze(Choosy, sample_range(DATA, 0, 2))
 
     def use(module: nn.Module) -> list[torch.Tensor]:
         return [module(DATA["input_ids"], kept=transformers.DynamicCache())]
@@ -198,7 +203,7 @@ def test_a_block_that_looks_at_numbers_and_is_given_a_cache_is_refused_by_name()
         PlanError,
         match=r"block 'layers\.1' looks at numbers that another rank has (?s:.*)is given a DynamicCache",
     ):
-        used(reading, Mesh(pp=2), (Pipeline(),), use, DATA)
+        use_after_step(analyzed, Mesh(pp=2), (Pipeline(),), use, DATA)
 
 
 def test_what_is_sent_is_in_the_ledger_block_by_block():
@@ -219,7 +224,7 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
     assert sent["GATHER_FULL(lm_head)"] == 3 * 9 * 67 * 8 + header
 
 
-def test_numbers_that_do_not_come_are_noticed(monkeypatch):
+def test_missing_values_are_noticed(monkeypatch):
     monkeypatch.setattr(pipelined_forward, "replace_tensors", lambda value, new: value)
     with pytest.raises(Exception, match=r"(?i)fake|without numbers|another rank"):
-        used(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])
+        use_after_step(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])

@@ -1,4 +1,4 @@
-"""Logits that glue makes of all tokens are alike on all ranks: their loss counts once."""
+"""Logits that glue computes from all tokens are equal on all ranks: their loss counts once."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS, Own
+from tests.parallel.context.test_ring_models import JOB, NUM_SAMPLES, REPLICAS, Own
 from tests.parallel.tensor.odd_llama import batches
 
 
@@ -45,20 +45,20 @@ class Tied(Own):
 
 @pytest.mark.parametrize("strategy", [RingAttention(), Ulysses()], ids=lambda each: each.name)
 @pytest.mark.parametrize("make", [Last, Mean, Tied])
-def test_losses_are_those_of_one_device(make: type[nn.Module], strategy: Strategy):
-    rows = batches(3, ROWS)
+def test_losses_equal_one_device(make: type[nn.Module], strategy: Strategy):
+    samples = batches(3, NUM_SAMPLES)
     if make is not Tied:
-        rows = [{"input_ids": each["input_ids"], "labels": each["labels"][:, 0]} for each in rows]
+        samples = [{"input_ids": each["input_ids"], "labels": each["labels"][:, 0]} for each in samples]
     torch.manual_seed(0)
-    reading = analyze(make(), rows[0])
+    analyzed = analyze(make(), samples[0])
 
     def losses(mesh: Mesh, *strategies: Strategy) -> list[float]:
-        plan = make_plan(reading, JOB, mesh, strategies, 2)
+        plan = make_plan(analyzed, JOB, mesh, strategies, 2)
 
         def train(world):
-            with parallelize(reading, plan, world=world) as engine:
-                return [engine.step(engine.local_batch(each)).loss for each in rows]
+            with parallelize(analyzed, plan, world=world) as engine:
+                return [engine.step(engine.local_batch(each)).loss for each in samples]
 
         return run_on_threads(train, mesh)[0]
 
-    assert losses(Mesh(cp=2), strategy, COPIES) == pytest.approx(losses(Mesh()), rel=1e-5)
+    assert losses(Mesh(cp=2), strategy, REPLICAS) == pytest.approx(losses(Mesh()), rel=1e-5)

@@ -1,4 +1,5 @@
-"""Rows of several ranks meet.
+"""Losses of the global batch: a contrastive loss on 2, 3 and 4 ranks equals one device, with every message
+stated.
 
 A contrastive loss on 2, 3 and 4 ranks is that of one device, to the last message.
 """
@@ -26,15 +27,15 @@ from meshwright.verifier.verdict import Verdict
 from tests.engine.two_tower_model import (
     CONTRASTIVE,
     Towers,
+    analyzed_towers,
     global_batches,
     info_nce,
     pairs,
-    reading_of_towers,
     towers_plan,
 )
 from tests.tiny_model import edited, tiny_job
 
-READING = reading_of_towers()
+ANALYZED = analyzed_towers()
 MESHES = [Mesh(dp_replicate=2), Mesh(dp_replicate=3), Mesh(dp_replicate=4), Mesh(dp_shard=3)]
 
 
@@ -55,28 +56,28 @@ def test_a_contrastive_loss_equals_one_device_also_where_the_last_batch_is_short
 
     Of 17 it has 5, which no mesh divides.
     """
-    plan = towers_plan(READING, mesh, strategies_on(mesh))
+    plan = towers_plan(ANALYZED, mesh, strategies_on(mesh))
     assert static_checks(plan) == []
-    passed(verify(READING, plan, global_batches(count), loss=CONTRASTIVE))
+    passed(verify(ANALYZED, plan, global_batches(count), loss=CONTRASTIVE))
 
 
 @pytest.mark.parametrize("count", [24, 17])
-def test_a_parameter_that_the_model_hands_out_as_it_is_gets_its_part_of_the_gradient(count: int):
-    reading = reading_of_towers(bare=True)
+def test_a_parameter_that_the_model_returns_gets_its_part_of_the_gradient(count: int):
+    analyzed = analyzed_towers(bare=True)
     passed(
-        verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE)
+        verify(analyzed, towers_plan(analyzed, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE)
     )
 
 
 def on_a_process(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
-    reading = reading_of_towers()
-    plan = towers_plan(reading, world.mesh)
-    with parallelize(reading, plan, loss=CONTRASTIVE, world=world) as engine:
+    analyzed = analyzed_towers()
+    plan = towers_plan(analyzed, world.mesh)
+    with parallelize(analyzed, plan, loss=CONTRASTIVE, world=world) as engine:
         metrics = [engine.step(select_local_batch(batch, plan, world.rank)) for batch in global_batches(17)]
         return metrics, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def test_processes_meet_as_threads_do(process_pool: ProcessPool):
+def test_processes_equal_threads(process_pool: ProcessPool):
     mesh = Mesh(dp_replicate=3)
     threads, processes = run_on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
     for (metrics, parameters), (others, twins) in zip(threads, processes, strict=True):
@@ -84,14 +85,14 @@ def test_processes_meet_as_threads_do(process_pool: ProcessPool):
         assert all(torch.allclose(value, twins[name], rtol=1e-12) for name, value in parameters.items())
 
 
-def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
+def test_every_sample_that_the_loss_gathers_is_stated_to_the_byte():
     """3 ranks of 4 rows: a fact and a checksum, labels of 8 bytes, embeddings of 4 floats.
 
     In float32 half of it.
     """
     for parameters, width in (("float64", 8), ("float32", 4)):
         job = tiny_job(precision=PrecisionConfig(parameters, parameters, parameters))
-        plan = towers_plan(READING, Mesh(dp_replicate=3), job=job)
+        plan = towers_plan(ANALYZED, Mesh(dp_replicate=3), job=job)
         gathers = {
             a.subject: a.transfer.nbytes
             for a in plan.program.actions(FIRST_ROLE)
@@ -103,16 +104,16 @@ def test_every_row_that_the_loss_takes_is_stated_to_the_byte():
             "output0": 4 * 4 * width,
             "output1": 4 * 4 * width,
         }
-    assert trace(READING, plan, [0, 1, 2], loss=CONTRASTIVE).passed
-    assert trace(READING, plan, [1], loss=CONTRASTIVE, fake=False).passed
+    assert trace(ANALYZED, plan, [0, 1, 2], loss=CONTRASTIVE).passed
+    assert trace(ANALYZED, plan, [1], loss=CONTRASTIVE, fake=False).passed
 
 
-def test_rows_meet_over_both_data_axes_at_once():
+def test_samples_are_gathered_over_both_data_axes_at_once():
     split = (BatchSplit("dp_replicate"), BatchSplit("dp_shard"))
     program = split[0].rewrite(
-        towers_plan(READING, Mesh()).program, towers_plan(READING, Mesh()).sharding, tiny_job()
+        towers_plan(ANALYZED, Mesh()).program, towers_plan(ANALYZED, Mesh()).sharding, tiny_job()
     )
-    program = split[1].rewrite(program, towers_plan(READING, Mesh()).sharding, tiny_job())
+    program = split[1].rewrite(program, towers_plan(ANALYZED, Mesh()).sharding, tiny_job())
     gathers = [action for action in program.actions(FIRST_ROLE) if action.kind == "GATHER"]
     assert len({action.name for action in gathers}) == len(gathers) == 4
     assert {action.transfer.axes for action in gathers if action.transfer} == {("dp_replicate", "dp_shard")}
@@ -121,17 +122,17 @@ def test_rows_meet_over_both_data_axes_at_once():
 def test_one_device_gathers_nothing():
     assert not [
         action
-        for action in towers_plan(READING, Mesh()).program.actions(FIRST_ROLE)
+        for action in towers_plan(ANALYZED, Mesh()).program.actions(FIRST_ROLE)
         if action.kind == "GATHER"
     ]
-    passed(verify(READING, towers_plan(READING, Mesh()), global_batches(17), loss=CONTRASTIVE))
+    passed(verify(ANALYZED, towers_plan(ANALYZED, Mesh()), global_batches(17), loss=CONTRASTIVE))
 
 
-def test_a_step_without_any_row_is_skipped_on_all_ranks():
-    plan = towers_plan(READING, Mesh(dp_replicate=3))
+def test_a_step_without_any_sample_is_skipped_on_all_ranks():
+    plan = towers_plan(ANALYZED, Mesh(dp_replicate=3))
 
     def body(world: World) -> tuple[bool, bool]:
-        with parallelize(READING, plan, loss=CONTRASTIVE, world=world) as engine:
+        with parallelize(ANALYZED, plan, loss=CONTRASTIVE, world=world) as engine:
             before = [p.detach().clone() for p in engine.module.parameters()]
             metrics = engine.step(None)
             return metrics.is_skipped, all(map(torch.equal, before, engine.module.parameters()))
@@ -140,12 +141,12 @@ def test_a_step_without_any_row_is_skipped_on_all_ranks():
 
 
 @pytest.mark.parametrize(
-    "planted", ["whole gradient of what is shared", "rows of the next rank", "loss added by every rank"]
+    "planted", ["whole gradient of what is shared", "samples of the next rank", "loss added by every rank"]
 )
 def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str):
     if planted == "loss added by every rank":
         monkeypatch.setattr(GlobalBatchLoss, "reports_loss", True)
-    elif planted == "rows of the next rank":
+    elif planted == "samples of the next rank":
         monkeypatch.setattr(GlobalBatchLoss, "_samples_per_rank", lambda self: [4, 3, 5])
     else:
         kept = GlobalBatchLoss.backward_to_local_samples
@@ -158,13 +159,13 @@ def test_a_planted_bug_is_noticed(monkeypatch: pytest.MonkeyPatch, planted: str)
 
         monkeypatch.setattr(GlobalBatchLoss, "backward_to_local_samples", triple_shared)
     verdict = verify(
-        READING, towers_plan(READING, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE
+        ANALYZED, towers_plan(ANALYZED, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE
     )
     assert not verdict.passed
 
 
-def test_a_loss_that_waits_for_no_gather_is_no_proof():
-    plan = towers_plan(READING, Mesh(dp_replicate=3))
+def test_a_loss_that_does_not_wait_for_its_gather_fails_the_static_checks():
+    plan = towers_plan(ANALYZED, Mesh(dp_replicate=3))
 
     def hasty(actions: list[Action]) -> list[Action]:
         return [replace(a, waits=("TOKEN_COUNT()",)) if a.kind == "LOSS" else a for a in actions]
@@ -181,28 +182,28 @@ class Pooling(Towers):
         return first, second, scale + first.mean()
 
 
-def test_an_output_that_is_not_per_row_and_differs_between_ranks_is_refused():
-    reading = reading_of_towers(model=Pooling)
+def test_an_output_that_is_not_per_sample_and_differs_between_ranks_is_refused():
+    analyzed = analyzed_towers(model=Pooling)
     with pytest.raises(
         PlanError,
         match=r"(?s)takes an output that is not per sample, and the ranks do not hold the same.*repair:",
     ):
-        verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
+        verify(analyzed, towers_plan(analyzed, Mesh(dp_replicate=3)), global_batches(24), loss=CONTRASTIVE)
 
 
-def test_a_similarity_inside_the_model_is_refused_when_the_model_is_read():
+def test_a_similarity_inside_the_model_is_refused_by_the_analysis():
     inside = replace(CONTRASTIVE, total=lambda outputs, batch: outputs[0].sum())
     with pytest.raises(
         PlanError,
         match=r"(?s)output0 .*\[3, 3\], and \[5, 5\] for more samples: it compares the samples of one rank",
     ):
-        reading_of_towers(inside, inside=True)
+        analyzed_towers(inside, inside=True)
     outside = replace(
         CONTRASTIVE, total=lambda outputs, batch: info_nce((outputs[1], outputs[2], torch.ones(())), batch)
     )
-    reading = reading_of_towers(outside, inside=True)  # the loss does not take it, so it may be there
-    assert [column.used_by_loss for column in reading.model_spec.outputs] == [False, True, True]
-    passed(verify(reading, towers_plan(reading, Mesh(dp_replicate=3)), global_batches(24), loss=outside))
+    analyzed = analyzed_towers(outside, inside=True)  # the loss does not take it, so it may be there
+    assert [column.used_by_loss for column in analyzed.model_spec.outputs] == [False, True, True]
+    passed(verify(analyzed, towers_plan(analyzed, Mesh(dp_replicate=3)), global_batches(24), loss=outside))
 
 
 def test_a_loss_that_reads_more_than_its_targets_is_refused_by_the_name_of_the_key():
@@ -211,24 +212,24 @@ def test_a_loss_that_reads_more_than_its_targets_is_refused_by_the_name_of_the_k
         PlanError,
         match=r"(?s)reads 'image', which is not among its targets \['kind'\]\n  repair: name it in Loss",
     ):
-        reading_of_towers(greedy)
+        analyzed_towers(greedy)
 
 
 def test_micro_batches_and_the_guard_are_refused_with_the_repair():
     with pytest.raises(
         PlanError, match=r"(?s)micro_batch = 2 splits a rank's 4 samples\n  repair: set micro_batch = 0"
     ):
-        towers_plan(READING, Mesh(dp_replicate=3), micro_batch=2)
+        towers_plan(ANALYZED, Mesh(dp_replicate=3), micro_batch=2)
     with pytest.raises(
         PlanError, match=r'(?s)no rank has a loss of its own\n  repair: set guard.action = "off"'
     ):
-        towers_plan(READING, Mesh(dp_replicate=3), job=tiny_job(guard=LossGuard("skip")))
+        towers_plan(ANALYZED, Mesh(dp_replicate=3), job=tiny_job(guard=LossGuard("skip")))
 
 
 def test_another_kind_of_loss_than_the_plan_knows_is_refused():
-    plan = towers_plan(READING, Mesh(dp_replicate=3))
+    plan = towers_plan(ANALYZED, Mesh(dp_replicate=3))
     for call in (
-        lambda: verify(READING, plan, global_batches(24), loss=replace(CONTRASTIVE, whole_batch=False)),
+        lambda: verify(ANALYZED, plan, global_batches(24), loss=replace(CONTRASTIVE, whole_batch=False)),
     ):
         with pytest.raises(
             PlanError,
@@ -237,15 +238,15 @@ def test_another_kind_of_loss_than_the_plan_knows_is_refused():
             call()
 
 
-def test_rows_of_another_shape_than_the_plan_knows_are_refused():
+def test_samples_of_another_shape_than_the_plan_knows_are_refused():
     wide = replace(CONTRASTIVE, total=lambda outputs, batch: info_nce(outputs, {"kind": batch["kind"][:, 0]}))
     example = {
         key: value if key != "kind" else value[:, None].repeat(1, 2) for key, value in pairs(4).items()
     }
-    reading = reading_of_towers(wide, example=example)
+    analyzed = analyzed_towers(wide, example=example)
     batch = {key: value if key != "kind" else value[:, None].repeat(1, 3) for key, value in pairs(12).items()}
-    plan = towers_plan(reading, Mesh(dp_replicate=3), job=replace(tiny_job(), train=TrainConfig(batch=12)))
+    plan = towers_plan(analyzed, Mesh(dp_replicate=3), job=replace(tiny_job(), train=TrainConfig(batch=12)))
     with pytest.raises(
         PlanError, match=r"(?s)kind has samples of the shape \[3\]; the plan was made for \[2\].*pad it"
     ):
-        verify(reading, plan, [batch], loss=wide)
+        verify(analyzed, plan, [batch], loss=wide)

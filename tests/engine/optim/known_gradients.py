@@ -1,4 +1,4 @@
-"""A few steps with known gradients: of a rule on whole weights, and on flat pieces of them."""
+"""Steps an optimizer with known gradients: on whole weights, and on flat shards of them."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -40,24 +40,24 @@ def groups(parameters: list[nn.Parameter], lr: float = LR, decay: float = DECAY)
 
 
 def stepped(
-    make: Make, begin: torch.Tensor, course: list[torch.Tensor]
+    make: Make, begin: torch.Tensor, grads: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.optim.Optimizer]:
-    """`begin` after a step with each gradient of `course`, and the optimizer."""
+    """`begin` after a step with each gradient of `grads`, and the optimizer."""
     parameter = nn.Parameter(begin.clone())
     optimizer = make(groups([parameter]))
-    for gradient in course:
+    for gradient in grads:
         parameter.grad = gradient.clone()
         optimizer.step()
     return parameter.detach(), optimizer
 
 
-def stepped_in_pieces(
-    make: Make, begin: torch.Tensor, course: list[torch.Tensor], cuts: list[int]
+def stepped_in_shards(
+    make: Make, begin: torch.Tensor, grads: list[torch.Tensor], cuts: list[int]
 ) -> torch.Tensor:
     """The same, when flat pieces that end at `cuts` are stepped as parameters of their own."""
     ends = [0, *cuts, begin.numel()]
     found = [
-        stepped(make, begin.reshape(-1)[low:high], [each.reshape(-1)[low:high] for each in course])[0]
+        stepped(make, begin.reshape(-1)[low:high], [each.reshape(-1)[low:high] for each in grads])[0]
         for low, high in pairwise(ends)
     ]
     return torch.cat(found).view(begin.shape)

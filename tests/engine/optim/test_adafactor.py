@@ -1,4 +1,4 @@
-"""Adafactor against the paper's sums, and against torch's."""
+"""Adafactor against the sums of the paper, and against torch's."""
 
 import pytest
 import torch
@@ -11,19 +11,19 @@ from tests.engine.optim.known_gradients import (
     gradients,
     moments,
     stepped,
-    stepped_in_pieces,
+    stepped_in_shards,
     weight,
 )
 
 SHAPES = [(7, 5), (1, 6), (6, 1), (3, 4, 5), (8,), ()]
 
 
-def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
+def plain(begin: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
     """Algorithms 4 and 5 with sums over rows and columns, as the paper writes them; matrices are the last two
     dims.
     """
     x, r, c, v = begin.clone(), 0.0, 0.0, 0.0
-    for t, g in enumerate(course, 1):
+    for t, g in enumerate(grads, 1):
         beta, squares = 1 - t**-0.8, g * g + 1e-30
         if x.ndim > 1:
             r = beta * r + (1 - beta) * squares.sum(-1, keepdim=True)
@@ -41,17 +41,17 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_the_papers_algorithm(shape: tuple[int, ...]):
-    begin, course = weight(*shape), gradients(*shape)
-    assert (stepped(Adafactor, begin, course)[0] - plain(begin, course)).abs().max() < 1e-14
+    begin, grads = weight(*shape), gradients(*shape)
+    assert (stepped(Adafactor, begin, grads)[0] - plain(begin, grads)).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("shape", SHAPES[:-1], ids=str)
 def test_it_is_torchs(shape: tuple[int, ...]):
-    begin, course = weight(*shape), gradients(*shape)
+    begin, grads = weight(*shape), gradients(*shape)
     theirs = stepped(
-        lambda groups: torch.optim.Adafactor(groups, eps=(1e-30, 1e-3), foreach=False), begin, course
+        lambda groups: torch.optim.Adafactor(groups, eps=(1e-30, 1e-3), foreach=False), begin, grads
     )[0]
-    assert (stepped(Adafactor, begin, course)[0] - theirs).abs().max() < 1e-12
+    assert (stepped(Adafactor, begin, grads)[0] - theirs).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -70,16 +70,16 @@ def test_it_keeps_rows_and_columns(shape: tuple[int, ...], elements: int):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_that_is_zero_in_a_whole_row_and_column_harms_nothing(dtype: torch.dtype):
-    begin, course = weight(6, 4, dtype=dtype), gradients(6, 4, dtype=dtype)
-    for gradient in course:
+def test_a_gradient_with_a_zero_row_and_column_gives_finite_updates(dtype: torch.dtype):
+    begin, grads = weight(6, 4, dtype=dtype), gradients(6, 4, dtype=dtype)
+    for gradient in grads:
         gradient[2] = 0
         gradient[:, 1] = 0
-    mine, _ = stepped(Adafactor, begin, course)
+    mine, _ = stepped(Adafactor, begin, grads)
     assert torch.isfinite(mine).all()
 
 
-def test_pieces_do_not_become_what_the_whole_becomes():
-    begin, course = weight(7, 5), gradients(7, 5)
-    whole, _ = stepped(Adafactor, begin, course)
-    assert (stepped_in_pieces(Adafactor, begin, course, [15]) - whole).abs().max() > 1e-4
+def test_shards_are_not_updated_as_the_whole():
+    begin, grads = weight(7, 5), gradients(7, 5)
+    whole, _ = stepped(Adafactor, begin, grads)
+    assert (stepped_in_shards(Adafactor, begin, grads, [15]) - whole).abs().max() > 1e-4

@@ -1,6 +1,4 @@
-"""AdamW with moments of 8 bits against torch's AdamW, whose moments pass through a table by hand between its
-steps.
-"""
+"""AdamW with 8-bit states against torch's AdamW whose states are quantized by a table between its steps."""
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from meshwright.engine.optim.adamw_8bit import (
     quantize_blocks,
 )
 from meshwright.plan.optimizer_spec import optimizer_state_nbytes
-from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_pieces, weight
+from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_shards, weight
 
 
 def table(signed: bool) -> torch.Tensor:
@@ -29,7 +27,7 @@ def table(signed: bool) -> torch.Tensor:
     return torch.tensor(sorted(found), dtype=torch.float64)
 
 
-def through(moment: torch.Tensor, signed: bool) -> torch.Tensor:
+def quantized(moment: torch.Tensor, signed: bool) -> torch.Tensor:
     """`moment` with every element replaced by the nearest number of its block of 256."""
     known, flat = table(signed), moment.reshape(-1).clone()
     for begin in range(0, len(flat), 256):
@@ -41,24 +39,24 @@ def through(moment: torch.Tensor, signed: bool) -> torch.Tensor:
     return flat.view(moment.shape)
 
 
-def plain(begin: torch.Tensor, course: list[torch.Tensor]) -> torch.Tensor:
+def plain(begin: torch.Tensor, grads: list[torch.Tensor]) -> torch.Tensor:
     x = nn.Parameter(begin.clone())
     optimizer = torch.optim.AdamW(groups([x]), betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False)
-    for g in course:
+    for g in grads:
         x.grad = g.clone()
         optimizer.step()
         state = optimizer.state[x]
         state |= {
-            "exp_avg": through(state["exp_avg"], True),
-            "exp_avg_sq": through(state["exp_avg_sq"], False),
+            "exp_avg": quantized(state["exp_avg"], True),
+            "exp_avg_sq": quantized(state["exp_avg_sq"], False),
         }
     return x.detach()
 
 
 @pytest.mark.parametrize("shape", [(30, 41), (256,), (1,)], ids=str)
 def test_it_is_adamw_with_quantised_moments(shape: tuple[int, ...]):
-    begin, course = weight(*shape), gradients(*shape)
-    assert (stepped(AdamW8bit, begin, course)[0] - plain(begin, course)).abs().max() < 1e-14
+    begin, grads = weight(*shape), gradients(*shape)
+    assert (stepped(AdamW8bit, begin, grads)[0] - plain(begin, grads)).abs().max() < 1e-14
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -69,7 +67,7 @@ def test_the_numbers_are_the_papers_tree(signed: bool):
     assert (mine.min() > 0) != signed, "no second moment is rounded to nothing"
 
 
-def test_what_is_large_in_its_block_keeps_its_digits_and_outliers_stay_in_theirs():
+def test_large_values_of_a_block_keep_their_digits_and_outliers_affect_only_their_block():
     values = weight(512)
     values[300] = 1e6
     known = quantization_levels(signed=True)
@@ -82,14 +80,14 @@ def test_what_is_large_in_its_block_keeps_its_digits_and_outliers_stay_in_theirs
 
 
 def test_rounding_changes_a_step_by_less_than_a_tenth():
-    begin, course = weight(40, 30), gradients(40, 30, steps=20)
+    begin, grads = weight(40, 30), gradients(40, 30, steps=20)
     exact = nn.Parameter(begin.clone())
     optimizer = torch.optim.AdamW(groups([exact]), betas=(0.9, 0.95))
-    for g in course:
+    for g in grads:
         exact.grad = g.clone()
         optimizer.step()
     way = exact.detach() - begin
-    assert (stepped(AdamW8bit, begin, course)[0] - begin - way).norm() < 0.1 * way.norm()
+    assert (stepped(AdamW8bit, begin, grads)[0] - begin - way).norm() < 0.1 * way.norm()
 
 
 @pytest.mark.parametrize("shape", [(256,), (30, 41), (5,)], ids=str)
@@ -103,8 +101,8 @@ def test_it_keeps_two_bytes_and_two_scales_per_block(shape: tuple[int, ...]):
     )
 
 
-def test_pieces_of_whole_blocks_become_what_the_whole_becomes_and_others_do_not():
-    begin, course = weight(30, 41), gradients(30, 41)
-    whole, _ = stepped(AdamW8bit, begin, course)
-    assert torch.equal(stepped_in_pieces(AdamW8bit, begin, course, [256, 768]), whole)
-    assert not torch.equal(stepped_in_pieces(AdamW8bit, begin, course, [300, 768]), whole)
+def test_shards_of_whole_blocks_are_updated_as_the_whole_and_others_are_not():
+    begin, grads = weight(30, 41), gradients(30, 41)
+    whole, _ = stepped(AdamW8bit, begin, grads)
+    assert torch.equal(stepped_in_shards(AdamW8bit, begin, grads, [256, 768]), whole)
+    assert not torch.equal(stepped_in_shards(AdamW8bit, begin, grads, [300, 768]), whole)

@@ -1,4 +1,4 @@
-"""Muon against the same polynomial on singular values, its bounds, and what becomes of it on shards."""
+"""Muon against the same polynomial on singular values, its bounds, and its result on shards."""
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ def polished(matrix: torch.Tensor) -> torch.Tensor:
     return u @ torch.diag(s) @ vt
 
 
-def plain(begin: torch.Tensor, course: list[torch.Tensor], mu: float = 0.95) -> torch.Tensor:
+def plain(begin: torch.Tensor, grads: list[torch.Tensor], mu: float = 0.95) -> torch.Tensor:
     x, m = begin.clone(), torch.zeros_like(begin)
-    for g in course:
+    for g in grads:
         m = mu * m + (1 - mu) * g
         update = polished(mu * m + (1 - mu) * g)
         x = x - LR * DECAY * x - LR * 0.2 * max(x.shape) ** 0.5 * update
@@ -31,8 +31,8 @@ def plain(begin: torch.Tensor, course: list[torch.Tensor], mu: float = 0.95) -> 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_the_polynomial_on_singular_values(shape: tuple[int, int]):
-    begin, course = weight(*shape), gradients(*shape)
-    assert (stepped(Muon, begin, course)[0] - plain(begin, course)).abs().max() < 1e-12
+    begin, grads = weight(*shape), gradients(*shape)
+    assert (stepped(Muon, begin, grads)[0] - plain(begin, grads)).abs().max() < 1e-12
 
 
 def test_every_direction_moves_about_equally():
@@ -42,8 +42,8 @@ def test_every_direction_moves_about_equally():
 
 def test_an_update_is_as_large_as_one_of_adamw():
     for shape in [(40, 60), (200, 50)]:
-        begin, course = torch.zeros(*shape, dtype=torch.float64), gradients(*shape, steps=1)
-        way, _ = stepped(Muon, begin, course)
+        begin, grads = torch.zeros(*shape, dtype=torch.float64), gradients(*shape, steps=1)
+        way, _ = stepped(Muon, begin, grads)
         assert 0.1 * LR < way.square().mean().sqrt() < 0.3 * LR
 
 
@@ -53,18 +53,18 @@ def test_it_keeps_four_bytes_per_parameter():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_halves_of_a_matrix_do_not_become_what_the_whole_becomes(dim: int):
-    begin, course = weight(8, 6), gradients(8, 6)
-    whole, _ = stepped(Muon, begin, course)
+def test_halves_of_a_matrix_are_not_updated_as_the_whole(dim: int):
+    begin, grads = weight(8, 6), gradients(8, 6)
+    whole, _ = stepped(Muon, begin, grads)
     halves = [
         stepped(Muon, part, list(some))[0]
-        for part, *some in zip(begin.chunk(2, dim), *(each.chunk(2, dim) for each in course), strict=True)
+        for part, *some in zip(begin.chunk(2, dim), *(each.chunk(2, dim) for each in grads), strict=True)
     ]
     assert (torch.cat(halves, dim) - whole).abs().max() > 0.1 * LR
 
 
 @pytest.mark.parametrize("shape", [(12,), (2, 3, 4)], ids=str)
-def test_what_is_no_matrix_is_refused(shape: tuple[int, ...]):
+def test_parameters_that_are_no_matrix_are_refused(shape: tuple[int, ...]):
     with pytest.raises(
         PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices(?s:.*)optimizer\.name"
     ):

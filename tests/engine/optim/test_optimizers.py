@@ -1,4 +1,4 @@
-"""Groups by name, torch's fused optimizers, and state that can be saved by logical name."""
+"""Parameter groups by name, torch's fused optimizers, and optimizer states saved by logical name."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The factor of the learning rate, at the steps where it turns."""
+"""Learning-rate schedules: the factor at the steps where it changes."""
 
 import math
 from itertools import pairwise
@@ -19,7 +19,7 @@ def test_constant_is_one_throughout_and_beyond():
 
 
 @pytest.mark.parametrize("name", ["constant", "cosine", "wsd"])
-def test_warm_up_rises_in_equal_parts_to_one(name: str):
+def test_warm_up_rises_linearly_to_one(name: str):
     assert factors(ScheduleConfig(name, warmup=4), 20)[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
 
 
@@ -34,7 +34,7 @@ def test_cosine_is_half_way_in_the_middle_and_ends_at_its_floor():
     assert all(later < earlier for earlier, later in pairwise(found[10:]))
 
 
-def test_wsd_is_stable_and_then_falls_in_equal_parts_to_its_floor():
+def test_wsd_is_stable_and_then_falls_linearly_to_its_floor():
     schedule = ScheduleConfig("wsd", warmup=2, decay=4, floor=0.2)
     assert factors(schedule, 10) == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
     assert lr_factor(schedule, 99, 10) == pytest.approx(0.2)

@@ -1,4 +1,4 @@
-"""What is known of an optimizer's grain, and which cuts are refused to whom."""
+"""The shard alignment of an optimizer, and which shardings are refused for it."""
 
 import pytest
 import torch
@@ -47,11 +47,11 @@ def of(kind: type[torch.optim.Optimizer]) -> tuple[torch.optim.Optimizer, dict[s
         (Muon, "matrix"),
     ],
 )
-def test_grains_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: ShardAlignment | None):
+def test_alignments_are_declared_or_known(kind: type[torch.optim.Optimizer], grain: ShardAlignment | None):
     assert required_shard_alignment(of(kind)[0]) == grain
 
 
-def test_a_grain_that_is_none_is_refused():
+def test_an_unknown_alignment_is_refused():
     with pytest.raises(
         PlanError,
         match=(
@@ -62,7 +62,7 @@ def test_a_grain_that_is_none_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("kind", "cut", "said"),
+    ("kind", "cut", "message"),
     [
         (
             Own,
@@ -90,11 +90,11 @@ def test_a_grain_that_is_none_is_refused():
         ),
     ],
 )
-def test_cuts_that_are_too_fine_are_refused(
-    kind: type[torch.optim.Optimizer], cut: ShardAlignment, said: str
+def test_shards_that_are_too_fine_are_refused(
+    kind: type[torch.optim.Optimizer], cut: ShardAlignment, message: str
 ):
     optimizer, parameters = of(kind)
-    with pytest.raises(PlanError, match=said):
+    with pytest.raises(PlanError, match=message):
         check_shard_alignments([optimizer], parameters, {"a": cut})
 
 
@@ -102,16 +102,16 @@ def test_cuts_that_are_too_fine_are_refused(
     ("kind", "cut"),
     [(Declared, "element"), (Declared, "matrix"), (AdamW8bit, "block"), (Muon, "matrix"), (Own, "matrix")],
 )
-def test_coarser_cuts_serve_all(kind: type[torch.optim.Optimizer], cut: ShardAlignment):
+def test_coarser_shards_are_accepted(kind: type[torch.optim.Optimizer], cut: ShardAlignment):
     optimizer, parameters = of(kind)
     check_shard_alignments([optimizer], parameters, {"a": cut})
 
 
-def test_where_nothing_is_cut_anything_goes():
+def test_without_shards_any_optimizer_is_accepted():
     optimizer, parameters = of(Own)
     check_shard_alignments([optimizer], parameters, {})
 
 
-def test_only_what_says_so_keeps_anything_by_block():
+def test_only_declared_optimizers_have_states_per_block():
     assert get_blockwise_state_keys(of(AdamW8bit)[0]) == {"exp_avg_scale", "exp_avg_sq_scale"}
     assert get_blockwise_state_keys(of(Own)[0]) == frozenset()

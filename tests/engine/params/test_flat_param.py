@@ -1,5 +1,5 @@
-"""Old versions of weights under graphs that are alive: gradients are those of the version that the forward
-has met.
+"""Old versions of weights for live autograd graphs: gradients are those of the version that the
+forward used.
 """
 
 import torch
@@ -27,12 +27,12 @@ def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], W
     """The gradients of a loss whose forward ran before a step and whose backward runs after it, and what they
     should be.
     """
-    mine, rows = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
-    wanted = gradients(mine, mine(rows).square().sum())
+    mine, samples = model(), torch.arange(20.0, dtype=torch.float64).view(4, 5).sin()
+    expected = gradients(mine, mine(samples).square().sum())
     weights = dict(mine.named_parameters())
     beside = {name: nn.Parameter(weight.data) for name, weight in weights.items()}
     versions = WeightStash(weights, beside)
-    loss = mine(rows).square().sum()
+    loss = mine(samples).square().sum()
     versions.stash(Action("STASH", ROOM, 0))
     with torch.no_grad():
         for parameter in beside.values():
@@ -43,21 +43,21 @@ def stepped(*, restore: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], W
     versions.load_latest(Action("LOAD_LATEST", ROOM, 0, frees=(ROOM,)))
     for name, weight in weights.items():
         assert weight.data_ptr() == beside[name].data_ptr(), "the newest ones are there again"
-    return found, wanted, versions
+    return found, expected, versions
 
 
-def test_a_backward_meets_the_weights_of_its_forward():
-    found, wanted, versions = stepped(restore=True)
-    assert all(torch.equal(mine, right) for mine, right in zip(found, wanted, strict=True))
+def test_a_backward_uses_the_weights_of_its_forward():
+    found, expected, versions = stepped(restore=True)
+    assert all(torch.equal(mine, right) for mine, right in zip(found, expected, strict=True))
     assert versions.nbytes == sum(parameter.nbytes for parameter in model().parameters())
 
 
-def test_without_restore_a_norm_meets_the_newest_ones():
-    found, wanted, _ = stepped(restore=False)
-    assert not torch.allclose(found[0], wanted[0])
+def test_without_restore_a_norm_uses_the_newest_weights():
+    found, expected, _ = stepped(restore=False)
+    assert not torch.allclose(found[0], expected[0])
 
 
-def test_memory_that_is_let_go_of_serves_the_next_version():
+def test_freed_memory_is_reused_for_the_next_version():
     weight = nn.Parameter(torch.ones(3))
     versions = WeightStash({"w": weight}, {})
     for _ in range(4):

@@ -1,5 +1,5 @@
-"""The memory of shards: who holds which values, zeros where arenas are padded, and the same buffers step
-after step.
+"""Memory of flat parameters: which rank keeps which values, zero padding, and buffers reused in every
+step.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,16 +16,16 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
-READING = reading_of()  # the 91 elements of its head do not divide by 3
+ANALYZED = analyzed_model()  # the 91 elements of its head do not divide by 3
 RANKS = 3
 STAGES = [1, 2, 3]
 
 
 def plan_of(stage: int, micro_batch: int = 2) -> Plan:
     return make_plan(
-        READING,
+        ANALYZED,
         tiny_job(),
         Mesh(dp_shard=RANKS),
         (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)),
@@ -44,10 +44,10 @@ def on_ranks(
     plan = plan_of(stage)
 
     def on_rank(world: World) -> object:
-        player = player_of(READING, plan, world_of(world))
-        mine = {key: value[plan.samples_read(world.rank)] for key, value in rows().items()}
-        found = body(player, lambda: player.step(mine).grad_norm)
-        player.close()
+        executor = executor_of(ANALYZED, plan, world_of(world))
+        mine = {key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()}
+        found = body(executor, lambda: executor.step(mine).grad_norm)
+        executor.close()
         return found
 
     return run_on_threads(on_rank, plan.mesh)
@@ -55,16 +55,16 @@ def on_ranks(
 
 def initial() -> dict[str, torch.Tensor]:
     return {
-        name: p.detach() for name, p in READING.make_module(torch.device("cpu"), torch.float64)[2].items()
+        name: p.detach() for name, p in ANALYZED.make_module(torch.device("cpu"), torch.float64)[2].items()
     }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_element_is_stepped_by_one_rank(stage: int):
-    def pieces(player: Executor, step: object) -> dict[str, tuple[int, torch.Tensor]]:
-        owned = player.flat_params.optimizer_params()
+    def pieces(executor: Executor, step: object) -> dict[str, tuple[int, torch.Tensor]]:
+        owned = executor.flat_params.optimizer_params()
         return {
-            name: (player.flat_params.param_shard(name).begin, piece.detach().clone())
+            name: (executor.flat_params.param_shard(name).begin, piece.detach().clone())
             for name, piece in owned.items()
         }
 
@@ -76,14 +76,14 @@ def test_each_element_is_stepped_by_one_rank(stage: int):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_padding_is_packed_as_zeros_whatever_the_buffer_held(stage: int):
-    def poisoned(player: Executor, step: Callable[[], float]) -> tuple[int, float]:
+def test_padding_is_packed_as_zeros_whatever_was_in_the_buffer(stage: int):
+    def poisoned(executor: Executor, step: Callable[[], float]) -> tuple[int, float]:
         step()
-        for buffer in player.flat_params._buffers.values():
+        for buffer in executor.flat_params._buffers.values():
             buffer.view(torch.uint8).fill_(7)
         step()
         padding = 0.0, 0
-        for held in player.flat_params.by_param_group.values():
+        for held in executor.flat_params.by_param_group.values():
             ends = max((piece.shard_offset + piece.numel for piece in held.param_shards), default=0)
             padding = (
                 padding[0] + held.gradient[ends:].abs().sum().item(),
@@ -98,11 +98,11 @@ def test_padding_is_packed_as_zeros_whatever_the_buffer_held(stage: int):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
-    clean = on_ranks(stage, lambda player, step: [step(), step()])
+    clean = on_ranks(stage, lambda executor, step: [step(), step()])
 
-    def poisoned(player: Executor, step: Callable[[], float]) -> list[float]:
+    def poisoned(executor: Executor, step: Callable[[], float]) -> list[float]:
         first = step()
-        for buffer in player.flat_params._buffers.values():
+        for buffer in executor.flat_params._buffers.values():
             buffer.view(torch.uint8).fill_(7)
         return [first, step()]
 
@@ -110,30 +110,30 @@ def test_the_norm_counts_no_padding_and_each_element_once(stage: int):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_weights_that_stay_whole_are_gathered_in_place_and_refreshed(stage: int):
-    def refreshed(player: Executor, step: Callable[[], float]) -> bool:
+def test_unsharded_weights_are_gathered_in_place_and_refreshed(stage: int):
+    def refreshed(executor: Executor, step: Callable[[], float]) -> bool:
         step()
-        for held in player.flat_params.by_param_group.values():
+        for held in executor.flat_params.by_param_group.values():
             assert held.shard.untyped_storage().data_ptr() == held.full_tensor.untyped_storage().data_ptr()
             assert held.shard.data_ptr() == held.full_tensor[held.shard_slice].data_ptr()
-        whole = {name: value.clone() for name, value in player.gather_parameters().items()}
-        parameters = player.state.trained_module.parameters
+        whole = {name: value.clone() for name, value in executor.gather_parameters().items()}
+        parameters = executor.state.trained_module.parameters
         stale = any(not torch.equal(parameters[name], value) for name, value in whole.items())
-        player.flat_params.refresh_unsharded("TEST")
+        executor.flat_params.refresh_unsharded("TEST")
         assert all(torch.equal(parameters[name], value) for name, value in whole.items())
         return stale
 
     assert on_ranks(stage, refreshed) == [True] * RANKS, "between steps a rank knows its own shard only"
 
 
-def test_a_block_that_is_fetched_is_whole():
-    def fetched(player: Executor, step: Callable[[], float]) -> None:
+def test_a_gathered_block_is_complete():
+    def fetched(executor: Executor, step: Callable[[], float]) -> None:
         step()
-        whole, subject = player.gather_parameters(), player.state.trained_module
+        whole, subject = executor.gather_parameters(), executor.state.trained_module
         for block, module in subject.blocks.items():
-            for buffer in player.flat_params._buffers.values():
+            for buffer in executor.flat_params._buffers.values():
                 buffer.view(torch.uint8).fill_(7)
-            player.flat_params.unshard_block(block, "TEST")
+            executor.flat_params.unshard_block(block, "TEST")
             mine = [
                 name
                 for name, p in subject.parameters.items()
@@ -189,33 +189,33 @@ class NotedWorld(World):
         self._world.close()
 
 
-def memory_of(player: Executor) -> frozenset[int]:
+def memory_of(executor: Executor) -> frozenset[int]:
     """The addresses of all that holds weights, gradients or moments."""
-    store = player.flat_params
+    store = executor.flat_params
     tensors = [
-        *player.state.trained_module.parameters.values(),
+        *executor.state.trained_module.parameters.values(),
         *store._buffers.values(),
         *store.optimizer_params().values(),
     ]
     tensors += [piece.grad for piece in store.optimizer_params().values() if piece.grad is not None]
     for held in store.by_param_group.values():
         tensors += [each for each in (held.full_tensor, held.shard, held.gradient) if each is not None]
-    states = [held for optimizer in player.optimizers for held in optimizer.state.values()]
+    states = [held for optimizer in executor.optimizers for held in optimizer.state.values()]
     tensors += [value for held in states for value in held.values() if isinstance(value, torch.Tensor)]
     return frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_steady_step_makes_no_buffer_of_weights_or_gradients(stage: int):
-    def traced(player: Executor, step: Callable[[], float]) -> int:
+    def traced(executor: Executor, step: Callable[[], float]) -> int:
         step()
         step()
         seen, held = [], []
         for _ in range(4):
-            player.state.world.seen.clear()
+            executor.state.world.seen.clear()
             step()
-            seen.append(dict(player.state.world.seen))
-            held.append((memory_of(player), sum(player.memory_by_category().values())))
+            seen.append(dict(executor.state.world.seen))
+            held.append((memory_of(executor), sum(executor.memory_by_category().values())))
         assert seen == [seen[0]] * 4, "steps 3 to 6 gather and sum in the same memory"
         assert held == [held[0]] * 4
         return len(seen[0])

@@ -1,4 +1,4 @@
-"""What a rank has of a weight that is cut: read by rows where that can be, and put together again."""
+"""The slices of a weight on one rank: read by rows where possible, and joined again."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ WHOLE = torch.arange(SIZES["vocab_size"] * 2.0).view(-1, 2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_of_a_table_the_other_rows_are_not_asked_for(ranks: int):
+def test_rows_of_other_ranks_are_not_read_of_a_table(ranks: int):
     _, plan = planned(llama(), Mesh(tp=ranks), (VocabParallel(),))
 
     def body(world: World) -> tuple[torch.Tensor, list[object], torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Where what two ranks send each other goes in the order of issue, each direction has a group of its own."""
+"""Where messages between two ranks are ordered by issue, each direction has its own process group."""
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
@@ -11,18 +11,18 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 STEPS = 2
 
 
 def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
     world.serializes_p2p = True  # as on NCCL
-    reading = reading_of()
-    plan = make_plan(reading, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
-    batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
+    analyzed = analyzed_model()
+    plan = make_plan(analyzed, tiny_job(), Mesh(pp=3), (Pipeline(),), 1)
+    batches = [token_samples(plan.job.train.batch) for _ in range(STEPS)]
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
@@ -36,7 +36,7 @@ def compared(world: World) -> tuple[RankReport, set[tuple[str, int]]]:
     }
 
 
-def test_messages_in_groups_of_two_give_what_one_device_gives():
+def test_messages_in_groups_of_two_ranks_equal_one_device():
     for report, sent in run_on_threads(compared, Mesh(pp=3)):
         assert (report.differences, report.num_steps) == ([], STEPS)
         assert sent == {("send", 2), ("recv", 2)}

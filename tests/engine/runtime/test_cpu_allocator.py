@@ -1,6 +1,4 @@
-"""What a step frees stays with the process: its heap does not shrink, so the next step takes no page from the
-kernel.
-"""
+"""The heap of the process does not shrink, so that later steps take no page from the kernel."""
 
 import json
 import subprocess
@@ -51,7 +49,7 @@ def faults(how: str, program: str = STEPS) -> list[int]:
     return counts
 
 
-def test_steps_take_no_pages_again():
+def test_later_steps_take_no_pages():
     assert max(faults("keep")) < 64
 
 
@@ -59,7 +57,7 @@ def test_without_it_they_do():
     assert min(faults("leave")) > 8000  # 64 MiB are 16 384 pages of 4 KiB
 
 
-def test_what_is_free_is_given_back_once():
+def test_free_memory_is_returned_once():
     counts = faults("keep", STEPS.replace("first = faults()", "first = faults(); trim_heap()"))
     assert counts[0] > 8000
     assert max(counts[1:]) < 64

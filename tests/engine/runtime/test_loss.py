@@ -1,5 +1,5 @@
-"""Cross-entropy on logits of some words equals that on all of them, in value and in gradient, and sends two
-numbers per token.
+"""Cross-entropy on logits of a vocabulary shard equals that on all logits, in value and gradient, and sends
+two numbers per token.
 """
 
 from typing import Any
@@ -23,8 +23,10 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 
-ROWS, TOKENS, WORDS = 2, 5, 67
-LOGITS = 3 * torch.randn(ROWS, TOKENS, WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NUM_SAMPLES, TOKENS, WORDS = 2, 5, 67
+LOGITS = 3 * torch.randn(
+    NUM_SAMPLES, TOKENS, WORDS, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+)
 LABELS = torch.tensor(
     [[0, IGNORE_INDEX, 33, 34, 66], [IGNORE_INDEX, 22, 23, 44, 45]]
 )  # at the borders of 2 and 3 parts
@@ -32,7 +34,7 @@ WEIGHTS = torch.tensor([[0.5, float("nan"), 0.0, 2.0, 1.0], [3.0, 0.25, 1.0, 1.0
 BATCHES = {"labels": {"labels": LABELS}, "weights": {"labels": LABELS, "loss_weights": WEIGHTS}}
 
 
-def words_of(world: World) -> VocabShard:
+def vocab_range_of(world: World) -> VocabShard:
     group = world.group(("tp",))
     each, more = divmod(WORDS, group.size)
     first = group.index * each + min(group.index, more)
@@ -47,7 +49,7 @@ def taken(
     world: World, loss: Loss, batch: dict[str, torch.Tensor], given: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The total, and the gradient of this rank's logits."""
-    words = words_of(world)
+    words = vocab_range_of(world)
     mine = given[..., words.start : words.start + words.size].clone().requires_grad_()
     assert loss.vocab_parallel is not None
     total = loss.vocab_parallel.total(mine, batch, words)
@@ -59,7 +61,7 @@ def taken(
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_it_equals_the_loss_on_all_words(
+def test_it_equals_the_loss_on_the_whole_vocabulary(
     ranks: int, smoothing: float, batch: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 100)  # a few tokens at a time
@@ -83,7 +85,7 @@ def test_smoothing_is_torchs():
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.5])
-def test_a_smoothing_that_is_none_is_refused(smoothing: float):
+def test_an_invalid_label_smoothing_is_refused(smoothing: float):
     with pytest.raises(PlanError, match=rf"label_smoothing = {smoothing}\n.*from 0, the label alone, to 1"):
         token_cross_entropy(smoothing)
 
@@ -100,13 +102,13 @@ def test_half_precision_is_summed_in_float32_and_its_gradient_is_half():
 
 
 @pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 2), (0.1, 3)])
-def test_ranks_tell_a_few_numbers_per_token_once(smoothing: float, numbers: int):
+def test_ranks_send_a_few_numbers_per_token_once(smoothing: float, numbers: int):
     def issued(world: World) -> list[tuple[str, int]]:
         world.ledger.is_recording = True
         taken(world, token_cross_entropy(smoothing), {"labels": LABELS}, LOGITS)
         return [(entry.collective, entry.nbytes) for entry in world.ledger.entries]
 
-    assert run_on_threads(issued, Mesh(tp=3)) == [[("all_gather", numbers * ROWS * TOKENS * 8)]] * 3
+    assert run_on_threads(issued, Mesh(tp=3)) == [[("all_gather", numbers * NUM_SAMPLES * TOKENS * 8)]] * 3
 
 
 def test_tokens_that_do_not_count_do_no_harm():
@@ -130,7 +132,7 @@ def test_huge_logits_do_not_overflow():
 
 
 @pytest.mark.parametrize("label", [WORDS, -1])
-def test_a_label_that_is_no_word_is_refused(label: int):
+def test_a_label_outside_of_the_vocabulary_is_refused(label: int):
     labels = LABELS.clone()
     labels[0, 0] = label
     with pytest.raises(PlanError, match=r"labels from .* the model has 67 tokens, numbered from 0"):
@@ -166,7 +168,7 @@ def test_a_forward_makes_no_second_copy_of_the_logits(monkeypatch: pytest.Monkey
     assert made.numel <= 100, f"{made.numel} elements, of {mine.numel()} in the logits"
 
 
-def test_one_piece_is_there_at_a_time_beside_the_logits_and_their_gradient(monkeypatch: pytest.MonkeyPatch):
+def test_one_chunk_exists_at_a_time_beside_the_logits_and_their_gradient(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pieces, "MAX_CHUNK_NUMEL", 67 * 100)
     mine = torch.randn(400, 67, requires_grad=True)
     with PeakLive([mine]) as live:

@@ -1,4 +1,6 @@
-"""The loss of a step is a sum over what counts; the engine owns the division."""
+"""The loss of a step is a sum over tokens or samples that count; the engine divides by their global
+number.
+"""
 
 import pytest
 import torch
@@ -9,8 +11,8 @@ from transformers.modeling_outputs import CausalLMOutput
 import meshwright as mw
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, get_logits, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
-from tests.engine.one_device import pair, part
-from tests.tiny_model import case_of, plan_of, reading_of, rows, tiny_job, verdict_of
+from tests.engine.one_device import pair, sample_range
+from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples, verdict_of
 
 LOGITS = torch.linspace(-2, 2, 2 * 3 * 5, dtype=torch.float64).view(2, 3, 5)
 LABELS = torch.tensor([[1, IGNORE_INDEX, 4], [IGNORE_INDEX, IGNORE_INDEX, 0]])
@@ -64,7 +66,7 @@ def test_weights_of_one_change_nothing():
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("weights", "message"),
     [
         (
             torch.ones(2),
@@ -75,8 +77,8 @@ def test_weights_of_one_change_nothing():
     ],
     ids=["shape", "negative", "infinite"],
 )
-def test_weights_that_cannot_be_are_refused(weights: torch.Tensor, said: str):
-    with pytest.raises(PlanError, match=said):
+def test_invalid_weights_are_refused(weights: torch.Tensor, message: str):
+    with pytest.raises(PlanError, match=message):
         token_cross_entropy().count_weight_and_tokens({"labels": LABELS, "loss_weights": weights})
 
 
@@ -88,10 +90,10 @@ def test_a_key_that_the_batch_lacks_is_named():
         token_cross_entropy().count_weight_and_tokens({"x": LABELS})
 
 
-def weighted_rows(count: int) -> dict[str, torch.Tensor]:
+def weighted_samples(count: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     return {
-        **rows(count),
+        **token_samples(count),
         "loss_weights": 0.1 * torch.rand(count, 5, generator=generator, dtype=torch.float64),
     }
 
@@ -99,15 +101,15 @@ def weighted_rows(count: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_weighted_tokens_equal_one_device_on_any_ranks(micro_batch: int):
     """The weights of a step add up to less than 1: a count that is no whole number is divided by as it is."""
-    reading, data = reading_of(), weighted_rows(24)
+    analyzed, data = analyzed_model(), weighted_samples(24)
     data["loss_weights"][:12] *= 0.01
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3, micro_batch=micro_batch), data), steps=2)
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, micro_batch=micro_batch), data), steps=2)
     assert verdict.passed, str(verdict)
     done = pair()
     optimizer = torch.optim.SGD(done.model.parameters(), lr=0.1, foreach=False)
     for first in (0, 12):
-        some = part(data, first, first + 12)
-        metrics = done.player.step(some)
+        some = sample_range(data, first, first + 12)
+        metrics = done.executor.step(some)
         total = done.loss.total(done.model(some["input_ids"]), some) / done.loss.count(some)
         optimizer.zero_grad()
         total.backward()
@@ -138,16 +140,16 @@ def squared_error() -> Loss:
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_a_loss_of_ones_own_that_counts_rows_equals_one_device(micro_batch: int):
+def test_a_custom_loss_that_counts_samples_equals_one_device(micro_batch: int):
     generator = torch.Generator().manual_seed(2)
     data = {"x": torch.randn(17, 4, generator=generator), "y": torch.randn(17, 2, generator=generator)}
-    reading = mw.analyze(Regression(), data, loss=squared_error())
-    plan = mw.make_plan(reading, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=micro_batch)
-    batches = [part(data, 0, 12), part(data, 12, 17)]
-    verdict = mw.verify(reading, plan, batches, loss=squared_error())
+    analyzed = mw.analyze(Regression(), data, loss=squared_error())
+    plan = mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=micro_batch)
+    batches = [sample_range(data, 0, 12), sample_range(data, 12, 17)]
+    verdict = mw.verify(analyzed, plan, batches, loss=squared_error())
     assert verdict.passed, str(verdict)
     with mw.parallelize(
-        Regression(), mw.make_plan(reading, tiny_job()), loss=squared_error(), example=data
+        Regression(), mw.make_plan(analyzed, tiny_job()), loss=squared_error(), example=data
     ) as engine:
         metrics = engine.step({key: value.double() for key, value in batches[1].items()})
         assert metrics.tokens == 5

@@ -1,6 +1,4 @@
-"""Mixed precision on one device: bytes and dtypes by role, masters that keep small steps, and the loss scale
-of float16.
-"""
+"""Mixed precision on one device: bytes and dtypes by role, master weights, and the loss scale of float16."""
 
 from dataclasses import replace
 from math import inf
@@ -21,13 +19,13 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.run.training.engine import Trainer
 from tests.engine.one_device import bits, job_of
-from tests.tiny_model import reading_of, rows
+from tests.tiny_model import analyzed_model, token_samples
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 AUTOCAST = [PrecisionConfig(compute="bfloat16"), PrecisionConfig(compute="float16")]
 ADAMW = OptimizerConfig(lr=0.01)
-READING = reading_of()
+ANALYZED = analyzed_model()
 CPU = torch.device("cpu")
 
 
@@ -39,11 +37,11 @@ def engine_of(
 ) -> Trainer:
     """One device."""
     job: Job = job_of(precision=precision, optimizer=optimizer, **parts)
-    return parallelize(READING, make_plan(READING, job), optimizer=made)
+    return parallelize(ANALYZED, make_plan(ANALYZED, job), optimizer=made)
 
 
 def trained(engine: Trainer, steps: int) -> list[Metrics]:
-    return [engine.step(rows(12)) for _ in range(steps)]
+    return [engine.step(token_samples(12)) for _ in range(steps)]
 
 
 def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
@@ -70,9 +68,9 @@ def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
 def test_every_parameter_takes_two_and_two_and_twelve_bytes(
     precision: PrecisionConfig, parameters: int, gradients: int, master: int, optimizer_states: int
 ):
-    engine, numel = engine_of(precision), READING.model_spec.numel
-    engine.step(rows(12))
-    sizes, counters = engine.executor.memory_by_category(), 4 * len(READING.model_spec.params)
+    engine, numel = engine_of(precision), ANALYZED.model_spec.numel
+    engine.step(token_samples(12))
+    sizes, counters = engine.executor.memory_by_category(), 4 * len(ANALYZED.model_spec.params)
     assert sizes["parameters"] == parameters * numel
     assert sizes["gradients"] == gradients * numel
     assert sizes.get("master", 0) == master * numel
@@ -90,7 +88,7 @@ def test_live_tensors_have_the_dtypes_that_the_plan_says(precision: PrecisionCon
     engine, seen = engine_of(precision), set()
     for parameter in engine.module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: seen.add(p.grad.dtype))
-    engine.step(rows(12))
+    engine.step(token_samples(12))
     roles = {role: getattr(torch, dtype) for role, dtype in precision.roles.items()}
     assert {parameter.dtype for parameter in engine.module.parameters()} == {roles["parameters"]}
     assert seen == {roles["gradients"]}
@@ -115,31 +113,31 @@ def test_a_tensor_of_another_dtype_than_planned_is_noticed():
         check_dtypes_match_plan(engine.plan, [("parameters", "head.bias", engine.module.head.bias)])
 
 
-def test_a_master_begins_with_the_value_before_rounding_and_the_weight_is_the_master_rounded():
+def test_a_master_weight_starts_unrounded_and_the_parameter_is_its_rounded_value():
     engine = engine_of(MIXED)
     for step in range(3):
         for name, master in model_of(engine).items():
             if not step:
-                assert torch.equal(master, READING.deferred_init.initial_value(name, torch.float32))
+                assert torch.equal(master, ANALYZED.deferred_init.initial_value(name, torch.float32))
             assert torch.equal(engine.module.get_parameter(name), master.bfloat16())
-        engine.step(rows(12))
+        engine.step(token_samples(12))
 
 
 @pytest.mark.parametrize(
     "optimizer", [ADAMW, OptimizerConfig("sgd", lr=0.1, momentum=0.9)], ids=lambda each: each.name
 )
 @pytest.mark.parametrize("clip", [0.0, 0.05])
-def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, clip: float):
+def test_it_equals_an_ordinary_mixed_precision_loop(optimizer: OptimizerConfig, clip: float):
     job = job_of(precision=MIXED, optimizer=replace(optimizer, weight_decay=0.0), clip=clip)
-    engine = parallelize(READING, make_plan(READING, job))
-    twin = parallelize(READING, make_plan(READING, job))
+    engine = parallelize(ANALYZED, make_plan(ANALYZED, job))
+    twin = parallelize(ANALYZED, make_plan(ANALYZED, job))
     module, masters = twin.module, {n: m.clone().requires_grad_() for n, m in model_of(twin).items()}
     twin.close()
     make = torch.optim.AdamW if optimizer.name == "adamw" else torch.optim.SGD
     words = {"betas": optimizer.betas} if optimizer.name == "adamw" else {"momentum": 0.9}
     alone = make(list(masters.values()), lr=optimizer.lr, weight_decay=0.0, fused=True, **words)
     for _ in range(3):
-        batch = rows(12)
+        batch = token_samples(12)
         metrics = engine.step(batch)
         module.zero_grad()
         logits = module(batch["input_ids"]).float()
@@ -160,7 +158,7 @@ def test_it_is_the_loop_that_anybody_would_write(optimizer: OptimizerConfig, cli
         torch.testing.assert_close(master, masters[name].detach(), rtol=0, atol=3e-3)
 
 
-def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
+def test_small_updates_accumulate_in_master_weights_and_are_lost_without():
     tiny = OptimizerConfig("sgd", lr=2e-4, weight_decay=0.0)
     pure, mixed, full = (
         engine_of(each, tiny, steps=100) for each in (replace(MIXED, master=""), MIXED, PrecisionConfig())
@@ -168,8 +166,8 @@ def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
     first = model_of(full)
     for engine in (pure, mixed, full):
         trained(engine, 100)
-    wanted = {name: value - first[name] for name, value in model_of(full).items()}
-    scale = sum(each.square().sum() for each in wanted.values())
+    expected = {name: value - first[name] for name, value in model_of(full).items()}
+    scale = sum(each.square().sum() for each in expected.values())
 
     def missed(engine: Trainer) -> float:
         moved = {name: value.float() - first[name] for name, value in model_of(engine).items()}
@@ -178,7 +176,7 @@ def test_small_steps_add_up_in_a_master_and_are_lost_without_one():
                 name: value.float() - first[name].bfloat16().float()
                 for name, value in model_of(engine).items()
             }
-        return float(sum((moved[name] - wanted[name]).square().sum() for name in wanted) / scale)
+        return float(sum((moved[name] - expected[name]).square().sum() for name in expected) / scale)
 
     assert missed(mixed) < 0.01
     assert missed(pure) > 0.1
@@ -191,7 +189,7 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision
         OptimizerConfig("sgd", lr=1e-3, weight_decay=0.0),
     )
     before, left_out = model_of(engine), 0
-    while (metrics := engine.step(rows(12))).overflow:
+    while (metrics := engine.step(token_samples(12))).overflow:
         left_out += 1
         assert metrics.is_skipped
         assert metrics.spike is None
@@ -200,7 +198,7 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_a_window(precision
     assert 10 < left_out < 30
     assert metrics.loss_scale == 2.0 ** (40 - left_out)
     assert bits(model_of(engine)) != bits(before)
-    said = [engine.step(rows(12)).loss_scale for _ in range(3)]
+    said = [engine.step(token_samples(12)).loss_scale for _ in range(3)]
     assert 2.0 ** (41 - left_out) in said
 
 
@@ -210,29 +208,29 @@ def test_a_scaled_loss_trains_the_same(precision: PrecisionConfig, clip: float):
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=0.0)
     half, full = (engine_of(each, sgd, clip=clip) for each in (precision, PrecisionConfig()))
     first = model_of(full)
-    for mine, wanted in zip(trained(half, 5), trained(full, 5), strict=True):
+    for mine, expected in zip(trained(half, 5), trained(full, 5), strict=True):
         assert not mine.overflow
-        assert mine.loss == pytest.approx(wanted.loss, rel=2e-3)
-        assert mine.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
+        assert mine.loss == pytest.approx(expected.loss, rel=2e-3)
+        assert mine.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
     for name, value in model_of(full).items():
         moved = (value - first[name]).norm()
         assert (model_of(half)[name] - value).norm() < 0.02 * moved + 1e-6, name
 
 
 @pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-def test_unscaled_gradients_come_from_the_player(compute: str):
+def test_unscaled_gradients_come_from_the_executor(compute: str):
     found = []
     for precision in (PrecisionConfig(compute=compute), PrecisionConfig()):
         engine = engine_of(precision)
         engine.executor._actions.update.step = lambda engine=engine: found.append(
             engine.executor.gather_gradients()
         )
-        engine.step(rows(12))
+        engine.step(token_samples(12))
     for name, gradient in found[1].items():
         torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
 
 
-def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
+def test_a_custom_optimizer_steps_once_with_unscaled_gradients():
     calls = []
 
     class Counting(torch.optim.SGD):
@@ -257,12 +255,12 @@ def test_an_optimizer_of_the_caller_steps_once_and_is_divided_for():
 def test_an_overflow_is_counted_apart_from_what_the_guard_judges():
     guard = LossGuard("skip", factor=0.0)
     engine = engine_of(replace(HALF, loss_scale=2.0**40), guard=guard)
-    metrics = engine.step(rows(12))
+    metrics = engine.step(token_samples(12))
     assert (metrics.overflow, metrics.spike, metrics.loss_scale) == (True, None, 2.0**39)
     engine = engine_of(HALF, guard=guard)
     with torch.no_grad():
         engine.module.head.bias[0] = inf
-    metrics = engine.step(rows(12))
+    metrics = engine.step(token_samples(12))
     assert not metrics.overflow
     assert metrics.spike is not None
     assert metrics.loss_scale == 65536.0  # a forward that is not finite says nothing about the scale
@@ -287,7 +285,7 @@ def test_a_resumed_run_repeats_the_one_that_went_on(precision: PrecisionConfig):
     assert bits(again.executor.state_dict()) == bits(engine.executor.state_dict())
 
 
-def test_masters_made_again_from_rounded_weights_are_noticed():
+def test_master_weights_recreated_from_rounded_weights_are_noticed():
     engine, again = engine_of(MIXED), engine_of(MIXED)
     trained(engine, 3)
     saved = {name: tensor.clone() for name, tensor in engine.executor.state_dict().items()}
@@ -321,9 +319,9 @@ def test_a_run_goes_on_in_other_dtypes(then: PrecisionConfig, now: PrecisionConf
 
 def test_a_norm_of_half_types_does_not_overflow():
     grads = [torch.full((100,), 3e4, dtype=torch.float16), torch.full((7,), 1.0, dtype=torch.bfloat16)]
-    wanted = torch.cat([each.double() for each in grads]).norm().item()
-    assert total_norm(grads).item() == pytest.approx(wanted, rel=1e-6)
-    assert total_norm([each.double() for each in grads]).item() == wanted
+    expected = torch.cat([each.double() for each in grads]).norm().item()
+    assert total_norm(grads).item() == pytest.approx(expected, rel=1e-6)
+    assert total_norm([each.double() for each in grads]).item() == expected
 
 
 def test_a_device_that_cannot_multiply_in_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):

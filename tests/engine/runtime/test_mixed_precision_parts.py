@@ -1,5 +1,5 @@
-"""float16 where layers lie on several ranks: an overflow in one part leaves the step out on all ranks, and
-all move the scale.
+"""float16 with pipeline stages: an overflow in one stage skips the step on all ranks, and all change the loss
+scale.
 """
 
 from math import inf
@@ -19,13 +19,13 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 AUTOCAST = PrecisionConfig(compute="float16", loss_scale=1024.0)
 HALF = PrecisionConfig("float16", "float16", "float32", master="float32", loss_scale=1024.0)
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),)),
-    "three parts": (Mesh(pp=3), (Pipeline(),)),
+    "two stages": (Mesh(pp=2), (Pipeline(),)),
+    "three stages": (Mesh(pp=3), (Pipeline(),)),
     "shards": (Mesh(pp=2, dp_shard=2), (Pipeline(), BatchSplit(axis="dp_shard"), ZeRO())),
 }
 
@@ -42,10 +42,10 @@ def steps(
         optimizer=OptimizerConfig("sgd", lr=0.1, weight_decay=0.0),
         guard=guard or LossGuard("off"),
     )
-    plan = make_plan(reading_of(), job, mesh, strategies, 2)
+    plan = make_plan(analyzed_model(), job, mesh, strategies, 2)
 
     def rank(world: World) -> tuple[list[Metrics], list[bool]]:
-        with parallelize(reading_of(), plan, world=world) as engine:
+        with parallelize(analyzed_model(), plan, world=world) as engine:
             found, moved = list[Metrics](), list[bool]()
             square, store = FlatParams.compute_sqnorm, engine.executor.flat_params
 
@@ -61,7 +61,7 @@ def steps(
             store.compute_sqnorm = planting
             for _ in range(3):
                 before = bits(engine.executor.gather_parameters())
-                found.append(engine.step(engine.local_batch(rows(12))))
+                found.append(engine.step(engine.local_batch(token_samples(12))))
                 moved.append(before != bits(engine.executor.gather_parameters()))
             return found, moved
 
@@ -70,11 +70,9 @@ def steps(
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
 @pytest.mark.parametrize(
-    ("layout", "planted"), [("two parts", 0), ("two parts", 1), ("three parts", 1), ("shards", 3)]
+    ("layout", "planted"), [("two stages", 0), ("two stages", 1), ("three stages", 1), ("shards", 3)]
 )
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
-    layout: str, planted: int, precision: PrecisionConfig
-):
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, planted: int, precision: PrecisionConfig):
     found = steps(precision, layout, planted)
     for metrics, moved in found:
         assert [each.overflow for each in metrics] == [False, True, False]
@@ -85,22 +83,22 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(
 
 @pytest.mark.parametrize("precision", [AUTOCAST, HALF], ids=["autocast", "half"])
 def test_without_one_it_trains_as_one_device_does(precision: PrecisionConfig):
-    ((wanted, _),) = steps(precision, "")
-    for metrics, moved in steps(precision, "three parts"):
+    ((expected, _),) = steps(precision, "")
+    for metrics, moved in steps(precision, "three stages"):
         assert all(moved)
-        assert [each.loss for each in metrics] == pytest.approx([each.loss for each in wanted], rel=2e-3)
+        assert [each.loss for each in metrics] == pytest.approx([each.loss for each in expected], rel=2e-3)
         assert [each.grad_norm for each in metrics] == pytest.approx(
-            [each.grad_norm for each in wanted], rel=1e-2
+            [each.grad_norm for each in expected], rel=1e-2
         )
 
 
 def test_the_guard_leaves_an_overflow_to_the_scale():
-    for metrics, _ in steps(AUTOCAST, "two parts", 0, LossGuard("skip", factor=0.0)):
+    for metrics, _ in steps(AUTOCAST, "two stages", 0, LossGuard("skip", factor=0.0)):
         assert [each.spike for each in metrics] == [None] * 3
         assert [each.overflow for each in metrics] == [False, True, False]
 
 
-def test_ranks_that_judge_by_their_own_gradients_alone_are_noticed(monkeypatch):
+def test_ranks_that_check_only_their_own_gradients_are_noticed(monkeypatch):
     def own(self: FlatParams) -> torch.Tensor:
         mine = [
             p.grad for p in self._state.trained_module.trainable_parameters.values() if p.grad is not None
@@ -108,5 +106,5 @@ def test_ranks_that_judge_by_their_own_gradients_alone_are_noticed(monkeypatch):
         return torch.linalg.vector_norm(torch.stack([each.float().norm() for each in mine]))
 
     monkeypatch.setattr(FlatParams, "total_norm", property(own))
-    scales = [metrics[1].loss_scale for metrics, _ in steps(AUTOCAST, "two parts", 0)]
+    scales = [metrics[1].loss_scale for metrics, _ in steps(AUTOCAST, "two stages", 0)]
     assert scales == [512.0, 1024.0]

@@ -1,4 +1,4 @@
-"""Modules compute what strategies put into them, wrapped last, and their own again in the end."""
+"""Patches of module forwards by strategies: wrappers are outermost, and the original forward is restored."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ def one_more(inner: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tenso
     return inner(x) + 1
 
 
-def test_what_wraps_a_module_goes_round_what_fills_it_whatever_came_first():
+def test_a_wrapper_is_outside_of_a_replacement_in_any_order():
     model = nn.Sequential(Twice())
     sockets = ModulePatches(model)
     sockets.wrap_forward("0", one_more)
@@ -29,7 +29,7 @@ def test_what_wraps_a_module_goes_round_what_fills_it_whatever_came_first():
     assert model(torch.ones(())) == 4
 
 
-def test_a_module_gets_back_what_was_its_own():
+def test_a_module_gets_its_original_forward_back():
     model = nn.Sequential(Twice(), Twice())
     model[1].forward = lambda x: 5 * x  # set by its user
     sockets = ModulePatches(model)

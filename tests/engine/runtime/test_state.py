@@ -41,7 +41,7 @@ def test_later_gradients_are_added_in_place():
     assert bucket.buffer.tolist() == [4.0] * 11
 
 
-def test_a_part_can_be_packed_before_the_rest():
+def test_some_gradients_can_be_packed_before_the_rest():
     held = parameters(vector=3.0)
     bucket = GradBucket(held, torch.float32)
     bucket.pack(["vector"])
@@ -59,7 +59,7 @@ def test_a_parameter_without_a_gradient_is_packed_as_zeros():
     assert held["scalar"].grad is not None
 
 
-def test_another_dtype_travels_and_comes_back_by_unpacking():
+def test_another_dtype_is_sent_and_unpacked():
     held = parameters(matrix=1 / 3, vector=1.0)
     bucket = GradBucket(held, torch.bfloat16)
     bucket.pack(SHAPES)

@@ -1,4 +1,4 @@
-"""What one rank has in its hands."""
+"""The state of one rank during a step: parameters, buckets, and what is reset at its end."""
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ def test_the_tensor_of_a_bucket_is_its_buffer_and_that_of_a_parameter_its_gradie
 def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
     state = state_of({"a": nn.Parameter(torch.ones(2))})
     for _ in range(2):
-        rows = {"x": torch.zeros(2)}
-        state.begin_step([rows], 1)
+        samples = {"x": torch.zeros(2)}
+        state.begin_step([samples], 1)
         assert (
             state.microbatches,
             state.num_real_microbatches,
@@ -42,7 +42,7 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
             state.final_glue,
             state.works,
         ) == (
-            [rows],
+            [samples],
             1,
             {},
             {},
@@ -50,7 +50,7 @@ def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
         )
         assert state.loss_sum.item() == 0
         state.forward_passes[0], state.final_glue[0] = (
-            ForwardPass(lambda visit: None),
+            ForwardPass(lambda block_call: None),
             (None, BlockCall("(outputs)")),
         )
         state.loss_sum += 3

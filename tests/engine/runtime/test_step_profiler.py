@@ -1,6 +1,4 @@
-"""What a watched step tells: every action once, on its lane, inside the step; and that the step is the same
-one.
-"""
+"""Spans of a profiled step: every action once, on its stream, inside the step; the step computes the same."""
 
 from dataclasses import replace
 
@@ -24,9 +22,9 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
-READING = reading_of()
+ANALYZED = analyzed_model()
 CPU = torch.device("cpu")
 
 
@@ -34,14 +32,14 @@ def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
     """The spans of the second step on each rank, and the metrics of two steps."""
 
     def rank(world):
-        player, feed, watch = (
-            player_of(READING, plan, world),
-            open_feed(ExampleDataset(rows()), plan, world.rank),
+        executor, feed, watch = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
             StepProfiler(world.device),
         )
-        metrics = [player.step(feed.batch(0)), player.step(feed.batch(1), profiler=watch)]
-        metrics.append(player.step(feed.batch(2)))
-        player.close()
+        metrics = [executor.step(feed.batch(0)), executor.step(feed.batch(1), profiler=watch)]
+        metrics.append(executor.step(feed.batch(2)))
+        executor.close()
         return watch.spans(), metrics
 
     return run_on_threads(rank, plan.mesh)
@@ -49,7 +47,7 @@ def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
 
 @pytest.fixture(scope="module", params=[1, 3])
 def plan(request) -> Plan:
-    return plan_of(READING, request.param, micro_batch=2)
+    return plan_of(ANALYZED, request.param, micro_batch=2)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +55,14 @@ def spans(plan) -> list[ProfilerSpan]:
     return seen(plan)[-1][0]
 
 
-def test_every_action_of_the_list_is_seen_once_on_its_lane(plan, spans):
+def test_every_action_of_the_program_is_recorded_once_on_its_stream(plan, spans):
     told = [(span.name, span.stream, span.action) for span in spans if span.kind not in (GLUE, ISSUE, WAIT)]
     assert sorted(told, key=str) == sorted(
         ((a.name, a.stream, a) for a in plan.program.actions(FIRST_ROLE)), key=str
     )
 
 
-def test_spans_of_the_compute_lane_are_nested_or_apart(spans):
+def test_spans_of_the_compute_stream_are_nested_or_disjoint(spans):
     lane = [span for span in spans if span.stream == "compute"]
     assert all(span.begin <= span.end for span in spans)
     for one in lane:
@@ -86,7 +84,7 @@ def test_forwards_lie_inside_the_models_own_forward(plan, spans):
             assert around.begin <= span.begin <= span.end <= around.end
 
 
-def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_the_wire(plan, spans):
+def test_a_wait_of_the_compute_stream_ends_no_earlier_than_the_message(plan, spans):
     waits = [span for span in spans if span.kind == WAIT]
     sent = [action.name for action in plan.program.actions(FIRST_ROLE) if action.transfer is not None]
     assert sorted(span.name for span in waits) == sorted(f"wait {name}" for name in sent)
@@ -94,10 +92,13 @@ def test_what_the_compute_lane_waits_for_is_seen_once_and_ends_no_earlier_than_t
     assert all(ends[span.name.removeprefix("wait ")] <= span.end for span in waits)
 
 
-def test_a_watched_step_computes_what_an_unwatched_one_does(plan):
+def test_a_profiled_step_computes_the_same(plan):
     def unwatched(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
-        return [player.step(feed.batch(step)) for step in range(3)]
+        executor, feed = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
+        return [executor.step(feed.batch(step)) for step in range(3)]
 
     assert [metrics for _, metrics in seen(plan)] == run_on_threads(unwatched, plan.mesh)
 
@@ -128,22 +129,25 @@ def test_a_span_that_never_ends_is_left_out():
 
 
 def test_sizes_are_those_of_the_tensors():
-    plan = plan_of(READING, 3)
+    plan = plan_of(ANALYZED, 3)
 
     def rank(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
-        before = player.memory_by_category()
-        player.step(feed.batch(0))
-        return before, player.memory_by_category()
+        executor, feed = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
+        before = executor.memory_by_category()
+        executor.step(feed.batch(0))
+        return before, executor.memory_by_category()
 
     (before, after), *_ = run_on_threads(rank, plan.mesh)
-    nbytes = READING.model_spec.numel * 8
+    nbytes = ANALYZED.model_spec.numel * 8
     assert before == {"parameters": nbytes, "gradients": nbytes, "optimizer_states": 0, "buckets": 0}
     # momentum
     assert after == {"parameters": nbytes, "gradients": 0, "optimizer_states": nbytes, "buckets": nbytes}
-    alone = plan_of(READING, 1, job=replace(plan.job))
+    alone = plan_of(ANALYZED, 1, job=replace(plan.job))
     assert (
-        run_on_threads(lambda world: player_of(READING, alone, world).memory_by_category(), alone.mesh)[0][
+        run_on_threads(lambda world: executor_of(ANALYZED, alone, world).memory_by_category(), alone.mesh)[0][
             "gradients"
         ]
         == nbytes
@@ -151,7 +155,7 @@ def test_sizes_are_those_of_the_tensors():
 
 
 def test_messages_between_ranks_have_streams_of_their_own_and_are_awaited_before_they_are_needed():
-    plan = make_plan(READING, tiny_job(), Mesh(pp=2), (Pipeline(),), 4)
+    plan = make_plan(ANALYZED, tiny_job(), Mesh(pp=2), (Pipeline(),), 4)
     both = seen(plan)
     for rank, (spans, _) in enumerate(both):
         told = sorted((span.name, span.stream) for span in spans if span.action is not None)

@@ -1,4 +1,4 @@
-"""The loop that plays a rank's list: its order, what it saves and restores, and what it leaves behind."""
+"""The executor of a rank's program: order, saved and restored state, and what a step leaves behind."""
 
 import copy
 import gc
@@ -21,10 +21,10 @@ from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, ScheduleCo
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import Custom, bits, job_of, pair, part
-from tests.tiny_model import Tiny, rows
+from tests.engine.one_device import Custom, bits, job_of, pair, sample_range
+from tests.tiny_model import Tiny, token_samples
 
-BATCH = rows(12)
+BATCH = token_samples(12)
 
 
 def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
@@ -33,13 +33,13 @@ def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
     return model.head(x)
 
 
-def test_metrics_say_what_the_step_did():
+def test_metrics_describe_the_step():
     job = job_of(
         steps=10, schedule=ScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5)
     )
     done = pair(job=job, micro_batch=4)
-    first, second = (done.player.step(BATCH) for _ in range(2))
-    assert (first.step, second.step, done.player.steps_done) == (1, 2, 2)
+    first, second = (done.executor.step(BATCH) for _ in range(2))
+    assert (first.step, second.step, done.executor.steps_done) == (1, 2, 2)
     assert (first.lr, second.lr) == (0.25, 0.5)
     assert first.tokens == second.tokens == (BATCH["labels"] != -100).sum()
     assert (first.stop_requested, first.is_skipped) == (False, False)
@@ -51,21 +51,22 @@ def test_every_group_follows_the_schedule_from_its_own_rate():
     done = pair(job=job, optimizer=lambda groups: torch.optim.SGD([{**groups[0], "lr": 0.4}, *groups[1:]]))
     rates = []
     for _ in range(4):
-        done.player.step(BATCH)
-        rates.append([group["lr"] for group in done.player.optimizers[0].param_groups])
+        done.executor.step(BATCH)
+        rates.append([group["lr"] for group in done.executor.optimizers[0].param_groups])
     assert [pytest.approx(rate) for rate in rates] == [[0.3], [0.2], [0.1], [0.0]]
 
 
-def test_one_rank_that_asks_to_stop_is_heard_by_all():
-    reading = analyze(Tiny, rows(2))
-    plan = make_plan(reading, job_of(), Mesh(dp_replicate=3))
+def test_a_stop_request_of_one_rank_reaches_all():
+    analyzed = analyze(Tiny, token_samples(2))
+    plan = make_plan(analyzed, job_of(), Mesh(dp_replicate=3))
 
     def play(world) -> list[Metrics]:
-        subject = make_trained_module(reading, world.device, torch.float64)
-        player = Executor(plan, RankState(subject, world, token_cross_entropy()))
-        mine = part(BATCH, 4 * world.rank, 4 * world.rank + 4)
+        subject = make_trained_module(analyzed, world.device, torch.float64)
+        executor = Executor(plan, RankState(subject, world, token_cross_entropy()))
+        mine = sample_range(BATCH, 4 * world.rank, 4 * world.rank + 4)
         return [
-            player.step(None if world.rank == 2 else mine, stop=step == world.rank == 1) for step in range(3)
+            executor.step(None if world.rank == 2 else mine, stop=step == world.rank == 1)
+            for step in range(3)
         ]
 
     played = run_on_threads(play, plan.mesh)
@@ -73,19 +74,19 @@ def test_one_rank_that_asks_to_stop_is_heard_by_all():
     assert played[0] == played[1] == played[2]
 
 
-def test_a_step_with_too_many_or_unequal_rows_is_refused():
+def test_a_step_with_too_many_or_unequal_samples_is_refused():
     done = pair(micro_batch=4)
     with pytest.raises(
         ValueError,
         match=r"13 samples and this rank takes 12 in a step; pass at most that many, or raise train\.batch",
     ):
-        done.player.step(rows(13))
+        done.executor.step(token_samples(13))
     needed = "the batch holds input_ids 12, labels 11; needed are as many samples in every tensor"
     with pytest.raises(ValueError, match=needed):
-        done.player.step({**BATCH, "labels": BATCH["labels"][:11]})
+        done.executor.step({**BATCH, "labels": BATCH["labels"][:11]})
     with pytest.raises(ValueError, match=r"the batch holds no tensors(?s:.*)pass None when"):
-        done.player.step({})
-    assert done.player.steps_done == 0
+        done.executor.step({})
+    assert done.executor.steps_done == 0
 
 
 def reordered(order: Callable[[torch.Tensor], list[int]]) -> type[Custom]:
@@ -102,7 +103,7 @@ def reordered(order: Callable[[torch.Tensor], list[int]]) -> type[Custom]:
 def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order():
     build = reordered(lambda ids: [0, 1, 2] if len(ids) == 3 else [0, 2, 1])
     with pytest.raises(PlanError) as caught:
-        pair(lambda: build(chain)).player.step(BATCH)
+        pair(lambda: build(chain)).executor.step(BATCH)
     assert (
         "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 "
         "layers.2 head" in str(caught.value)
@@ -117,24 +118,24 @@ def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often
     with pytest.raises(
         PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"
     ):
-        pair(lambda: more(chain)).player.step(BATCH)
+        pair(lambda: more(chain)).executor.step(BATCH)
     less = reordered(lambda ids: [0, 0, 1, 2, 2] if len(ids) == 3 else [0, 2])
     done = pair(lambda: less(chain))
-    metrics = done.player.step(BATCH)
+    metrics = done.executor.step(BATCH)
     assert metrics.loss == pytest.approx(
         done.step_alone(torch.optim.SGD(done.model.parameters(), lr=0.1), BATCH)[0], rel=1e-14
     )
     assert done.error < 1e-14
 
 
-def test_an_action_that_nobody_plays_is_refused():
-    reading = analyze(Tiny, rows(2))
-    plan = make_plan(reading, job_of())
+def test_an_action_without_a_handler_is_refused():
+    analyzed = analyze(Tiny, token_samples(2))
+    plan = make_plan(analyzed, job_of())
     strange = replace(
         plan, program=plan.program.edit(lambda actions: [*actions, Action("EVICT"), Action("FETCH")])
     )
     state = RankState(
-        make_trained_module(reading, torch.device("cpu"), torch.float64),
+        make_trained_module(analyzed, torch.device("cpu"), torch.float64),
         single_rank_world(torch.device("cpu")),
         token_cross_entropy(),
     )
@@ -177,10 +178,10 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
         schedule=ScheduleConfig("cosine", warmup=2),
         steps=8,
     )
-    batches = [part(rows(60), 10 * step, 10 * step + 10) for step in range(6)]
+    batches = [sample_range(token_samples(60), 10 * step, 10 * step + 10) for step in range(6)]
 
     def fresh() -> Executor:
-        return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).player
+        return pair(Buffered, job=job, micro_batch=4, optimizer=MAKERS[maker]).executor
 
     straight = fresh()
     expected = [straight.step(batch) for batch in batches]
@@ -200,13 +201,13 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
     }
 
 
-def test_going_back_to_the_beginning_forgets_the_moments():
+def test_resetting_clears_the_optimizer_states():
     job = job_of(optimizer=OptimizerConfig(lr=0.01))
     done = pair(job=job)
-    begin = copy.deepcopy(done.player.state_dict())
-    first = [done.player.step(BATCH) for _ in range(3)]
-    done.player.load_state_dict(begin, 0)
-    assert [done.player.step(BATCH) for _ in range(3)] == first
+    begin = copy.deepcopy(done.executor.state_dict())
+    first = [done.executor.step(BATCH) for _ in range(3)]
+    done.executor.load_state_dict(begin, 0)
+    assert [done.executor.step(BATCH) for _ in range(3)] == first
 
 
 def live() -> tuple[int, int]:
@@ -223,13 +224,13 @@ def live() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("build", [Tiny, lambda: Tiny(p=0.5), lambda: Tiny(tied=True), lambda: Custom(chain)])
-def test_what_is_alive_between_steps_does_not_grow(build: Callable[[], nn.Module]):
+def test_live_memory_between_steps_does_not_grow(build: Callable[[], nn.Module]):
     done = pair(build, job=job_of(optimizer=OptimizerConfig(lr=0.01), clip=0.1), micro_batch=4)
     for _ in range(3):
-        done.player.step(BATCH)
+        done.executor.step(BATCH)
     third = live()
     for _ in range(5):
-        done.player.step(BATCH)
+        done.executor.step(BATCH)
     assert live() == third
     assert all(parameter.grad is None for parameter in done.parameters.values())
 
@@ -244,22 +245,22 @@ def test_activations_and_gradients_are_gone_without_the_garbage_collector():
         return model.head(x)
 
     done = pair(lambda: Custom(keeping), micro_batch=4)
-    done.player.step(BATCH)
+    done.executor.step(BATCH)
     kept.clear()
     gc.disable()
     try:
-        done.player.step(BATCH)
+        done.executor.step(BATCH)
         assert len(kept) == 9
         assert not [ref for ref in kept if ref() is not None]
     finally:
         gc.enable()
 
 
-def test_a_batch_is_let_go_after_its_step():
+def test_a_batch_is_freed_after_its_step():
     done = pair(micro_batch=4)
-    batch = rows(12)
+    batch = token_samples(12)
     kept = [weakref.ref(value.untyped_storage()) for value in batch.values()]
-    done.player.step(batch)
+    done.executor.step(batch)
     del batch
     assert [ref() for ref in kept] == [None, None]
 
@@ -276,20 +277,20 @@ def test_micro_batches_do_not_keep_each_others_activations():
         return model.head(x)
 
     done = pair(lambda: Custom(keeping), micro_batch=3)
-    done.player.step(BATCH)
+    done.executor.step(BATCH)
     kept.clear()
     alive.clear()
-    done.player.step(BATCH)
+    done.executor.step(BATCH)
     assert alive == [0, 0, 0, 0]
 
 
-def test_a_closed_player_leaves_the_module_to_its_owner():
+def test_a_closed_executor_restores_the_users_module():
     done = pair()
-    module = done.player.state.trained_module.module
-    done.player.step(BATCH)
-    done.player.close()
-    done.player.close()
-    blocks = done.player.state.trained_module.blocks.values()
+    module = done.executor.state.trained_module.module
+    done.executor.step(BATCH)
+    done.executor.close()
+    done.executor.close()
+    blocks = done.executor.state.trained_module.blocks.values()
     assert not [
         name for name, inner in module.named_modules() if inner in blocks and "forward" in vars(inner)
     ]
@@ -299,22 +300,22 @@ def test_a_closed_player_leaves_the_module_to_its_owner():
 
 def test_the_module_can_be_evaluated_between_steps():
     done = pair(micro_batch=4)
-    module = done.player.state.trained_module.module
-    done.player.step(BATCH)
+    module = done.executor.state.trained_module.module
+    done.executor.step(BATCH)
     with torch.no_grad():
         before = module.eval()(BATCH["input_ids"])
     module.train()
     assert torch.isfinite(before).all()
     twin = pair(micro_batch=4)
-    twin.player.step(BATCH)
-    assert done.player.step(BATCH) == twin.player.step(BATCH)
+    twin.executor.step(BATCH)
+    assert done.executor.step(BATCH) == twin.executor.step(BATCH)
 
 
-def test_the_graph_is_cut_only_where_the_list_does_something_between_two_backwards():
+def test_the_graph_is_cut_only_where_an_action_is_between_two_backwards():
     whole, cut = pair(), pair(micro_batch=4)
     handed: dict[str, list[bool]] = {"whole": [], "cut": []}
     for name, done in (("whole", whole), ("cut", cut)):
-        first = next(iter(done.player.state.trained_module.blocks.values()))
+        first = next(iter(done.executor.state.trained_module.blocks.values()))
         first.register_forward_hook(lambda block, args, out, seen=handed[name]: seen.append(out.is_leaf))
-        done.player.step(BATCH)
+        done.executor.step(BATCH)
     assert handed == {"whole": [False], "cut": [True] * 3}

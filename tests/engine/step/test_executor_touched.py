@@ -1,4 +1,5 @@
-"""What a strategy may touch of a rank.
+"""The runtime that strategies use on a rank: a tensor shifted inside a block, forward and backward, is booked
+under its action.
 
 A tensor that is shifted within a block, forwards and backwards, is booked so.
 """
@@ -17,7 +18,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.strategy import Handler, Runtime, Strategy
-from tests.tiny_model import TOKENS, WIDTH, case_of, plan_of, reading_of, verdict_of
+from tests.tiny_model import TOKENS, WIDTH, analyzed_model, case_of, plan_of, verdict_of
 
 AXIS, LAYER, RANKS = "dp_replicate", "layers.1", 3
 
@@ -28,15 +29,15 @@ class Round(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, runtime: Runtime, there: int, back: int) -> torch.Tensor:
         ctx.way = runtime, back
-        return travelled(tensor, runtime, there)
+        return shifted_around_ring(tensor, runtime, there)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         runtime, back = ctx.way
-        return travelled(grads[0].contiguous(), runtime, back), None, None, None
+        return shifted_around_ring(grads[0].contiguous(), runtime, back), None, None, None
 
 
-def travelled(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
+def shifted_around_ring(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
     for _ in range(RANKS):
         coming = torch.empty_like(tensor)
         runtime.collectives.shift(coming, tensor, AXIS, offset=by).wait()
@@ -45,7 +46,7 @@ def travelled(tensor: torch.Tensor, runtime: Runtime, by: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Travel(Strategy):
+class ShiftInBlock(Strategy):
     """Has the input of one layer travel `booked` times as the program says, `RANKS` times in truth."""
 
     name = "travel"
@@ -55,8 +56,8 @@ class Travel(Strategy):
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         def change(actions: list[Action]) -> list[Action]:
-            rows = job.train.batch // sharding.mesh.world_size
-            sent = (Transfer("shift", (AXIS,), rows * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
+            samples = job.train.batch // sharding.mesh.world_size
+            sent = (Transfer("shift", (AXIS,), samples * TOKENS * WIDTH * 8, dtype="float64"),) * self.booked
             met = [action.subject == LAYER and action.kind in ("F", "B") for action in actions]
             return [
                 replace(action, inner_transfers=sent) if mine else action
@@ -73,22 +74,22 @@ class Travel(Strategy):
         return {}
 
 
-def plan_with(travel: Travel) -> mw.Plan:
-    return plan_of(reading_of(), RANKS, (BatchSplit(), DDP(), travel))
+def plan_with(travel: ShiftInBlock) -> mw.Plan:
+    return plan_of(analyzed_model(), RANKS, (BatchSplit(), DDP(), travel))
 
 
-def test_what_is_shifted_within_a_block_is_booked_under_its_action():
-    plan = plan_with(Travel())
-    found = mw.trace(reading_of(), plan, range(RANKS))
+def test_a_shift_within_a_block_is_booked_under_its_action():
+    plan = plan_with(ShiftInBlock())
+    found = mw.trace(analyzed_model(), plan, range(RANKS))
     assert found.passed, found
     assert {"F(layers.1, 0)", "B(layers.1, 0)"} <= found.planned_nbytes.keys()
-    verdict = verdict_of(case_of(reading_of(), plan))
+    verdict = verdict_of(case_of(analyzed_model(), plan))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("booked", [RANKS - 1, RANKS + 1])
 def test_one_shift_more_or_less_than_the_program_says_is_named(booked: int):
-    found = mw.trace(reading_of(), plan_with(Travel(booked)), [1])
+    found = mw.trace(analyzed_model(), plan_with(ShiftInBlock(booked)), [1])
     assert not found.passed
     assert any("layers.1" in fault.problem and "shift of" in fault.problem for fault in found.diagnostics), (
         found

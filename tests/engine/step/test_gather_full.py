@@ -1,4 +1,4 @@
-"""What every rank gets of a model whose parts lie on several: weights and buffers as one device has them."""
+"""Gathering the full model from pipeline stages: every rank gets the weights and buffers of one device."""
 
 import pytest
 import torch
@@ -12,19 +12,19 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.forward.test_pipelined_eval import Skips
-from tests.engine.one_device import part
-from tests.tiny_model import Tiny, rows, tiny_job
+from tests.engine.one_device import sample_range
+from tests.tiny_model import Tiny, tiny_job, token_samples
 
-DATA = rows(4)
+DATA = token_samples(4)
 
 
-def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
+def gathered_on_ranks(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
     """Weights and buffers after a step, as each rank tells them."""
-    reading = analyze(Skips, part(DATA, 0, 2))
-    plan = make_plan(reading, tiny_job(batch=4), mesh, (Pipeline(),) if mesh.pp > 1 else (), 4)
+    analyzed = analyze(Skips, sample_range(DATA, 0, 2))
+    plan = make_plan(analyzed, tiny_job(batch=4), mesh, (Pipeline(),) if mesh.pp > 1 else (), 4)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
             return engine.executor.gather_parameters() | gather_full_buffers(
                 plan, engine.executor.state, "TEST"
@@ -34,12 +34,12 @@ def held(mesh: Mesh) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_statistics_of_all_layers_are_told_by_the_rank_that_takes_them(ranks: int):
-    (wanted,) = held(Mesh())
-    assert wanted["layers.3.1.num_batches_tracked"] == 1
-    for found in held(Mesh(pp=ranks)):
-        assert found.keys() == wanted.keys()
-        for name, value in wanted.items():
+def test_statistics_of_a_layer_come_from_the_rank_that_computes_them(ranks: int):
+    (expected,) = gathered_on_ranks(Mesh())
+    assert expected["layers.3.1.num_batches_tracked"] == 1
+    for found in gathered_on_ranks(Mesh(pp=ranks)):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12)
 
 
@@ -52,25 +52,25 @@ def frozen() -> Skips:
 
 
 def test_a_rank_that_trains_nothing_gets_the_gradients_of_the_others():
-    reading = analyze(frozen, part(DATA, 0, 2))
-    plan = make_plan(reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
-    verdict = verify(reading, plan, [DATA] * 2)
+    analyzed = analyze(frozen, sample_range(DATA, 0, 2))
+    plan = make_plan(analyzed, tiny_job(batch=4), Mesh(pp=3), (Pipeline(),), 4)
+    verdict = verify(analyzed, plan, [DATA] * 2)
     assert not plan.for_rank(0).sharding.model_spec.trainable
     assert verdict.passed, verdict
 
 
-def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
+def test_master_and_frozen_weights_are_gathered_in_their_dtypes():
     def made() -> Tiny:
         model = Tiny()
         model.embed.requires_grad_(False)
         return model
 
-    reading = analyze(made, part(DATA, 0, 2))
+    analyzed = analyze(made, sample_range(DATA, 0, 2))
     job = tiny_job(batch=4, precision=PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32"))
-    plan = make_plan(reading, job, Mesh(pp=2), (Pipeline(split_points=("layers.0",)),), 4)
+    plan = make_plan(analyzed, job, Mesh(pp=2), (Pipeline(split_points=("layers.0",)),), 4)
 
     def rank(world: World) -> dict[str, torch.Tensor]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(DATA))
             return engine.executor.gather_parameters(use_masters=True)
 
@@ -79,8 +79,11 @@ def test_masters_and_frozen_weights_are_told_each_in_its_dtype():
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def test_buffers_that_are_not_told_are_noticed(monkeypatch):
+def test_buffers_that_are_not_sent_are_noticed(monkeypatch):
     monkeypatch.setattr(gather_full, "persistent_buffers", lambda module: iter(()))
-    (wanted,) = held(Mesh())
+    (expected,) = gathered_on_ranks(Mesh())
     monkeypatch.undo()
-    assert held(Mesh(pp=2))[0].keys() - wanted.keys() >= {"layers.0.1.running_mean", "layers.3.1.running_var"}
+    assert gathered_on_ranks(Mesh(pp=2))[0].keys() - expected.keys() >= {
+        "layers.0.1.running_mean",
+        "layers.3.1.running_var",
+    }

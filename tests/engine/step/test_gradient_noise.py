@@ -1,5 +1,5 @@
-"""The gradient noise scale: by hand from the gradient of each part, where the noise is known, and what it
-leaves alone.
+"""The gradient noise scale: computed by hand from each microbatch's gradient, on known noise, and without
+effect on training.
 """
 
 import copy
@@ -30,13 +30,22 @@ from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.engine.one_device import bits, job_of, pair, part
-from tests.tiny_model import case_of, first_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.engine.one_device import bits, job_of, pair, sample_range
+from tests.tiny_model import (
+    analyzed_model,
+    case_of,
+    executor_of,
+    first_of,
+    plan_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
 Rows = dict[str, torch.Tensor]
 SMALL_BUCKETS = (BatchSplit(), DDP(bucket_mb=1e-4))
 LOSS = token_cross_entropy()
-READING = reading_of()
+ANALYZED = analyzed_model()
 
 
 def noisy(job: Job) -> Job:
@@ -81,17 +90,20 @@ def averaged(found: Iterable[tuple[float, float]]) -> list[float]:
     return ratios
 
 
-def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Module]]]:
+def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Module]]]:
     """Each rank's metrics, and its model as it was before each step."""
 
     def rank(world: World) -> tuple[list[Metrics], list[nn.Module]]:
-        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+        executor, feed = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
         models, metrics = [], []
         for step in range(steps):
-            models.append(make_trained_module(READING, world.device, torch.float64).module)
-            models[-1].load_state_dict(copy.deepcopy(player.state.trained_module.module.state_dict()))
-            metrics.append(player.step(feed.batch(step)))
-        player.close()
+            models.append(make_trained_module(ANALYZED, world.device, torch.float64).module)
+            models[-1].load_state_dict(copy.deepcopy(executor.state.trained_module.module.state_dict()))
+            metrics.append(executor.step(feed.batch(step)))
+        executor.close()
         return metrics, models
 
     return run_on_threads(rank, plan.mesh)
@@ -100,36 +112,43 @@ def played(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], list[nn.Modu
 @pytest.mark.parametrize("strategies", [None, SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
 def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, micro_batch: int, strategies):
-    plan = plan_of(READING, ranks, strategies, micro_batch, noisy(tiny_job()))
-    outcome = played(plan)
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(ranks)]
+    plan = plan_of(ANALYZED, ranks, strategies, micro_batch, noisy(tiny_job()))
+    outcome = train_and_record(plan)
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)]
     steps = [[feed.batch(step) for feed in feeds] for step in range(4)]
     counts = {LOSS.count(batch).item() for parts in steps for batch in parts}
     assert len(counts) > 1, "the parts must differ in what counts in them"
-    wanted = averaged(by_hand(model, parts, parts) for model, parts in zip(outcome[0][1], steps, strict=True))
+    expected = averaged(
+        by_hand(model, parts, parts) for model, parts in zip(outcome[0][1], steps, strict=True)
+    )
     for metrics, _ in outcome:
-        assert [each.noise_scale for each in metrics] == pytest.approx(wanted, rel=1e-9)
+        assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("micro_batch", [3, 4])
 def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int):
-    plan = plan_of(READING, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
-    ((metrics, models),) = played(plan)
-    feed = open_feed(ExampleDataset(rows()), plan, 0)
+    plan = plan_of(ANALYZED, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
+    ((metrics, models),) = train_and_record(plan)
+    feed = open_feed(ExampleDataset(token_samples()), plan, 0)
     batches = [feed.batch(step) for step in range(4)]
-    found = [by_hand(model, [b], [part(b, 0, micro_batch)]) for model, b in zip(models, batches, strict=True)]
-    wanted = averaged(found)
-    assert [each.noise_scale for each in metrics] == pytest.approx(wanted, rel=1e-9)
+    found = [
+        by_hand(model, [b], [sample_range(b, 0, micro_batch)])
+        for model, b in zip(models, batches, strict=True)
+    ]
+    expected = averaged(found)
+    assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-9)
 
 
 def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cast():
     job = noisy(tiny_job())
     job = replace(job, precision=replace(job.precision, reduce="float32"))
-    (metrics, models), *_ = played(plan_of(READING, 3, job=job), steps=1)
-    feeds = [open_feed(ExampleDataset(rows()), plan_of(READING, 3, job=job), rank) for rank in range(3)]
+    (metrics, models), *_ = train_and_record(plan_of(ANALYZED, 3, job=job), steps=1)
+    feeds = [
+        open_feed(ExampleDataset(token_samples()), plan_of(ANALYZED, 3, job=job), rank) for rank in range(3)
+    ]
     parts = [feed.batch(0) for feed in feeds]
-    (wanted,) = averaged([by_hand(models[0], parts, parts)])
-    assert metrics[0].noise_scale == pytest.approx(wanted, rel=1e-5)
+    (expected,) = averaged([by_hand(models[0], parts, parts)])
+    assert metrics[0].noise_scale == pytest.approx(expected, rel=1e-5)
 
 
 class Shift(nn.Module):
@@ -175,22 +194,22 @@ def test_noise_that_is_known_is_found(
     S on three ranks, 0.04 and 0.32 where one microbatch stands for all three; the bounds are four of them.
     """
     rows_of = {"x": torch.randn(4800, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))}
-    reading = analyze(Shifts, {"x": rows_of["x"][:2]}, loss=HALF_SQUARES)
+    analyzed = analyze(Shifts, {"x": rows_of["x"][:2]}, loss=HALF_SQUARES)
     job = noisy(job_of(steps=400))
     job = replace(job, optimizer=replace(job.optimizer, lr=1e-12))
-    plan = make_plan(reading, job, Mesh(dp_replicate=ranks), None, micro_batch)
+    plan = make_plan(analyzed, job, Mesh(dp_replicate=ranks), None, micro_batch)
 
     def rank(world: World) -> tuple[torch.Tensor, float | None]:
-        player = Executor(
-            plan, RankState(make_trained_module(reading, world.device, torch.float64), world, HALF_SQUARES)
+        executor = Executor(
+            plan, RankState(make_trained_module(analyzed, world.device, torch.float64), world, HALF_SQUARES)
         )
         averages = [torch.zeros(2, dtype=torch.float64)]
         for step in range(400):
-            metrics = player.step(
-                select_local_batch(part(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
+            metrics = executor.step(
+                select_local_batch(sample_range(rows_of, 12 * step, 12 * step + 12), plan, world.rank)
             )
-            averages.append(player.state_dict()["noise/averages"].clone())
-        player.close()
+            averages.append(executor.state_dict()["noise/averages"].clone())
+        executor.close()
         each = [(new - AVERAGE_DECAY * old) / (1 - AVERAGE_DECAY) for old, new in pairwise(averages)]
         return torch.stack(each), metrics.noise_scale
 
@@ -215,7 +234,7 @@ def test_one_size_and_what_is_not_finite_give_no_estimate(small: float, num_smal
     assert estimate_signal_and_noise(small, num_small, big, 4.0) is None
 
 
-def test_a_ratio_that_is_no_batch_size_is_not_told():
+def test_a_ratio_that_is_no_batch_size_is_not_reported():
     assert [
         simple_noise_scale(2.0, 6.0),
         simple_noise_scale(2.0, 0.0),
@@ -225,18 +244,18 @@ def test_a_ratio_that_is_no_batch_size_is_not_told():
     ] == [3.0, 0.0, None, None, None]
 
 
-def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
-    plan = plan_of(READING, 3, job=noisy(tiny_job()))
-    given = [part(rows(uneven=False), 4 * rank, 4 * rank + 4) for rank in range(3)]
+def test_ranks_without_data_do_not_count_and_one_sample_group_gives_no_estimate():
+    plan = plan_of(ANALYZED, 3, job=noisy(tiny_job()))
+    given = [sample_range(token_samples(uneven=False), 4 * rank, 4 * rank + 4) for rank in range(3)]
 
     def rank(world: World) -> tuple[nn.Module, list[torch.Tensor], list[Metrics]]:
-        player = player_of(READING, plan, world)
-        model = copy.deepcopy(make_trained_module(READING, world.device, torch.float64).module)
+        executor = executor_of(ANALYZED, plan, world)
+        model = copy.deepcopy(make_trained_module(ANALYZED, world.device, torch.float64).module)
         metrics, averages = [], []
         for with_data in (2, 1, 0):
-            metrics.append(player.step(given[world.rank] if world.rank < with_data else None))
-            averages.append(player.state_dict()["noise/averages"])
-        player.close()
+            metrics.append(executor.step(given[world.rank] if world.rank < with_data else None))
+            averages.append(executor.state_dict()["noise/averages"])
+        executor.close()
         return model, averages, metrics
 
     for model, averages, metrics in run_on_threads(rank, plan.mesh):
@@ -252,35 +271,38 @@ def test_ranks_without_data_are_no_parts_and_one_part_alone_gives_no_estimate():
 
 def test_a_step_that_the_guard_leaves_out_does_not_enter_the_averages():
     done = pair(job=noisy(job_of(guard=LossGuard("skip", factor=1.02, window=4))), micro_batch=4)
-    data, skipped = rows(), 0
+    data, skipped = token_samples(), 0
     for step in range(8):
-        before = done.player.state_dict()["noise/averages"].clone()
-        metrics = done.player.step(part(data, step, step + 12))
-        assert torch.equal(before, done.player.state_dict()["noise/averages"]) == metrics.is_skipped
+        before = done.executor.state_dict()["noise/averages"].clone()
+        metrics = done.executor.step(sample_range(data, step, step + 12))
+        assert torch.equal(before, done.executor.state_dict()["noise/averages"]) == metrics.is_skipped
         skipped += metrics.is_skipped
     assert 0 < skipped < 8
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(3, 2), (1, 4)])
 @pytest.mark.parametrize("strategies", [SMALL_BUCKETS, (BatchSplit(), NaiveDDP())])
-def test_it_changes_no_number_and_is_proved_as_any_plan(
+def test_it_changes_no_result_and_passes_the_static_checks(
     ranks: int, micro_batch: int, strategies: tuple[Strategy, ...]
 ):
-    reading = reading_of(spare=True)
+    analyzed = analyzed_model(spare=True)
     plain, plan = (
-        plan_of(reading, ranks, strategies, micro_batch, job) for job in (tiny_job(), noisy(tiny_job()))
+        plan_of(analyzed, ranks, strategies, micro_batch, job) for job in (tiny_job(), noisy(tiny_job()))
     )
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
     def rank(world: World, plan: Plan) -> dict[str, bytes]:
-        player, feed = player_of(reading, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
+        executor, feed = (
+            executor_of(analyzed, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
         for step in range(3):
-            player.step(feed.batch(step))
-        player.close()
+            executor.step(feed.batch(step))
+        executor.close()
         return bits(
-            {name: value for name, value in player.state_dict().items() if not name.startswith("noise/")}
+            {name: value for name, value in executor.state_dict().items() if not name.startswith("noise/")}
         )
 
     off, on = (
@@ -290,7 +312,7 @@ def test_it_changes_no_number_and_is_proved_as_any_plan(
 
 
 def test_its_one_message_is_in_the_program_and_is_what_is_sent():
-    plan = plan_of(READING, 3, SMALL_BUCKETS, job=noisy(tiny_job()))
+    plan = plan_of(ANALYZED, 3, SMALL_BUCKETS, job=noisy(tiny_job()))
     (move,) = [
         action.transfer for action in plan.program.actions(FIRST_ROLE) if action.kind == "REDUCE_SQNORM"
     ]
@@ -300,15 +322,15 @@ def test_its_one_message_is_in_the_program_and_is_what_is_sent():
         "float64",
         ("dp_replicate",),
     )
-    found = trace(READING, plan, range(3))
+    found = trace(ANALYZED, plan, range(3))
     assert found.passed, str(found)
     assert found.planned_nbytes["REDUCE_SQNORM()"] == 24
     wrong = replace(move, nbytes=16)
     spoiled = plan.program.edit(
         lambda listed: [replace(a, transfer=wrong) if a.kind == "REDUCE_SQNORM" else a for a in listed]
     )
-    assert not trace(READING, replace(plan, program=spoiled), [0]).passed
-    assert first_of(verdict_of(case_of(READING, replace(plan, program=spoiled))))[1] == "ledger"
+    assert not trace(ANALYZED, replace(plan, program=spoiled), [0]).passed
+    assert first_of(verdict_of(case_of(ANALYZED, replace(plan, program=spoiled))))[1] == "ledger"
 
 
 def test_the_averages_come_back_as_they_were_and_begin_anew_without():
@@ -319,14 +341,14 @@ def test_the_averages_come_back_as_they_were_and_begin_anew_without():
         pair(job=job_of(), micro_batch=4),
     )
     for _ in range(3):
-        first.player.step(rows(12))
-        plain.player.step(rows(12))
-    assert "noise/averages" not in plain.player.state_dict()
-    second.player.load_state_dict(
-        {name: value.clone() for name, value in first.player.state_dict().items()}, 3
+        first.executor.step(token_samples(12))
+        plain.executor.step(token_samples(12))
+    assert "noise/averages" not in plain.executor.state_dict()
+    second.executor.load_state_dict(
+        {name: value.clone() for name, value in first.executor.state_dict().items()}, 3
     )
-    assert first.player.step(rows(12)) == second.player.step(rows(12))
-    second.player.load_state_dict(plain.player.state_dict(), 3)
-    assert second.player.state_dict()["noise/averages"].tolist() == [0.0, 0.0]
-    plain.player.load_state_dict(first.player.state_dict(), 3)
-    assert plain.player.step(rows(12)).noise_scale is None
+    assert first.executor.step(token_samples(12)) == second.executor.step(token_samples(12))
+    second.executor.load_state_dict(plain.executor.state_dict(), 3)
+    assert second.executor.state_dict()["noise/averages"].tolist() == [0.0, 0.0]
+    plain.executor.load_state_dict(first.executor.state_dict(), 3)
+    assert plain.executor.step(token_samples(12)).noise_scale is None

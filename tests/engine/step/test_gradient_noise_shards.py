@@ -1,4 +1,4 @@
-"""The gradient noise scale where gradients are summed into shards: by hand from the gradient of each part."""
+"""The gradient noise scale with sharded gradients: by hand from the gradient of each part of the batch."""
 
 import pytest
 
@@ -7,10 +7,10 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.feed import ExampleDataset, open_feed
-from tests.engine.noise_steps import played
-from tests.engine.one_device import part
-from tests.engine.step.test_gradient_noise import READING, averaged, by_hand, noisy
-from tests.tiny_model import rows, tiny_job
+from tests.engine.noise_steps import train_and_record
+from tests.engine.one_device import sample_range
+from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy
+from tests.tiny_model import tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
@@ -27,18 +27,20 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_what_the_formula_gives_for_each_part_that_is_summed_by_itself(layout: str, micro_batch: int):
+def test_it_equals_the_formula_on_each_separately_summed_part_of_the_batch(layout: str, micro_batch: int):
     """Stage 1 sums what a rank has accumulated, stages 2 and 3 each microbatch: these are then the parts."""
     mesh, strategies = LAYOUTS[layout]
-    plan = make_plan(READING, noisy(tiny_job()), mesh, strategies, micro_batch)
-    outcome, models = played(mesh, strategies, micro_batch)
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank) for rank in range(mesh.world_size)]
+    plan = make_plan(ANALYZED, noisy(tiny_job()), mesh, strategies, micro_batch)
+    outcome, models = train_and_record(mesh, strategies, micro_batch)
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(mesh.world_size)]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]
         size = plan.local_batch if "stage 1" in layout else plan.micro_batch
-        small = [part(each, at, at + size) for each in parts for at in range(0, plan.local_batch, size)]
+        small = [
+            sample_range(each, at, at + size) for each in parts for at in range(0, plan.local_batch, size)
+        ]
         found.append(by_hand(model, parts, [each for each in small if (each["labels"] >= 0).any()]))
-    wanted = averaged(found)
+    expected = averaged(found)
     for metrics in outcome:
-        assert [each.noise_scale for each in metrics] == pytest.approx(wanted, rel=1e-8)
+        assert [each.noise_scale for each in metrics] == pytest.approx(expected, rel=1e-8)

@@ -1,6 +1,4 @@
-"""Whom a harmful step is traced to where the layers lie on several ranks: the same rows, block and parameter
-as on one device.
-"""
+"""Spike diagnosis with pipeline stages: the same samples, block and parameter as on one device."""
 
 from functools import cache
 
@@ -18,11 +16,14 @@ from tests.engine.step.test_spike_diagnosis_suspects import Faulty, spikes
 
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
-    "two parts": (Mesh(pp=2), (Pipeline(),)),
-    "three parts": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
-    "two parts on each of two ranks": (Mesh(pp=2), (Pipeline(schedule="interleaved", virtual_stages=2),)),
-    "copies of parts": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
-    "shards of parts": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
+    "two stages": (Mesh(pp=2), (Pipeline(),)),
+    "three stages": (Mesh(pp=3), (Pipeline(schedule="gpipe"),)),
+    "two virtual stages on each of two ranks": (
+        Mesh(pp=2),
+        (Pipeline(schedule="interleaved", virtual_stages=2),),
+    ),
+    "replicas of stages": (Mesh(pp=2, dp_replicate=3), (Pipeline(), BatchSplit(), DDP())),
+    "shards of stages": (Mesh(pp=2, dp_shard=3), (Pipeline(), SHARD, ZeRO())),
 }
 
 
@@ -34,18 +35,18 @@ class Tied(Faulty):
         self.head.weight = self.embed.weight
 
 
-def told(spike: LossSpike, index: int) -> list[object]:
+def diagnoses_of_rank(spike: LossSpike, index: int) -> list[object]:
     """What is said of the rank `index`."""
     suspect = spike.rank_reports[index]
     return [suspect.phase, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
 
 
-def same(found: list[object], wanted: list[object]) -> bool:
-    return found[:3] == wanted[:3] and found[3:] == pytest.approx(wanted[3:], rel=1e-9, nan_ok=True)
+def same(found: list[object], expected: list[object]) -> bool:
+    return found[:3] == expected[:3] and found[3:] == pytest.approx(expected[3:], rel=1e-9, nan_ok=True)
 
 
 @cache
-def wholly(how: str, ranks: int) -> LossSpike:
+def diagnoses_without_stages(how: str, ranks: int) -> LossSpike:
     """What ranks say that have the whole model."""
     return spikes(how, Mesh(dp_replicate=ranks), () if ranks == 1 else (BatchSplit(), DDP()))[0]
 
@@ -53,36 +54,42 @@ def wholly(how: str, ranks: int) -> LossSpike:
 @pytest.mark.parametrize(
     ("layout", "how"),
     [
-        ("two parts", "forward"),
-        ("three parts", "backward"),
-        ("two parts on each of two ranks", "backward"),
-        ("two parts on each of two ranks", "large"),
-        ("copies of parts", "backward"),
-        ("shards of parts", "forward"),
-        ("shards of parts", "large"),
+        ("two stages", "forward"),
+        ("three stages", "backward"),
+        ("two virtual stages on each of two ranks", "backward"),
+        ("two virtual stages on each of two ranks", "large"),
+        ("replicas of stages", "backward"),
+        ("shards of stages", "forward"),
+        ("shards of stages", "large"),
     ],
 )
 def test_all_ranks_find_what_ranks_with_the_whole_model_find(layout: str, how: str):
     mesh, strategies = LAYOUTS[layout]
     found = spikes(how, mesh, strategies)
-    wanted = wholly(how, mesh.dp_replicate * mesh.dp_shard)
+    expected = diagnoses_without_stages(how, mesh.dp_replicate * mesh.dp_shard)
     assert len({repr(each) for each in found}) == 1
     for rank, suspect in enumerate(found[0].rank_reports):
         assert suspect.rank == rank
         index = mesh.coordinate(rank)["dp_shard"] + mesh.coordinate(rank)["dp_replicate"]
-        assert same(told(found[0], rank), told(wanted, index)), (told(found[0], rank), told(wanted, index))
+        assert same(diagnoses_of_rank(found[0], rank), diagnoses_of_rank(expected, index)), (
+            diagnoses_of_rank(found[0], rank),
+            diagnoses_of_rank(expected, index),
+        )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "dualpipe"])
-def test_what_several_parts_have_of_a_gradient_is_added_up_before_it_is_squared(schedule: str):
-    (wanted,) = spikes("large", Mesh(), (), model=Tied)
+def test_partial_gradients_of_several_stages_are_summed_before_they_are_squared(schedule: str):
+    (expected,) = spikes("large", Mesh(), (), model=Tied)
     for found in spikes("large", Mesh(pp=2), (Pipeline(schedule=schedule),), model=Tied):
-        assert same(told(found, 1), told(wanted, 0)), (told(found, 1), told(wanted, 0))
+        assert same(diagnoses_of_rank(found, 1), diagnoses_of_rank(expected, 0)), (
+            diagnoses_of_rank(found, 1),
+            diagnoses_of_rank(expected, 0),
+        )
 
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])
-@pytest.mark.parametrize("layout", ["copies of parts", "shards of parts"])
-def test_ranks_whose_data_ran_out_take_part_and_have_done_nothing(layout: str, rows_of_last: int):
+@pytest.mark.parametrize("layout", ["replicas of stages", "shards of stages"])
+def test_ranks_without_data_take_part_and_are_not_suspected(layout: str, rows_of_last: int):
     mesh, strategies = LAYOUTS[layout]
     spike, *_ = spikes("backward", mesh, strategies, bad_rows=(1,), rows_of_last=rows_of_last)
     assert spike.culprit is not None
@@ -91,7 +98,7 @@ def test_ranks_whose_data_ran_out_take_part_and_have_done_nothing(layout: str, r
     assert [bool(spike.rank_reports[rank].parameter) for rank in idle] == [bool(rows_of_last)] * 2
 
 
-def test_a_part_that_does_not_look_at_its_gradients_is_noticed(monkeypatch):
-    mesh, strategies = LAYOUTS["two parts"]
+def test_a_stage_that_does_not_check_its_gradients_is_noticed(monkeypatch):
+    mesh, strategies = LAYOUTS["two stages"]
     monkeypatch.setattr(ReplayFindings, "check_gradients", lambda *_: None)
     assert spikes("backward", mesh, strategies)[0].culprit.block != "layers.1"

@@ -1,6 +1,4 @@
-"""Whom a harmful step is traced to: the rank, the block and the parameter in which a number
-first went wrong.
-"""
+"""Spike diagnosis: the rank, the block and the parameter in which a value first went wrong."""
 
 from collections.abc import Sequence
 from math import inf
@@ -18,10 +16,10 @@ from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
-from tests.tiny_model import Tiny, player_of, rows, tiny_job
+from tests.engine.one_device import sample_range
+from tests.tiny_model import Tiny, executor_of, tiny_job, token_samples
 
-DATA = rows(uneven=False)
+DATA = token_samples(uneven=False)
 MARK = 12  # a token; the first of each row that goes wrong
 
 
@@ -101,20 +99,20 @@ def spikes(
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[list(bad_rows), 0] = MARK
-    reading = analyze(lambda: model(how), part(clean, 0, 2))
+    analyzed = analyze(lambda: model(how), sample_range(clean, 0, 2))
     plan = make_plan(
-        reading, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch
+        analyzed, tiny_job(guard=LossGuard("skip", factor=50.0, window=2)), mesh, strategies, micro_batch
     )
     share = 12 // plan.num_data
 
     def rank(world: World) -> LossSpike:
-        player, index = player_of(reading, plan, world), plan.data_index(world.rank)
+        executor, index = executor_of(analyzed, plan, world), plan.data_index(world.rank)
         batches = (clean, clean, {**clean, "input_ids": ids}, clean)
-        mine = [part(batch, share * index, share * (index + 1)) for batch in batches]
+        mine = [sample_range(batch, share * index, share * (index + 1)) for batch in batches]
         if index == plan.num_data - 1 and rows_of_last is not None:
-            mine[2] = part(mine[2], 0, rows_of_last) if rows_of_last else None
-        metrics = [player.step(batch) for batch in mine]
-        player.close()
+            mine[2] = sample_range(mine[2], 0, rows_of_last) if rows_of_last else None
+        metrics = [executor.step(batch) for batch in mine]
+        executor.close()
         assert [each.spike is None for each in metrics] == [True, True, False, True]
         assert metrics[3].loss < metrics[0].loss
         return metrics[2].spike
@@ -149,12 +147,10 @@ def test_a_gradient_that_is_not_finite_is_traced_to_its_rank_block_and_parameter
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("how", ["forward", "backward", "large"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(
-    stage: int, how: str, micro_batch: int
-):
-    mine, wanted = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
+def test_sharded_weights_are_gathered_and_the_same_is_found(stage: int, how: str, micro_batch: int):
+    mine, expected = (spike_of(how, (9,), micro_batch=micro_batch, stage=each) for each in (stage, 0))
     assert repr(mine[0]) == repr(mine[1]) == repr(mine[2])
-    for found, truth in zip(mine[0].rank_reports, wanted[0].rank_reports, strict=True):
+    for found, truth in zip(mine[0].rank_reports, expected[0].rank_reports, strict=True):
         assert (found.rank, found.phase, found.block, found.parameter) == (
             truth.rank,
             truth.phase,
@@ -168,7 +164,7 @@ def test_weights_in_shards_are_brought_together_to_look_and_the_same_is_found(
 
 @pytest.mark.parametrize("rows_of_last", [0, 1])
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_whose_data_ran_out_takes_part_and_has_done_nothing(stage: int, rows_of_last: int):
+def test_a_rank_without_data_takes_part_and_is_not_suspected(stage: int, rows_of_last: int):
     for found in spike_of("backward", (1,), stage=stage, rows_of_last=rows_of_last):
         assert (found.culprit.rank, found.culprit.block) == (0, "layers.1")
         idle = found.rank_reports[2]
@@ -194,7 +190,7 @@ def test_the_first_of_several_ranks_is_named():
     assert spike.culprit.rank == 0
 
 
-def test_a_sum_that_overflows_is_nobody_s_fault():
+def test_an_overflowing_sum_is_traced_to_no_rank():
     spike = spike_of("large", (5,), ranks=2)[0]
     overflown = LossSpike(spike.step, spike.loss, inf, ("the gradient norm is inf",), spike.rank_reports)
     assert overflown.culprit is None

@@ -1,4 +1,4 @@
-"""Reading a user's model: its anatomy, what it takes to read it, and what is refused."""
+"""Analysis of a user's model: the model spec, what the analysis costs, and refusals."""
 
 import json
 import resource
@@ -43,7 +43,7 @@ class Chained(nn.Module):
         return self.rule(self, x)
 
 
-def test_a_model_without_a_chain_runs_as_one_block_and_that_is_said():
+def test_a_model_without_a_chain_runs_as_one_block_with_a_warning():
     done = both_ways(Plain, X)
     assert done.error < 1e-14
     assert done.block_calls == [WHOLE_MODEL] == list(done.analyzed.model_spec.block_calls)
@@ -52,7 +52,7 @@ def test_a_model_without_a_chain_runs_as_one_block_and_that_is_said():
     )
 
 
-def test_a_chain_whose_parts_alone_are_called_runs_as_one_block():
+def test_a_chain_of_which_only_submodules_are_called_runs_as_one_block():
     def rule(model: Chained, x: torch.Tensor) -> torch.Tensor:
         for layer in model.layers:
             x = nn.functional.linear(x, layer.weight, layer.bias)
@@ -76,9 +76,9 @@ def test_parameters_in_glue_and_written_buffers_are_noted():
             self.count += 1
             return super().forward(x)
 
-    reading = analyze_model(Noted, X)
-    assert reading.written_buffers == ("count",)
-    assert reading.model_spec.notes == (
+    analyzed = analyze_model(Noted, X)
+    assert analyzed.written_buffers == ("count",)
+    assert analyzed.model_spec.notes == (
         "4 parameters are used outside blocks (layers.1.weight...): complete after the last backward",
         "1 buffers are written by the forward (count...): every rank writes its own",
     )
@@ -92,14 +92,14 @@ def test_parameters_in_glue_and_written_buffers_are_noted():
         lambda model, x: x * float(x.detach().numpy()[0, 0]),
     ],
 )
-def test_a_forward_that_looks_at_values_is_tried_on_real_ones(look: object):
+def test_a_forward_that_reads_values_is_run_on_real_tensors(look: object):
     done = both_ways(lambda: Chained(lambda model, x: model.layers[1](look(model, model.layers[0](x)))), X)
     assert done.block_calls == ["layers.0", "layers.1"]
     assert done.error < 1e-14
     assert done.analyzed.model_spec.flops == (72, 72)
 
 
-def test_an_error_in_a_forward_that_looks_at_values_is_the_models_own():
+def test_an_error_in_a_forward_that_reads_values_is_the_models_own():
     def rule(model: Chained, x: torch.Tensor) -> torch.Tensor:
         if x.sum().item() != 0:
             raise KeyError("nothing for these values")
@@ -138,7 +138,7 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
         ({"x": torch.zeros(2, 6), "step": torch.zeros(())}, r"step of shape \[\]"),
     ],
 )
-def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tensor], given: str):
+def test_an_example_without_a_common_batch_size_is_refused(example: dict[str, torch.Tensor], given: str):
     with pytest.raises(
         PlanError,
         match=rf"^example: the example batch holds .*{given}.*; needed is the same number of samples",
@@ -146,22 +146,22 @@ def test_an_example_without_common_rows_is_refused(example: dict[str, torch.Tens
         analyze(load_factory(Plain, 0, "plain"), example, ())
 
 
-def test_the_stand_in_row_is_free_of_the_examples_graph():
+def test_the_stand_in_sample_is_detached_from_the_examples_graph():
     x = torch.ones(1, 6, requires_grad=True)
-    reading = analyze_model(Plain, {"x": (x * 2).expand(4, 6)})
-    assert reading.example["x"].shape == (1, 6)
-    assert reading.example["x"].grad_fn is None
+    analyzed = analyze_model(Plain, {"x": (x * 2).expand(4, 6)})
+    assert analyzed.example["x"].shape == (1, 6)
+    assert analyzed.example["x"].grad_fn is None
     assert x.grad is None
 
 
-def test_dropout_is_seen_and_reading_leaves_the_generator_alone():
+def test_dropout_is_found_and_the_analysis_does_not_advance_the_generator():
     state = torch.get_rng_state()
     assert analyze_model(lambda: Plain(0.5), X).model_spec.has_dropout
     assert not analyze_model(Plain, X).model_spec.has_dropout
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_part_in_eval_mode_stays_so_and_a_model_in_eval_mode_trains():
+def test_a_submodule_in_eval_mode_stays_so_and_a_model_in_eval_mode_trains():
     def part() -> nn.Module:
         model = Plain(0.5)
         model.drop.eval()
@@ -170,15 +170,15 @@ def test_a_part_in_eval_mode_stays_so_and_a_model_in_eval_mode_trains():
     module, _, _ = analyze_model(part, X).make_module("cpu", torch.float32)
     assert [module.training, module.drop.training] == [True, False]
     assert not analyze_model(part, X).model_spec.has_dropout
-    reading = analyze_model(lambda: Plain(0.5).eval(), X)
-    assert reading.model_spec.has_dropout
-    assert all(inner.training for inner in reading.make_module("cpu", torch.float32)[0].modules())
+    analyzed = analyze_model(lambda: Plain(0.5).eval(), X)
+    assert analyzed.model_spec.has_dropout
+    assert all(inner.training for inner in analyzed.make_module("cpu", torch.float32)[0].modules())
 
 
-def test_every_instance_is_its_own_and_starts_alike():
-    reading = analyze_model(Plain, X)
-    one, blocks, parameters = reading.make_module("cpu", torch.float64)
-    other, _, _ = reading.make_module("cpu", torch.float64)
+def test_instances_are_independent_and_start_equal():
+    analyzed = analyze_model(Plain, X)
+    one, blocks, parameters = analyzed.make_module("cpu", torch.float64)
+    other, _, _ = analyzed.make_module("cpu", torch.float64)
     assert blocks == {WHOLE_MODEL: one}
     assert list(parameters) == ["first.weight", "first.bias", "second.weight", "second.bias"]
     assert all(parameters[name] is one.get_parameter(name) for name in parameters)
@@ -186,10 +186,10 @@ def test_every_instance_is_its_own_and_starts_alike():
     assert {id(p) for p in one.parameters()}.isdisjoint({id(p) for p in other.parameters()})
 
 
-def test_what_the_user_declares_comes_before_what_is_found():
-    reading = analyze(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
-    assert reading.model_spec.block_calls == ("second",)
-    assert {w.name: w.block_calls for w in reading.model_spec.params}["first.weight"] == ("(root)",)
+def test_declared_blocks_take_precedence_over_discovery():
+    analyzed = analyze(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
+    assert analyzed.model_spec.block_calls == ("second",)
+    assert {w.name: w.block_calls for w in analyzed.model_spec.params}["first.weight"] == ("(root)",)
 
 
 def test_declared_blocks_that_no_forward_calls_are_refused():
@@ -207,9 +207,9 @@ def test_declared_blocks_that_no_forward_calls_are_refused():
 
 
 def test_the_whole_model_may_be_declared_as_one_block():
-    reading = analyze(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, ())
-    assert reading.model_spec.block_calls == (WHOLE_MODEL,)
-    assert reading.model_spec.notes == ()
+    analyzed = analyze(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, ())
+    assert analyzed.model_spec.block_calls == (WHOLE_MODEL,)
+    assert analyzed.model_spec.notes == ()
 
 
 def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
@@ -225,14 +225,14 @@ def test_two_batch_sizes_tell_the_batch_dim_of_what_is_drawn_from_others():
     assert [sites.layout(site) for site in sites.layouts] == ["dim1", "shared", "dim0", "flattened"]
 
 
-def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(tmp_path: Path):
+def test_a_model_of_six_billion_parameters_is_analyzed_in_the_memory_of_a_small_one(tmp_path: Path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = tmp_path / "config.json"
     config.write_text(
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes})
     )
-    rows = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
-    analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",))
+    samples = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
+    analyze(load_model(ModelConfig(str(config)), 0), samples, ("labels",))
     before = peak_mb()
     large = {
         "hidden_size": 8192,
@@ -241,23 +241,23 @@ def test_a_model_of_six_billion_parameters_is_read_in_the_memory_of_a_small_one(
         "num_attention_heads": 64,
     }
     large |= {"num_key_value_heads": 64, "vocab_size": 32000}
-    anatomy = analyze(load_model(ModelConfig(str(config), large), 0), rows, ("labels",)).model_spec
-    assert anatomy.numel == 6_362_865_664
-    assert len(anatomy.block_calls) == 6 + 3
+    model_spec = analyze(load_model(ModelConfig(str(config), large), 0), samples, ("labels",)).model_spec
+    assert model_spec.numel == 6_362_865_664
+    assert len(model_spec.block_calls) == 6 + 3
     assert peak_mb() - before < 64  # its embedding alone would take 1000
 
 
-def test_a_mixture_of_experts_of_many_gigabytes_is_read_without_values(tmp_path: Path):
+def test_a_mixture_of_experts_of_many_gigabytes_is_analyzed_without_values(tmp_path: Path):
     config = tmp_path / "config.json"
     sizes = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 256}
     config.write_text(
         json.dumps({"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], **sizes})
     )
-    rows = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
+    samples = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
     before = peak_mb()
-    anatomy = analyze(load_model(ModelConfig(str(config)), 0), rows, ("labels",)).model_spec
-    assert anatomy.numel > 12e9
-    assert len(anatomy.block_calls) == 2 + 3
+    model_spec = analyze(load_model(ModelConfig(str(config)), 0), samples, ("labels",)).model_spec
+    assert model_spec.numel > 12e9
+    assert len(model_spec.block_calls) == 2 + 3
     assert peak_mb() - before < 512
 
 

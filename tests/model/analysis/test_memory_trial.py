@@ -1,4 +1,4 @@
-"""What visits hold, in bytes, as a trial on fake tensors weighs it."""
+"""The activation memory of block calls, in bytes, as measured by a trial on fake tensors."""
 
 import pytest
 import torch
@@ -28,24 +28,26 @@ def squares() -> Loss:
 
 def chained(block, glue=None) -> ModelMemory:
     chain = glue or (lambda model, x: model.head(model.layers[1](model.layers[0](x))))
-    reading = analyze(
+    analyzed = analyze(
         lambda: Chain(chain, block).float(), {"x": torch.linspace(-2, 2, 24).view(4, 6)}, loss=squares()
     )
-    return weighed(reading)
+    return measured(analyzed)
 
 
-def weighed(reading: AnalyzedModel, compute: torch.dtype = torch.float32) -> ModelMemory:
-    found = reading.measure_memory(torch.float32, compute)
+def measured(analyzed: AnalyzedModel, compute: torch.dtype = torch.float32) -> ModelMemory:
+    found = analyzed.measure_memory(torch.float32, compute)
     assert found is not None
-    assert [load.block_call for load in found.block_calls] == list(reading.model_spec.block_calls)
+    assert [load.block_call for load in found.block_calls] == list(analyzed.model_spec.block_calls)
     return found
 
 
-def layer_of(reading: AnalyzedModel, compute: torch.dtype = torch.float32) -> BlockMemory:
-    return next(load for load in weighed(reading, compute).block_calls if load.block_call == "model.layers.0")
+def layer_of(analyzed: AnalyzedModel, compute: torch.dtype = torch.float32) -> BlockMemory:
+    return next(
+        load for load in measured(analyzed, compute).block_calls if load.block_call == "model.layers.0"
+    )
 
 
-def test_what_is_kept_within_is_there_once_and_what_a_backward_makes_of_it_besides():
+def test_saved_activations_count_once_and_the_backward_adds_its_own():
     def block(block: Block, x: torch.Tensor) -> torch.Tensor:
         return block.linear(x).exp().sin()
 
@@ -56,7 +58,7 @@ def test_what_is_kept_within_is_there_once_and_what_a_backward_makes_of_it_besid
     )  # of what comes out, of sin, of exp; then exp's and its own output are gone
 
 
-def test_what_glue_makes_and_a_block_keeps_is_glue_s():
+def test_tensors_made_by_glue_and_saved_by_a_block_count_as_glue():
     def block(block: Block, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         return block.linear(x) * scale
 
@@ -86,7 +88,7 @@ def test_a_mask_that_only_tracing_needs_is_not_counted():
     assert third.saved_activations.per_sample - first.saved_activations.per_sample >= MASK
 
 
-def test_scores_that_a_model_makes_itself_are_counted():
+def test_attention_scores_computed_by_the_model_are_counted():
     eager, fused = (
         layer_of(analyze(llama(attn_implementation=how), batches(1, length=TOKENS)[0]))
         for how in ("eager", "sdpa")
@@ -95,9 +97,9 @@ def test_scores_that_a_model_makes_itself_are_counted():
     assert eager.backward.per_sample > fused.backward.per_sample
 
 
-def test_half_of_the_floats_are_half_as_wide_and_weights_are_cast_whatever_the_rows_are():
-    reading = analyze(llama(), batches(1, length=TOKENS)[0])
-    wide, mixed = layer_of(reading), layer_of(reading, torch.bfloat16)
+def test_half_precision_halves_floats_and_casts_weights_for_any_number_of_samples():
+    analyzed = analyze(llama(), batches(1, length=TOKENS)[0])
+    wide, mixed = layer_of(analyzed), layer_of(analyzed, torch.bfloat16)
     assert wide.saved_activations.fixed == wide.saved_activations.weight_sized == 0
     cast = sum(p.numel() for name, p in llama().named_parameters() if "layers.0" in name and p.ndim == 2) * 2
     assert mixed.saved_activations.weight_sized == pytest.approx(cast, rel=0.01)
@@ -108,23 +110,23 @@ def test_half_of_the_floats_are_half_as_wide_and_weights_are_cast_whatever_the_r
     )
 
 
-def test_gradients_of_weights_are_told_apart_and_those_that_a_tied_table_adds_to_the_head_s():
+def test_weight_gradients_are_measured_separately_also_those_of_a_tied_embedding():
     batch = batches(1, length=TOKENS)[0]
     untied, tied = (
-        weighed(analyze(llama(tie_word_embeddings=tied), batch)).block_calls[0] for tied in (False, True)
+        measured(analyze(llama(tie_word_embeddings=tied), batch)).block_calls[0] for tied in (False, True)
     )
     table = WORDS * llama().config.hidden_size * 4
     assert (untied.backward.weight_sized, untied.backward_with_grads.weight_sized) == (0, table)
     assert tied.backward.weight_sized == table  # made anew, then added to what is there
 
 
-def test_a_loss_takes_logits_its_own_and_their_gradient_beside_that_which_it_leaves():
-    found = weighed(analyze(llama(), batches(1, length=TOKENS)[0]))
+def test_a_loss_holds_logits_its_own_tensors_and_their_gradient():
+    found = measured(analyze(llama(), batches(1, length=TOKENS)[0]))
     logits = TOKENS * WORDS * 4
     assert found.loss.per_sample == pytest.approx(2 * logits, rel=0.05)
 
 
-def test_nothing_is_said_of_a_forward_that_looks_at_values_or_of_a_loss_that_nobody_knows():
+def test_nothing_is_measured_for_a_forward_that_reads_values_or_an_unknown_loss():
     def glue(model: Chain, x: torch.Tensor) -> torch.Tensor:
         y = model.layers[0](x)
         return model.head(y if y.sum() > 0 else -y)
@@ -144,8 +146,8 @@ def test_nothing_is_said_of_a_forward_that_looks_at_values_or_of_a_loss_that_nob
     )
 
 
-def test_a_model_that_is_one_block_is_weighed_too():
-    reading = analyze(
+def test_a_model_that_is_one_block_is_measured_too():
+    analyzed = analyze(
         lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh()),
         {"input": torch.ones(4, 6)},
         loss=Loss(
@@ -154,11 +156,11 @@ def test_a_model_that_is_one_block_is_weighed_too():
             targets=(),
         ),
     )
-    assert weighed(reading).block_calls
+    assert measured(analyzed).block_calls
 
 
-def test_it_is_weighed_once_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch):
-    reading = analyze(llama(), batches(1)[0])
-    first = reading.measure_memory(torch.float32, torch.float32)
+def test_it_is_measured_once_for_each_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch):
+    analyzed = analyze(llama(), batches(1)[0])
+    first = analyzed.measure_memory(torch.float32, torch.float32)
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", None)
-    assert reading.measure_memory(torch.float32, torch.float32) is first
+    assert analyzed.measure_memory(torch.float32, torch.float32) is first

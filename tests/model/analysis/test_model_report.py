@@ -1,5 +1,5 @@
-"""The survey of a model: rows of equal layers, ties, what is not used, advice, and what is told when the
-forward fails.
+"""The model report: rows of equal layers, tied and unused parameters, advice, and the report of a forward
+that fails.
 """
 
 import torch
@@ -49,7 +49,7 @@ def of(model: nn.Module | Model) -> ModelReport:
     return make_model_report(load_factory(lambda: model, 0, "net"), TOKENS, ("labels",))
 
 
-def test_equal_blocks_are_one_row_in_the_order_of_visits():
+def test_equal_blocks_are_one_row_in_call_order():
     blocks = ["embed", "layers.0", "layers.1", "layers.2", "head"]
     found = of(Model(Net(0.5), blocks=blocks))
     rows = [
@@ -72,7 +72,7 @@ def test_equal_blocks_are_one_row_in_the_order_of_visits():
     assert found.blocks[1].flops == 2 * 8 * 4 * 4
 
 
-def test_what_is_special_about_parameters_is_told():
+def test_special_cases_of_parameters_are_reported():
     found = of(Model(Net(), blocks=["embed", "layers.0", "layers.1", "layers.2", "head"]))
     assert found.tied_params == (("embed.weight", "head.weight"),)
     assert found.glue_params == ("scale",)
@@ -83,7 +83,7 @@ def test_what_is_special_about_parameters_is_told():
     assert ROOT not in {row.first_block_call for row in found.blocks}
 
 
-def test_sockets_of_all_layers_are_one_row():
+def test_shardable_layers_of_all_blocks_are_one_row():
     found = of(Model(Net(), layer_roles={"layers.*.0": "colwise"}))
     row = next(row for row in found.layers if row.pattern == "layers.*.*")
     assert (row.num_layers, row.shape, row.numel, row.role, row.source) == (
@@ -107,7 +107,7 @@ def test_the_advice_for_a_model_without_a_chain_is_two_lines_that_work():
     assert not any("no chain" in fault.problem for fault in of(Model(Flat(), blocks=["embed", "up"])).advice)
 
 
-def test_the_advice_for_sockets_is_a_declaration_that_works():
+def test_the_advice_for_shardable_layers_is_a_declaration_that_works():
     found = of(Flat())
     said = next(fault for fault in found.advice if "no role is declared for up" in fault.problem)
     assert "return meshwright.Model(make_it(), layer_roles={'up': 'colwise'" in said.fix
@@ -115,7 +115,7 @@ def test_the_advice_for_sockets_is_a_declaration_that_works():
     assert not any("no role" in fault.problem for fault in again.advice)
 
 
-def test_a_forward_that_fails_leaves_the_module_tree_and_the_fault():
+def test_a_forward_that_fails_leaves_the_module_tree_and_the_diagnostic():
     class Failing(Net):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             raise KeyError("nothing here")
@@ -131,7 +131,7 @@ def test_a_whole_model_as_one_block_is_named_as_such():
     assert [row.first_block_call for row in of(Flat()).blocks] == [WHOLE_MODEL]
 
 
-def test_router_logits_are_told_as_a_side_channel():
+def test_router_logits_are_reported_as_a_side_channel():
     sizes = {
         "vocab_size": 61,
         "hidden_size": 16,

@@ -1,4 +1,4 @@
-"""Courses learnt from a reading: by the shape of the inputs, in training and in an evaluation."""
+"""Forward graphs of an analyzed model: recorded per input shape, for training and for evaluation."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def glue(model: Chain, x: torch.Tensor) -> object:
     return model.head(F.dropout(model.layers[2](y), 0.5, model.training))
 
 
-def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluations():
+def test_a_forward_graph_is_recorded_once_per_shape_and_once_for_evaluations():
     courses = ForwardGraphCache(analyze_model(lambda: Chain(glue), X), torch.float64)
     first = courses.get({"x": torch.zeros(1, 6)})
     assert courses.get({"x": torch.ones(9, 6)}) is first
@@ -33,7 +33,7 @@ def test_a_course_is_learnt_once_for_all_rows_of_a_shape_and_once_for_evaluation
     assert [value.name for value in still.boundaries.live_values("layers.2")] == ["layers.1"]
 
 
-def test_the_course_goes_that_nobody_has_asked_for_longest():
+def test_the_least_recently_used_forward_graph_is_evicted():
     courses = ForwardGraphCache(analyze_model(lambda: Chain(glue), X), torch.float64, max_graphs=2)
     kinds = [{"x": torch.zeros(2, *between, 6)} for between in ((), (3,), (4,))]
     first, second = courses.get(kinds[0]), courses.get(kinds[1])
@@ -46,7 +46,7 @@ def test_the_course_goes_that_nobody_has_asked_for_longest():
     assert courses.get(kinds[0]) is not first
 
 
-def row_by_row(model: Chain, x: torch.Tensor) -> object:
+def sample_by_sample(model: Chain, x: torch.Tensor) -> object:
     return model.head(torch.stack(model.layers[0](x).unbind()))
 
 
@@ -56,10 +56,10 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
 
 
 @pytest.mark.parametrize(
-    ("forward", "said"),
+    ("forward", "message"),
     [
         (
-            row_by_row,
+            sample_by_sample,
             (
                 r"after layers\.0, unbind at test_pipeline_trial\.py:\d+ returns 3 values on 3 samples, and "
                 r"unbind at .* 5 values on 5"
@@ -68,50 +68,51 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
         (one_layer_more, r"it reaches head on 3 samples, and layers\.1 on 5"),
     ],
 )
-def test_where_the_ways_of_a_forward_part_is_told(
-    forward: Callable[[Chain, torch.Tensor], object], said: str
+def test_the_line_where_two_recorded_forwards_differ_is_named(
+    forward: Callable[[Chain, torch.Tensor], object], message: str
 ):
-    with pytest.raises(PlanError, match=f"takes another path on 5 samples than on 3: {said}"):
+    with pytest.raises(PlanError, match=f"takes another path on 5 samples than on 3: {message}"):
         add_stage_boundaries(analyze_model(lambda: Chain(forward), X))
 
 
-def test_an_anatomy_has_borders_when_somebody_asks_for_them():
-    reading = analyze_model(lambda: Chain(glue), X)
-    assert reading.model_spec.stage_boundaries is None
-    borders = add_stage_boundaries(reading).model_spec.stage_boundaries
-    assert borders is not None
-    assert borders.block_calls == reading.model_spec.block_calls
-    assert {value.dtype for value in borders.values} == {"float32"}
+def test_a_model_spec_gets_stage_boundaries_on_request():
+    analyzed = analyze_model(lambda: Chain(glue), X)
+    assert analyzed.model_spec.stage_boundaries is None
+    boundaries = add_stage_boundaries(analyzed).model_spec.stage_boundaries
+    assert boundaries is not None
+    assert boundaries.block_calls == analyzed.model_spec.block_calls
+    assert {value.dtype for value in boundaries.values} == {"float32"}
     assert {
         value.dtype
-        for value in add_stage_boundaries(reading, torch.float64).model_spec.stage_boundaries.values
+        for value in add_stage_boundaries(analyzed, torch.float64).model_spec.stage_boundaries.values
     } == {"float64"}
 
 
-def test_whoever_asks_for_borders_or_courses_of_a_reading_has_the_same_ones():
-    reading = analyze_model(lambda: Chain(glue), X)
-    borders = add_stage_boundaries(reading, compute_dtype=torch.float32).model_spec.stage_boundaries
-    assert add_stage_boundaries(reading).model_spec.stage_boundaries is borders, (
+def test_stage_boundaries_and_forward_graphs_of_an_analyzed_model_are_cached():
+    analyzed = analyze_model(lambda: Chain(glue), X)
+    boundaries = add_stage_boundaries(analyzed, compute_dtype=torch.float32).model_spec.stage_boundaries
+    assert add_stage_boundaries(analyzed).model_spec.stage_boundaries is boundaries, (
         "products in the dtype of parameters are no other way"
     )
-    assert get_forward_graphs(reading, torch.float32).get(reading.example).boundaries is borders
+    assert get_forward_graphs(analyzed, torch.float32).get(analyzed.example).boundaries is boundaries
     assert (
-        add_stage_boundaries(reading, compute_dtype=torch.bfloat16).model_spec.stage_boundaries is not borders
+        add_stage_boundaries(analyzed, compute_dtype=torch.bfloat16).model_spec.stage_boundaries
+        is not boundaries
     )
-    assert get_forward_graphs(reading, torch.float64) is not get_forward_graphs(reading, torch.float32)
+    assert get_forward_graphs(analyzed, torch.float64) is not get_forward_graphs(analyzed, torch.float32)
 
 
-def test_a_value_whose_shape_grows_with_the_square_of_the_rows_closes_its_borders():
+def test_a_value_whose_shape_is_quadratic_in_the_samples_closes_its_boundaries():
     def compares(model: Chain, x: torch.Tensor) -> object:
         y = model.layers[0](x)
         alike = (y @ y.t()).flatten() * 2
         return model.head(model.layers[2](model.layers[1](y))) * alike.sum()
 
     one = chained(compares)
-    assert one.borders.open_boundaries() == ()
+    assert one.boundaries.open_boundaries() == ()
     assert (
         "has the shape [9] of 3 samples and [25] of 5: it compares samples with each other"
-        in one.borders.closed_boundaries[0].reason
+        in one.boundaries.closed_boundaries[0].reason
     )
 
 

@@ -1,4 +1,6 @@
-"""What a job says about a model that a program made: filled in, or refused where it would be ignored."""
+"""Job settings about a model that the program made itself: filled in, or refused where they would be
+ignored.
+"""
 
 from pathlib import Path
 
@@ -31,19 +33,19 @@ class Net(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def reading(factory: object = Net, weights: str = "") -> mw.AnalyzedModel:
+def analyzed(factory: object = Net, weights: str = "") -> mw.AnalyzedModel:
     return mw.analyze(factory, EXAMPLE, loss=squares(), weights=weights)
 
 
 def test_a_program_that_has_model_and_data_need_not_name_them():
-    plan = mw.make_plan(reading(), mw.Job(train=TRAIN), mw.Mesh(dp_replicate=2))
+    plan = mw.make_plan(analyzed(), mw.Job(train=TRAIN), mw.Mesh(dp_replicate=2))
     assert (plan.job.model.source, plan.job.data.source) == ("model", "example")
-    assert mw.verify(reading(), plan, [EXAMPLE], loss=squares()).passed
+    assert mw.verify(analyzed(), plan, [EXAMPLE], loss=squares()).passed
 
 
 def test_names_that_are_given_are_kept():
     job = mw.Job(mw.ModelConfig("mine"), mw.DataConfig("rows"), TRAIN)
-    assert mw.make_plan(reading(), job).job == job
+    assert mw.make_plan(analyzed(), job).job == job
 
 
 def test_freezing_by_the_job_what_the_model_trains_is_refused():
@@ -51,7 +53,7 @@ def test_freezing_by_the_job_what_the_model_trains_is_refused():
     with pytest.raises(
         mw.PlanError, match=r"model.frozen: 'first.\*' is to be frozen, and .* trains first.bias"
     ) as caught:
-        mw.make_plan(reading(), job)
+        mw.make_plan(analyzed(), job)
     assert "requires_grad_(False)" in str(caught.value)
 
     def frozen() -> Net:
@@ -59,15 +61,15 @@ def test_freezing_by_the_job_what_the_model_trains_is_refused():
         net.first.requires_grad_(False)
         return net
 
-    assert mw.make_plan(reading(frozen), job).job.model.frozen == ("first.*",)
+    assert mw.make_plan(analyzed(frozen), job).job.model.frozen == ("first.*",)
 
 
 def test_weights_of_the_job_that_the_model_was_not_read_with_are_refused(tmp_path: Path):
     job = mw.Job(train=TRAIN)
-    with mw.parallelize(reading(), mw.make_plan(reading(), job), loss=squares()) as engine:
+    with mw.parallelize(analyzed(), mw.make_plan(analyzed(), job), loss=squares()) as engine:
         engine.export(tmp_path / "out")
     stored = str(tmp_path / "out")
     loading = mw.Job(mw.ModelConfig(weights=stored), train=TRAIN)
     with pytest.raises(mw.PlanError, match=r"model.weights: weights = .*\n  repair: pass them to analyze"):
-        mw.make_plan(reading(), loading)
-    assert mw.make_plan(reading(weights=stored), loading).job.model.weights == stored
+        mw.make_plan(analyzed(), loading)
+    assert mw.make_plan(analyzed(weights=stored), loading).job.model.weights == stored

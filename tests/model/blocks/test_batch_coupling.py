@@ -1,4 +1,4 @@
-"""Buffers that a forward writes: a block's own belong to its stage; those of glue are refused by name."""
+"""Buffers that a forward writes: those of a block belong to its stage, those of glue are refused by name."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def own() -> list[nn.Module]:
     return [Counter() for _ in range(4)]
 
 
-def test_a_buffer_that_one_block_writes_belongs_to_its_part():
+def test_a_buffer_that_one_block_writes_belongs_to_its_stage():
     assert planned(Net(own(), nn.Identity())).program.roles
 
 
@@ -72,16 +72,16 @@ def test_a_buffer_that_glue_writes_is_refused_by_name_with_the_repair():
     assert "persistent=False" in str(refused.value)
 
 
-def test_one_that_is_not_saved_is_nobodys_state():
+def test_a_non_persistent_buffer_belongs_to_no_stage():
     assert planned(Net(own(), Counter(kept=False))).program.roles
 
 
-def test_whole_models_may_write_what_they_like():
+def test_without_stages_any_buffer_may_be_written():
     analyzed = analyze(Net(own(), Counter()), {"x": torch.ones(2, 4), "y": torch.zeros(2)}, loss=LOSS)
     assert make_plan(analyzed, tiny_job(), Mesh(dp_replicate=2), (BatchSplit(), DDP())).mesh.world_size == 2
 
 
-def test_a_buffer_of_several_blocks_is_refused_by_name_where_it_would_be_divided():
+def test_a_buffer_of_several_blocks_is_refused_by_name_across_stages():
     shared = [Counter()] * 4
     with pytest.raises(
         PlanError, match=r"'layers.2' uses the buffer 'layers.0.counter.seen', which 'layers.\d' writes"

@@ -1,4 +1,4 @@
-"""Batch norms: refused where they would see a part of the batch, accepted elsewhere."""
+"""Batch norms are refused where each rank would see a part of the batch, and accepted elsewhere."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ import meshwright as mw
 from meshwright.model.blocks.batch_coupling import batch_coupled_norms
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
-from tests.parallel.data.tokenwise_model import Dealt
+from tests.parallel.data.tokenwise_model import TokenSharding
 from tests.tiny_model import tiny_job
 
 
@@ -31,7 +31,7 @@ LOSS = mw.Loss(
 )
 
 
-def rows(count: int = 24) -> dict[str, torch.Tensor]:
+def samples(count: int = 24) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(4)
     return {"x": torch.randn(count, 4, generator=generator), "y": torch.zeros(count)}
 
@@ -44,11 +44,11 @@ def frozen(norm: nn.Module) -> Normed:
 
 
 def analyze_model(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
-    return mw.analyze(build, rows(4), loss=LOSS)
+    return mw.analyze(build, samples(4), loss=LOSS)
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda: Normed(nn.BatchNorm1d(6)), "then norm.eval()"),
         (lambda: Normed(nn.BatchNorm1d(6)).eval(), "then norm.eval()"),
@@ -65,7 +65,7 @@ def analyze_model(build: Callable[[], nn.Module]) -> mw.AnalyzedModel:
     ids=["training", "model in eval mode is trained", "sync", "no statistics", "no statistics, frozen"],
 )
 def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
-    build: Callable[[], nn.Module], said: str
+    build: Callable[[], nn.Module], message: str
 ):
     analyzed = analyze_model(build)
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=3), 0), (mw.Mesh(), 4)):
@@ -74,14 +74,14 @@ def test_a_norm_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
         assert "1 batch norms (norm...) would take statistics of a part of the global batch" in str(
             caught.value
         )
-        assert said in str(caught.value)
+        assert message in str(caught.value)
     assert (
         mw.make_plan(analyzed, tiny_job()).num_microbatches == 1
     )  # on one device at once it is what it always was
 
 
 def test_a_norm_that_would_see_some_of_the_tokens_is_refused():
-    strategies = (Dealt(), DDP(axis="cp"))
+    strategies = (TokenSharding(), DDP(axis="cp"))
     with pytest.raises(
         PlanError, match=r"take statistics of a part of the global batch \(3 ranks x 1 microbatches\)"
     ):
@@ -94,7 +94,7 @@ def test_frozen_statistics_equal_one_device():
 
     analyzed = analyze_model(build)
     plan = mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=3), micro_batch=2)
-    data = rows()
+    data = samples()
     verdict = mw.verify(
         analyzed, plan, [{key: value[i : i + 12] for key, value in data.items()} for i in (0, 12)], loss=LOSS
     )
@@ -113,18 +113,18 @@ def test_only_norms_that_mix_samples_are_found():
     "spectral", [parametrizations.spectral_norm, nn.utils.spectral_norm], ids=["new", "old"]
 )
 def test_a_spectral_norm_goes_on_once_in_a_step(spectral: Callable[[nn.Module], nn.Module]):
-    analyzed = mw.analyze(Normed(spectral(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    analyzed = mw.analyze(Normed(spectral(nn.Linear(6, 6))), samples(4), loss=LOSS)
     with pytest.raises(
         PlanError, match=r"1 spectral norms \(norm.*\) iterate in every forward: 3 microbatches"
     ):
         mw.make_plan(analyzed, tiny_job(), micro_batch=4)
     verdict = mw.verify(
-        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(12)], loss=LOSS
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [samples(12)], loss=LOSS
     )
     assert verdict.passed, verdict
 
 
 def test_a_spectral_norm_of_the_old_kind_has_no_shards():
-    analyzed = mw.analyze(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), rows(4), loss=LOSS)
+    analyzed = mw.analyze(Normed(nn.utils.spectral_norm(nn.Linear(6, 6))), samples(4), loss=LOSS)
     with pytest.raises(PlanError, match=r"use torch.nn.utils.parametrizations.spectral_norm"):
         mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_shard=2))

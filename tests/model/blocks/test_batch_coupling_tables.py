@@ -1,4 +1,6 @@
-"""Embeddings that couple samples: refused where they would see a part of the batch, accepted elsewhere."""
+"""Embeddings that couple samples are refused where each rank would see a part of the batch, and accepted
+elsewhere.
+"""
 
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.precision import PrecisionConfig
 from tests.tiny_model import tiny_job
 
-WORDS, WIDTH, ROWS = 31, 8, 12
+WORDS, WIDTH, NUM_SAMPLES = 31, 8, 12
 
 
 class Own(nn.Module):
@@ -52,13 +54,13 @@ class Bag(nn.Module):
         return self.bag(ids).unsqueeze(1).expand(-1, ids.shape[1], -1)
 
 
-def rows() -> dict[str, torch.Tensor]:
+def samples() -> dict[str, torch.Tensor]:
     thrown = torch.Generator().manual_seed(4)
-    return {key: torch.randint(WORDS, (ROWS, 5), generator=thrown) for key in ("input_ids", "labels")}
+    return {key: torch.randint(WORDS, (NUM_SAMPLES, 5), generator=thrown) for key in ("input_ids", "labels")}
 
 
 def analyze_model(words: Callable[[], nn.Module], *, tied: bool = False) -> mw.AnalyzedModel:
-    return mw.analyze(lambda: Own(words(), tied=tied), rows())
+    return mw.analyze(lambda: Own(words(), tied=tied), samples())
 
 
 def normed() -> nn.Module:
@@ -70,7 +72,7 @@ def counted() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (
             normed,
@@ -84,19 +86,19 @@ def counted() -> nn.Module:
     ids=["norm", "count", "by its function", "norm of a bag", "count of a bag"],
 )
 def test_a_table_that_would_see_a_part_of_the_batch_is_refused_with_what_to_do(
-    words: Callable[[], nn.Module], said: str
+    words: Callable[[], nn.Module], message: str
 ):
     analyzed = analyze_model(words)
     for mesh in (mw.Mesh(dp_replicate=2), mw.Mesh(dp_shard=3)):
         with pytest.raises(PlanError) as caught:
             mw.make_plan(analyzed, tiny_job(), mesh)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
         assert "repair: remove it" in str(caught.value)
         assert "or train on one device with micro_batch = 0" in str(caught.value)
 
 
 @pytest.mark.parametrize("words", [normed, counted])
-def test_so_is_one_that_would_see_some_of_the_tokens(words: Callable[[], nn.Module]):
+def test_a_table_that_would_see_some_of_the_tokens_is_refused(words: Callable[[], nn.Module]):
     with pytest.raises(PlanError, match="a part of the global batch"):
         mw.make_plan(analyze_model(words), tiny_job(), mw.Mesh(cp=3), (RingAttention(), DDP(axis="cp")))
 
@@ -109,11 +111,11 @@ def test_micro_batches_divide_counts_and_leave_norms_alone():
     ):  # the head has used what is written later
         mw.make_plan(analyze_model(normed, tied=True), tiny_job(), micro_batch=4)
     analyzed = analyze_model(normed)
-    verdict = mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), micro_batch=4), [rows(), rows()])
+    verdict = mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), micro_batch=4), [samples(), samples()])
     assert verdict.passed, verdict
 
 
-def test_what_a_master_would_undo_is_refused():
+def test_writes_that_master_weights_would_overwrite_are_refused():
     halves = PrecisionConfig("bfloat16", "bfloat16", master="float32")
     with pytest.raises(PlanError, match=r"its master \(float32\) would overwrite it"):
         mw.make_plan(analyze_model(normed), tiny_job(precision=halves))
@@ -122,13 +124,15 @@ def test_what_a_master_would_undo_is_refused():
 @pytest.mark.parametrize("words", [normed, counted, lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3)])
 def test_on_one_device_all_of_them_train(words: Callable[[], nn.Module]):
     analyzed = analyze_model(words)
-    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job()), [rows()]).passed
+    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job()), [samples()]).passed
 
 
 def test_a_table_without_coupled_samples_is_split():
     analyzed = analyze_model(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=3))
     assert analyzed.table_uses == ()
-    assert mw.verify(analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows()]).passed
+    assert mw.verify(
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [samples()]
+    ).passed
 
 
 class Written(nn.Module):
@@ -145,7 +149,7 @@ class Written(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "changes", "said"),
+    ("mesh", "changes", "message"),
     [
         (mw.Mesh(dp_shard=2), {}, "it is gathered for a use, and freed"),
         (
@@ -156,17 +160,17 @@ class Written(nn.Module):
     ],
     ids=["shards", "master"],
 )
-def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], said: str):
+def test_a_write_that_would_be_lost_is_refused(mesh: mw.Mesh, changes: dict[str, object], message: str):
     with pytest.raises(
-        PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {said}"
+        PlanError, match=f"the forward writes into the parameter 'words.layer.weight', and {message}"
     ):
         mw.make_plan(analyze_model(Written), tiny_job(**changes), mesh)
 
 
-def test_a_write_that_all_ranks_make_alike_is_that_of_one_device():
+def test_a_write_that_all_ranks_make_equally_equals_one_device():
     analyzed = analyze_model(Written)
     assert mw.verify(
-        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [rows(), rows()]
+        analyzed, mw.make_plan(analyzed, tiny_job(), mw.Mesh(dp_replicate=2)), [samples(), samples()]
     ).passed
 
 
@@ -185,7 +189,7 @@ def batch_norm(x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x, None, None, training=True)
 
 
-def test_statistics_by_torchs_function_are_those_of_all_samples():
+def test_statistics_by_the_functional_batch_norm_are_those_of_all_samples():
     analyzed = analyze_model(lambda: Scaled(batch_norm))
     for mesh, micro_batch in ((mw.Mesh(dp_replicate=2), 0), (mw.Mesh(), 4)):
         with pytest.raises(
@@ -199,7 +203,7 @@ def test_statistics_by_torchs_function_are_those_of_all_samples():
 @pytest.mark.parametrize(
     "words", [lambda: nn.Embedding(WORDS, WIDTH, sparse=True), lambda: Bag(sparse=True)], ids=["table", "bag"]
 )
-def test_gradients_that_are_sparse_are_refused(words: Callable[[], nn.Module]):
+def test_sparse_gradients_are_refused(words: Callable[[], nn.Module]):
     with pytest.raises(
         PlanError, match=r"is sparse, and sparse gradients cannot be reduced\n.*remove sparse = True"
     ):

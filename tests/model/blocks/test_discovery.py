@@ -98,7 +98,7 @@ def test_declared_blocks_that_cannot_be_are_all_refused_at_once():
     ]
 
 
-def test_every_holder_of_a_tied_parameter_is_named():
+def test_every_block_that_contains_a_tied_parameter_is_named():
     model = language_model()
     model.head.weight = model.body.embed.weight
     held = param_owners(model, find_blocks(model))

@@ -1,4 +1,4 @@
-"""Plain modules, block by block: gradients equal those of one backward, whatever the glue."""
+"""Plain modules run block by block: gradients equal those of one backward, for any glue."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def test_a_parameter_handed_to_another_block_belongs_to_both():
     assert weights["layers.2.linear.bias"] == ("layers.2",)
 
 
-def test_a_block_called_by_another_block_is_a_part_of_it():
+def test_a_block_called_by_another_block_belongs_to_it():
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -98,7 +98,7 @@ def test_a_block_called_by_another_block_is_a_part_of_it():
     assert done.analyzed.model_spec.params[0].block_calls == ("layers.0", "layers.1", "layers.2")
 
 
-def test_parts_of_a_block_called_directly_are_glue():
+def test_submodules_of_a_block_called_directly_are_glue():
     def glue(model: Chain, x: torch.Tensor) -> object:
         x = model.layers[1](model.layers[0].linear(x))
         return model.head(model.layers[1].linear(x))

@@ -1,4 +1,4 @@
-"""Around blocks: regions without gradients, hooks, recomputation, memory, and the restored module."""
+"""The forward driver with no_grad regions, hooks and recomputation; memory, and the restored module."""
 
 import gc
 import weakref

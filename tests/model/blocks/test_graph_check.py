@@ -120,7 +120,7 @@ def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, GraphPi
     return outputs, split_graph(forward_pass, final_call)
 
 
-def test_every_piece_knows_the_parameters_it_uses():
+def test_every_block_graph_knows_the_parameters_it_uses():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     model[1].weight = model[0].weight
     outputs, found = forward_of(model, X["x"])
@@ -145,7 +145,7 @@ def test_a_use_that_the_trial_did_not_show_is_refused():
         )
 
 
-def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
+def test_a_loss_that_reaches_a_parameter_or_a_block_graph_directly_is_refused():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
     names = dict(model.named_parameters())
     kept: list[torch.Tensor] = []
@@ -160,7 +160,7 @@ def test_a_loss_that_reaches_a_parameter_or_a_piece_directly_is_refused():
     found.check_loss(outputs.detach().sum(), names)
 
 
-def test_behind_gives_every_node_once():
+def test_graph_nodes_are_visited_once():
     x = torch.ones(2, requires_grad=True)
     y = x * x
     nodes = list(backward_nodes([(y + y * y).grad_fn, y.grad_fn]))

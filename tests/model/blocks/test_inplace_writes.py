@@ -68,7 +68,7 @@ def test_what_treats_each_token_by_itself_may_write(glue: Glue):
     assert not any(each.not_sequence_parallel for each in tokens_of(lambda: Written(glue)).block_calls)
 
 
-def test_writing_into_what_is_here_is_seen_there():
+def test_an_in_place_write_changes_the_local_shard():
     x = some()
     x.mul_(2)
     assert torch.equal(x.local_tensor, some(WHOLE * 2).local_tensor)
@@ -85,7 +85,7 @@ def test_a_sharded_tensor_that_cannot_be_written_says_so():
         some().zero_()
 
 
-def test_what_a_function_writes_into():
+def test_the_arguments_that_an_operation_writes_are_found():
     x = torch.zeros(2)
     assert written_tensor("add_", (x, 1), {}) is x
     assert written_tensor("__setitem__", (x, 0, 1), {}) is x
@@ -125,7 +125,7 @@ class Looking(nn.Module):
         )
 
 
-def rows() -> dict[str, torch.Tensor]:
+def samples() -> dict[str, torch.Tensor]:
     thrown = torch.Generator().manual_seed(2)
     return {key: torch.randint(67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
 
@@ -140,21 +140,21 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy) -> Plan:
     return make_plan(analyzed, job, mesh, strategies, 1)
 
 
-COPIES = DDP(axis="cp")
+REPLICAS = DDP(axis="cp")
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(cp=3), (RingAttention(), COPIES)),
-        (Mesh(cp=2), (Ulysses(), COPIES)),
+        (Mesh(cp=3), (RingAttention(), REPLICAS)),
+        (Mesh(cp=2), (Ulysses(), REPLICAS)),
         (Mesh(pp=2), (Pipeline(),)),
         (Mesh(dp_replicate=2), (BatchSplit(), DDP(), ActivationCheckpointing())),
     ],
     ids=str,
 )
 def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    analyzed = analyze(lambda: Masked(lambda mask: mask.data), rows())
+    analyzed = analyze(lambda: Masked(lambda mask: mask.data), samples())
     with pytest.raises(PlanError) as caught:
         planned(analyzed, mesh, *strategies)
     assert (
@@ -166,9 +166,9 @@ def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, stra
     )
 
 
-def test_where_nobody_keeps_it_that_is_as_on_one_device():
-    analyzed = analyze(lambda: Masked(lambda mask: mask.data), rows())
-    verdict = verify(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()), [rows()])
+def test_an_untracked_write_equals_one_device_where_the_tensor_is_not_saved():
+    analyzed = analyze(lambda: Masked(lambda mask: mask.data), samples())
+    verdict = verify(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()), [samples()])
     assert verdict.passed, verdict
 
 
@@ -182,26 +182,26 @@ def test_where_nobody_keeps_it_that_is_as_on_one_device():
     ],
     ids=["itself", "without its graph", "a copy", "a view"],
 )
-def test_what_everybody_sees_is_as_it_was(way: Callable[[torch.Tensor], Any]):
-    assert analyze(lambda: Masked(way), rows()).untracked_write_lines == ()
+def test_tracked_writes_are_not_listed_as_untracked(way: Callable[[torch.Tensor], Any]):
+    assert analyze(lambda: Masked(way), samples()).untracked_write_lines == ()
 
 
-def handed_out() -> AnalyzedModel:
-    return analyze(lambda: Masked(lambda mask: mask.numpy()), rows())
+def model_with_untracked_write() -> AnalyzedModel:
+    return analyze(lambda: Masked(lambda mask: mask.numpy()), samples())
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategy"), [(Mesh(cp=3), RingAttention()), (Mesh(cp=4), HybridContextParallel())], ids=str
 )
-def test_of_memory_that_is_handed_out_ranks_keep_nothing(mesh: Mesh, strategy: Strategy):
-    analyzed = handed_out()
+def test_masks_with_untracked_writes_are_not_cached(mesh: Mesh, strategy: Strategy):
+    analyzed = model_with_untracked_write()
     assert analyzed.sequence_info is not None
     assert analyzed.sequence_info.has_untracked_writes
-    verdict = verify(analyzed, planned(analyzed, mesh, strategy, COPIES), [rows()])
+    verdict = verify(analyzed, planned(analyzed, mesh, strategy, REPLICAS), [samples()])
     assert verdict.passed, verdict
 
 
-def test_a_mask_that_is_kept_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_cached_mask_with_untracked_writes_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(block_trace, "UNTRACKED_ACCESS", frozenset())
-    analyzed = handed_out()
-    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), COPIES), [rows()]).passed
+    analyzed = model_with_untracked_write()
+    assert not verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), [samples()]).passed

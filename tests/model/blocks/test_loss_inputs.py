@@ -10,7 +10,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
 BATCH = {"x": torch.zeros(3, 4), "labels": torch.zeros(3, 2, dtype=torch.int64)}
-ROWS, SHARED, SPARE = torch.ones(3, 5), torch.ones(()), torch.ones(3, dtype=torch.bool)
+PER_SAMPLE, SHARED, SPARE = torch.ones(3, 5), torch.ones(()), torch.ones(3, dtype=torch.bool)
 
 
 def loss_spec(total: Any, *, whole_batch: bool = False) -> LossSpec:
@@ -25,7 +25,7 @@ def test_outputs_differ_by_being_per_sample_and_by_being_used():
     found = loss_inputs(
         loss_spec(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
         BATCH,
-        {"a": ROWS, "s": SHARED, "m": SPARE},
+        {"a": PER_SAMPLE, "s": SHARED, "m": SPARE},
     )
     assert found == (
         BatchTensor("output0", (5,), "float32"),
@@ -34,8 +34,13 @@ def test_outputs_differ_by_being_per_sample_and_by_being_used():
     )
 
 
-def test_a_tensor_that_stands_twice_is_one_column():
-    assert len(loss_inputs(loss_spec(lambda outputs, batch: outputs[0].sum()), BATCH, (ROWS, [ROWS]))) == 1
+def test_a_tensor_used_twice_is_one_input():
+    assert (
+        len(
+            loss_inputs(loss_spec(lambda outputs, batch: outputs[0].sum()), BATCH, (PER_SAMPLE, [PER_SAMPLE]))
+        )
+        == 1
+    )
 
 
 def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length():
@@ -49,10 +54,12 @@ def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length(
     assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
 
 
-def test_a_loss_that_cannot_be_played_is_taken_to_use_all():
+def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():
     assert all(
         column.used_by_loss
-        for column in loss_inputs(loss_spec(lambda outputs, batch: outputs.nothing), BATCH, (ROWS, SHARED))
+        for column in loss_inputs(
+            loss_spec(lambda outputs, batch: outputs.nothing), BATCH, (PER_SAMPLE, SHARED)
+        )
     )
 
 
@@ -62,16 +69,18 @@ def test_only_a_loss_of_the_whole_batch_is_kept_from_the_inputs(whole_batch: boo
         return outputs[0].sum() + batch["x"].sum()
 
     if not whole_batch:
-        assert [column.used_by_loss for column in loss_inputs(loss_spec(greedy), BATCH, (ROWS, SHARED))] == [
+        assert [
+            column.used_by_loss for column in loss_inputs(loss_spec(greedy), BATCH, (PER_SAMPLE, SHARED))
+        ] == [
             True,
             False,
         ]
         return
     with pytest.raises(PlanError, match="reads 'x', which is not among its targets"):
-        loss_inputs(loss_spec(greedy, whole_batch=True), BATCH, (ROWS, SHARED))
+        loss_inputs(loss_spec(greedy, whole_batch=True), BATCH, (PER_SAMPLE, SHARED))
 
 
-def test_the_wire_is_as_wide_as_the_parameters_and_knows_its_dtypes():
+def test_bytes_sent_follow_the_dtypes_of_parameters_and_tensors():
     half, mask, odd = (
         BatchTensor("a", (2, 3), "bfloat16"),
         BatchTensor("b", (7,), "bool"),

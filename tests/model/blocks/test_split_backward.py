@@ -1,4 +1,4 @@
-"""A backward in two halves has bitwise the gradients of a full one, and computes no product twice."""
+"""A backward split into I and W has bitwise the gradients of a full one, and computes no product twice."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from tests.model.dissimilar_blocks import BLOCKS, ONCE, Chain
-from tests.parallel.tensor.odd_llama import known, llama
+from tests.parallel.tensor.odd_llama import analyzed_llama, llama
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_a_whole_backward(block: str):
         assert twice == products
 
 
-def test_a_block_that_is_run_again_has_halves_too():
+def test_a_recomputed_block_has_halves_too():
     whole, apart = (gradients(made("residual"), halves=halves, lean=True)[0] for halves in (False, True))
     assert same(whole, apart)
 
@@ -92,7 +92,7 @@ def started(block: str) -> tuple[nn.Module, set[str]]:
         ("a function in Python", {"block.up.weight"}),
     ],
 )
-def test_the_input_half_skips_weights_but_for_those_it_cannot_separate(block: str, early: set[str]):
+def test_the_input_half_skips_weight_gradients_that_it_can_separate(block: str, early: set[str]):
     _, found = started(block)
     assert found == {"scale", *early}
 
@@ -110,9 +110,9 @@ def under_way() -> tuple[nn.Module, BlockCall]:
     return model, forward_pass.block_calls["layer"]
 
 
-def test_of_a_llama_each_half_has_half_of_the_products():
+def test_each_half_of_a_llama_has_half_of_the_matrix_products():
     model, block_call = under_way()
-    share = block_shares(ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec))[
+    share = block_shares(ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec))[
         "model.layers.0"
     ]
     with FlopCounterMode(display=False) as first:
@@ -127,8 +127,8 @@ def test_of_a_llama_each_half_has_half_of_the_products():
     )  # what counts here does not know attention on a CPU
 
 
-def test_between_the_halves_waits_what_the_plan_says():
-    sharding = ShardingPlan.one_device(Mesh(), known(num_hidden_layers=1).model_spec)
+def test_memory_between_the_halves_equals_the_planned_memory():
+    sharding = ShardingPlan.one_device(Mesh(), analyzed_llama(num_hidden_layers=1).model_spec)
     _, block_call = under_way()
     owed = input_backward(block_call)
     left = (
@@ -141,7 +141,7 @@ def test_between_the_halves_waits_what_the_plan_says():
     assert sum(nbytes.values()) == 8 * block_shares(sharding)["model.layers.0"].deferred_grad_numel
 
 
-def test_what_the_forward_kept_goes_with_the_second_half():
+def test_saved_activations_are_freed_by_the_second_half():
     model = made("residual")
     kept: list[StorageWeakRef] = []
     model.block.up.register_forward_hook(
@@ -160,7 +160,7 @@ def test_what_the_forward_kept_goes_with_the_second_half():
     assert kept[0].expired()
 
 
-def test_products_are_counted_where_they_are_made_twice():
+def test_repeated_products_would_be_counted():
     """What the tests above would show, if frontiers ran all that lies behind them."""
     layer = nn.Linear(3, 3)
     out = layer(torch.ones(2, 3, requires_grad=True))

@@ -38,7 +38,7 @@ def again(*, reentrant: bool) -> nn.Module:
     ],
     ids=str,
 )
-def test_what_backward_computes_again_is_as_wide_as_in_the_forward(
+def test_recomputed_activations_have_the_dtype_of_the_forward(
     mesh: Mesh, strategies: tuple[Strategy, ...], reentrant: bool
 ):
     analyzed, plan = planned(again(reentrant=reentrant), mesh, strategies)
@@ -48,7 +48,7 @@ def test_what_backward_computes_again_is_as_wide_as_in_the_forward(
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_blocks_in_which_ranks_meet_are_refused(reentrant: bool):
+def test_blocks_with_collectives_are_refused(reentrant: bool):
     with pytest.raises(
         PlanError,
         match=r"runs 'model.layers.0' and 1 more blocks again in backward .*\n.* strategy 'activation_ch",
@@ -74,7 +74,7 @@ class Thinned(nn.Module):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_draws_that_backward_would_make_anew_are_refused_before_anything_runs(reentrant: bool):
+def test_draws_that_backward_would_repeat_are_refused_before_anything_runs(reentrant: bool):
     with pytest.raises(PlanError, match=r"random numbers are drawn inside torch\.utils\.checkpoint"):
         analyze(Thinned(within=True, reentrant=reentrant), batches(1)[0])
     assert analyze(Thinned(within=False, reentrant=reentrant), batches(1)[0]).model_spec.has_dropout
@@ -98,7 +98,7 @@ class Again(nn.Module):
         return self.head(x)
 
 
-def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_off():
+def test_a_block_recomputed_on_a_value_of_another_stage_is_refused_with_the_option_to_turn_off():
     analyzed, plan = planned(Again(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
     said = r"the block 'layers\.2' takes in 'layers\.1', which comes from another stage, and runs again"
     with pytest.raises(PlanError, match=said) as caught:
@@ -106,5 +106,5 @@ def test_a_block_that_runs_again_on_a_value_of_another_part_says_what_to_turn_of
     assert "turn the model's own checkpointing off" in str(caught.value)
 
 
-def test_models_that_run_nothing_again_say_so():
+def test_models_without_checkpointing_have_no_user_checkpointed_calls():
     assert analyze(llama(), batches(1)[0]).model_spec.user_checkpointed_calls == ()

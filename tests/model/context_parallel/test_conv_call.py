@@ -1,4 +1,6 @@
-"""Calls of F.conv1d within a block: which are handed to the technique, with what, and which are refused."""
+"""F.conv1d calls inside a block: which are passed to the strategy, with which arguments, and which are
+refused.
+"""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -41,7 +43,7 @@ class Asking:
         return "layer", self._known, self._met - 1, lambda planned, found: self._share
 
 
-def test_a_causal_convolution_finds_something_to_cut_off():
+def test_a_causal_convolution_returns_padding_to_crop():
     asking = Asking(CAUSAL)
     with asking.mode():
         made = F.conv1d(OWN, WEIGHT, padding=2)
@@ -50,7 +52,7 @@ def test_a_causal_convolution_finds_something_to_cut_off():
     assert (asking.asked[0].conv_spec, asking.asked[0].token_shard) == (CAUSAL, SHARE)
 
 
-def test_zeros_of_the_model_s_own_are_taken_off():
+def test_padding_added_by_the_model_is_removed():
     asking = Asking(PADDED)
     with asking.mode():
         made = F.conv1d(input=F.pad(OWN, (2, 0)), weight=WEIGHT)
@@ -72,7 +74,7 @@ def test_where_no_block_runs_it_is_torch_s():
         assert F.conv1d(OWN, WEIGHT).shape == (1, WIDTH, 2)
 
 
-def test_a_rank_without_tokens_convolves_what_stands_in():
+def test_a_rank_without_tokens_convolves_a_stand_in():
     asking = Asking(CAUSAL, share=TokenShard(LENGTH, ()))
     with asking.mode():
         assert F.conv1d(OWN[..., :2], WEIGHT, padding=2).shape == (1, WIDTH, 4)
@@ -86,7 +88,7 @@ def test_more_convolutions_than_in_the_trial_run_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("known", "given", "said"),
+    ("known", "given", "kwargs"),
     [
         (CAUSAL, OWN[..., :3], {"padding": 2}),
         (replace(CAUSAL, token_numel=2), OWN, {"padding": 2}),
@@ -97,18 +99,18 @@ def test_more_convolutions_than_in_the_trial_run_are_refused():
     ],
 )
 def test_another_convolution_than_in_the_trial_run_is_refused(
-    known: ConvSpec, given: torch.Tensor, said: dict[str, Any]
+    known: ConvSpec, given: torch.Tensor, kwargs: dict[str, Any]
 ):
     with (
         Asking(known).mode(),
         pytest.raises(PlanError, match=r"'layer.conv' convolves \[4, \d\](?s:.*)4 tokens of width") as told,
     ):
-        F.conv1d(given, WEIGHT, **said)
+        F.conv1d(given, WEIGHT, **kwargs)
     assert "let the block run the same convolutions on every batch" in told.value.diagnostics[0].fix
 
 
 @pytest.mark.parametrize(
-    ("said", "reach", "padded"),
+    ("kwargs", "reach", "padded"),
     [
         ({}, 2, (0, 0)),
         ({"padding": "same"}, 2, (1, 1)),
@@ -117,8 +119,10 @@ def test_another_convolution_than_in_the_trial_run_is_refused(
         ({"padding": (3,), "dilation": (3,)}, 6, (3, 3)),
     ],
 )
-def test_what_the_arguments_say(said: dict[str, Any], reach: int, padded: tuple[int, int]):
-    given = Conv1dArguments(OWN, WEIGHT, **said)
+def test_kernel_reach_and_padding_follow_from_the_arguments(
+    kwargs: dict[str, Any], reach: int, padded: tuple[int, int]
+):
+    given = Conv1dArguments(OWN, WEIGHT, **kwargs)
     assert (given.kernel_reach, given.padding_sizes) == (reach, padded)
 
 

@@ -1,5 +1,5 @@
-"""transformers' attention by its own plug point: the same numbers, heads as they are, the user's config left
-alone.
+"""transformers' attention interface: the same results, grouped heads as they are, the user's config
+unchanged.
 """
 
 import pytest
@@ -60,7 +60,7 @@ def test_keys_and_values_are_not_repeated_beside_a_mask(monkeypatch: pytest.Monk
     assert seen == [(4, 2, True)] * 2
 
 
-def test_the_config_of_the_user_stays_and_parts_that_shared_one_still_do() -> None:
+def test_the_config_of_the_user_is_unchanged_and_submodules_still_share_it() -> None:
     model = llama()
     config = model.config
     patch_attention(model, nowhere)
@@ -81,7 +81,7 @@ def test_modules_of_others_are_left_alone() -> None:
     assert patch_attention(nn.Sequential(nn.Linear(2, 2)), nowhere).saved_attributes == ()
 
 
-def test_a_bias_has_rows_of_own_queries_and_columns_of_all_keys() -> None:
+def test_a_bias_has_rows_of_local_queries_and_columns_of_all_keys() -> None:
     model = transformers.T5EncoderModel(transformers.T5Config(**T5))
     attention = model.encoder.block[0].layer[0].SelfAttention
     whole = attention.compute_bias(9, 9)
@@ -130,7 +130,7 @@ def test_attention_to_an_encoder_gets_a_bias_that_takes_no_memory_and_drops_it(
     assert not cross.has_relative_attention_bias
 
 
-def test_what_torch_s_function_does_not_know_is_refused() -> None:
+def test_arguments_that_sdpa_does_not_have_are_refused() -> None:
     heads = torch.ones(1, 1, 2, 2)
     with pytest.raises(PlanError, match=r"attention takes .softcap., which F\.scaled"):
         sharded_attention(nn.Identity(), heads, heads, heads, None, softcap=30.0)

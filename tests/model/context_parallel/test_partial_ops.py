@@ -1,5 +1,5 @@
-"""A few tokens, or the sum of all: what ranks give adds up to what one device finds,
-and gradients come home.
+"""Selected tokens, or sums over tokens, as partial sums: the ranks' values add up to those of one device, and
+gradients return to their ranks.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ LAST = torch.tensor([6, -3])
 Compute = Callable[[torch.Tensor], torch.Tensor]
 
 
-def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
+def run_on_ranks(compute: Compute, sharding: SequenceSharding) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of what ranks give, and the gradient of the sum of its squares, put together."""
     parts, locals_ = list[torch.Tensor](), list[torch.Tensor]()
 
@@ -29,8 +29,8 @@ def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, to
     def bring(local: torch.Tensor, dim: int) -> torch.Tensor:
         raise AssertionError("all tokens are brought together")
 
-    for index in range(deal.num_ranks):
-        share = TokenShard(LENGTH, deal.token_ranges(LENGTH, index), bring, add)
+    for index in range(sharding.num_ranks):
+        share = TokenShard(LENGTH, sharding.token_ranges(LENGTH, index), bring, add)
         locals_.append(share.take_padded(WHOLE, 1).clone().requires_grad_())
         compute(make_sharded_tensor(locals_[-1], 1, share))
     total = sum(parts, start=torch.zeros(()))
@@ -39,7 +39,7 @@ def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, to
     for index, local in enumerate(locals_):
         at, got = 0, local.grad
         assert got is not None
-        for begin, end in deal.token_ranges(LENGTH, index):
+        for begin, end in sharding.token_ranges(LENGTH, index):
             home[:, begin:end] = got[:, at : at + end - begin]
             at += end - begin
     return total.detach(), home
@@ -48,14 +48,14 @@ def on_ranks(compute: Compute, deal: SequenceSharding) -> tuple[torch.Tensor, to
 FEW: dict[str, Compute] = {
     "the first": lambda x: x[:, 0],
     "the last": lambda x: x[:, -1],
-    "one of a row": lambda x: x[1, 3],
+    "one token of a sample": lambda x: x[1, 3],
     "one, kept": lambda x: x[:, -2:-1],
     "one, and some of its numbers": lambda x: x[:, 2, 1:],
     "one, and a new dim": lambda x: x[:, 4, None],
     "at the end": lambda x: x[..., 5, :],
     "by an index": lambda x: x[torch.arange(2), LAST],
-    "by an index of all rows": lambda x: x[:, torch.tensor([0, 3, 3])],
-    "one of each row": lambda x: x[torch.arange(2), -1],
+    "by one index for all samples": lambda x: x[:, torch.tensor([0, 3, 3])],
+    "one token of each sample": lambda x: x[torch.arange(2), -1],
     "a number": lambda x: x[torch.arange(2), LAST, 1],
     "a sum": lambda x: x.sum(1),
     "a sum of all": lambda x: x.sum(),
@@ -65,7 +65,7 @@ FEW: dict[str, Compute] = {
 
 
 @pytest.mark.parametrize(
-    "deal",
+    "sharding",
     [
         SequenceSharding(2),
         SequenceSharding(3),
@@ -75,16 +75,16 @@ FEW: dict[str, Compute] = {
     ids=str,
 )
 @pytest.mark.parametrize("name", FEW)
-def test_what_ranks_give_adds_up(name: str, deal: SequenceSharding):
-    made, home = on_ranks(FEW[name], deal)
+def test_partial_values_add_up_to_those_of_one_device(name: str, sharding: SequenceSharding):
+    made, home = run_on_ranks(FEW[name], sharding)
     whole = WHOLE.clone().requires_grad_()
-    wanted = FEW[name](whole)
-    (wanted**2).sum().backward()
-    torch.testing.assert_close(made, wanted.detach())
+    expected = FEW[name](whole)
+    (expected**2).sum().backward()
+    torch.testing.assert_close(made, expected.detach())
     torch.testing.assert_close(home, whole.grad)
 
 
-def test_what_is_no_number_on_another_rank_does_not_spread():
+def test_nan_of_another_rank_does_not_spread():
     share = TokenShard(LENGTH, ((0, 3),), sum_over_ranks=lambda part: part)
     x = make_sharded_tensor(torch.full((2, 3, 3), torch.nan), 1, share)
     assert x[:, 5].eq(0).all()
@@ -107,7 +107,7 @@ def test_the_mean_of_a_narrow_dtype_is_taken_in_a_wider_one():
         lambda x: x.sum(2),
     ],
 )
-def test_of_anything_else_all_tokens_are_brought_together(compute: Compute):
+def test_other_operations_gather_all_tokens(compute: Compute):
     asked = []
     share = TokenShard(
         LENGTH, ((0, 3),), lambda local, dim: asked.append(dim) or WHOLE, lambda part: pytest.fail("a sum")
@@ -118,7 +118,7 @@ def test_of_anything_else_all_tokens_are_brought_together(compute: Compute):
 
 
 @pytest.mark.parametrize("index", [LENGTH, -LENGTH - 1])
-def test_a_place_that_no_row_has_is_an_error(index: int):
+def test_an_index_out_of_range_is_an_error(index: int):
     x = make_sharded_tensor(WHOLE[:, :3], 1, TokenShard(LENGTH, ((0, 3),)))
     with pytest.raises(IndexError):
         x[:, index]

@@ -1,6 +1,4 @@
-"""Glue that computes with a tensor of which this rank has some tokens finds what it would find
-on one device.
-"""
+"""Glue that computes with a sequence-sharded tensor gets the results of one device."""
 
 import pytest
 import torch
@@ -20,14 +18,14 @@ LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3)
 
 
-def brought(local: torch.Tensor, dim: int) -> torch.Tensor:
+def gathered(local: torch.Tensor, dim: int) -> torch.Tensor:
     """All tokens, as ranks would bring them together: here only their number and order are looked at."""
     shape = [*local.shape]
     shape[dim] = LENGTH
     return WHOLE.expand(shape) if local.ndim == 3 else torch.zeros(shape, dtype=local.dtype)
 
 
-SHARE = TokenShard(LENGTH, SequenceSharding(2).token_ranges(LENGTH, 0), brought)
+SHARE = TokenShard(LENGTH, SequenceSharding(2).token_ranges(LENGTH, 0), gathered)
 
 
 def shares(planned: int, found: int) -> TokenShard:
@@ -40,7 +38,7 @@ def some(whole: torch.Tensor = WHOLE, dim: int = 1) -> SequenceShardedTensor:
     return make_sharded_tensor(SHARE.take_padded(whole, dim).clone(), dim, SHARE)
 
 
-def test_it_looks_as_if_all_tokens_were_here():
+def test_a_sharded_activation_has_the_global_shape():
     x = some()
     assert x.shape == WHOLE.shape
     assert x.size(1) == len(x[0]) == LENGTH
@@ -69,11 +67,11 @@ def test_it_looks_as_if_all_tokens_were_here():
         lambda x: x[:, :, 1],
     ],
 )
-def test_what_treats_tokens_one_by_one_stays_apart(compute):
-    made, wanted = compute(some()), compute(WHOLE)
+def test_tokenwise_operations_stay_sharded(compute):
+    made, expected = compute(some()), compute(WHOLE)
     assert type(made) is SequenceShardedTensor
-    assert made.shape == wanted.shape
-    torch.testing.assert_close(made.local_tensor, SHARE.take_padded(wanted, made.sequence_dim))
+    assert made.shape == expected.shape
+    torch.testing.assert_close(made.local_tensor, SHARE.take_padded(expected, made.sequence_dim))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +84,7 @@ def test_what_treats_tokens_one_by_one_stays_apart(compute):
         lambda x: x[:, [0, 2]],
     ],
 )
-def test_for_whatever_else_all_tokens_are_brought_together(compute):
+def test_other_operations_gather_all_tokens(compute):
     made = compute(some())
     assert type(made) is torch.Tensor
     torch.testing.assert_close(made, compute(WHOLE))
@@ -100,7 +98,7 @@ def test_gradients_go_to_this_ranks_tokens():
     torch.testing.assert_close(local.grad, SHARE.take_padded(WHOLE, 1))
 
 
-def test_a_block_is_given_its_rows_of_masks_and_tables_and_gives_an_apart():
+def test_a_block_gets_its_rows_of_masks_and_tables_and_returns_a_sharded_activation():
     mask, table = torch.ones(1, 1, LENGTH, LENGTH), torch.arange(float(LENGTH))[None]
     slots = ("0.0", "1.mask", "1.tables.0", "1.tables.1")
     passing = BlockSequenceInfo(
@@ -119,7 +117,7 @@ def test_a_block_is_given_its_rows_of_masks_and_tables_and_gives_an_apart():
     assert to_local_tensors(out)[0] is args[0]
 
 
-def test_what_layers_are_given_alike_is_cut_once():
+def test_inputs_shared_by_layers_are_sliced_once():
     mask, learnt = torch.ones(1, 1, LENGTH, LENGTH), torch.ones(1, LENGTH, 3, requires_grad=True)
     first = SHARE.take_padded(mask, 2)
     assert SHARE.take_padded(mask, 2) is first
@@ -134,7 +132,7 @@ def test_what_layers_are_given_alike_is_cut_once():
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_many_spans_are_cut_as_few_ones_are(dim: int):
+def test_many_token_ranges_are_sliced_as_few_are(dim: int):
     spans = SequenceSharding(2, striped=True).token_ranges(40, 1)
     whole = torch.randn(40, 40, dtype=torch.float64, requires_grad=True)
     mine = TokenShard(40, spans).take_padded(whole, dim)
@@ -144,7 +142,7 @@ def test_many_spans_are_cut_as_few_ones_are(dim: int):
     assert float(whole.grad.sum()) == 800
 
 
-def test_a_block_is_given_tokens_of_rows_of_two_lengths():
+def test_a_block_takes_tokens_of_sequences_of_two_lengths():
     mask, theirs = torch.ones(2, 1, LENGTH, 4), make_sharded_tensor(torch.zeros(2, 2, 3), 1, shares(9, 4))
     passing = BlockSequenceInfo(
         "b", ((1,), (1,), (2, 3)), arg_paths=("0.0", "0.1", "1.mask"), input_num_tokens=(LENGTH, 9, LENGTH)
@@ -154,7 +152,7 @@ def test_a_block_is_given_tokens_of_rows_of_two_lengths():
     assert kwargs["mask"].shape == (2, 1, SHARE.num_tokens, 4)
 
 
-def test_rows_of_another_length_are_refused():
+def test_sequences_of_another_length_are_refused():
     with pytest.raises(PlanError, match="dim 1 of that was tokens"):
         shard_block_inputs(
             ((torch.ones(1, 5),), {}),
@@ -163,7 +161,7 @@ def test_rows_of_another_length_are_refused():
         )
 
 
-def test_a_mask_that_was_not_there_in_the_trial_run_is_taken_by_rows_and_nothing_else():
+def test_of_inputs_unknown_to_the_trial_only_masks_are_sliced():
     passing = BlockSequenceInfo("layer", input_token_dims=((1,),), arg_paths=("0.0",)).with_lengths(LENGTH)
     given_now = ((some(),), {"mask": torch.ones(2, 1, LENGTH, LENGTH), "width": torch.ones(3)})
     _, kwargs = shard_block_inputs(given_now, passing, shares)

@@ -1,5 +1,5 @@
-"""A forward as it runs where tokens are dealt to ranks, on the only rank: what glue sees, what blocks run on,
-what has tokens.
+"""The forward of a sequence-sharded model on a single rank: what glue sees, which tokens blocks run on, and
+which calls have tokens.
 """
 
 import pytest
@@ -17,7 +17,7 @@ KNOWN = SequenceInfo(LENGTH, ("ids",), (), (LAYER,))
 IDS = torch.arange(2 * 7).view(2, 7)
 
 
-def test_glue_sees_tokens_of_which_a_block_runs_on_those_that_are_here():
+def test_glue_sees_all_tokens_and_blocks_run_on_the_local_ones():
     only = SingleRankForward.for_inputs(KNOWN, {"ids": IDS})
     assert only is not None
     ids = only.wrap_local(IDS, 1, 7)
@@ -30,7 +30,7 @@ def test_glue_sees_tokens_of_which_a_block_runs_on_those_that_are_here():
     assert type(only.local_outputs(hidden)) is torch.Tensor
 
 
-def test_of_rows_of_two_lengths_each_has_its_own():
+def test_sequences_of_two_lengths_have_their_own_shards():
     tokens = SequenceInfo(
         5,
         ("ids", "more"),
@@ -46,7 +46,7 @@ def test_of_rows_of_two_lengths_each_has_its_own():
     assert only.leave_block((torch.zeros(2, 7), torch.zeros(4)))[0].token_shard.length == 7
 
 
-def test_tokens_that_begin_within_are_as_many_as_are_taken_in():
+def test_tokens_created_inside_the_model_are_counted_at_the_block_input():
     first = BlockSequenceInfo(
         "first", ((1,),), ((1,),), arg_paths=("0.0",), input_num_tokens=(17,), output_num_tokens=(17,)
     )
@@ -62,7 +62,7 @@ def test_tokens_that_begin_within_are_as_many_as_are_taken_in():
         only.enter_block("first", ((torch.zeros(2, 37, 2),), {}))
 
 
-def test_which_call_of_attention_comes_says_whose_keys_are_looked_at():
+def test_the_index_of_an_attention_call_decides_whose_keys_are_used():
     layer = BlockSequenceInfo(
         "layer",
         ((1,), (1,)),
@@ -85,19 +85,19 @@ def test_which_call_of_attention_comes_says_whose_keys_are_looked_at():
         only.leave_block(torch.zeros(2, 8, 2))
 
 
-def test_rows_that_were_as_long_as_each_other_must_be_so_again():
+def test_sequences_of_equal_length_in_the_trial_must_stay_equal():
     with pytest.raises(PlanError, match="the sequences have ids 7, more 4 tokens"):
         SingleRankForward.for_inputs(SequenceInfo(5, ("ids", "more"), ()), {"ids": IDS, "more": IDS[:, :4]})
 
 
-def test_a_block_of_which_nothing_is_known_is_refused():
+def test_a_block_without_sequence_info_is_refused():
     only = SingleRankForward.for_inputs(KNOWN, {"ids": IDS})
     assert only is not None
     with pytest.raises(PlanError, match="the forward reaches 'layer#2', which has no rule"):
         only.enter_block("layer#2", ((), {}))
 
 
-def test_there_is_none_where_a_block_needs_all_tokens():
+def test_there_is_no_sharded_forward_where_a_block_needs_all_tokens():
     assert SingleRankForward.for_inputs(None, {"ids": IDS}) is None
     mixing = SequenceInfo(
         LENGTH, ("ids",), (), (BlockSequenceInfo("layer", not_sequence_parallel="sums over tokens"),)
@@ -115,7 +115,7 @@ class Told:
         return RuntimeError(f"{what} of {name}")
 
 
-def test_what_glue_computes_of_tokens_and_of_another_part_s_value_the_run_of_the_part_says():
+def test_glue_on_tokens_and_on_values_of_another_stage_is_passed_to_the_stage_run():
     only = SingleRankForward.for_inputs(KNOWN, {"ids": IDS})
     assert only is not None
     mine = only.wrap_local(torch.ones(2, 7), 1, 7)

@@ -1,4 +1,6 @@
-"""What of a mask a rank is given, whose rows it can ask for besides, and that nobody keeps it."""
+"""The rows of a mask that a rank gets, those that it can fetch, and that no reference to the whole mask is
+kept.
+"""
 
 import gc
 
@@ -10,18 +12,18 @@ from meshwright.plan.model_spec.sequence_info import SequenceSharding
 LENGTH, MASK = 8, (2, 1, 8, 8)
 
 
-def share(deal: SequenceSharding, index: int = 1) -> TokenShard:
-    together = deal.inner_group_ranges(LENGTH, index) if deal.num_inner_ranks > 1 else ()
-    return TokenShard(LENGTH, deal.token_ranges(LENGTH, index), group_spans=together)
+def token_shard(sharding: SequenceSharding, index: int = 1) -> TokenShard:
+    together = sharding.inner_group_ranges(LENGTH, index) if sharding.num_inner_ranks > 1 else ()
+    return TokenShard(LENGTH, sharding.token_ranges(LENGTH, index), group_spans=together)
 
 
-def test_whoever_has_rows_of_a_mask_finds_those_of_all_who_exchange_heads():
+def test_a_rank_with_rows_of_a_mask_gets_those_of_its_head_exchange_group():
     mask = torch.rand(MASK)
-    for deal, rows in (
+    for sharding, rows in (
         (SequenceSharding(2, num_inner_ranks=2, zigzag=False), range(8)),
         (SequenceSharding(4, num_inner_ranks=2), (0, 1, 6, 7)),
     ):
-        here = share(deal)
+        here = token_shard(sharding)
         own = here.take_mask(mask, 2)
         assert here.take_mask(mask, 2) is own
         found = here.group_mask_rows(own)
@@ -30,21 +32,24 @@ def test_whoever_has_rows_of_a_mask_finds_those_of_all_who_exchange_heads():
         assert here.group_mask_rows(mask) is None
 
 
-def test_a_mask_that_is_the_same_for_all_queries_is_found_as_it_is():
-    here, mask = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False)), torch.rand(2, 1, 1, 8)
+def test_a_mask_shared_by_all_queries_is_returned_unchanged():
+    here, mask = token_shard(SequenceSharding(2, num_inner_ranks=2, zigzag=False)), torch.rand(2, 1, 1, 8)
     assert here.group_mask_rows(mask) is None
     assert here.take_mask(mask, None) is mask
     assert here.group_mask_rows(mask) is mask
 
 
-def test_nobody_asks_a_ring_nor_for_a_mask_that_learns():
-    alone, both = share(SequenceSharding(2)), share(SequenceSharding(2, num_inner_ranks=2, zigzag=False))
+def test_rings_and_learned_masks_fetch_no_rows():
+    alone, both = (
+        token_shard(SequenceSharding(2)),
+        token_shard(SequenceSharding(2, num_inner_ranks=2, zigzag=False)),
+    )
     assert alone.group_mask_rows(alone.take_mask(torch.rand(MASK), 2)) is None
     assert both.group_mask_rows(both.take_mask(torch.rand(MASK, requires_grad=True), 2)) is None
 
 
-def test_what_was_cut_out_keeps_nothing():
-    here, mask = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False)), torch.rand(MASK)
+def test_a_slice_keeps_no_reference_to_the_whole():
+    here, mask = token_shard(SequenceSharding(2, num_inner_ranks=2, zigzag=False)), torch.rand(MASK)
     own = here.take_mask(mask, 2)
     del mask, own
     gc.collect()
@@ -52,20 +57,20 @@ def test_what_was_cut_out_keeps_nothing():
     assert not here._group_mask_rows
 
 
-def test_a_table_for_all_layers_does_not_hold_the_tokens_of_others():
-    here, table = share(SequenceSharding(4, zigzag=False)), torch.rand(1, LENGTH, 6)
+def test_a_table_shared_by_layers_keeps_only_local_tokens():
+    here, table = token_shard(SequenceSharding(4, zigzag=False)), torch.rand(1, LENGTH, 6)
     own = here.take_padded(table, 1)
     assert torch.equal(own, table[:, 2:4])
     assert own.untyped_storage().nbytes() == table.nbytes // 4
     assert here.take_padded(table, 1) is own
 
 
-def test_a_mask_that_is_expanded_is_not_written_out():
+def test_an_expanded_mask_is_not_materialized():
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).expand(6, 1, LENGTH, LENGTH)
     assert (
-        share(SequenceSharding(2, zigzag=False)).take_mask(mask, 2).untyped_storage().nbytes()
+        token_shard(SequenceSharding(2, zigzag=False)).take_mask(mask, 2).untyped_storage().nbytes()
         == LENGTH * LENGTH
     )
-    both = share(SequenceSharding(2, num_inner_ranks=2, zigzag=False))
+    both = token_shard(SequenceSharding(2, num_inner_ranks=2, zigzag=False))
     own = both.take_mask(torch.ones(MASK), 2)
     assert own.untyped_storage().nbytes() == 2 * LENGTH * LENGTH * 4  # the rows of all are held anyway

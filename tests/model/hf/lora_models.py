@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.api import analyze
 from meshwright.model.analysis.analyze import AnalyzedModel
 from tests.model.published_models import DECODER, published
-from tests.tiny_model import rows
+from tests.tiny_model import token_samples
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 # peft 0.21 asks transformers 5.23 by a name that is going
@@ -39,8 +39,8 @@ def adapted(config: dict[str, object] | None = None, **lora: object) -> Callable
 def adapted_reading(
     config: dict[str, object] | None = None, weights: Path | None = None, **lora: object
 ) -> AnalyzedModel:
-    """What the model of `adapted` is made of, on rows of `tests.tiny_model`; its base from `weights`."""
-    return analyze(adapted(config, **lora), rows(2), weights="" if weights is None else str(weights))
+    """What the model of `adapted` is made of, on samples of `tests.tiny_model`; its base from `weights`."""
+    return analyze(adapted(config, **lora), token_samples(2), weights="" if weights is None else str(weights))
 
 
 def stored_base(folder: Path, **changes: object) -> nn.Module:

@@ -86,10 +86,10 @@ def test_overrides_understand_the_aliases_of_a_config(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("layers", "words"), [(1, ["sliding_attention"]), (2, ["sliding_attention", "full_attention"])]
+    ("layers", "layer_types"), [(1, ["sliding_attention"]), (2, ["sliding_attention", "full_attention"])]
 )
 def test_a_list_with_an_item_per_layer_follows_the_number_of_layers(
-    tmp_path: Path, layers: int, words: list[str]
+    tmp_path: Path, layers: int, layer_types: list[str]
 ):
     config = LLAMA | {
         "model_type": "gemma2",
@@ -98,7 +98,8 @@ def test_a_list_with_an_item_per_layer_follows_the_number_of_layers(
     }
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
     assert (
-        config_factory(written(tmp_path, config), {"num_hidden_layers": layers})().config.layer_types == words
+        config_factory(written(tmp_path, config), {"num_hidden_layers": layers})().config.layer_types
+        == layer_types
     )
     assert len(config_factory(written(tmp_path, config), {"num_hidden_layers": 4})().config.layer_types) == 4
 

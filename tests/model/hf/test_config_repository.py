@@ -68,12 +68,12 @@ def test_trusted_code_builds_its_model(folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"architectures": ["Needle"]}, "the architecture is 'Needle'"),
         ({"auto_map": {**AUTO_MAP, "AutoConfig": "thimble.Missing"}}, "fails: AttributeError"),
     ],
 )
-def test_code_that_does_not_fit_its_config_is_refused(folder: Path, changes: dict, words: str):
-    with pytest.raises(PlanError, match=words):
+def test_code_that_does_not_fit_its_config_is_refused(folder: Path, changes: dict, message: str):
+    with pytest.raises(PlanError, match=message):
         config_factory(written(folder, **changes), {}, trust_remote_code=True)

@@ -92,15 +92,15 @@ def test_what_the_hub_does_not_give_is_refused(cache: Cache):
 
 
 @pytest.mark.parametrize(
-    ("source", "words"),
+    ("source", "message"),
     [
         (ModelConfig("here.json", revision="main"), "the revision 'main', and neither"),
         (ModelConfig("org/one", weights="org/two"), "two repositories, org/one and org/two"),
         (ModelConfig("here.json", revision=COMMIT, trust_remote_code=True), "which is not a hub id"),
     ],
 )
-def test_settings_without_effect_are_refused(source: ModelConfig, words: str):
-    with pytest.raises(PlanError, match=words):
+def test_settings_without_effect_are_refused(source: ModelConfig, message: str):
+    with pytest.raises(PlanError, match=message):
         pin_revision(source)
 
 

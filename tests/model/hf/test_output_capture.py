@@ -18,7 +18,7 @@ from tests.model.block_backward import Driven, both_ways
 from tests.tiny_model import tiny_job
 
 TOKENS = torch.arange(48).view(6, 8) * 7 % 61
-ROWS = {"input_ids": TOKENS, "labels": TOKENS.roll(-1, 1)}
+EXAMPLE_BATCH = {"input_ids": TOKENS, "labels": TOKENS.roll(-1, 1)}
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 16,
@@ -81,9 +81,9 @@ def test_nothing_is_marked_when_nothing_is_captured():
 
 def verdict(total: Callable[[Any, Any], torch.Tensor], ranks: int, micro_batch: int = 0) -> bool:
     loss = Loss(total, USUAL.count)
-    analyzed = analyze(lambda: Model(build(), loss=loss), ROWS, loss=loss)
+    analyzed = analyze(lambda: Model(build(), loss=loss), EXAMPLE_BATCH, loss=loss)
     plan = make_plan(analyzed, tiny_job(6), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
-    return verify(analyzed, plan, [ROWS, ROWS], loss=loss).passed
+    return verify(analyzed, plan, [EXAMPLE_BATCH, EXAMPLE_BATCH], loss=loss).passed
 
 
 def test_a_sum_over_router_logits_trains_exactly_on_three_ranks():

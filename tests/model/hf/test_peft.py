@@ -1,4 +1,4 @@
-"""Models of peft: recognized in their wrapper, built without memory, exact with sharded weights."""
+"""PEFT models: recognized in their wrapper, built without memory, exact with sharded weights."""
 
 import math
 import sys
@@ -32,7 +32,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stored_base
-from tests.tiny_model import case_of, player_of, rows, tiny_job, verdict_of
+from tests.tiny_model import case_of, executor_of, tiny_job, token_samples, verdict_of
 
 pytestmark = QUIET
 IN_BASE = "base_model.model.model"
@@ -115,7 +115,7 @@ def test_the_base_is_what_is_left_without_the_adapters():
     assert not any("lora_" in name for name in names)
 
 
-def test_adapters_start_as_peft_starts_them():
+def test_adapters_are_initialized_as_by_peft():
     deferred = defer_init(adapted(modules_to_save=["lm_head"]), 7)
     for name, entry in deferred.logical_params.items():
         assert entry.requires_grad == ("lora_" in name or "modules_to_save" in name), name
@@ -173,7 +173,7 @@ def test_it_equals_one_device(option: str, ranks: int, store: str | int):
     assert verdict.passed, str(verdict)
 
 
-def test_ranks_on_paper_send_what_the_program_says():
+def test_traced_ranks_send_what_the_program_states():
     analyzed = adapted_reading()
     traced = trace(analyzed, planned(analyzed, 3, 3, precision=PrecisionConfig()))
     assert traced.passed, str(traced)
@@ -209,10 +209,12 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
     assert all("lora_" in name for name in trained)
 
     def rank(world: World) -> tuple[set[str], set[str], set[str], dict[str, int]]:
-        executor = player_of(analyzed, plan, world)
+        executor = executor_of(analyzed, plan, world)
         before = bits({name: value.clone() for name, value in executor.gather_parameters().items()})
         for _ in range(2):
-            executor.step({key: value[4 * world.rank : 4 * world.rank + 4] for key, value in rows().items()})
+            executor.step(
+                {key: value[4 * world.rank : 4 * world.rank + 4] for key, value in token_samples().items()}
+            )
         after = bits(executor.gather_parameters())
         summed = {
             name
@@ -251,7 +253,7 @@ def test_only_adapters_are_summed_stepped_and_given_gradients(store: str | int):
 
 
 @pytest.mark.parametrize("store", ["whole", 3])
-def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
+def test_a_half_precision_base_stays_so_under_float32_adapters(store: str | int):
     analyzed = adapted_reading(config={"dtype": torch.bfloat16})
     plan = planned(analyzed, 2, store, precision=PrecisionConfig())
     alone = planned(analyzed, 1, "whole", precision=PrecisionConfig())
@@ -260,9 +262,9 @@ def test_a_narrow_base_stays_narrow_under_wider_adapters(store: str | int):
 
     def losses(plan: Plan) -> Callable[[World], list[float]]:
         def rank(world: World) -> list[float]:
-            executor = player_of(analyzed, plan, world)
+            executor = executor_of(analyzed, plan, world)
             first = world.rank * plan.local_batch
-            batch = {key: value[first : first + plan.local_batch] for key, value in rows().items()}
+            batch = {key: value[first : first + plan.local_batch] for key, value in token_samples().items()}
             found = [executor.step(batch).loss for _ in range(3)]
             dtypes = {name: value.dtype for name, value in executor.gather_parameters().items()}
             assert all(
@@ -311,4 +313,4 @@ def test_another_module_that_is_missing_has_another_repair():
         raise ModuleNotFoundError("No module named 'other'", name="other")
 
     with pytest.raises(PlanError, match="correct the construction"):
-        analyze(build, rows(2))
+        analyze(build, token_samples(2))

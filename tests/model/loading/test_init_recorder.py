@@ -172,7 +172,7 @@ def writes_behind() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("build", "where", "words"),
+    ("build", "where", "message"),
     [
         (drops_half, "Linear.weight", "aten.bernoulli_.float on a parameter cannot be replayed"),
         (reads_a_value, "", "reads the value of a parameter"),
@@ -191,11 +191,11 @@ def writes_behind() -> nn.Module:
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*Lazy modules are a new feature.*")
-def test_what_cannot_be_replayed_is_refused_by_name(build: Callable[[], nn.Module], where: str, words: str):
+def test_what_cannot_be_replayed_is_refused_by_name(build: Callable[[], nn.Module], where: str, message: str):
     with pytest.raises(PlanError) as caught:
         defer_init(build, 0)
     assert caught.value.diagnostics[0].location == where
-    assert words in caught.value.diagnostics[0].problem
+    assert message in caught.value.diagnostics[0].problem
 
 
 def test_all_parameters_that_are_never_initialised_are_reported_together():

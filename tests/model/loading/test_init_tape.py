@@ -1,4 +1,4 @@
-"""Some rows of an initial value equal those of the whole bitwise, and are made without it."""
+"""Slices of an initial value are created without the whole, and are bitwise equal to slices of it."""
 
 from collections.abc import Callable
 
@@ -70,7 +70,7 @@ def print_of(fill: Callable[[torch.Tensor], object]) -> DeferredInit:
 
 
 @pytest.mark.parametrize("fill", ALONE.values(), ids=ALONE)
-def test_rows_are_made_alone(fill: Callable[[torch.Tensor], object]):
+def test_rows_are_created_without_the_whole(fill: Callable[[torch.Tensor], object]):
     made = print_of(fill)
     whole = made.initial_value("weight")
     for rows in (range(22), range(22, 45), range(45, WORDS)):
@@ -81,7 +81,7 @@ def test_rows_are_made_alone(fill: Callable[[torch.Tensor], object]):
 
 
 @pytest.mark.parametrize("fill", TOGETHER.values(), ids=TOGETHER)
-def test_what_needs_the_whole_is_cut_out_of_it(fill: Callable[[torch.Tensor], object]):
+def test_initializers_that_need_the_whole_are_sliced_afterwards(fill: Callable[[torch.Tensor], object]):
     made = print_of(fill)
     whole = made.initial_value("weight")
     some = made.initial_value("weight", rows=range(22, 45))

@@ -16,8 +16,17 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import bits, part
-from tests.tiny_model import Tiny, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.engine.one_device import bits, sample_range
+from tests.tiny_model import (
+    Tiny,
+    analyzed_model,
+    case_of,
+    executor_of,
+    plan_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
 FACTORY = (
     "import sys\nfrom tests.tiny_model import Tiny\n\ndef tied():\n    return Tiny(tied=True)\n\n"
@@ -29,7 +38,7 @@ def trained(folder: Path, frozen: Sequence[str], function: str = "build") -> lis
     """The names that are trained when those that match `frozen` are not."""
     (folder / "model.py").write_text(FACTORY)
     loaded = load_model(ModelConfig(f"{folder / 'model.py'}:{function}", frozen=tuple(frozen)), seed=0)
-    return [weight.name for weight in analyze(loaded, rows(2), ("labels",)).model_spec.trainable]
+    return [weight.name for weight in analyze(loaded, token_samples(2), ("labels",)).model_spec.trainable]
 
 
 def test_parameters_that_match_a_pattern_are_not_trained(tmp_path):
@@ -56,7 +65,7 @@ def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
 
 def test_a_model_that_is_frozen_whole_is_refused():
     loaded = load_factory(Tiny, 0, "tiny", frozen=("*",))
-    analyzed = analyze(loaded, rows(2), ("labels",))
+    analyzed = analyze(loaded, token_samples(2), ("labels",))
     with pytest.raises(PlanError, match=r"none of the \d+ parameters of tiny is trained"):
         plan_of(analyzed, 1)
 
@@ -86,26 +95,28 @@ def adapted() -> nn.Module:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_model_with_frozen_parts_equals_one_device(ranks: int):
     for analyzed in (
-        analyze(load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), rows(2), ("labels",)),
-        analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",)),
+        analyze(
+            load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), token_samples(2), ("labels",)
+        ),
+        analyze(load_factory(adapted, 0, "adapted"), token_samples(2), ("labels",)),
     ):
         verdict = verdict_of(case_of(analyzed, plan_of(analyzed, ranks)))
         assert verdict.passed, verdict
 
 
 def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
-    analyzed = analyze(load_factory(adapted, 0, "adapted"), rows(2), ("labels",))
-    names = [f"layers.{i}.linear.{part}" for i in range(3) for part in ("down", "up")]
+    analyzed = analyze(load_factory(adapted, 0, "adapted"), token_samples(2), ("labels",))
+    names = [f"layers.{i}.linear.{name}" for i in range(3) for name in ("down", "up")]
     assert sorted(weight.name for weight in analyzed.model_spec.trainable) == names
     plan = plan_of(analyzed, 3, job=tiny_job(optimizer=OptimizerConfig("adamw", lr=0.1)))
     numel = sum(weight.numel for weight in analyzed.model_spec.trainable)
 
     def rank(world: World) -> tuple[set[str], set[str], float]:
-        executor = player_of(analyzed, plan, world)
+        executor = executor_of(analyzed, plan, world)
         before = bits({name: p.clone() for name, p in executor.state.trained_module.parameters.items()})
         world.ledger.is_recording = True
         for _ in range(2):
-            executor.step(part(rows(), 4 * world.rank, 4 * world.rank + 4))
+            executor.step(sample_range(token_samples(), 4 * world.rank, 4 * world.rank + 4))
         after = bits(executor.state.trained_module.parameters)
         moved = {name for name in after if after[name] != before[name]}
         moments = {
@@ -122,7 +133,7 @@ def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
 
 
 def test_a_frozen_model_s_plan_has_another_hash():
-    analyzed = reading_of()
+    analyzed = analyzed_model()
     plan = plan_of(analyzed, 1)
     other = replace(plan.job, model=replace(plan.job.model, frozen=("embed.*",)))
     assert replace(plan, job=other).hash != plan.hash

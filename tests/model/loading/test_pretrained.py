@@ -1,4 +1,4 @@
-"""Weights in a folder as initial values of a model: matches, refusals, and memory while reading."""
+"""Weights in a folder as initial values of a model: matching names, refusals, and memory while reading."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from meshwright.model.loading.loader import load_factory, with_weights
 from meshwright.model.loading.pretrained import find_weights
 from meshwright.model.loading.safetensors_io import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
-from tests.model.published_models import FAMILIES, logits, made, published, taken_up
+from tests.model.published_models import FAMILIES, load_published, logits, made, published
 
 
 def edited(folder: Path, change) -> Path:
@@ -30,19 +30,19 @@ def edited(folder: Path, change) -> Path:
 
 def refusal(folder: Path, **fields: object) -> str:
     with pytest.raises(PlanError) as caught:
-        taken_up(folder, **fields)
+        load_published(folder, **fields)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_wrote_gives_its_logits(tmp_path: Path, family: str):
     theirs = published(tmp_path, family)
-    assert torch.equal(logits(made(taken_up(tmp_path))), logits(theirs))
+    assert torch.equal(logits(made(load_published(tmp_path))), logits(theirs))
 
 
 def test_values_are_stored_ones_and_not_those_of_the_seed(tmp_path: Path):
     theirs = published(tmp_path)
-    deferred = taken_up(tmp_path).deferred_init
+    deferred = load_published(tmp_path).deferred_init
     assert torch.equal(deferred.initial_value("lm_head.weight"), theirs.lm_head.weight)
     assert torch.equal(
         deferred.initial_value("lm_head.weight", torch.bfloat16), theirs.lm_head.weight.bfloat16()
@@ -56,7 +56,7 @@ def test_a_base_model_s_weights_fit_the_model_round_it(tmp_path: Path):
         for name in list(tensors):
             tensors[name.removeprefix("transformer.")] = tensors.pop(name)
 
-    assert torch.equal(logits(made(taken_up(edited(tmp_path, bare)))), logits(theirs))
+    assert torch.equal(logits(made(load_published(edited(tmp_path, bare)))), logits(theirs))
 
 
 def test_one_name_of_a_tie_is_enough_whichever_it_is(tmp_path: Path):
@@ -65,7 +65,7 @@ def test_one_name_of_a_tie_is_enough_whichever_it_is(tmp_path: Path):
     def renamed(tensors: dict[str, torch.Tensor]) -> None:
         tensors["lm_head.weight"] = tensors.pop("transformer.wte.weight")
 
-    module = made(taken_up(edited(tmp_path, renamed)))
+    module = made(load_published(edited(tmp_path, renamed)))
     assert module.lm_head.weight is module.transformer.wte.weight
     assert torch.equal(logits(module), logits(theirs))
 
@@ -76,7 +76,7 @@ def test_both_names_of_a_tie_must_be_equal(tmp_path: Path):
         tmp_path,
         lambda tensors: tensors.update({"lm_head.weight": tensors["transformer.wte.weight"].clone()}),
     )
-    assert torch.equal(logits(made(taken_up(tmp_path))), logits(theirs))
+    assert torch.equal(logits(made(load_published(tmp_path))), logits(theirs))
     edited(tmp_path, lambda tensors: tensors["lm_head.weight"].add_(1))
     said = refusal(tmp_path)
     assert "lm_head.weight are one parameter in the model, and are stored with different values" in said
@@ -89,7 +89,7 @@ def test_buffers_that_are_computed_are_left_in_the_file(tmp_path: Path):
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
         "model.rotary_emb.inv_freq": torch.zeros(4),
     }
-    module = made(taken_up(edited(tmp_path, lambda tensors: tensors.update(old))))
+    module = made(load_published(edited(tmp_path, lambda tensors: tensors.update(old))))
     assert torch.equal(logits(module), logits(theirs))
 
 
@@ -160,7 +160,7 @@ def test_what_is_skipped_starts_from_the_seed_or_stays_unread(tmp_path: Path):
         tmp_path,
         lambda tensors: tensors.update({"spare.weight": torch.ones(2)}) or tensors.pop("lm_head.weight"),
     )
-    deferred = taken_up(tmp_path, skip=("lm_head.*", "spare.*")).deferred_init
+    deferred = load_published(tmp_path, skip=("lm_head.*", "spare.*")).deferred_init
     assert deferred.initial_value("lm_head.weight").std().item() == pytest.approx(0.02, rel=0.3)
     assert not torch.equal(deferred.initial_value("lm_head.weight"), theirs.lm_head.weight)
     assert torch.equal(deferred.initial_value("model.norm.weight"), theirs.model.norm.weight)
@@ -168,7 +168,7 @@ def test_what_is_skipped_starts_from_the_seed_or_stays_unread(tmp_path: Path):
 
 def test_skip_forgives_another_shape(tmp_path: Path):
     published(tmp_path)
-    deferred = taken_up(
+    deferred = load_published(
         tmp_path, overrides={"vocab_size": 44}, skip=("lm_head.*", "model.embed_tokens.*")
     ).deferred_init
     assert deferred.initial_value("lm_head.weight").shape == (44, 16)
@@ -188,7 +188,7 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     theirs = published(tmp_path, "mixtral")
-    loaded = taken_up(tmp_path)
+    loaded = load_published(tmp_path)
     weights = find_weights(
         tmp_path,
         loaded.deferred_init.instantiate(),
@@ -206,13 +206,13 @@ def test_rows_of_an_expert_are_read_without_the_other_experts(
 
 def test_the_pretrained_source_gives_size_digest_and_read_buffer(tmp_path: Path):
     theirs = published(tmp_path, "mixtral")
-    origin = taken_up(tmp_path).deferred_init.pretrained_source
+    origin = load_published(tmp_path).deferred_init.pretrained_source
     fused = theirs.model.layers[0].mlp.experts.gate_up_proj
     assert origin.nbytes == sum(parameter.numel() * 4 for parameter in theirs.parameters())
     assert origin.read_buffer_nbytes == 2 * fused.numel() * 4  # its parts, and what they are joined to
     assert origin.source == str(tmp_path)
     published(tmp_path / "other", "mixtral", seed=4)
-    assert taken_up(tmp_path / "other").deferred_init.pretrained_source.digest != origin.digest
+    assert load_published(tmp_path / "other").deferred_init.pretrained_source.digest != origin.digest
 
 
 def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path: Path):

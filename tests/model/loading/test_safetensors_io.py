@@ -145,7 +145,7 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("entry", "words"),
+    ("entry", "message"),
     [
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}, "does not fit into the bytes"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [0, 800]}, "does not fit"),
@@ -157,11 +157,11 @@ def test_what_is_no_safetensors_file_is_refused(tmp_path: Path):
         ([], "has no dtype, shape and offsets"),
     ],
 )
-def test_a_header_is_not_believed(tmp_path: Path, entry: object, words: str):
+def test_a_header_is_not_believed(tmp_path: Path, entry: object, message: str):
     file = forged(tmp_path / SINGLE_FILE, {"x": entry}, b"12345678")
     with pytest.raises(PlanError, match="x") as caught:
         read_header(file)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_that_was_cut_after_it_was_looked_at_is_noticed(tmp_path: Path):

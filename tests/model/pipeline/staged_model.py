@@ -1,4 +1,6 @@
-"""A model run in parts, one after another in one process, beside the same model run whole, in float64."""
+"""Runs a model in stages, one after another in one process, and compares it with the same model run whole, in
+float64.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +30,8 @@ class Ranks:
     backward.
     """
 
-    reading: AnalyzedModel
-    course: ForwardGraph
+    analyzed: AnalyzedModel
+    graph: ForwardGraph
     inputs: dict[str, torch.Tensor]
     total: Total
     loss: torch.Tensor
@@ -37,17 +39,17 @@ class Ranks:
     pool: list[Any] = field(default_factory=list)
 
     @property
-    def borders(self) -> StageBoundaries:
+    def boundaries(self) -> StageBoundaries:
         """Where the model may be divided."""
-        return self.course.boundaries
+        return self.graph.boundaries
 
-    def error(self, borders: Sequence[str], *, lean: bool = False) -> float:
+    def error(self, boundaries: Sequence[str], *, lean: bool = False) -> float:
         """The largest difference of loss and gradients when the model is run in parts that begin at
-        `borders`.
+        `boundaries`.
         """
-        parts = self.course.boundaries.stages(borders)
+        parts = self.graph.boundaries.stages(boundaries)
         while len(self.pool) < len(parts):
-            self.pool.append(self.reading.make_module("cpu", torch.float64))
+            self.pool.append(self.analyzed.make_module("cpu", torch.float64))
         for _, _, parameters in self.pool:
             for parameter in parameters.values():
                 parameter.grad = None
@@ -62,16 +64,16 @@ class Ranks:
                 error = max(error, (sum(shares, torch.zeros(())) - truth).abs().max().item() / scale)
         return error
 
-    def evaluated(self, borders: Sequence[str], courses: ForwardGraphCache) -> Any:
+    def evaluated(self, boundaries: Sequence[str], graph_cache: ForwardGraphCache) -> Any:
         """The outputs of the model when it is run in parts without gradients, in eval mode."""
-        course = courses.get(self.inputs, training=False)
+        graph = graph_cache.get(self.inputs, training=False)
         store: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for part in course.boundaries.stages(borders):
-                module, blocks, _ = self.reading.make_module("cpu", torch.float64)
+            for part in graph.boundaries.stages(boundaries):
+                module, blocks, _ = self.analyzed.make_module("cpu", torch.float64)
                 module.eval()
-                drive = ForwardDriver(blocks, in_place=self.reading.model_spec.writes_in_place)
-                ran = played(self, part, module, drive, store, course=course)
+                drive = ForwardDriver(blocks, in_place=self.analyzed.model_spec.writes_in_place)
+                ran = run_one_stage(self, part, module, drive, store, graph=graph)
                 drive.detach()
                 store |= ran.sent_values
         return ran.outputs
@@ -82,17 +84,17 @@ def ranks(
     example: Example,
     blocks: Sequence[str] | None = None,
     total: Total = weigh,
-    rows: Example | None = None,
+    samples: Example | None = None,
 ) -> Ranks:
-    """The model that `build` makes, read on `example`, to be run on `rows` (None: the example)."""
-    reading = analyze_model(build, example, blocks)
-    inputs = {key: v.double() if v.is_floating_point() else v for key, v in (rows or example).items()}
-    course = ForwardGraphCache(reading, torch.float64).get({key: value[:1] for key, value in inputs.items()})
-    module, _, parameters = reading.make_module("cpu", torch.float64)
+    """The model that `build` makes, read on `example`, to be run on `samples` (None: the example)."""
+    analyzed = analyze_model(build, example, blocks)
+    inputs = {key: v.double() if v.is_floating_point() else v for key, v in (samples or example).items()}
+    graph = ForwardGraphCache(analyzed, torch.float64).get({key: value[:1] for key, value in inputs.items()})
+    module, _, parameters = analyzed.make_module("cpu", torch.float64)
     loss = total(module(**inputs))
     loss.backward()
     return Ranks(
-        reading, course, inputs, total, loss, {name: parameter.grad for name, parameter in parameters.items()}
+        analyzed, graph, inputs, total, loss, {name: parameter.grad for name, parameter in parameters.items()}
     )
 
 
@@ -104,16 +106,16 @@ def steps(
     """
     store: dict[str, torch.Tensor] = {}
     ran, drives, loss = [], [], torch.zeros(())
-    spoilt = [spoil(one, part, each[2]) for part, each in zip(parts, made, strict=True)]
+    corrupted = [fill_absent_with_nan(one, part, each[2]) for part, each in zip(parts, made, strict=True)]
     for part, (module, blocks, _) in zip(parts, made, strict=True):
         before = {key: value.clone() for key, value in module.state_dict().items()}
-        drives.append(ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place))
-        ran.append(played(one, part, module, drives[-1], store, lean=lean))
+        drives.append(ForwardDriver(blocks, in_place=one.analyzed.model_spec.writes_in_place))
+        ran.append(run_one_stage(one, part, module, drives[-1], store, lean=lean))
         store |= {name: tensor.detach().clone() for name, tensor in ran[-1].sent_values.items()}
         untouched = {
             name
             for name in before
-            if not any(name.startswith(visit.split("#")[0]) for visit in part.block_calls)
+            if not any(name.startswith(block_call.split("#")[0]) for block_call in part.block_calls)
         }
         now = module.state_dict()
         assert all(torch.equal(now[name].nan_to_num(), before[name].nan_to_num()) for name in untouched)
@@ -125,23 +127,23 @@ def steps(
         for name, leaf in ran[place].sent_values.items():
             if name in owed:
                 leaf.grad = owed[name] if leaf.grad is None else leaf.grad + owed[name]
-        went_back(ran[place], drives[place])
+        backward_of_stage(ran[place], drives[place])
         for name, leaf in ran[place].received_values.items():
             if leaf.grad is not None:
                 owed[name] = owed[name] + leaf.grad if name in owed else leaf.grad
         drives[place].detach()
-        for parameter, values in spoilt[place]:
+        for parameter, values in corrupted[place]:
             parameter.data.copy_(values)
     return [{name: parameter.grad for name, parameter in each[2].items()} for each in made], loss
 
 
-def spoil(
+def fill_absent_with_nan(
     one: Ranks, part: StageSpec, parameters: Mapping[str, nn.Parameter]
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
     """Make all parameters NaN that a rank with this part alone would not hold; what they were."""
-    used = {weight.name: set(weight.block_calls) for weight in one.reading.model_spec.params}
-    for name, visits in one.borders.root_params:
-        used[name] |= set(visits)
+    used = {weight.name: set(weight.block_calls) for weight in one.analyzed.model_spec.params}
+    for name, block_calls in one.boundaries.root_params:
+        used[name] |= set(block_calls)
     foreign = [parameter for name, parameter in parameters.items() if used[name].isdisjoint(part.block_calls)]
     before = [(parameter, parameter.detach().clone()) for parameter in foreign]
     for parameter in foreign:
@@ -149,7 +151,7 @@ def spoil(
     return before
 
 
-def played(
+def run_one_stage(
     one: Ranks,
     part: StageSpec,
     module: nn.Module,
@@ -157,46 +159,46 @@ def played(
     store: Mapping[str, torch.Tensor],
     *,
     lean: bool = False,
-    course: ForwardGraph | None = None,
+    graph: ForwardGraph | None = None,
 ) -> StageResult:
     """`part` run on copies of what it takes of the store, and on nothing else."""
     received = {value.name: store[value.name].clone() for value in part.inputs if value.name in store}
-    visits: list[str] = []
+    block_calls: list[str] = []
 
-    def reach(visit: str) -> bool:
-        visits.append(visit)
+    def reach(block_call: str) -> bool:
+        block_calls.append(block_call)
         return lean
 
-    rows = len(next(iter(one.inputs.values())))
+    samples = len(next(iter(one.inputs.values())))
     ran = run_stage(
-        lambda: module(**one.inputs), drive, course or one.course, part, rows, received, before_block=reach
+        lambda: module(**one.inputs), drive, graph or one.graph, part, samples, received, before_block=reach
     )
-    assert torch.is_grad_enabled() is False or visits == list(part.block_calls)
+    assert torch.is_grad_enabled() is False or block_calls == list(part.block_calls)
     for value in part.outputs:
-        assert tuple(ran.sent_values[value.name].shape) == value.shape(rows)
+        assert tuple(ran.sent_values[value.name].shape) == value.shape(samples)
     return ran
 
 
-def went_back(ran: StageResult, drive: ForwardDriver) -> None:
+def backward_of_stage(ran: StageResult, drive: ForwardDriver) -> None:
     """The backward of a part, visit by visit."""
     backward(ran.closing_call)
-    for visit in reversed(ran.forward_pass.block_calls.values()):
-        drive.recompute(visit)
-        backward(visit)
+    for block_call in reversed(ran.forward_pass.block_calls.values()):
+        drive.recompute(block_call)
+        backward(block_call)
 
 
-def divisions(borders: Sequence[str], most: int = 8) -> Iterable[tuple[str, ...]]:
+def stage_divisions(boundaries: Sequence[str], most: int = 8) -> Iterable[tuple[str, ...]]:
     """Every border alone, and some divisions into 3 and 4 parts, at most so many of each."""
-    yield from ((border,) for border in borders)
+    yield from ((boundary,) for boundary in boundaries)
     for parts in (2, 3):
-        found = list(combinations(borders, parts))
+        found = list(combinations(boundaries, parts))
         yield from found[:: max(1, len(found) // most)]
 
 
-def crossing(borders: StageBoundaries, rows: int) -> tuple[int, int]:
-    """How many values cross a border at most, and the bytes of the border with most of them."""
-    live = [borders.live_values(border) for border in borders.open_boundaries()]
-    return max(map(len, live)), max(sum(v.nbytes(rows) for v in each) for each in live)
+def num_values_and_nbytes_crossing(boundaries: StageBoundaries, samples: int) -> tuple[int, int]:
+    """The largest number of values that cross a stage boundary, and the largest number of bytes."""
+    live = [boundaries.live_values(boundary) for boundary in boundaries.open_boundaries()]
+    return max(map(len, live)), max(sum(v.nbytes(samples) for v in each) for each in live)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -214,25 +216,26 @@ def exact(glue: Forward, block: Forward | None = None) -> StageBoundaries:
     one backward.
     """
     one = chained(glue, block)
-    assert one.borders.closed_boundaries == ()
-    for borders in divisions(one.borders.open_boundaries()):
-        assert one.error(borders) < 1e-12, borders
-        assert one.error(borders, lean=True) < 1e-12, borders
-    return one.borders
+    assert one.boundaries.closed_boundaries == ()
+    for boundaries in stage_divisions(one.boundaries.open_boundaries()):
+        assert one.error(boundaries) < 1e-12, boundaries
+        assert one.error(boundaries, lean=True) < 1e-12, boundaries
+    return one.boundaries
 
 
-def live(borders: StageBoundaries) -> dict[str, list[str]]:
+def live(boundaries: StageBoundaries) -> dict[str, list[str]]:
     """The names of the values that are live before each visit but the first."""
     return {
-        border: [value.name for value in borders.live_values(border)] for border in borders.block_calls[1:]
+        boundary: [value.name for value in boundaries.live_values(boundary)]
+        for boundary in boundaries.block_calls[1:]
     }
 
 
 def refused(glue: Forward, block: Forward | None = None) -> Ranks:
     """A chain that has closed borders; all others still give the gradients of one backward."""
     one = chained(glue, block)
-    for borders in divisions(one.borders.open_boundaries()):
-        assert one.error(borders) < 1e-12
+    for boundaries in stage_divisions(one.boundaries.open_boundaries()):
+        assert one.error(boundaries) < 1e-12
     return one
 
 

@@ -1,4 +1,4 @@
-"""Plain modules in parts: which values cross a border, and what closes one."""
+"""Plain modules in stages: which values cross a boundary, and what closes one."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.model.block_backward import Block, Chain, analyze_model, gathering, w
 from tests.model.pipeline.staged_model import X, chained, exact, live, ranks, refused
 
 
-def test_what_is_live_is_what_was_made_before_and_is_used_behind():
+def test_live_values_are_made_before_and_used_after_the_boundary():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = model.layers[0](x)
         mixed = first * model.shift + x
@@ -18,39 +18,39 @@ def test_what_is_live_is_what_was_made_before_and_is_used_behind():
         third = model.layers[2](second + mixed)
         return model.head(third * first + mixed), second
 
-    borders = exact(glue)
-    assert live(borders) == {
+    boundaries = exact(glue)
+    assert live(boundaries) == {
         "layers.1": ["layers.0", "layers.0+1"],
         "layers.2": ["layers.0", "layers.0+1", "layers.1", "layers.1+0"],
         "head": ["layers.1", "layers.2+1"],
     }
 
 
-def test_what_glue_makes_of_inputs_alone_is_made_in_every_part():
+def test_values_that_glue_makes_of_inputs_only_are_made_in_every_stage():
     def glue(model: Chain, x: torch.Tensor) -> object:
         mask = (x > 0) * model.scale
         for layer in model.layers:
             x = layer(x) * mask + torch.zeros_like(x)
         return model.head(x)
 
-    borders = exact(glue)
-    assert [value.name for value in borders.values] == ["layers.0+1", "layers.1+1", "layers.2+1"]
-    assert borders.root_params == (("scale", ("layers.0", "layers.1", "layers.2")),)
+    boundaries = exact(glue)
+    assert [value.name for value in boundaries.values] == ["layers.0+1", "layers.1+1", "layers.2+1"]
+    assert boundaries.root_params == (("scale", ("layers.0", "layers.1", "layers.2")),)
 
 
-def test_views_of_what_crosses_are_made_where_they_are_needed():
+def test_views_of_boundary_values_are_made_where_they_are_needed():
     def glue(model: Chain, x: torch.Tensor) -> object:
         y = model.layers[0](x)
         turned, wide = y.t(), y[:1].expand(y.shape)
         z = model.layers[1](y)
         return model.head(model.layers[2](z) + turned.t() + wide)
 
-    borders = exact(glue)
-    assert live(borders)["layers.2"] == ["layers.0", "layers.0+1", "layers.1"]
-    assert borders.values[1].shape(4) == (1, 6)
+    boundaries = exact(glue)
+    assert live(boundaries)["layers.2"] == ["layers.0", "layers.0+1", "layers.1"]
+    assert boundaries.values[1].shape(4) == (1, 6)
 
 
-def test_containers_keywords_and_things_that_are_no_tensors():
+def test_containers_keywords_and_non_tensors_cross():
     def block(block: Block, x: torch.Tensor, y: torch.Tensor, *, name: str, forward: None) -> object:
         z = block.linear(y).tanh()
         return {"same": x, "new": [z, None, 3]}, (z * 2, x[:2]), x.argmax(), torch.max(z, 0, keepdim=True)
@@ -78,11 +78,11 @@ def test_blocks_that_are_called_several_times():
 
 
 def test_glue_that_writes_in_place_into_what_a_block_gave():
-    borders = exact(writing_in_place, lambda block, x: block.linear(x))
-    assert live(borders)["layers.1"] == ["layers.0+3~"]
+    boundaries = exact(writing_in_place, lambda block, x: block.linear(x))
+    assert live(boundaries)["layers.1"] == ["layers.0+3~"]
 
 
-def test_a_slice_that_is_scaled_in_place_is_one_writing_and_not_two():
+def test_a_slice_that_is_scaled_in_place_is_one_write():
     def glue(model: Chain, x: torch.Tensor) -> object:
         for layer in model.layers:
             x = layer(x) + x
@@ -119,7 +119,7 @@ def test_a_tensor_that_gathers_values():
     assert [len(names) for names in live(exact(gathering)).values()] == [2, 2, 1]
 
 
-def test_values_without_a_gradient_are_handed_over_as_they_are():
+def test_values_without_a_gradient_are_sent_unchanged():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = model.layers[0](x)
         order = first.detach().argsort(-1)
@@ -137,9 +137,9 @@ def reading_a_number(model: Chain, x: torch.Tensor) -> object:
     return model.head(model.layers[2](x))
 
 
-def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
+def test_a_value_that_is_read_closes_the_boundaries_after_it_and_no_others():
     one = refused(reading_a_number)
-    assert one.borders.open_boundaries() == ("layers.1",)
+    assert one.boundaries.open_boundaries() == ("layers.1",)
     text = (
         r"no stage can begin with 'layers\.2', after 'layers\.1': the glue after "
         r"'layers\.1' "
@@ -148,19 +148,19 @@ def test_a_number_that_is_read_closes_the_borders_behind_it_and_no_others():
     with pytest.raises(
         PlanError, match=rf"{text}\(item at test_liveness\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
     ):
-        one.borders.stages(["layers.2"])
+        one.boundaries.stages(["layers.2"])
 
 
-def test_shapes_that_depend_on_numbers_close_borders():
+def test_shapes_that_depend_on_values_close_boundaries():
     def glue(model: Chain, x: torch.Tensor) -> object:
         x = model.layers[0](x)
         x = model.layers[1](x[x > -9].view(x.shape))
         return model.head(model.layers[2](x))
 
-    assert refused(glue).borders.open_boundaries() == ()
+    assert refused(glue).boundaries.open_boundaries() == ()
 
 
-def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
+def test_a_tensor_left_in_an_attribute_closes_the_boundaries_up_to_its_use():
     def block(block: Block, x: torch.Tensor) -> torch.Tensor:
         if block.first is None:
             block.left.append(x.detach() * 2)
@@ -177,14 +177,14 @@ def test_what_a_block_leaves_in_an_attribute_closes_the_borders_up_to_its_use():
             object.__setattr__(self.layers[2], "first", self.layers[0])
 
     one = ranks(Leaving, X)
-    assert one.borders.open_boundaries() == ("head",)
+    assert one.boundaries.open_boundaries() == ("head",)
     assert (
         "'layers.2' uses a tensor that 'layers.0' made and did not return"
-        in one.borders.closed_boundaries[0].reason
+        in one.boundaries.closed_boundaries[0].reason
     )
 
 
-def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
+def test_lists_that_a_block_writes_into_close_the_boundaries_after_it():
     def block(block: Block, x: torch.Tensor, past: list[torch.Tensor]) -> torch.Tensor:
         past.append(x)
         return block.linear(x).tanh()
@@ -196,11 +196,11 @@ def test_lists_that_a_block_writes_into_close_the_borders_behind_it():
 
     assert (
         "'layers.0' writes into a list or dict among its inputs"
-        in refused(glue, block).borders.closed_boundaries[0].reason
+        in refused(glue, block).boundaries.closed_boundaries[0].reason
     )
 
 
-def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
+def test_opaque_objects_close_the_boundaries_after_them():
     class Opaque:
         def __init__(self, x: torch.Tensor) -> None:
             self.x = x
@@ -211,12 +211,12 @@ def test_objects_that_nobody_looks_into_close_the_borders_behind_them():
         return model.head(x)
 
     one = chained(glue, lambda block, x: Opaque(block.linear(x).tanh()))
-    assert one.borders.open_boundaries() == ()
-    reason = one.borders.closed_boundaries[0].reason
+    assert one.boundaries.open_boundaries() == ()
+    reason = one.boundaries.closed_boundaries[0].reason
     assert "'layers.0' returns a Opaque, whose contents cannot be followed" in reason
 
 
-def test_a_view_that_is_written_closes_the_borders_between_both():
+def test_a_view_that_is_written_closes_the_boundaries_in_between():
     def glue(model: Chain, x: torch.Tensor) -> object:
         y = model.layers[0](x)
         view = y[:, :3]
@@ -225,24 +225,24 @@ def test_a_view_that_is_written_closes_the_borders_between_both():
         return model.head(model.layers[2](z) + y)
 
     one = refused(glue, lambda block, x: block.linear(x))
-    assert one.borders.open_boundaries() == ("layers.2", "head")
-    assert "and would be sent separately" in one.borders.closed_boundaries[0].reason
+    assert one.boundaries.open_boundaries() == ("layers.2", "head")
+    assert "and would be sent separately" in one.boundaries.closed_boundaries[0].reason
 
 
-def test_numbers_that_glue_draws_for_itself_after_others_for_values_close_borders():
+def test_glue_draws_after_draws_for_boundary_values_close_boundaries():
     def glue(model: Chain, x: torch.Tensor) -> object:
         x = F.dropout(model.layers[0](x) * torch.rand(len(x), 1), 0.5)
         x = F.dropout(model.layers[1](x), 0.5) * torch.rand(len(x), 1)
         return model.head(model.layers[2](x))
 
-    reading = analyze_model(lambda: Chain(glue), X)
-    borders = trace_forward_graph(reading, X).boundaries
-    assert borders.open_boundaries() == ("layers.1",)
-    assert "draws numbers for all stages (at test_liveness.py:" in borders.closed_boundaries[0].reason
-    assert ForwardGraphCache(reading).get(X).boundaries == borders
+    analyzed = analyze_model(lambda: Chain(glue), X)
+    boundaries = trace_forward_graph(analyzed, X).boundaries
+    assert boundaries.open_boundaries() == ("layers.1",)
+    assert "draws numbers for all stages (at test_liveness.py:" in boundaries.closed_boundaries[0].reason
+    assert ForwardGraphCache(analyzed).get(X).boundaries == boundaries
 
 
-def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_borders():
+def test_glue_draws_for_all_stages_after_a_block_that_drew_close_boundaries():
     def glue(model: Chain, x: torch.Tensor) -> object:
         for layer in model.layers:
             keep = torch.rand([]) >= 0.2  # a layer drop
@@ -252,9 +252,9 @@ def test_numbers_that_glue_draws_for_all_parts_behind_a_block_that_drew_close_bo
     def dropping(block: Block, x: torch.Tensor) -> torch.Tensor:
         return F.dropout(block.linear(x).tanh(), 0.5)
 
-    borders = trace_forward_graph(analyze_model(lambda: Chain(glue, dropping), X), X).boundaries
-    assert borders.open_boundaries() == ()
-    closed = borders.closed_boundaries[0]
+    boundaries = trace_forward_graph(analyze_model(lambda: Chain(glue, dropping), X), X).boundaries
+    assert boundaries.open_boundaries() == ()
+    closed = boundaries.closed_boundaries[0]
     assert closed.reason.startswith(
         "the glue after 'layers.0' draws numbers for all stages (at test_liveness.py:"
     )

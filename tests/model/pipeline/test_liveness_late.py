@@ -1,4 +1,4 @@
-"""What becomes of a value behind the line that makes it closes the borders in front of that."""
+"""Operations on a value after the line that makes it close the stage boundaries before them."""
 
 from typing import Any
 
@@ -18,28 +18,28 @@ class Flip(torch.autograd.Function):
         return -grad
 
 
-def test_a_gradient_that_is_given_behind_a_value_closes_the_border_directly_behind_it():
+def test_a_custom_gradient_after_a_value_closes_the_boundary_directly_after_it():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = Flip.apply(model.layers[0](x) + x)
         return model.head(model.layers[2](model.layers[1](first)) + first)
 
     one = refused(glue)
-    assert one.borders.open_boundaries() == ("layers.2", "head")
-    assert "'layers.0+1' (mul at test_liveness_late.py:" in one.borders.closed_boundaries[0].reason
-    assert one.course.values["layers.0+1"].needs_grad
+    assert one.boundaries.open_boundaries() == ("layers.2", "head")
+    assert "'layers.0+1' (mul at test_liveness_late.py:" in one.boundaries.closed_boundaries[0].reason
+    assert one.graph.values["layers.0+1"].needs_grad
 
 
-def test_a_value_that_a_function_makes_and_a_later_line_hooks_closes_all_behind_it():
+def test_a_value_of_a_function_that_a_later_line_hooks_closes_all_boundaries_after_it():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = Flip.apply(model.layers[0](x))
         second = model.layers[1](x)
         first.register_hook(lambda grad: grad * 0.5)
         return model.head(model.layers[2](second) + first)
 
-    assert refused(glue).borders.open_boundaries() == ()
+    assert refused(glue).boundaries.open_boundaries() == ()
 
 
-def test_a_hook_within_a_block_on_what_it_is_given_closes_all_borders():
+def test_a_hook_inside_a_block_on_its_input_closes_all_boundaries():
     def block(block: Block, x: torch.Tensor) -> torch.Tensor:
         if block.linear.in_features == 6 and x.requires_grad:
             x.register_hook(lambda grad: grad.clamp(-0.1, 0.1))
@@ -50,7 +50,7 @@ def test_a_hook_within_a_block_on_what_it_is_given_closes_all_borders():
             x = layer(x) + x
         return model.head(x)
 
-    assert chained(glue, block).borders.open_boundaries() == ()
+    assert chained(glue, block).boundaries.open_boundaries() == ()
 
 
 def test_a_gradient_that_glue_asks_for_by_itself_closes_nothing():
@@ -62,7 +62,7 @@ def test_a_gradient_that_glue_asks_for_by_itself_closes_nothing():
     exact(glue)
 
 
-def test_a_hook_on_a_gradient_closes_the_borders_up_to_its_line():
+def test_a_hook_on_a_gradient_closes_the_boundaries_up_to_its_line():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = model.layers[0](x)
         second = model.layers[1](first)
@@ -70,7 +70,7 @@ def test_a_hook_on_a_gradient_closes_the_borders_up_to_its_line():
         return model.head(model.layers[2](second) + first)
 
     one = refused(glue)
-    assert one.borders.open_boundaries() == ("head",)
-    assert one.borders.closed_boundaries[0].reason.startswith(
+    assert one.boundaries.open_boundaries() == ("head",)
+    assert one.boundaries.closed_boundaries[0].reason.startswith(
         "a hook is registered on the gradient of 'layers.0' (at test_liveness_late.py:"
     )

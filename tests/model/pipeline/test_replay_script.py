@@ -1,6 +1,4 @@
-"""What a part has called is played for other numbers: bit for bit what its forward would do,
-or not at all.
-"""
+"""The recorded script of a stage, replayed on other inputs: bitwise equal to its forward, or not recorded."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -24,15 +22,15 @@ def other(value: torch.Tensor) -> torch.Tensor:
     return value * 0.5 + 0.1 if value.is_floating_point() else value.flip(-1)
 
 
-def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
+def stage_gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[torch.Tensor | None]:
     """Those of a part whose gifts are weighed; they are taken off the parameters."""
     if ran.outputs is not None:
         weigh(ran.outputs).backward()
     for leaf in ran.sent_values.values():
         leaf.grad = torch.ones_like(leaf) if leaf.requires_grad else None
     backward(ran.closing_call)
-    for visit in reversed(ran.forward_pass.block_calls.values()):
-        backward(visit)
+    for block_call in reversed(ran.forward_pass.block_calls.values()):
+        backward(block_call)
     found = [parameter.grad for parameter in parameters.values()] + [
         leaf.grad for leaf in ran.received_values.values()
     ]
@@ -41,13 +39,13 @@ def gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> list[tor
     return found
 
 
-def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
+def reasons_not_recorded(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
     """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward
     gives.
     """
-    module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
+    module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive, scripts, why = (
-        ForwardDriver(blocks, in_place=one.reading.model_spec.writes_in_place),
+        ForwardDriver(blocks, in_place=one.analyzed.model_spec.writes_in_place),
         ScriptCache(module, blocks),
         [],
     )
@@ -55,20 +53,20 @@ def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
     stores: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
     calls: list[object] = []
     module.register_forward_pre_hook(lambda *given: calls.append(given))
-    for part in one.borders.stages(borders):
+    for part in one.boundaries.stages(boundaries):
 
         def played(
             inputs: Any, store: dict[str, torch.Tensor], scripts: ScriptCache | None, part: Any = part
         ) -> StageResult:
             received = {value.name: store[value.name].clone() for value in part.inputs}
-            given, reach = {"script_cache": scripts, "inputs": inputs}, lambda visit: None
-            rows = len(next(iter(inputs.values())))
+            given, reach = {"script_cache": scripts, "inputs": inputs}, lambda block_call: None
+            samples = len(next(iter(inputs.values())))
             return run_stage(
                 partial(module, **inputs),
                 drive,
-                one.course,
+                one.graph,
                 part,
-                rows,
+                samples,
                 received,
                 before_block=reach,
                 **given,
@@ -84,7 +82,7 @@ def spoilt(one: Ranks, borders: Sequence[str] = ()) -> list[str]:
         assert same([truth.sent_values, truth.outputs], [again.sent_values, again.outputs])
         stores[False] |= {name: leaf.detach() for name, leaf in written.sent_values.items()}
         stores[True] |= {name: leaf.detach() for name, leaf in truth.sent_values.items()}
-        expected, found = gradients(truth, parameters), gradients(again, parameters)
+        expected, found = stage_gradients(truth, parameters), stage_gradients(again, parameters)
         assert [tensor is None for tensor in expected] == [tensor is None for tensor in found]
         assert same([t for t in expected if t is not None], [t for t in found if t is not None])
     drive.detach()
@@ -99,10 +97,10 @@ def simple(model: Chain, x: torch.Tensor) -> object:
 
 
 @pytest.mark.parametrize(
-    "borders", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
+    "boundaries", [(), ("layers.1",), ("layers.1", "layers.2"), ("layers.1", "layers.2", "head")]
 )
-def test_glue_and_blocks_are_played_for_other_numbers(borders: tuple[str, ...]):
-    assert spoilt(chained(simple), borders) == [""] * (len(borders) + 1)
+def test_glue_and_blocks_are_replayed_on_other_inputs(boundaries: tuple[str, ...]):
+    assert reasons_not_recorded(chained(simple), boundaries) == [""] * (len(boundaries) + 1)
 
 
 def reads(model: Chain, x: torch.Tensor) -> object:
@@ -158,7 +156,7 @@ def casts(model: Chain, x: torch.Tensor) -> object:
 
 
 @pytest.mark.parametrize(
-    ("glue", "said"),
+    ("glue", "message"),
     [
         (reads, "glue reads a number"),
         (picks, "glue reads a number"),
@@ -169,16 +167,16 @@ def casts(model: Chain, x: torch.Tensor) -> object:
         (casts, "is called in a context of its own"),
     ],
 )
-def test_what_could_differ_is_not_written_down(glue: Forward, said: str):
-    assert any(said in why for why in spoilt(chained(glue)))
+def test_a_forward_that_could_differ_is_not_recorded(glue: Forward, message: str):
+    assert any(message in why for why in reasons_not_recorded(chained(glue)))
 
 
-def test_a_block_that_takes_numbers_from_an_attribute_is_not_written_down():
+def test_a_block_that_reads_an_attribute_is_not_recorded():
     def block(layer: Any, x: torch.Tensor) -> torch.Tensor:
         extra = layer.__dict__.get("extra")
         return torch.tanh(layer.linear(x)) if extra is None else torch.tanh(layer.linear(x)) * extra
 
-    reasons = spoilt(chained(aside, block))
+    reasons = reasons_not_recorded(chained(aside, block))
     assert any("computes with tensors that are not among its arguments" in why for why in reasons)
 
 
@@ -186,21 +184,21 @@ def whole(one: Ranks, hook: Any = None) -> tuple[ScriptCache, Any]:
     """The scripts of one part that is the whole model, and what runs it on inputs: with scripts,
     or as ever.
     """
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     if hook is not None:
         next(iter(blocks.values())).register_forward_hook(hook)
-    drive, scripts, (part,) = ForwardDriver(blocks), ScriptCache(module, blocks), one.borders.stages(())
+    drive, scripts, (part,) = ForwardDriver(blocks), ScriptCache(module, blocks), one.boundaries.stages(())
 
     def play(inputs: Any, *, truly: bool = False) -> Any:
         given = {"script_cache": None if truly else scripts, "inputs": inputs}
         return run_stage(
             partial(module, **inputs),
             drive,
-            one.course,
+            one.graph,
             part,
             4,
             {},
-            before_block=lambda visit: None,
+            before_block=lambda block_call: None,
             **given,
         ).outputs
 
@@ -227,7 +225,7 @@ def test_a_forward_that_leaves_something_behind_runs_each_time(glue: Forward):
     assert len(scripts.failure_reasons) == 1
 
 
-def test_what_a_forward_makes_once_and_keeps_is_no_reason_to_run_it_each_time():
+def test_a_value_cached_by_the_first_forward_does_not_prevent_replay():
     def cached(model: Chain, x: torch.Tensor) -> object:
         if "table" not in vars(model):
             model.table = 2.0
@@ -290,7 +288,7 @@ def test_inputs_of_the_same_shapes_and_other_names_have_another_script():
 def test_a_constant_that_somebody_writes_into_is_not_used_again():
     one = chained(simple)
     scripts, play = whole(one)
-    key = (one.borders.stages(())[0].block_calls[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
+    key = (one.boundaries.stages(())[0].block_calls[0], "x", (one.inputs["x"].shape, one.inputs["x"].dtype))
     play(one.inputs)
     script = scripts.find(key)
     assert script is not None
@@ -299,7 +297,7 @@ def test_a_constant_that_somebody_writes_into_is_not_used_again():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_llama_is_played(masked: bool):
+def test_a_llama_is_replayed(masked: bool):
     config = transformers.LlamaConfig(
         vocab_size=13,
         hidden_size=12,
@@ -309,8 +307,8 @@ def test_a_llama_is_played(masked: bool):
         use_cache=False,
     )
     ids = torch.arange(20).view(4, 5) % 13
-    rows = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
-    one = ranks(lambda: transformers.LlamaForCausalLM(config), rows)
-    why = spoilt(one, ("model.layers.1", "model.layers.2"))
+    samples = {"input_ids": ids} | ({"attention_mask": torch.ones(4, 5, dtype=torch.int64)} if masked else {})
+    one = ranks(lambda: transformers.LlamaForCausalLM(config), samples)
+    why = reasons_not_recorded(one, ("model.layers.1", "model.layers.2"))
     assert len(tree_tensors(list(one.inputs.values()))) == 1 + masked
     assert all("reads a number" in each for each in why) if masked else why == [""] * 3

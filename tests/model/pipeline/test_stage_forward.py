@@ -1,4 +1,4 @@
-"""Runs of one part of a plain module: what is said of values that are missing, and how a forward is left."""
+"""Runs of one stage of a plain module: errors about missing values, and how the forward is left."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ from meshwright.model.loading.loader import Model, load_factory
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Chain, Forward
-from tests.model.pipeline.staged_model import X, chained, exact, played, ranks, steps
+from tests.model.pipeline.staged_model import X, chained, exact, ranks, run_one_stage, steps
 
 
 def simple(model: Chain, x: torch.Tensor) -> object:
@@ -26,10 +26,10 @@ def simple(model: Chain, x: torch.Tensor) -> object:
     return model.head(model.layers[2](model.layers[1](first)) + twice)
 
 
-def test_a_value_that_is_not_handed_over_is_named():
+def test_a_value_that_is_not_received_is_named():
     one = chained(simple)
-    part = one.borders.stages(["layers.1", "layers.2"])[2]
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    part = one.boundaries.stages(["layers.1", "layers.2"])[2]
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError,
         match=r"the stage of 'layers\.2' takes the value "
@@ -38,26 +38,26 @@ def test_a_value_that_is_not_handed_over_is_named():
         run_stage(
             lambda: module(**one.inputs),
             ForwardDriver(blocks),
-            one.course,
+            one.graph,
             part,
             4,
             {},
-            before_block=lambda visit: None,
+            before_block=lambda block_call: None,
         )
 
 
 @pytest.mark.parametrize("lost", ["layers.0", "layers.0+0", "layers.2+0"])
-def test_a_value_that_is_dropped_from_what_is_live_is_noticed_by_its_name(lost: str):
+def test_a_value_missing_from_the_live_values_is_named(lost: str):
     one = chained(simple)
-    kept = tuple(value for value in one.borders.values if value.name != lost)
-    assert len(kept) == len(one.borders.values) - 1
-    one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
+    kept = tuple(value for value in one.boundaries.values if value.name != lost)
+    assert len(kept) == len(one.boundaries.values) - 1
+    one.graph = replace(one.graph, boundaries=replace(one.boundaries, values=kept))
     at = {"layers.0": "layers.1", "layers.0+0": "layers.2", "layers.2+0": "head"}[lost]
     with pytest.raises(PlanError, match=rf"the value '{lost.replace('+', chr(92) + '+')}'.*did not receive"):
         one.error([at])
 
 
-def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed():
+def test_a_tensor_written_by_another_stage_and_not_sent_is_noticed():
     def glue(model: Chain, x: torch.Tensor) -> object:
         kept = torch.zeros(3, len(x), 6, dtype=x.dtype)
         for place, layer in enumerate(model.layers):
@@ -67,9 +67,9 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
 
     one = chained(glue)
     gathered = "layers.1+0~"
-    kept = tuple(value for value in one.borders.values if value.name != gathered)
-    assert len(kept) == len(one.borders.values) - 1
-    one.course = replace(one.course, boundaries=replace(one.borders, values=kept))
+    kept = tuple(value for value in one.boundaries.values if value.name != gathered)
+    assert len(kept) == len(one.boundaries.values) - 1
+    one.graph = replace(one.graph, boundaries=replace(one.boundaries, values=kept))
     with pytest.raises(
         PlanError,
         match=r"computes sum \(at test_stage_forward\.py:\d+\) "
@@ -78,10 +78,10 @@ def test_a_tensor_that_other_parts_wrote_into_and_nobody_handed_over_is_noticed(
         one.error(["layers.2"])
 
 
-def test_a_forward_that_takes_another_way_than_its_course_is_refused():
+def test_a_forward_that_differs_from_its_recording_is_refused():
     one = chained(simple)
-    part = one.borders.stages(["layers.1"])[1]
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    part = one.boundaries.stages(["layers.1"])[1]
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     received = {value.name: torch.zeros(value.shape(4), dtype=torch.float64) for value in part.inputs}
 
     def play(glue: Forward) -> None:
@@ -89,11 +89,11 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
         run_stage(
             lambda: module(**one.inputs),
             ForwardDriver(blocks),
-            one.course,
+            one.graph,
             part,
             4,
             received,
-            before_block=lambda visit: None,
+            before_block=lambda block_call: None,
         )
 
     with pytest.raises(
@@ -105,7 +105,7 @@ def test_a_forward_that_takes_another_way_than_its_course_is_refused():
         ),
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     with pytest.raises(
         PlanError, match=r"calls 'layers\.2' after 'layers\.0', which it did not in the trial run"
     ):
@@ -124,7 +124,7 @@ def test_a_model_that_catches_every_exception_is_left_all_the_same():
     exact(glue)
 
 
-def test_parameters_that_glue_uses_have_a_share_in_each_part():
+def test_parameters_that_glue_uses_get_a_gradient_in_each_stage():
     def glue(model: Chain, x: torch.Tensor) -> object:
         gain = model.scale.exp()
         for layer in model.layers:
@@ -153,21 +153,21 @@ def test_the_state_of_a_model_is_as_before_when_it_is_left():
                 self.depth -= 1
 
     one = ranks(Counting, X)
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
-    drive, part = ForwardDriver(blocks), one.borders.stages(["layers.1"])[0]
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
+    drive, part = ForwardDriver(blocks), one.boundaries.stages(["layers.1"])[0]
     ran = run_stage(
-        lambda: module(**one.inputs), drive, one.course, part, 4, {}, before_block=lambda visit: None
+        lambda: module(**one.inputs), drive, one.graph, part, 4, {}, before_block=lambda block_call: None
     )
     drive.detach()
     assert module.depth == 0
     assert list(ran.sent_values) == ["layers.0+0"]
-    assert torch.equal(module(**one.inputs), one.reading.make_module("cpu", torch.float64)[0](**one.inputs))
+    assert torch.equal(module(**one.inputs), one.analyzed.make_module("cpu", torch.float64)[0](**one.inputs))
 
 
 def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     one = chained(simple)
-    parts = one.borders.stages(["layers.1", "layers.2"])
-    made = [one.reading.make_module("cpu", torch.float64) for _ in parts]
+    parts = one.boundaries.stages(["layers.1", "layers.2"])
+    made = [one.analyzed.make_module("cpu", torch.float64) for _ in parts]
     assert one.error(["layers.1", "layers.2"]) < 1e-12
     lost = [
         replace(part, inputs=tuple(replace(v, needs_grad=v.name != "layers.0+0") for v in part.inputs))
@@ -178,14 +178,14 @@ def test_a_gradient_that_is_not_sent_back_changes_those_of_one_backward():
     assert difference.abs().max() > 1e-2
 
 
-def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
+def test_a_graph_that_is_not_cut_within_a_stage_is_one_backward():
     one = chained(simple)
-    first, last = one.borders.stages(["layers.2"])
+    first, last = one.boundaries.stages(["layers.2"])
     store: dict[str, torch.Tensor] = {}
-    module, blocks, parameters = one.reading.make_module("cpu", torch.float64)
+    module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks, cut_graph=False)
-    early = played(one, first, module, drive, store)
-    late = played(
+    early = run_one_stage(one, first, module, drive, store)
+    late = run_one_stage(
         one, last, module, drive, {name: tensor.detach() for name, tensor in early.sent_values.items()}
     )
     one.total(late.outputs).backward()
@@ -200,19 +200,21 @@ def test_a_graph_that_is_not_cut_within_a_part_is_one_backward():
         assert truth is None or torch.equal(parameter.grad, truth)
 
 
-def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_at():
+def test_an_output_that_the_loss_ignores_is_not_sent_and_raises_when_read():
     def glue(model: Chain, x: torch.Tensor) -> object:
         first = model.layers[0](x)
         return {"y": model.head(model.layers[1](first)), "first": first}
 
     judge = LossSpec(lambda outputs, batch: outputs["y"].sum(), ())
-    reading = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
-    course = ForwardGraphCache(reading).get(X)
-    assert [value.name for value in course.boundaries.live_values("head")] == ["layers.1"]
-    module, blocks, _ = reading.make_module("cpu", torch.float32)
+    analyzed = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
+    graph = ForwardGraphCache(analyzed).get(X)
+    assert [value.name for value in graph.boundaries.live_values("head")] == ["layers.1"]
+    module, blocks, _ = analyzed.make_module("cpu", torch.float32)
     store, drive = dict[str, torch.Tensor](), ForwardDriver(blocks)
-    for part in course.boundaries.stages(["head"]):
-        ran = run_stage(lambda: module(**X), drive, course, part, 4, store, before_block=lambda visit: None)
+    for part in graph.boundaries.stages(["head"]):
+        ran = run_stage(
+            lambda: module(**X), drive, graph, part, 4, store, before_block=lambda block_call: None
+        )
         store |= ran.sent_values
     drive.detach()
     assert torch.equal(ran.outputs["y"], module(**X)["y"])
@@ -225,23 +227,23 @@ def test_what_the_loss_does_not_take_is_not_sent_and_says_so_when_it_is_looked_a
         ran.outputs["first"] * 2
 
 
-def test_nothing_is_kept_of_a_run_when_nobody_holds_what_it_left():
+def test_a_run_is_freed_when_its_result_is_dropped():
     one = chained(simple)
-    parts = one.borders.stages(["layers.1", "layers.2"])
-    module, blocks, _ = one.reading.make_module("cpu", torch.float64)
+    parts = one.boundaries.stages(["layers.1", "layers.2"])
+    module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     drive, store = ForwardDriver(blocks), dict[str, torch.Tensor]()
     gc.disable()
     try:
         for part in parts:
-            ran = played(one, part, module, drive, store)
+            ran = run_one_stage(one, part, module, drive, store)
             store |= {name: tensor.detach() for name, tensor in ran.sent_values.items()}
             held = [
                 weakref.ref(tensor) for tensor in (*ran.sent_values.values(), *ran.received_values.values())
             ]
             held += [
                 weakref.ref(tensor)
-                for visit in ran.forward_pass.block_calls.values()
-                for tensor, _ in visit.outputs
+                for block_call in ran.forward_pass.block_calls.values()
+                for tensor, _ in block_call.outputs
             ]
             del ran
             assert [ref() for ref in held if ref() is not None] == []

@@ -1,6 +1,4 @@
-"""Unmodified models run in parts: the loss and all gradients are those of one backward, wherever they are
-cut.
-"""
+"""Unmodified models run in stages: loss and all gradients equal those of one backward, for every division."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +15,16 @@ from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout
 from tests.model.block_backward import analyze_model
 from tests.model.blocks.test_forward_driver_families import PADDED, PAIRS, TOKENS, build
-from tests.model.pipeline.staged_model import Normed, Ranks, Total, crossing, divisions, ranks, same, steps
+from tests.model.pipeline.staged_model import (
+    Normed,
+    Ranks,
+    Total,
+    num_values_and_nbytes_crossing,
+    ranks,
+    same,
+    stage_divisions,
+    steps,
+)
 
 SIZES = {
     "vocab_size": 61,
@@ -86,7 +93,7 @@ def weighed(outputs: Any) -> torch.Tensor:
     return total + 3 * outputs.aux_loss if "aux_loss" in outputs else total
 
 
-def checked(
+def analyzed_and_checked(
     build: Callable[[], nn.Module],
     example: dict[str, torch.Tensor],
     blocks: Sequence[str] | None = None,
@@ -97,26 +104,26 @@ def checked(
     backward.
     """
     one = ranks(build, example, blocks, total)
-    found = one.borders.open_boundaries()
-    assert found == one.borders.block_calls[1:]
-    for borders in divisions(found, most):
-        assert one.error(borders) < 1e-12, borders
+    found = one.boundaries.open_boundaries()
+    assert found == one.boundaries.block_calls[1:]
+    for boundaries in stage_divisions(found, most):
+        assert one.error(boundaries) < 1e-12, boundaries
     assert one.error(found[:: max(1, len(found) // 3)], lean=True) < 1e-12
     return one
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_in_parts_has_the_gradients_of_one_backward(name: str):
+def test_a_family_in_stages_has_the_gradients_of_one_backward(name: str):
     family, head, sizes, example, most = FAMILIES[name]
-    one = checked(build(family, head, sizes), example)
-    assert crossing(one.borders, 2)[0] == most
+    one = analyzed_and_checked(build(family, head, sizes), example)
+    assert num_values_and_nbytes_crossing(one.boundaries, 2)[0] == most
 
 
 def test_vit_hands_one_value_from_layer_to_layer():
-    one = checked(
+    one = analyzed_and_checked(
         build("ViT", "ForImageClassification", {**WIDE, **STILL, "image_size": 8, "patch_size": 4}), IMAGE
     )
-    assert crossing(one.borders, 2)[0] == 1
+    assert num_values_and_nbytes_crossing(one.boundaries, 2)[0] == 1
 
 
 def squared(outputs: torch.Tensor) -> torch.Tensor:
@@ -124,83 +131,87 @@ def squared(outputs: torch.Tensor) -> torch.Tensor:
     return outputs.square().sum()
 
 
-def test_a_u_net_sends_its_skips_over_every_part():
-    one = checked(UNet, {"x": IMAGE["pixel_values"]}, total=squared)
+def test_a_u_net_sends_its_skips_past_every_stage():
+    one = analyzed_and_checked(UNet, {"x": IMAGE["pixel_values"]}, total=squared)
     live = {
-        border: [str(value) for value in one.borders.live_values(border)]
-        for border in one.borders.open_boundaries()
+        boundary: [str(value) for value in one.boundaries.live_values(boundary)]
+        for boundary in one.boundaries.open_boundaries()
     }
     assert [len(values) for values in live.values()] == [1, 2, 3, 2, 1]
 
 
-def test_two_towers_meet_behind_both():
-    rows = torch.linspace(-1, 1, 96).view(3, 32)
-    one = checked(TwoTowers, {"left": rows[:, :16], "right": rows[:, 16:]}, total=squared)
-    assert [value.consumers for value in one.borders.values if value.producer.startswith("left")][-1] == (
-        one.borders.block_calls[-1],
+def test_two_towers_join_after_both():
+    samples = torch.linspace(-1, 1, 96).view(3, 32)
+    one = analyzed_and_checked(TwoTowers, {"left": samples[:, :16], "right": samples[:, 16:]}, total=squared)
+    assert [value.consumers for value in one.boundaries.values if value.producer.startswith("left")][-1] == (
+        one.boundaries.block_calls[-1],
     )
 
 
-def test_a_translator_calls_its_embedding_twice_and_hands_a_mean_to_every_layer_of_its_decoder():
+def test_an_encoder_decoder_calls_its_embedding_twice_and_passes_a_mean_to_every_decoder_layer():
     pairs = {"input_ids": TOKENS, "decoder_input_ids": TOKENS[:, :5]}
-    one = checked(Translator, pairs, total=lambda outputs: outputs.sin().sum())
-    mean = next(value for value in one.borders.values if value.op == "mean")
+    one = analyzed_and_checked(Translator, pairs, total=lambda outputs: outputs.sin().sum())
+    mean = next(value for value in one.boundaries.values if value.op == "mean")
     assert mean.shape(7) == (7, 1, 16)  # it is sent before it is expanded
     assert mean.consumers == ("encoder.1", "decoder.0")
 
 
 def test_a_residual_network():
-    checked(ResNet, {"x": IMAGE["pixel_values"]}, total=squared)
+    analyzed_and_checked(ResNet, {"x": IMAGE["pixel_values"]}, total=squared)
 
 
-def test_batch_norms_write_their_statistics_in_their_own_part_only():
+def test_batch_norms_write_their_statistics_in_their_own_stage_only():
     blocks = [f"layers.{n}" for n in range(4)]
-    one = checked(Normed, {"x": torch.linspace(-2, 2, 30).view(5, 6).sin()}, blocks, squared)
-    assert [value.op for value in one.borders.values] == ["add"] * 3
+    one = analyzed_and_checked(Normed, {"x": torch.linspace(-2, 2, 30).view(5, 6).sin()}, blocks, squared)
+    assert [value.op for value in one.boundaries.values] == ["add"] * 3
 
 
 def test_fine_blocks_send_the_residual_once():
     sizes = {**WIDE, "num_hidden_layers": 2, "num_key_value_heads": 2}
     fine = [f"model.layers.{n}.{part}" for n in range(2) for part in ("input_layernorm", "self_attn", "mlp")]
-    one = checked(
+    one = analyzed_and_checked(
         build("Llama", "ForCausalLM", sizes), PADDED, ["model.embed_tokens", *fine, "lm_head"], most=3
     )
-    live = {border: len(one.borders.live_values(border)) for border in one.borders.open_boundaries()}
+    live = {
+        boundary: len(one.boundaries.live_values(boundary)) for boundary in one.boundaries.open_boundaries()
+    }
     assert live["model.layers.0.self_attn"] == 2  # what is normed, and the residual
     assert live["model.layers.1.input_layernorm"] == 1
 
 
-def test_other_numbers_of_rows_and_other_lengths_than_in_the_trial():
+def test_other_batch_sizes_and_lengths_than_in_the_trial():
     other = {
         "input_ids": torch.arange(35).view(5, 7) * 3 % 61,
         "attention_mask": torch.ones(5, 7, dtype=torch.long),
     }
-    one = ranks(build("Llama", "ForCausalLM", GROUPED), PADDED, total=weighed, rows=other)
-    assert one.error(one.borders.open_boundaries()[1:4]) < 1e-12
+    one = ranks(build("Llama", "ForCausalLM", GROUPED), PADDED, total=weighed, samples=other)
+    assert one.error(one.boundaries.open_boundaries()[1:4]) < 1e-12
     wide = ranks(
-        build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, rows={**PAIRS}
+        build("T5", "ForConditionalGeneration", {**T5, **HEAD}), PAIRS, total=weighed, samples={**PAIRS}
     )
-    assert wide.error(wide.borders.open_boundaries()[2:5]) < 1e-12
+    assert wide.error(wide.boundaries.open_boundaries()[2:5]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama", "t5, whose decoder layers all take the end of the encoder"])
-def test_an_evaluation_in_parts_gives_the_same_outputs(name: str):
+def test_an_evaluation_in_stages_gives_the_same_outputs(name: str):
     family, head, sizes, example, _ = FAMILIES[name]
     one = ranks(build(family, head, sizes), example, total=weighed)
-    module = one.reading.make_module("cpu", torch.float64)[0].eval()
+    module = one.analyzed.make_module("cpu", torch.float64)[0].eval()
     with torch.no_grad():
         expected = module(**one.inputs)
-    found = one.evaluated(one.borders.open_boundaries()[1::2], ForwardGraphCache(one.reading, torch.float64))
+    found = one.evaluated(
+        one.boundaries.open_boundaries()[1::2], ForwardGraphCache(one.analyzed, torch.float64)
+    )
     assert same(found.logits, expected.logits)
 
 
-def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them():
+def test_tied_weights_get_a_partial_gradient_in_each_stage_that_uses_them():
     one = ranks(build("GPT2", "LMHeadModel", {**GPT2, **HEAD}), {"input_ids": TOKENS}, total=weighed)
-    tied = one.reading.model_spec.params[0]
+    tied = one.analyzed.model_spec.params[0]
     assert tied.block_calls == ("transformer.wte", "lm_head")
-    parts = one.borders.stages(["lm_head"])
+    parts = one.boundaries.stages(["lm_head"])
     gradients, _ = steps(
-        one, parts, [one.reading.make_module("cpu", torch.float64) for _ in parts], lean=False
+        one, parts, [one.analyzed.make_module("cpu", torch.float64) for _ in parts], lean=False
     )
     shares = [each[tied.name] for each in gradients]
     assert all(share.abs().max() > 0 for share in shares)
@@ -209,23 +220,23 @@ def test_tied_weights_have_a_share_of_their_gradient_in_each_part_that_uses_them
 
 def test_dropout_masks_are_those_of_the_whole_model():
     sizes = {**GPT2, **HEAD, "resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
-    reading = analyze_model(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
-    course = ForwardGraphCache(reading, torch.float64).get({"input_ids": TOKENS})
-    dice = StatelessRNG(3, reading.draw_sites)
-    module, blocks, _ = reading.make_module("cpu", torch.float64)
+    analyzed = analyze_model(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
+    graph = ForwardGraphCache(analyzed, torch.float64).get({"input_ids": TOKENS})
+    dice = StatelessRNG(3, analyzed.draw_sites)
+    module, blocks, _ = analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks)
     store: dict[str, torch.Tensor] = {}
     with StatelessDropout(dice):
         dice.begin_forward(0, torch.tensor([4, 9]))
         expected = drive.forward(dice.enter_block, lambda: module(input_ids=TOKENS))[0].logits
-        for part in course.boundaries.stages(
+        for part in graph.boundaries.stages(
             ["transformer.wpe", "transformer.h.0", "transformer.h.2", "lm_head"]
         ):
             dice.begin_forward(0, torch.tensor([4, 9]))
             ran = run_stage(
                 lambda: module(input_ids=TOKENS),
                 drive,
-                course,
+                graph,
                 part,
                 2,
                 store,

@@ -1,4 +1,4 @@
-"""Masks belong to samples: a sample draws the same numbers at a site however the batch is split."""
+"""Dropout masks belong to samples: a sample draws the same numbers at a site however the batch is split."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_seed_step_sample_and_site_each_change_the_mask():
     assert not torch.equal(others[-1], others[-2])
 
 
-def test_a_block_that_is_run_again_draws_the_same():
+def test_a_recomputed_block_draws_the_same():
     stateless_rng = rng_for("dim0")
     stateless_rng.begin_forward(0, torch.tensor([3]))
     masks = []

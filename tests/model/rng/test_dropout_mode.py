@@ -196,9 +196,9 @@ def test_gpt2_has_the_same_loss_and_gradients_in_one_batch_and_in_two(attention:
     assert len(sites.layouts) == 1 + 2 * 3
     assert set(map(sites.layout, sites.layouts)) == {"dim0"}
 
-    def summed(rows: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=rows).logits[:, :-1]
-        return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+    def summed(samples: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=samples).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), samples[:, 1:].flatten(), reduction="sum")
 
     whole = run(sites, ids, lambda: summed(tokens))
     gradients = torch.autograd.grad(whole, tuple(model.parameters()))
@@ -227,7 +227,7 @@ def test_sdpa_and_eager_attention_drop_the_same_probabilities():
     assert torch.allclose(*logits, rtol=1e-10, atol=1e-12)
 
 
-def test_bart_trains_although_it_rolls_for_layer_drop():
+def test_bart_trains_although_it_draws_for_layer_drop():
     config = transformers.BartConfig(
         d_model=16, encoder_layers=2, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=30, max_position_embeddings=16, use_cache=False,
@@ -235,8 +235,8 @@ def test_bart_trains_although_it_rolls_for_layer_drop():
     model = transformers.BartForConditionalGeneration(config).double().train()
     tokens = torch.randint(3, 30, (4, 6))
 
-    def forward(rows: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=rows, decoder_input_ids=rows).logits
+    def forward(samples: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=samples, decoder_input_ids=samples).logits
 
     sites = trial_sites(lambda batch: forward(tokens[:1].expand(batch, -1)))
     whole = run(sites, torch.arange(4), lambda: forward(tokens))

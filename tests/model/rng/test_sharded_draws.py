@@ -12,11 +12,11 @@ CPU = torch.device("cpu")
 
 
 def stateless_rng(
-    sites: DrawSites, rows: list[int], divisions: tuple[DrawSharding, ...] = ()
+    sites: DrawSites, samples: list[int], divisions: tuple[DrawSharding, ...] = ()
 ) -> StatelessRNG:
     found = StatelessRNG(7, sites)
     found.set_shardings({"block/0": divisions})
-    found.begin_forward(3, torch.tensor(rows))
+    found.begin_forward(3, torch.tensor(samples))
     found.enter_block("block")
     return found
 
@@ -36,15 +36,15 @@ WHOLE = {"heads": (5, 6, 4, 4), "features": (5, 4, 24), "second": (4, 5, 24), "s
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", WHOLE)
 def test_slices_put_together_are_the_whole(kind: str, ranks: int):
-    sites, rows = trial_sites(*WHOLE[kind]), [4, 0, 9]
+    sites, samples = trial_sites(*WHOLE[kind]), [4, 0, 9]
     shape = [3 if size == 5 else size for size in WHOLE[kind]]
     dim = {"heads": 1, "shared": 0}.get(kind, 2)
-    whole = stateless_rng(sites, rows).keep_mask(shape, 0.5, CPU)
+    whole = stateless_rng(sites, samples).keep_mask(shape, 0.5, CPU)
     parts = []
     for index in range(ranks):
         local = [*shape[:dim], DimSplit(0, 3, (shape[dim],)).size(index, ranks), *shape[dim + 1 :]]
         parts.append(
-            stateless_rng(sites, rows, (DrawSharding(ranks, index, dim_split=HEADS),)).keep_mask(
+            stateless_rng(sites, samples, (DrawSharding(ranks, index, dim_split=HEADS),)).keep_mask(
                 local, 0.5, CPU
             )
         )

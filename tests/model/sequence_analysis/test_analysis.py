@@ -1,5 +1,5 @@
-"""What a model does with tokens is learnt from one forward: arguments of blocks, attention, and what glue
-brings together.
+"""The sequence analysis of one forward: token dims of block arguments, attention calls, and gathers in
+glue.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from tests.model.sequence_analysis.test_token_rules import (
     layer,
     tokens_of,
 )
-from tests.parallel.tensor.model_families import DECODER, ENDS, FAMILIES, GROUPED, TOKENS, batches, of
+from tests.parallel.tensor.model_families import DECODER, ENDS, FAMILIES, GROUPED, TOKENS, batches, factory_of
 from tests.parallel.tensor.model_families import WORDS as VOCABULARY
 
 OPT = {name: value for name, value in DECODER.items() if name != "intermediate_size"} | {
@@ -35,10 +35,10 @@ STATES = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2, "
 EXPERTS = {"num_experts_per_tok": 2, "use_cache": False}
 MORE: dict[str, Callable[..., nn.Module]] = {
     **FAMILIES,
-    "mistral": of("Mistral", "ForCausalLM", **GROUPED, sliding_window=4),
-    "gemma2": of("Gemma2", "ForCausalLM", **GROUPED, head_dim=4),
-    "opt": of("OPT", "ForCausalLM", **OPT, dropout=0.1, attention_dropout=0.1),
-    "gpt2, dropout": of(
+    "mistral": factory_of("Mistral", "ForCausalLM", **GROUPED, sliding_window=4),
+    "gemma2": factory_of("Gemma2", "ForCausalLM", **GROUPED, head_dim=4),
+    "opt": factory_of("OPT", "ForCausalLM", **OPT, dropout=0.1, attention_dropout=0.1),
+    "gpt2, dropout": factory_of(
         *("GPT2", "LMHeadModel"),
         **{
             "vocab_size": VOCABULARY,
@@ -50,18 +50,18 @@ MORE: dict[str, Callable[..., nn.Module]] = {
             **ENDS,
         },
     ),
-    "phi": of("Phi", "ForCausalLM", **DECODER),
-    "mixtral": of("Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}),
-    "mixtral, shown": of(
+    "phi": factory_of("Phi", "ForCausalLM", **DECODER),
+    "mixtral": factory_of("Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}),
+    "mixtral, shown": factory_of(
         "Mixtral", "ForCausalLM", **{**GROUPED, **EXPERTS, "num_local_experts": 4}, output_router_logits=True
     ),
-    "qwen3 moe": of(
+    "qwen3 moe": factory_of(
         "Qwen3Moe",
         "ForCausalLM",
         **{**GROUPED, **EXPERTS, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4},
     ),
-    "mamba": of("Mamba", "ForCausalLM", **STATES, state_size=4),
-    "rwkv": of("Rwkv", "ForCausalLM", **STATES, attention_hidden_size=24),
+    "mamba": factory_of("Mamba", "ForCausalLM", **STATES, state_size=4),
+    "rwkv": factory_of("Rwkv", "ForCausalLM", **STATES, attention_hidden_size=24),
 }
 
 
@@ -72,7 +72,7 @@ def family(name: str, **more: torch.Tensor) -> SequenceInfo:
     return tokens
 
 
-def why(tokens: SequenceInfo) -> list[str]:
+def reasons_not_sequence_parallel(tokens: SequenceInfo) -> list[str]:
     return [each.not_sequence_parallel for each in tokens.block_calls if each.not_sequence_parallel]
 
 
@@ -92,9 +92,9 @@ def why(tokens: SequenceInfo) -> list[str]:
         "gpt2, dropout",
     ],
 )
-def test_decoders_may_run_on_some_of_the_tokens_but_for_attention(name: str):
+def test_decoders_may_run_on_a_token_shard_except_for_attention(name: str):
     tokens = family(name)
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert (tokens.length, tokens.inputs, tokens.targets) == (TOKENS, ("input_ids",), ("labels",))
     assert [each.is_causal for each in tokens.attention_calls] == [True, True]
     assert all(
@@ -103,12 +103,12 @@ def test_decoders_may_run_on_some_of_the_tokens_but_for_attention(name: str):
     )
 
 
-def test_attention_is_told_as_the_run_will_ask_for_it():
+def test_attention_calls_are_described_as_the_run_makes_them():
     assert family("llama").attention_calls[0] == AttentionSpec(
         "model.layers.0", 6, 3, 4, 4, TOKENS, TOKENS, is_causal=True
     )  # no mask was made
     windowed = family("mistral")
-    assert why(windowed) == []
+    assert reasons_not_sequence_parallel(windowed) == []
     first = windowed.attention_calls[0]
     assert (first.num_kv_heads, first.has_mask, first.is_causal) == (
         3,
@@ -130,7 +130,7 @@ def test_arguments_and_outputs_of_blocks_have_tokens_along_these_dims():
     ]
 
 
-def test_glue_brings_together_what_it_needs_all_of():
+def test_glue_gathers_tensors_of_which_it_needs_all_tokens():
     class Summing(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             x = self.layers[0](self.embed(input_ids))
@@ -140,7 +140,7 @@ def test_glue_brings_together_what_it_needs_all_of():
     assert tokens.gathers == (
         GlueGather("layers.0", WIDTH, backward_calls=("head",)),
     )  # a sum of all tokens will do
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert tokens_of(lambda: Layers(ALONE["attention"])).gathers == ()
     assert (
         family("gpt2, dropout").gathers == ()
@@ -148,7 +148,7 @@ def test_glue_brings_together_what_it_needs_all_of():
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         (
             "gemma2",  # it caps its scores
@@ -162,8 +162,8 @@ def test_glue_brings_together_what_it_needs_all_of():
         ("mixtral, shown", "model.layers.0 hands router_logits on other than in its outputs"),
     ],
 )
-def test_families_that_mix_tokens_are_named(name: str, words: str):
-    assert why(family(name))[0].startswith(words)
+def test_families_that_mix_tokens_are_named(name: str, message: str):
+    assert reasons_not_sequence_parallel(family(name))[0].startswith(message)
 
 
 def test_attention_that_transformers_would_compute_itself_is_torch_s():
@@ -171,13 +171,13 @@ def test_attention_that_transformers_would_compute_itself_is_torch_s():
         lambda: FAMILIES["llama"](attn_implementation="eager"), batches("llama", 1)[0]
     ).sequence_info
     assert tokens is not None
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert tokens.attention_calls == family("llama").attention_calls
 
 
 def test_an_encoder_and_a_decoder_attend_with_biases_whose_gradient_is_needed():
     tokens = family("t5")
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     masks = [each.mask for each in tokens.attention_calls]
     assert [
         mask is not None and (mask.per_head, mask.is_additive, mask.needs_grad) for mask in masks[:2]
@@ -187,7 +187,7 @@ def test_an_encoder_and_a_decoder_attend_with_biases_whose_gradient_is_needed():
     )  # the bias of a decoder forbids by itself
 
 
-def test_rows_of_several_lengths_each_have_their_tokens():
+def test_sequences_of_several_lengths_have_their_own_tokens():
     batch = batches("t5", 1)[0]
     short = {
         **batch,
@@ -196,7 +196,7 @@ def test_rows_of_several_lengths_each_have_their_tokens():
     }
     tokens = analyze(MORE["t5"], short).sequence_info
     assert tokens is not None
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert (tokens.length, tokens.lengths) == (TOKENS, (TOKENS, TOKENS - 2))
     assert tokens.other_lengths == (("decoder_input_ids", TOKENS - 2), ("labels", TOKENS - 2))
     pairs = [(TOKENS, TOKENS)] * 2 + [(TOKENS - 2, TOKENS - 2), (TOKENS - 2, TOKENS)] * 2
@@ -207,7 +207,7 @@ def test_rows_of_several_lengths_each_have_their_tokens():
     ]
 
 
-def test_rows_that_are_no_tokens_may_have_another_length():
+def test_inputs_without_tokens_may_have_another_length():
     class Marked(Layers):
         def forward(self, input_ids: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
             first, second, third = marks.unbind(1)
@@ -218,11 +218,11 @@ def test_rows_that_are_no_tokens_may_have_another_length():
         lambda: Model(Marked(ALONE["attention"])), {**batch, "marks": torch.ones(2, 3, dtype=torch.int64)}
     ).sequence_info
     assert tokens is not None
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert (tokens.lengths, tokens.inputs) == ((LENGTH,), ("input_ids",))
 
 
-def test_a_row_of_keys_is_given_whole_to_a_block():
+def test_a_row_of_keys_is_passed_whole_to_a_block():
     class Padded(Layers):
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
             x = self.embed(input_ids)
@@ -243,7 +243,7 @@ def test_a_row_of_keys_is_given_whole_to_a_block():
         lambda: Model(make()), {"input_ids": ids, "attention_mask": ids, "labels": ids}
     ).sequence_info
     assert tokens is not None
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert tokens.inputs == ("input_ids", "attention_mask")
     assert tokens.block_calls[1].input_token_dims == ((1,), ())
     assert tokens.gathers == ()  # rows are read whole
@@ -252,7 +252,7 @@ def test_a_row_of_keys_is_given_whole_to_a_block():
 
 def test_a_first_block_that_makes_positions_inside_runs_on_all_tokens_of_every_rank():
     tokens = family("bert")
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert [each.block_call for each in tokens.block_calls if each.is_replicated] == ["bert.embeddings"]
     assert tokens.block_calls[0].output_token_dims == ((1,),)
 
@@ -277,9 +277,9 @@ class Small(nn.Module):
         return self.head(x)
 
 
-def test_a_small_decoder_may_run_on_some_of_the_tokens():
+def test_a_small_decoder_may_run_on_a_token_shard():
     tokens = tokens_of(Small)
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert [each.block_call for each in tokens.attention_calls] == ["blocks.0", "blocks.1"]
     assert tokens.block_calls[1].input_token_dims == ((0,),)  # the places, of all rows
     assert tokens.gathers == ()
@@ -291,7 +291,7 @@ def test_a_model_in_one_block_makes_its_positions_inside():
         lambda: Model(Small(), blocks=["(model)"]), {"input_ids": ids, "labels": ids}
     ).sequence_info
     assert tokens is not None
-    assert why(tokens) == [
+    assert reasons_not_sequence_parallel(tokens) == [
         (
             "(model) makes positions or a mask inside of the block (arange): give them to it, or "
             "declare smaller blocks"
@@ -300,14 +300,14 @@ def test_a_model_in_one_block_makes_its_positions_inside():
 
 
 @pytest.mark.parametrize("length", [1, 4, 8, 16, 31])
-def test_any_length_of_rows_is_understood(length: int):
+def test_any_sequence_length_is_analyzed(length: int):
     tokens = tokens_of(Small, length)
-    assert why(tokens) == []
+    assert reasons_not_sequence_parallel(tokens) == []
     assert tokens.length == length
     assert tokens.attention_calls[0].query_len == length
 
 
-def test_a_model_that_runs_on_rows_of_one_length_alone_is_told():
+def test_a_model_of_one_fixed_sequence_length_is_reported():
     class Fixed(Small):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             if input_ids.shape[1] != 16:
@@ -315,19 +315,19 @@ def test_a_model_that_runs_on_rows_of_one_length_alone_is_told():
             return super().forward(input_ids)
 
     tokens = tokens_of(Fixed, 16)
-    assert len(why(tokens)) == 5
-    assert why(tokens)[0].startswith("it does not run on sequences of 1")
-    assert why(tokens)[0].endswith("ValueError: 16 tokens, please")
+    assert len(reasons_not_sequence_parallel(tokens)) == 5
+    assert reasons_not_sequence_parallel(tokens)[0].startswith("it does not run on sequences of 1")
+    assert reasons_not_sequence_parallel(tokens)[0].endswith("ValueError: 16 tokens, please")
 
 
-def test_a_forward_that_looks_at_values_of_tokens_is_told():
+def test_a_forward_that_reads_token_values_is_reported():
     class Reading(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             x = self.layers[0](self.embed(input_ids))
             return self.head(x if x.sum() > 0 else x * 2)
 
     tokens = tokens_of(lambda: Reading(ALONE["attention"]))
-    assert set(why(tokens)) == {
+    assert set(reasons_not_sequence_parallel(tokens)) == {
         "its forward looks at values, so nobody can say beforehand what it does with tokens"
     }
 

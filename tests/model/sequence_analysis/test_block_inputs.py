@@ -1,4 +1,4 @@
-"""Models that are given no rows of tokens: they begin in the first block that attends to [rows, tokens,
+"""Models whose inputs are not token ids: tokens begin at the first block that attends to [samples, tokens,
 width].
 """
 
@@ -75,13 +75,13 @@ def tokens_of(make: Callable[[], nn.Module]) -> SequenceInfo:
     return tokens
 
 
-def mixes(tokens: SequenceInfo) -> list[str]:
+def reason_not_sequence_parallel(tokens: SequenceInfo) -> list[str]:
     return [each.not_sequence_parallel for each in tokens.block_calls if each.not_sequence_parallel]
 
 
 def test_patches_are_tokens_from_the_first_block_that_attends():
     tokens = tokens_of(Images)
-    assert mixes(tokens) == []
+    assert reason_not_sequence_parallel(tokens) == []
     assert (tokens.length, tokens.lengths, tokens.inputs, tokens.targets) == (17, (17,), (), ())
     assert [(each.query_len, each.key_len, each.is_causal) for each in tokens.attention_calls] == [
         (17, 17, False)
@@ -95,7 +95,7 @@ def test_a_vit_has_tokens():
         FAMILIES["vit"], {"pixel_values": IMAGES, "labels": LABELS}, loss=loss_of("vit")
     ).sequence_info
     assert tokens is not None
-    assert mixes(tokens) == []
+    assert reason_not_sequence_parallel(tokens) == []
     assert (
         tokens.length,
         tokens.num_sharded_tokens("vit.embeddings"),
@@ -104,7 +104,7 @@ def test_a_vit_has_tokens():
     assert [tokens.num_sharded_tokens(each) for each in ("vit.layers.0", "vit.layernorm")] == [5, 5]
 
 
-def test_as_many_patches_as_the_width_of_a_token_are_told_from_it():
+def test_the_number_of_patches_is_distinguished_from_an_equal_width():
     class Wide(Images):
         def forward(self, pixels: torch.Tensor) -> torch.Tensor:
             x = (self.patches(pixels).flatten(2).transpose(1, 2) + self.places[:, :16])[:, ::2]
@@ -113,7 +113,7 @@ def test_as_many_patches_as_the_width_of_a_token_are_told_from_it():
             return self.head(x[:, 0]) + 0 * self.first.sum()
 
     tokens = tokens_of(Wide)
-    assert (mixes(tokens), tokens.length) == ([], WIDTH)
+    assert (reason_not_sequence_parallel(tokens), tokens.length) == ([], WIDTH)
     assert tokens.block_calls[1].input_token_dims == ((1,),)
 
 
@@ -136,20 +136,20 @@ class Placed(Attention):
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "message"),
     [(Windows, "qkv takes some of the tokens"), (Placed, "it does not run on sequences of")],
 )
-def test_layers_that_cannot_are_refused_by_name(layer: type[nn.Module], words: str):
-    reading = known(lambda: Images(layer=layer))
-    with pytest.raises(PlanError, match=words):
-        make_plan(reading, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
+def test_layers_that_mix_tokens_are_refused_by_name(layer: type[nn.Module], message: str):
+    analyzed = known(lambda: Images(layer=layer))
+    with pytest.raises(PlanError, match=message):
+        make_plan(analyzed, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 
-def test_images_to_which_nobody_attends_are_refused():
-    reading = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
-    assert reading.sequence_info is None
+def test_images_without_attention_are_refused():
+    analyzed = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
+    assert analyzed.sequence_info is None
     with pytest.raises(PlanError, match=r"no block takes in .rows, tokens, width. and attends to them"):
-        make_plan(reading, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
+        make_plan(analyzed, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 
 class Towers(nn.Module):
@@ -171,5 +171,5 @@ def test_two_towers_have_tokens_of_their_own():
     batch = {"input_ids": torch.arange(18).view(2, 9), "pixel_values": IMAGES, "labels": LABELS}
     tokens = analyze(lambda: Model(Towers()), batch, loss=LOSS).sequence_info
     assert tokens is not None
-    assert mixes(tokens) == []
+    assert reason_not_sequence_parallel(tokens) == []
     assert {(each.query_len, each.key_len) for each in tokens.attention_calls} == {(9, 9), (17, 17)}

@@ -1,6 +1,4 @@
-"""Convolutions over tokens, as models write them: what the plan knows of each,
-and which are refused by name.
-"""
+"""Convolutions over tokens as models write them: what the analysis finds, and which are refused by name."""
 
 import pytest
 import torch
@@ -142,7 +140,7 @@ def found(rule: Rule) -> list[ConvSpec]:
 
 
 @pytest.mark.parametrize("rule", KNOWN)
-def test_what_is_known_of_a_convolution(rule: str):
+def test_the_spec_of_a_convolution_is_found(rule: str):
     run, said = KNOWN[rule]
     passing = layer(run)
     assert (passing.not_sequence_parallel, passing.input_token_dims, passing.output_token_dims) == (
@@ -168,14 +166,14 @@ def test_what_is_known_of_a_convolution(rule: str):
 
 
 @pytest.mark.parametrize("rule", REFUSED)
-def test_what_is_refused_by_name(rule: str):
+def test_unsupported_convolutions_are_refused_by_name(rule: str):
     run, words = REFUSED[rule]
     why = layer(run).not_sequence_parallel
     assert why.startswith("layers.0")
     assert words in why
 
 
-def test_a_block_that_does_not_cut_what_it_gives_runs_on_all_tokens_of_every_rank():
+def test_a_block_that_does_not_crop_its_output_runs_on_all_tokens_on_every_rank():
     class Late(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.layers[0](self.embed(input_ids))[:, : input_ids.shape[1]])
@@ -189,10 +187,10 @@ def test_a_block_that_does_not_cut_what_it_gives_runs_on_all_tokens_of_every_ran
     assert tokens.conv_calls == ()
 
 
-def test_rows_that_are_tokens_are_convolved_by_themselves():
+def test_tokens_moved_to_the_batch_dim_are_convolved_separately():
     def by_token(self: Layer, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, 1, WIDTH)
-        return F.conv1d(rows, self.conv.weight[:1, :1], padding=1).reshape(x.shape)
+        samples = x.reshape(-1, 1, WIDTH)
+        return F.conv1d(samples, self.conv.weight[:1, :1], padding=1).reshape(x.shape)
 
     assert layer(by_token).not_sequence_parallel == ""
     assert [each.halo for each in found(by_token)] == [0]
@@ -205,7 +203,7 @@ def test_padding_by_the_number_of_tokens_is_refused():
     assert "convolves tokens, or pads them, by their number" in layer(along(even)).not_sequence_parallel
 
 
-def test_convolutions_stand_in_order_among_attention_and_layers():
+def test_convolutions_are_listed_in_call_order_with_attention():
     def rule(self: Layer, x: torch.Tensor) -> torch.Tensor:
         y = self.conv(self.linear(x).mT).mT
         q = y[:, None]
@@ -225,7 +223,7 @@ def test_convolutions_stand_in_order_among_attention_and_layers():
     )
 
 
-def test_a_first_block_that_every_rank_runs_whole_asks_nobody():
+def test_a_first_block_that_runs_on_all_tokens_needs_no_halo():
     class Places(Layers):
         def __init__(self) -> None:
             super().__init__(along(lambda self, x: self.conv(x)))

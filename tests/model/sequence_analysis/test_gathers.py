@@ -1,4 +1,4 @@
-"""What two forwards bring together is what every forward does, or it is said why not."""
+"""Gathers that two trial forwards agree on are those of every forward; differences are reported."""
 
 import pytest
 import torch
@@ -7,20 +7,22 @@ from meshwright.model.sequence_analysis.gathers import GatherRecord, compare_gat
 from meshwright.plan.model_spec.sequence_info import GlueGather
 
 
-def moved(visit: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 0) -> GatherRecord:
-    return GatherRecord(visit, numel, tokens, dtype, backward_calls=[*back])
+def gathered_bytes(
+    block_call: str, numel: int, dtype: torch.dtype, *back: str, tokens: int = 0
+) -> GatherRecord:
+    return GatherRecord(block_call, numel, tokens, dtype, backward_calls=[*back])
 
 
-def test_elements_are_counted_by_row_where_they_come_with_rows():
+def test_elements_are_counted_per_sample_where_they_grow_with_samples():
     few = [
-        moved("a", 3 * 8, torch.float32, "b"),
-        moved("a", 7, torch.int64),
-        moved("b", 3 * 70, torch.float32, tokens=10),
+        gathered_bytes("a", 3 * 8, torch.float32, "b"),
+        gathered_bytes("a", 7, torch.int64),
+        gathered_bytes("b", 3 * 70, torch.float32, tokens=10),
     ]
     more = [
-        moved("a", 4 * 8, torch.float64, "b"),
-        moved("a", 7, torch.int64),
-        moved("b", 4 * 70, torch.float32, tokens=10),
+        gathered_bytes("a", 4 * 8, torch.float64, "b"),
+        gathered_bytes("a", 7, torch.int64),
+        gathered_bytes("b", 4 * 70, torch.float32, tokens=10),
     ]
     assert compare_gathers(few, more, (3, 4)) == (
         (
@@ -32,8 +34,11 @@ def test_elements_are_counted_by_row_where_they_come_with_rows():
     )
 
 
-def test_of_one_forward_alone_what_divides_by_rows_comes_with_rows():
-    assert compare_gathers([moved("a", 3 * 8, torch.float32)], None, (3, 4)) == ((GlueGather("a", 8),), "")
+def test_with_one_forward_sizes_divisible_by_the_batch_grow_with_samples():
+    assert compare_gathers([gathered_bytes("a", 3 * 8, torch.float32)], None, (3, 4)) == (
+        (GlueGather("a", 8),),
+        "",
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,13 +49,13 @@ def test_of_one_forward_alone_what_divides_by_rows_comes_with_rows():
             "the glue after 'a' gathers tokens of several ranks 1 times on 3 samples, and 0 times on 4",
         ),
         (
-            [moved("a", 9 * 4 * 4, torch.float64)],
+            [gathered_bytes("a", 9 * 4 * 4, torch.float64)],
             "depends on the number of samples, or of tokens: 36 elements of 3 samples, 144 of 4",
         ),
-        ([moved("a", 4 * 12, torch.float64, "b")], "depends on the number of samples, or of tokens"),
+        ([gathered_bytes("a", 4 * 12, torch.float64, "b")], "depends on the number of samples, or of tokens"),
     ],
 )
-def test_what_varies_is_told(more: list[GatherRecord], why: str):
-    found, said = compare_gathers([moved("a", 36, torch.float32)], more, (3, 4))
+def test_gathers_that_vary_are_reported(more: list[GatherRecord], why: str):
+    found, said = compare_gathers([gathered_bytes("a", 36, torch.float32)], more, (3, 4))
     assert found == ()
     assert why in said

@@ -1,5 +1,5 @@
-"""A block that computes with the number of tokens, in whatever form, cannot run on some of them; nor what
-backward runs again.
+"""Blocks that compute with the number of tokens, and blocks that backward recomputes, cannot run on a token
+shard.
 """
 
 import math
@@ -38,23 +38,23 @@ COUNTED: dict[str, Rule] = {
 
 
 @pytest.mark.parametrize("rule", COUNTED)
-def test_a_number_made_of_how_many_tokens_there_are_is_noticed(rule: str):
+def test_a_value_computed_from_the_sequence_length_is_noticed(rule: str):
     assert "the number of tokens" in layer(COUNTED[rule]).not_sequence_parallel
 
 
-def test_a_branch_on_how_many_tokens_there_are_is_noticed():
+def test_a_branch_on_the_sequence_length_is_noticed():
     assert layer(lambda self, x: x * 2 if x.shape[1] > 6 else x).not_sequence_parallel.startswith(
         "layers.0 runs more or fewer"
     )
 
 
-def test_numbers_that_are_the_same_on_rows_of_any_length_are_harmless():
+def test_values_that_do_not_depend_on_the_length_are_harmless():
     assert (
         layer(lambda self, x: self.norm(x) * WIDTH**-0.5 + torch.full((1,), 3.0)).not_sequence_parallel == ""
     )
 
 
-def test_what_is_computed_is_compared_in_order():
+def test_operations_are_compared_in_order():
     one, two = (
         ComputedOp.from_call("a", "mul", (torch.ones(1), 2.0), {}),
         ComputedOp.from_call("a", "mul", (torch.ones(1), 3.0), {}),
@@ -65,7 +65,7 @@ def test_what_is_computed_is_compared_in_order():
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_attention_that_backward_runs_again_is_refused(reentrant: bool):
+def test_attention_that_backward_recomputes_is_refused(reentrant: bool):
     def again(self: Layer, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(attended, self, x, use_reentrant=reentrant)
 
@@ -79,12 +79,12 @@ class Again(Layers):
         return self.head(checkpoint(self.layers[0], self.embed(input_ids), use_reentrant=False))
 
 
-def test_a_block_that_backward_runs_again_is_refused():
+def test_a_block_that_backward_recomputes_is_refused():
     found: list[str] = [each.not_sequence_parallel for each in tokens_of(lambda: Again(attended)).block_calls]
     assert any("leave that to the strategy 'activation_checkpointing'" in each for each in found)
 
 
-def test_padding_at_the_ends_of_rows_stays_on_fewer_tokens():
+def test_padding_at_the_end_of_sequences_is_kept_on_fewer_tokens():
     mask = torch.ones(2, 31, dtype=torch.int64)
     mask[:, -1] = 0
     assert (resize_sequence(mask, {31: 5}) == 0).any()

@@ -1,4 +1,4 @@
-"""Tokens that begin within: glue sees as many as there are, and a block is given another number."""
+"""Tokens created inside the model: glue sees their number, and a block gets another one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def sizes() -> TrialLengths:
     return TrialLengths({11: 13}, lambda count, used: next(each for each in (7, 19, 23) if each not in used))
 
 
-def test_what_a_block_takes_in_has_another_number_and_what_it_gives_out_the_old_one():
+def test_a_block_input_has_the_local_number_of_tokens_and_its_output_the_global_one():
     found = sizes()
     found.start_tokens(17)
     found.start_tokens(17)
@@ -26,6 +26,6 @@ def test_what_a_block_takes_in_has_another_number_and_what_it_gives_out_the_old_
     assert found.planned_numel((2, 11, 7)) == 2 * 13 * 17
 
 
-def test_numbers_that_cannot_be_told_from_each_other_are_none():
+def test_lengths_that_cannot_be_distinguished_are_unknown():
     with pytest.raises(RuntimeError, match="22 tokens that start inside the model"):
         sizes().start_tokens(22)

@@ -1,5 +1,5 @@
-"""Blocks that go another way by how many tokens there are: told on rows as long as a run has them, before it
-goes wrong.
+"""Blocks that branch on the number of tokens are refused on the sequence lengths of the run, before results
+are wrong.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 
-ROWS, TOKENS = 2, 13
+NUM_SAMPLES, TOKENS = 2, 13
 Rule = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -74,21 +74,23 @@ def plain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def rows(length: int = TOKENS) -> dict[str, torch.Tensor]:
+def samples(length: int = TOKENS) -> dict[str, torch.Tensor]:
     thrown = torch.Generator().manual_seed(2)
-    return {key: torch.randint(67, (ROWS, length), generator=thrown) for key in ("input_ids", "labels")}
+    return {
+        key: torch.randint(67, (NUM_SAMPLES, length), generator=thrown) for key in ("input_ids", "labels")
+    }
 
 
-def reading_of(rule: Rule) -> AnalyzedModel:
-    return analyze(lambda: Own(rule), rows())
+def analyzed_model(rule: Rule) -> AnalyzedModel:
+    return analyze(lambda: Own(rule), samples())
 
 
-JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
+JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES))
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
+def planned(analyzed: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strategy) -> Plan:
     return make_plan(
-        reading, JOB, mesh or Mesh(cp=3), (*(strategies or (RingAttention(),)), DDP(axis="cp")), 1
+        analyzed, JOB, mesh or Mesh(cp=3), (*(strategies or (RingAttention(),)), DDP(axis="cp")), 1
     )
 
 
@@ -102,45 +104,49 @@ def planned(reading: AnalyzedModel, mesh: Mesh | None = None, *strategies: Strat
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "message"),
     [(far, "layers.0 computes 'mul' on sequences of 40"), (scaled, "the number of tokens (mul)")],
 )
-def test_a_branch_that_longer_rows_take_is_refused_when_they_come(
-    rule: Rule, said: str, mesh: Mesh, strategies: tuple
+def test_a_branch_taken_by_longer_sequences_is_refused_when_they_come(
+    rule: Rule, message: str, mesh: Mesh, strategies: tuple
 ) -> None:
-    reading = reading_of(rule)
-    plan = planned(reading, mesh, *strategies)
-    assert verify(reading, plan, [rows()]).passed
+    analyzed = analyzed_model(rule)
+    plan = planned(analyzed, mesh, *strategies)
+    assert verify(analyzed, plan, [samples()]).passed
     with pytest.raises(PlanError) as caught:
-        verify(reading, plan, [rows(40)])
-    assert said in str(caught.value)
+        verify(analyzed, plan, [samples(40)])
+    assert message in str(caught.value)
     assert "let it compute the same on 40 tokens as on fewer; or set mesh.cp = 1" in str(caught.value)
 
 
 def test_a_branch_that_a_rank_takes_alone_is_refused_before_anything_starts() -> None:
-    reading = reading_of(near)  # on 13 and on 5 tokens it is not taken, and of 13 on three ranks one has 4
+    analyzed = analyzed_model(
+        near
+    )  # on 13 and on 5 tokens it is not taken, and of 13 on three ranks one has 4
     with pytest.raises(PlanError, match="a block cannot run on some of the tokens: layers"):
-        planned(reading)
-    assert planned(reading, Mesh(cp=2)).mesh.cp == 2
+        planned(analyzed)
+    assert planned(analyzed, Mesh(cp=2)).mesh.cp == 2
 
 
-def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, tried = reading_of(plain), list[dict[int, int]]()
+def test_sequences_of_any_length_run_where_blocks_do_not_branch_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    analyzed, tried = analyzed_model(plain), list[dict[int, int]]()
     run = SequenceShardCheck._trace
     monkeypatch.setattr(
         SequenceShardCheck,
         "_trace",
         lambda self, tokens, lengths, share: tried.append(lengths) or run(self, tokens, lengths, share),
     )
-    plan = planned(reading)
+    plan = planned(analyzed)
 
     def train(world):
-        with parallelize(reading, plan, world=world) as engine:
-            return [engine.step(engine.local_batch(rows(length))).loss for length in (13, 9, 21, 20, 13)]
+        with parallelize(analyzed, plan, world=world) as engine:
+            return [engine.step(engine.local_batch(samples(length))).loss for length in (13, 9, 21, 20, 13)]
 
     def alone() -> list[float]:
-        with parallelize(reading, make_plan(reading, JOB)) as engine:
-            return [engine.step(rows(length)).loss for length in (13, 9, 21, 20, 13)]
+        with parallelize(analyzed, make_plan(analyzed, JOB)) as engine:
+            return [engine.step(samples(length)).loss for length in (13, 9, 21, 20, 13)]
 
     assert run_on_threads(train, Mesh(cp=3))[0] == pytest.approx(alone(), rel=1e-4)
     assert tried == [
@@ -151,26 +157,26 @@ def test_rows_of_any_length_run_where_blocks_do_not_ask(monkeypatch: pytest.Monk
     ]  # some of 13, all of 13; fewer; more; the last two lie between
 
 
-def test_evaluations_are_looked_at_too() -> None:
-    reading = reading_of(far)
-    plan = planned(reading)
+def test_evaluations_are_checked_too() -> None:
+    analyzed = analyzed_model(far)
+    plan = planned(analyzed)
 
     def evaluate(world):
-        with parallelize(reading, plan, world=world) as engine:
-            engine.evaluate([engine.local_batch(rows(40))])
+        with parallelize(analyzed, plan, world=world) as engine:
+            engine.evaluate([engine.local_batch(samples(40))])
 
     with pytest.raises(PlanError, match="on sequences of 40 tokens"):
         run_on_threads(evaluate, Mesh(cp=3))
 
 
-def test_what_does_not_run_on_so_many_tokens_says_so() -> None:
+def test_a_block_that_fails_on_a_length_is_reported() -> None:
     def short(x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] > 16:
             raise ValueError("too long")
         return x
 
-    reading = reading_of(short)
-    tokens = reading.sequence_info
+    analyzed = analyzed_model(short)
+    tokens = analyzed.sequence_info
     assert tokens is not None
     with pytest.raises(PlanError, match="it does not run on sequences of 40 tokens: ValueError: too long"):
-        reading.shard_check.check(tokens, SequenceSharding(3), {TOKENS: 40})
+        analyzed.shard_check.check(tokens, SequenceSharding(3), {TOKENS: 40})

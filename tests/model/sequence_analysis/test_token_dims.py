@@ -1,4 +1,4 @@
-"""Numbers of tokens that tell dims of them from all others."""
+"""Sequence lengths for trials that distinguish token dims from all others."""
 
 from itertools import islice
 
@@ -25,7 +25,7 @@ def test_the_trial_is_on_a_prime_that_divides_no_size():
     assert first(100_000)[0] == MAX_TRIAL_LENGTH - 1
 
 
-def test_a_dim_is_known_by_the_prime_in_its_size():
+def test_a_token_dim_is_found_by_the_prime_factor_of_its_size():
     both = 7 * 11
     assert [has_tokens(size, both) for size in (0, 1, 7, 22, 77, 12)] == [
         False,

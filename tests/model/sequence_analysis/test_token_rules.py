@@ -1,4 +1,4 @@
-"""Operations within a block: which treat each token by itself, and how the others are named."""
+"""Operations inside a block: which process each token by itself, and how the others are named."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ class Layers(nn.Module):
 
 
 def tokens_of(make: Callable[[], nn.Module], length: int = LENGTH) -> SequenceInfo:
-    """What a model does with tokens, as its reading says."""
+    """The sequence analysis of a model."""
     ids = torch.arange(2 * length).view(2, length) % WORDS
     tokens = analyze(lambda: Model(make()), {"input_ids": ids, "labels": ids}).sequence_info
     assert tokens is not None
@@ -85,7 +85,7 @@ def masked_inside(self: Layer, x: torch.Tensor) -> torch.Tensor:
     return x + F.scaled_dot_product_attention(q, q, q, attn_mask=mask).transpose(1, 2).reshape(x.shape)
 
 
-def rows_merged(self: Layer, x: torch.Tensor) -> torch.Tensor:
+def samples_and_tokens_merged(self: Layer, x: torch.Tensor) -> torch.Tensor:
     flat = self.norm(x).reshape(-1, WIDTH)
     weights, chosen = torch.topk(flat.softmax(-1), 2, dim=-1)
     spread = torch.zeros(flat.shape[0], WIDTH).scatter(1, chosen, weights)
@@ -105,10 +105,10 @@ ALONE: dict[str, Rule] = {
     "chunks": lambda self, x: torch.cat(list(self.linear(x).chunk(2, dim=-1))[::-1], -1),
     "split": lambda self, x: torch.stack(x.split(4, -1), -2).flatten(-2),
     "heads": lambda self, x: heads(x).transpose(1, 2).reshape(x.shape),
-    "rows and tokens merged": rows_merged,
+    "samples and tokens merged": samples_and_tokens_merged,
     "heads behind tokens": lambda self, x: x.reshape(x.shape[0], -1, 4).relu().reshape(x.shape),
     "attention": attended,
-    "a table of words": lambda self, x: x + self.table(x.argmax(-1)) + self.table.weight[x.argmax(-1)],
+    "an embedding table": lambda self, x: x + self.table(x.argmax(-1)) + self.table.weight[x.argmax(-1)],
     "one of several": lambda self, x: x * F.one_hot(x.argmax(-1), WIDTH),
     "in place": lambda self, x: (x * 1).mul_(2).add_(x),
     "written": written,
@@ -198,7 +198,7 @@ MIXING: dict[str, tuple[Rule, str]] = {
 
 
 @pytest.mark.parametrize("rule", ALONE)
-def test_what_treats_each_token_by_itself_may_run_on_some(rule: str):
+def test_tokenwise_operations_may_run_on_a_token_shard(rule: str):
     found = layer(ALONE[rule])
     assert (found.not_sequence_parallel, found.input_token_dims, found.output_token_dims) == (
         "",
@@ -208,7 +208,7 @@ def test_what_treats_each_token_by_itself_may_run_on_some(rule: str):
 
 
 @pytest.mark.parametrize("rule", MIXING)
-def test_what_mixes_tokens_is_named(rule: str):
+def test_operations_that_mix_tokens_are_named(rule: str):
     run, words = MIXING[rule]
     why = layer(run).not_sequence_parallel
     assert why.startswith("layers.0")
@@ -228,7 +228,7 @@ def test_an_autograd_function_is_followed():
     assert layer(lambda self, x: Twice.apply(x) + x).not_sequence_parallel == ""
 
 
-def test_tokens_that_a_block_was_not_given_are_refused():
+def test_tokens_that_are_no_block_input_are_refused():
     class Behind(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             self.layers[0].positions = torch.linspace(0, 1, input_ids.shape[1])[:, None].expand(-1, WIDTH)
@@ -241,7 +241,7 @@ def test_tokens_that_a_block_was_not_given_are_refused():
     assert "returns tokens that were not among its inputs" in found(lambda self, x: self.positions)
 
 
-def test_what_glue_takes_from_within_a_block_is_refused():
+def test_tensors_that_glue_takes_from_inside_a_block_are_refused():
     class Reaching(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             x = self.layers[0](self.embed(input_ids))
@@ -287,7 +287,7 @@ class WithMask(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("rule", "words"),
+    ("rule", "message"),
     [
         (lambda self, mask: mask, ""),
         (lambda self, mask: torch.zeros(mask.shape).masked_fill(~mask, -1e9), ""),
@@ -303,15 +303,15 @@ class WithMask(nn.Module):
         (lambda self, mask: mask[:, :, :, :1], "cuts its mask"),
     ],
 )
-def test_a_mask_has_its_own_rows_and_all_columns(rule: Rule, words: str):
+def test_a_mask_has_its_own_rows_and_all_columns(rule: Rule, message: str):
     found = tokens_of(lambda: WithMask(rule))
     assert found.block_calls[1].input_token_dims == ((1,), (2, 3))
-    assert words in found.block_calls[1].not_sequence_parallel
-    assert bool(words) == bool(found.block_calls[1].not_sequence_parallel)
-    assert found.attention_calls[0].has_mask if not words else True
+    assert message in found.block_calls[1].not_sequence_parallel
+    assert bool(message) == bool(found.block_calls[1].not_sequence_parallel)
+    assert found.attention_calls[0].has_mask if not message else True
 
 
-def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
+def test_a_block_that_gets_the_sequence_length_is_refused():
     class Told(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             self.layers[0].rule = lambda layer, given: given[0].view(-1, given[1], WIDTH)
@@ -323,7 +323,7 @@ def test_a_block_that_is_told_how_many_tokens_there_are_is_refused():
     )
 
 
-def test_a_rank_with_one_token_runs_what_is_said_to_run_on_some():
+def test_a_single_token_gives_the_same_result_as_the_whole_sequence():
     """What is allowed holds on any part of the tokens: a layer without attention gives for a part what it
     gives for all.
     """

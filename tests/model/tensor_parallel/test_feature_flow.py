@@ -1,5 +1,5 @@
-"""Roles are read off a trial run: who takes in what whom gives out, in which units, and what keeps a pair
-from being divided.
+"""Layer roles are derived from a trial: which layer consumes the features of which, in which units, and why a
+pair is not sharded.
 """
 
 from collections.abc import Callable
@@ -61,16 +61,16 @@ def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpe
         torch.zeros(2, 5, dtype=torch.long),
         {f"layers.*.{name}": role for name, role in sockets.items()},
     )
-    anatomy = analyze(
+    model_spec = analyze(
         lambda: Model(Net(inside), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
     ).model_spec
     sides = {"colwise": "out", "rowwise": "in"}
     cuts = {
         weight.name.split(".")[2]: weight.split_of_side(sides[weight.role])
-        for weight in anatomy.params
+        for weight in model_spec.params
         if weight.role in sides and weight.name.startswith("layers.1.") and weight.name.endswith("weight")
     }
-    return cuts, anatomy
+    return cuts, model_spec
 
 
 def heads(block: Block, packed: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def by_hand(block: Block, x: torch.Tensor) -> torch.Tensor:
         (lambda block, x: block.down(F.dropout(block.up(x), 0.5)), {"up": (10, (10,)), "down": (10, (10,))}),
     ],
 )
-def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tuple[int, tuple[int, ...]]]):
+def test_units_follow_the_views_of_the_forward(inside: Inside, cuts: dict[str, tuple[int, tuple[int, ...]]]):
     shown, _ = found(inside)
     assert {name: (cut.num_units, cut.sections) for name, cut in shown.items()} == cuts
 
@@ -141,11 +141,11 @@ def test_units_lie_as_the_forward_takes_them(inside: Inside, cuts: dict[str, tup
         ),  # in another order
     ],
 )
-def test_features_that_are_needed_whole_are_not_divided(inside: Inside):
+def test_features_that_are_needed_whole_are_not_sharded(inside: Inside):
     assert found(inside)[0] == {}
 
 
-def test_a_layer_is_rows_or_columns_and_the_first_pair_wins():
+def test_a_layer_is_rowwise_or_colwise_and_the_first_pair_wins():
     shown, _ = found(lambda block, x: block.out(block.down(F.relu(block.up(x)))))
     assert set(shown) == {"up", "down"}
 
@@ -155,29 +155,31 @@ def test_a_declared_role_wins():
     assert found(gated, up="replicated")[0] == {}
 
 
-def test_the_number_of_heads_is_told_to_the_module_that_holds_it():
-    _, anatomy = found(attended)
+def test_the_number_of_heads_is_set_on_the_module_that_stores_it():
+    _, model_spec = found(attended)
     assert [
-        (number.module, number.name, number.dim_split.sections) for number in anatomy.size_attributes
+        (number.module, number.name, number.dim_split.sections) for number in model_spec.size_attributes
     ] == [
         ("layers.0", "num_heads", (3,)),
         ("layers.1", "num_heads", (3,)),
     ]
-    assert [number.local_value(index, 2) for number in anatomy.size_attributes[:1] for index in range(2)] == [
+    assert [
+        number.local_value(index, 2) for number in model_spec.size_attributes[:1] for index in range(2)
+    ] == [
         2,
         1,
     ]
 
 
 @pytest.mark.parametrize("count", [HEADS, 6])
-def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(count: int):
+def test_layers_whose_slices_compute_other_results_stay_whole_with_a_reason(count: int):
     def fixed(block: Block, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
             each.view(*each.shape[:2], count, -1).transpose(1, 2) for each in block.packed(x).chunk(3, -1)
         )
         return block.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + gated(block, x)
 
-    shown, anatomy = found(fixed)
+    shown, model_spec = found(fixed)
     assert set(shown) == {"gate", "up", "down"}
     why = (
         "RuntimeError"
@@ -186,5 +188,5 @@ def test_what_does_not_run_on_slices_as_on_the_whole_stays_whole_and_is_said(cou
     )
     assert any(
         f"layers of layers.* are not sharded, because it does not run on slices: {why}" in note
-        for note in anatomy.notes
+        for note in model_spec.notes
     )

@@ -1,4 +1,4 @@
-"""Numbers of features are laid out as their tensors, and what is computed from several of them ties them
+"""Feature indices follow the layout of their tensors, and operations on several tensors tie their features
 together.
 """
 
@@ -29,19 +29,19 @@ from meshwright.model.tensor_parallel.feature_rules import (
         ((6, 5, 4), (2, 3, 5, 4)),
     ],
 )
-def test_a_view_of_numbers_is_that_of_the_tensor(old: tuple[int, ...], new: tuple[int, ...]):
+def test_a_view_of_feature_indices_follows_the_tensor(old: tuple[int, ...], new: tuple[int, ...]):
     whole = np.broadcast_to(np.arange(old[-1]), old) if old[-1] > 1 else np.arange(12).reshape(old)
     assert np.array_equal(
         np.broadcast_to(view_features(drop_constant_dims(whole), old, new), new), whole.reshape(new)
     )
 
 
-def test_dims_in_which_numbers_do_not_change_are_small():
+def test_dims_along_which_indices_are_constant_have_size_one():
     assert drop_constant_dims(np.broadcast_to(np.arange(4), (3, 5, 4))).shape == (1, 1, 4)
     assert output_features(7, 3, 2).tolist() == [[7, 8, 9]]
 
 
-def test_a_sum_ties_what_it_adds_up_and_no_number_stands_for_nothing():
+def test_a_sum_ties_its_summands_and_ignores_no_feature():
     ties = FeatureTies()
     one = ties.tie_along(np.array([[0, 1], [2, NO_FEATURE]]), [1])
     assert one.tolist() == [[1], [2]]
@@ -51,7 +51,7 @@ def test_a_sum_ties_what_it_adds_up_and_no_number_stands_for_nothing():
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 19)), max_size=40))
-def test_classes_are_what_ties_connect(pairs: list[tuple[int, int]]):
+def test_classes_are_the_connected_components_of_ties(pairs: list[tuple[int, int]]):
     label = component_labels(20, [(np.array([a]), np.array([b])) for a, b in pairs])
     groups = [{i} for i in range(20)]
     for a, b in pairs:

@@ -1,4 +1,4 @@
-"""Which layers end in one sum: those whose outputs meet in additions alone, whatever becomes of the sum."""
+"""Row-parallel layers share one reduction if their outputs meet only in additions."""
 
 from collections.abc import Callable
 
@@ -47,14 +47,14 @@ class Network(nn.Module):
         return self.head(x)
 
 
-def sums(*ends: Ends, pairs: int = 2) -> list[int]:
+def sum_numbers(*ends: Ends, pairs: int = 2) -> list[int]:
     """The numbers of the sums in which the rows layers end, in order."""
     tokens = torch.zeros(2, 5, dtype=torch.long)
-    reading = analyze(
+    analyzed = analyze(
         lambda: Model(Network(*ends, pairs=pairs), layer_roles=SOCKETS),
         {"input_ids": tokens, "labels": tokens},
     )
-    return [call.sum_id for call in reading.model_spec.layer_calls if call.role == "rowwise"]
+    return [call.sum_id for call in analyzed.model_spec.layer_calls if call.role == "rowwise"]
 
 
 def in_place(layer: Branches, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -116,27 +116,27 @@ SEVERAL: dict[str, Ends] = {
     "one has no gradient": lambda layer, x, a, b: x + a.detach() + b,
     "without gradients": without_gradients,
     "one is kept": kept,
-    "written into a part": written_into_a_part,
+    "written into a slice": written_into_a_part,
     "under another name": under_another_name,
 }
 
 
 @pytest.mark.parametrize("how", ONE)
 def test_outputs_that_meet_in_additions_alone_end_in_one_sum(how: str):
-    assert sums(ONE[how]) == [1, 1]
+    assert sum_numbers(ONE[how]) == [1, 1]
 
 
 @pytest.mark.parametrize("how", SEVERAL)
-def test_an_output_that_is_looked_at_before_ends_a_sum_of_its_own(how: str):
-    assert sums(SEVERAL[how]) == [0, 0]
+def test_an_output_that_is_read_before_the_addition_has_its_own_sum(how: str):
+    assert sum_numbers(SEVERAL[how]) == [0, 0]
 
 
-def test_sums_are_those_of_a_block_and_numbered():
+def test_sums_are_numbered_per_block():
     plain, scaled = ONE["added"], SEVERAL["the first is scaled"]
-    assert sums(plain, scaled, plain) == [1, 1, 0, 0, 2, 2]
+    assert sum_numbers(plain, scaled, plain) == [1, 1, 0, 0, 2, 2]
 
 
-def test_of_three_those_that_meet_end_in_one_sum():
-    assert sums(lambda layer, x, a, b, c: x + a + b + c, pairs=3) == [1, 1, 1]
-    assert sums(lambda layer, x, a, b, c: x + a + 0.5 * b + c, pairs=3) == [1, 0, 1]
-    assert sums(lambda layer, x, a, b, c: (x + a + b).tanh() + c, pairs=3) == [1, 1, 0]
+def test_of_three_layers_those_that_are_added_share_one_sum():
+    assert sum_numbers(lambda layer, x, a, b, c: x + a + b + c, pairs=3) == [1, 1, 1]
+    assert sum_numbers(lambda layer, x, a, b, c: x + a + 0.5 * b + c, pairs=3) == [1, 0, 1]
+    assert sum_numbers(lambda layer, x, a, b, c: (x + a + b).tanh() + c, pairs=3) == [1, 1, 0]

@@ -1,4 +1,4 @@
-"""Sockets: their kinds, the roles that the user, the model or the kind gives them, and what is refused."""
+"""Shardable layers: their kinds, their roles by declaration, by model or by kind, and refusals."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def of(family: str, head: str, **sizes: object) -> dict[str, LayerRole]:
     return by_name(getattr(transformers, f"{family}{head}")(config))
 
 
-def test_every_module_with_weights_of_its_own_is_a_socket():
+def test_every_module_with_its_own_weights_is_a_shardable_layer():
     kinds = {name: socket.kind for name, socket in by_name(Net()).items()}
     linears = dict.fromkeys(["layers.0", "layers.1", "layers.2", "attend.out_proj"], "linear")
     assert kinds == {
@@ -103,7 +103,7 @@ def test_the_plan_that_a_transformers_model_declares_gives_its_roles():
     assert found["lm_head"].role == "colwise"
 
 
-def test_a_family_without_a_declared_plan_has_sockets_without_roles():
+def test_a_family_without_a_declared_plan_has_shardable_layers_without_roles():
     found = of("GPT2", "LMHeadModel", n_embd=16, n_layer=2, n_head=4)
     assert {socket.kind for socket in found.values()} == {"embedding", "norm", "linear", "head"}
     assert found["transformer.h.1.attn.c_attn"].shape == (16, 48)
@@ -114,7 +114,7 @@ def test_a_family_without_a_declared_plan_has_sockets_without_roles():
     assert not found["transformer.h.0.mlp.c_fc"].role
 
 
-def test_experts_say_the_role_of_each_of_their_weights():
+def test_experts_have_a_role_for_each_of_their_weights():
     found = of("Mixtral", "ForCausalLM", num_key_value_heads=2, num_local_experts=3)
     assert found["model.layers.0.mlp.experts"].kind == "experts"
     assert found["model.layers.0.mlp.experts"].role == "gate_up_proj packed_colwise, down_proj rowwise"
@@ -141,7 +141,7 @@ def test_what_the_user_declares_wins():
         ("*", "layers.1", False),
     ],
 )
-def test_a_star_stands_for_one_part_between_dots(pattern: str, name: str, fits: bool):
+def test_a_star_matches_one_name_component(pattern: str, name: str, fits: bool):
     assert matches_pattern(pattern, name) is fits
 
 
@@ -153,14 +153,14 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("declared", "said"),
+    ("declared", "message"),
     [
         ({"norm": "colwize"}, "'norm' has the role 'colwize'\n  repair: did you mean 'colwise'"),
         (["norm"], r"layer_roles are \['norm'\]"),
     ],
 )
-def test_a_role_that_is_none_is_refused(declared: object, said: str):
-    with pytest.raises(PlanError, match=said):
+def test_an_unknown_role_is_refused(declared: object, message: str):
+    with pytest.raises(PlanError, match=message):
         load_factory(lambda: Model(Net(), layer_roles=declared), 0, "net")
 
 

@@ -1,4 +1,4 @@
-"""The formula of a norm is found by trying it, and slices of rows give the numbers of the whole."""
+"""The formula of a norm is found by comparing results, and slices then give the numbers of the whole."""
 
 import pytest
 import torch

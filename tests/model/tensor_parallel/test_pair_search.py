@@ -1,5 +1,5 @@
-"""What stands beside divided features and needs a gradient: shared by all ranks where it can be, else the
-layers stay whole.
+"""Parameters used with sharded features: replicated with summed gradients where possible, else the layers
+stay whole.
 """
 
 from collections.abc import Callable
@@ -74,39 +74,37 @@ def one_for_each_head(block: Block, x: torch.Tensor, h: torch.Tensor) -> torch.T
     return torch.cat([norm(part) for norm, part in zip(block.each, parts, strict=False)], -2).flatten(-2)
 
 
-def reading_of(between: Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]) -> AnalyzedModel:
+def analyzed_model(between: Callable[[Block, torch.Tensor, torch.Tensor], torch.Tensor]) -> AnalyzedModel:
     return analyze(lambda: Net(lambda: Block(between)), BATCH)
 
 
-def verdict(reading: AnalyzedModel, ranks: int) -> object:
+def verdict(analyzed: AnalyzedModel, ranks: int) -> object:
     job = Job(ModelConfig("net"), DataConfig("random", sequence=7), TrainConfig(batch=4))
-    return verify(reading, make_plan(reading, job, Mesh(tp=ranks), (TensorParallel(),)), [BATCH])
+    return verify(analyzed, make_plan(analyzed, job, Mesh(tp=ranks), (TensorParallel(),)), [BATCH])
 
 
-def role(reading: AnalyzedModel, layer: str) -> str:
-    return next(weight.role for weight in reading.model_spec.params if weight.name == f"layers.0.{layer}")
+def role(analyzed: AnalyzedModel, layer: str) -> str:
+    return next(weight.role for weight in analyzed.model_spec.params if weight.name == f"layers.0.{layer}")
 
 
 @pytest.mark.parametrize(
     ("between", "inside"), [(heads, "heads.bias"), (products, "scale.one"), (products, "scale.other")]
 )
-def test_parameters_between_columns_and_rows_have_gradients_that_are_sums_over_the_ranks(
-    between, inside: str
-):
-    reading = reading_of(between)
-    assert (role(reading, "up.weight"), role(reading, inside)) == ("colwise", "between_pair")
+def test_parameters_between_colwise_and_rowwise_layers_have_gradients_summed_over_ranks(between, inside: str):
+    analyzed = analyzed_model(between)
+    assert (role(analyzed, "up.weight"), role(analyzed, inside)) == ("colwise", "between_pair")
     for ranks in (2, 3):
-        found = verdict(reading, ranks)
+        found = verdict(analyzed, ranks)
         assert found.passed, str(found)
 
 
 @pytest.mark.parametrize("between", [gated, of_the_block, used_apart_too, one_for_each_head])
-def test_layers_stay_whole_where_what_stands_beside_their_features_would_get_a_wrong_gradient(between):
-    assert role(reading_of(between), "up.weight") == role(reading_of(between), "down.weight") == ""
+def test_layers_stay_whole_where_a_parameter_on_their_features_would_get_a_wrong_gradient(between):
+    assert role(analyzed_model(between), "up.weight") == role(analyzed_model(between), "down.weight") == ""
 
 
-def test_a_norm_between_columns_and_rows_that_nobody_saw_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_an_overlooked_norm_between_colwise_and_rowwise_layers_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pair_search._GroupSearch, "_num_units_met", lambda *args: 0)
-    reading = reading_of(heads)
-    assert (role(reading, "up.weight"), role(reading, "heads.bias")) == ("colwise", "norm")
-    assert not verdict(reading, 2).passed
+    analyzed = analyzed_model(heads)
+    assert (role(analyzed, "up.weight"), role(analyzed, "heads.bias")) == ("colwise", "norm")
+    assert not verdict(analyzed, 2).passed

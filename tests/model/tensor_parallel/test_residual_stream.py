@@ -1,6 +1,4 @@
-"""The way of the stream through a model is found: who hands it on, who takes all tokens,
-and what mixes them.
-"""
+"""The residual stream of a model: which modules pass it on, which need all tokens, and which mix them."""
 
 from collections.abc import Callable
 
@@ -12,20 +10,20 @@ from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 from meshwright.plan.model_spec.layer_calls import LayerCall, ResidualFlow
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from tests.parallel.tensor.model_families import read_family
+from tests.parallel.tensor.model_families import analyze_family
 
 WORDS, WIDTH = 13, 8
 
 
-def anatomy_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
-    anatomy = read_family(family, 6).model_spec
-    return {each.block_call: each for each in anatomy.residual_flows}, {
-        call.name: call for call in anatomy.layer_calls
+def model_spec_of(family: str) -> tuple[dict[str, ResidualFlow], dict[str, LayerCall]]:
+    model_spec = analyze_family(family, 6).model_spec
+    return {each.block_call: each for each in model_spec.residual_flows}, {
+        call.name: call for call in model_spec.layer_calls
     }
 
 
-def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
-    passages, calls = anatomy_of("llama")
+def test_layers_pass_it_to_the_norm_and_the_norm_to_the_head():
+    passages, calls = model_spec_of("llama")
     assert [(each.producer, each.consumer) for each in passages.values()] == [
         ("", "model.layers.1"),
         ("model.layers.0", "model.norm"),
@@ -44,18 +42,18 @@ def test_layers_hand_it_on_to_the_norm_and_that_to_the_head():
     assert calls["lm_head"].takes_residual
 
 
-def test_norms_of_heads_are_not_on_it():
-    _, calls = anatomy_of("qwen3")
+def test_norms_of_attention_heads_are_not_on_it():
+    _, calls = model_spec_of("qwen3")
     assert not calls["model.layers.0.self_attn.q_norm"].takes_residual
 
 
 def test_glue_that_views_it_ends_it():
-    passages, _ = anatomy_of("gpt2")
+    passages, _ = model_spec_of("gpt2")
     assert passages["transformer.ln_f"].consumer == ""
 
 
-def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
-    passages, calls = anatomy_of("bert")
+def test_a_module_that_adds_it_after_its_layers_is_no_gate():
+    passages, calls = model_spec_of("bert")
     assert (
         calls["bert.encoder.layer.0.attention.self.query"].outer_module
         == "bert.encoder.layer.0.attention.self"
@@ -69,8 +67,8 @@ def test_a_module_that_adds_it_behind_its_layers_is_no_gate():
     ]  # the head beside a norm and a whole layer is none
 
 
-def test_what_a_decoder_takes_from_the_encoder_is_not_its_stream():
-    passages, calls = anatomy_of("t5")
+def test_the_encoder_output_in_a_decoder_is_not_its_stream():
+    passages, calls = model_spec_of("t5")
     cross = "decoder.block.0.layer.1.EncDecAttention"
     assert [calls[f"{cross}.{name}"].takes_residual for name in "qkv"] == [True, False, False]
     assert passages["encoder.final_layer_norm"].consumer == ""
@@ -114,21 +112,21 @@ def found(extra: Callable = same, between: Callable = same) -> ModelSpec:
     tokens = torch.randint(WORDS, (2, 6), generator=torch.Generator().manual_seed(0))
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     model = Pairs(extra, between)
-    anatomy = analyze(
+    model_spec = analyze(
         lambda: Model(model, layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
     ).model_spec
     assert all(
         "forward" not in part.__dict__ and not part._forward_hooks for part in model.modules()
     )  # left as it was
-    return anatomy
+    return model_spec
 
 
 def test_layers_in_a_block_itself_have_no_gate():
-    anatomy = found()
-    assert [each.consumer for each in anatomy.residual_flows] == ["layers.1", "head"]
-    assert {call.outer_module for call in anatomy.layer_calls} == {""}
+    model_spec = found()
+    assert [each.consumer for each in model_spec.residual_flows] == ["layers.1", "head"]
+    assert {call.outer_module for call in model_spec.layer_calls} == {""}
     assert all(
-        call.takes_residual for call in anatomy.layer_calls if call.role in ("colwise", "norm", "lm_head")
+        call.takes_residual for call in model_spec.layer_calls if call.role in ("colwise", "norm", "lm_head")
     )
 
 
@@ -143,10 +141,10 @@ def test_layers_in_a_block_itself_have_no_gate():
         (lambda x: x.requires_grad and x.dtype.is_floating_point and x, "layers.1"),
     ],
 )
-def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
-    anatomy = found(between=between)
-    assert anatomy.residual_flows[0].consumer == onward
-    assert anatomy.residual_flows[1].producer == ("layers.0" if onward else "")
+def test_glue_may_only_pass_it_on(between: Callable, onward: str):
+    model_spec = found(between=between)
+    assert model_spec.residual_flows[0].consumer == onward
+    assert model_spec.residual_flows[1].producer == ("layers.0" if onward else "")
 
 
 @pytest.mark.parametrize(
@@ -158,5 +156,5 @@ def test_glue_may_hand_it_on_and_no_more(between: Callable, onward: str):
         (lambda x: x.reshape(-1, WIDTH).view(x.shape), "layers.0 computes 'reshape' with it"),
     ],
 )
-def test_what_mixes_tokens_is_named(extra: Callable, mixes: str):
+def test_modules_that_mix_tokens_are_named(extra: Callable, mixes: str):
     assert found(extra).residual_flows[0].not_sequence_parallel == mixes

@@ -1,6 +1,4 @@
-"""What one rank has: its heads of what a block is given, and slices of tensors,
-as views where they can be.
-"""
+"""Slices of one rank: its heads of a block input, and slices of tensors, as views where possible."""
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from meshwright.plan.model_spec.layer_calls import PerHeadInput
 
 
 @pytest.mark.parametrize("slot", [1, "bias"])
-def test_a_block_is_given_its_heads_of_a_tensor_and_all_else_as_it_is(slot: int | str):
+def test_a_block_gets_its_heads_of_a_tensor_and_other_inputs_unchanged(slot: int | str):
     bias, x = torch.arange(3 * 5 * 2.0).view(3, 5, 2, 1), torch.ones(3)
     args, kwargs = ((x, bias), {}) if slot == 1 else ((x,), {"bias": bias})
     args, kwargs = take_local_heads(PerHeadInput("block", slot, DimSplit(1, 5, (5,))), 1, 2, args, kwargs)
@@ -23,7 +21,7 @@ def test_a_block_is_given_its_heads_of_a_tensor_and_all_else_as_it_is(slot: int 
     )
 
 
-def test_a_slice_is_a_view_unless_it_is_put_together():
+def test_a_slice_is_a_view_unless_it_is_concatenated():
     whole = torch.arange(24.0).view(4, 6)
     view = slice_dims(whole, (DimRanges(0, ((1, 3),)), DimRanges(1, ((2, 5),))))
     assert torch.equal(view, whole[1:3, 2:5])

@@ -1,4 +1,4 @@
-"""Caches in a model's code, which a trial must leave without fake tensors."""
+"""Caches in a model's code: a trial must leave no fake tensors in them."""
 
 from functools import lru_cache, wraps
 
@@ -94,7 +94,7 @@ def test_a_table_in_a_cache_that_all_layers_use_allows_every_stage_boundary():
     assert verdict.passed, verdict
 
 
-def test_what_is_no_fake_is_remembered_on():
+def test_real_tensors_stay_cached():
     places.cache_clear()
     places(3)
     clear_fake_caches(Tabled())

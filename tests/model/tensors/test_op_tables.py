@@ -9,7 +9,7 @@ from meshwright.model.tensors.op_tables import reads_values, tokenwise_problem
 STREAM, OTHER = torch.rand(3, 5, 4), torch.rand(3, 5, 4)
 
 
-def why(func: object, *args: object, **kwargs: object) -> str:
+def reason_not_tokenwise(func: object, *args: object, **kwargs: object) -> str:
     """What is said of `func`, whose first argument is the stream, and so is `OTHER`."""
     operands = [each for each in args if isinstance(each, torch.Tensor)]
     carried = [each for each in operands if each is STREAM or each is OTHER]
@@ -33,12 +33,12 @@ def why(func: object, *args: object, **kwargs: object) -> str:
         (F.dropout, (STREAM, 0.0), {}),
     ],
 )
-def test_these_treat_each_token_by_itself(func: object, args: tuple, kwargs: dict):
-    assert why(func, *args, **kwargs) == ""
+def test_tokenwise_operations_are_known(func: object, args: tuple, kwargs: dict):
+    assert reason_not_tokenwise(func, *args, **kwargs) == ""
 
 
 @pytest.mark.parametrize(
-    ("func", "args", "kwargs", "said"),
+    ("func", "args", "kwargs", "message"),
     [
         (torch.mul, (STREAM, torch.rand(5, 4)), {}, "of a tensor of all tokens"),
         (torch.add, (STREAM, torch.rand(3, 5, 1)), {}, "of a tensor of all tokens"),
@@ -52,10 +52,10 @@ def test_these_treat_each_token_by_itself(func: object, args: tuple, kwargs: dic
         (torch.Tensor.__matmul__, (STREAM, torch.rand(4, 4)), {}, "computes 'matmul' with it"),
     ],
 )
-def test_these_do_not_or_nobody_knows(func: object, args: tuple, kwargs: dict, said: str):
-    assert said in why(func, *args, **kwargs)
+def test_other_operations_are_not_tokenwise(func: object, args: tuple, kwargs: dict, message: str):
+    assert message in reason_not_tokenwise(func, *args, **kwargs)
 
 
-def test_who_reads_a_value_looks_at_all_tokens():
+def test_an_operation_that_reads_a_value_is_not_tokenwise():
     assert reads_values("item")
     assert not reads_values("size")

@@ -41,7 +41,7 @@ def test_tensors_come_in_order_and_as_often_as_they_stand():
 
 
 @pytest.mark.parametrize("value", [None, 3, "word", Record, {1, 2}, object(), torch.Size([2])])
-def test_what_holds_no_tensor_is_handed_on(value: object):
+def test_objects_without_tensors_are_passed_on(value: object):
     assert tree_tensors(value) == []
     assert replace_tensors(value, NEW) is value
 

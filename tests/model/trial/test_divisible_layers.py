@@ -46,7 +46,7 @@ def weights(**layer_roles: str) -> dict[str, ParamSpec]:
         ("never.weight", "the trial run does not call it inside a block"),
     ],
 )
-def test_what_stays_whole_says_why(name: str, why: str):
+def test_whole_layers_have_a_reason(name: str, why: str):
     found = weights(up="colwise", down="rowwise", odd="colwise", never="colwise")[f"layers.1.{name}"]
     assert (found.role, found.not_shardable_reason) == ("", why)
 
@@ -63,7 +63,7 @@ def test_layers_whose_widths_do_not_agree_are_named_with_them():
     assert found["layers.0.down.weight"].not_shardable_reason == "replicated, declared by you"
 
 
-def test_what_the_user_declares_is_kept_separately():
+def test_declared_roles_are_listed_separately():
     found = weights(up="colwise", down="rowwise", conv="colwise")
     assert (
         found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "colwise"
@@ -73,7 +73,7 @@ def test_what_the_user_declares_is_kept_separately():
     )
 
 
-def test_of_layers_side_by_side_the_last_takes_in_what_the_others_give_out():
+def test_of_parallel_layers_the_last_consumes_the_outputs_of_the_others():
     lines = suggest_roles(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
     assert lines.endswith(
         "layer_roles={'h.*.attend.q': 'colwise', 'h.*.attend.k': 'colwise', 'h.*.attend.o': 'rowwise'})"

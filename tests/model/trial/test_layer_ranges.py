@@ -7,7 +7,7 @@ from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 from meshwright.plan.sharding.mesh import Mesh
 from tests.model.two_block_model import Net
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches, llama, planned
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, TOKENS, batches, llama, planned
 
 
 class Block(nn.Module):
@@ -27,7 +27,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(y))) + torch.tanh(self.side(y))
 
 
-def test_a_pair_has_its_products_and_what_lies_between():
+def test_a_pair_includes_its_products_and_the_operations_between():
     tokens = torch.zeros(2, 5, dtype=torch.long)
     roles = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "layers.*.side": "replicated"}
     found = analyze(
@@ -56,4 +56,4 @@ def test_attention_between_heads_belongs_to_its_pair():
     assert sum(call.flops for call in layer) == analyzed.model_spec.flops[at]
     width, attended = SIZES["hidden_size"], next(call for call in layer if call.name.endswith("o_proj"))
     assert attended.flops == TOKENS * 2 * width * width + 2 * 2 * TOKENS * TOKENS * width
-    assert batches(1)[0]["input_ids"].shape == (ROWS, TOKENS)
+    assert batches(1)[0]["input_ids"].shape == (NUM_SAMPLES, TOKENS)

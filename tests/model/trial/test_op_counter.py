@@ -9,33 +9,33 @@ from meshwright.api import analyze
 from meshwright.engine.runtime.loss import Loss
 from meshwright.model.trial.op_counter import OpCounter
 from meshwright.plan.model_spec.op_costs import AttentionOp, LinearInSamples, MatmulOp, MemoryOp, OpCounts
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
-ROWS, ONE = 7, LinearInSamples(1)
+NUM_SAMPLES, ONE = 7, LinearInSamples(1)
 
 
 def noted(run) -> OpCounts:
-    working = OpCounter(ROWS)
+    working = OpCounter(NUM_SAMPLES)
     with working, working.section("forward", "x"):
         run()
     return working.section_work("forward", "x")
 
 
 def test_sizes_that_the_batch_size_divides_grow_with_it():
-    x, weight = torch.ones(ROWS * 3, 4), torch.ones(5, 4)
+    x, weight = torch.ones(NUM_SAMPLES * 3, 4), torch.ones(5, 4)
     found = noted(lambda: F.linear(x, weight))
     assert found.matmuls == (
         MatmulOp(LinearInSamples(0, 3), LinearInSamples(5), LinearInSamples(4), ONE, "float32"),
     )
-    assert noted(lambda: x.T @ torch.ones(ROWS * 3, 5)).matmuls == (
+    assert noted(lambda: x.T @ torch.ones(NUM_SAMPLES * 3, 5)).matmuls == (
         MatmulOp(LinearInSamples(4), LinearInSamples(5), LinearInSamples(0, 3), ONE, "float32"),
     )
 
 
 def test_products_of_many_heads_are_counted_together():
     left, right = (
-        torch.ones(ROWS * 2, 3, 4, dtype=torch.bfloat16),
-        torch.ones(ROWS * 2, 4, 6, dtype=torch.bfloat16),
+        torch.ones(NUM_SAMPLES * 2, 3, 4, dtype=torch.bfloat16),
+        torch.ones(NUM_SAMPLES * 2, 4, 6, dtype=torch.bfloat16),
     )
     product = MatmulOp(
         LinearInSamples(3), LinearInSamples(6), LinearInSamples(4), LinearInSamples(0, 2), "bfloat16", 2
@@ -45,7 +45,9 @@ def test_products_of_many_heads_are_counted_together():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_is_one_operation_forward_and_one_backward(causal: bool):
-    query, key = (torch.ones(ROWS, 2, tokens, 4, requires_grad=True) for tokens in (5, 5 if causal else 6))
+    query, key = (
+        torch.ones(NUM_SAMPLES, 2, tokens, 4, requires_grad=True) for tokens in (5, 5 if causal else 6)
+    )
     found = noted(lambda: F.scaled_dot_product_attention(query, key, key, is_causal=causal).sum().backward())
     sizes = {"num_heads": 2, "query_len": 5, "key_len": key.shape[2], "head_dim": 4, "dtype": "float32"}
     sizes["is_causal"] = causal
@@ -56,32 +58,32 @@ def test_attention_is_one_operation_forward_and_one_backward(causal: bool):
 
 
 def test_a_convolution_is_the_product_that_it_is_and_two_backward():
-    x, layer = torch.ones(ROWS, 2, 8, requires_grad=True), nn.Conv1d(2, 5, 3)
+    x, layer = torch.ones(NUM_SAMPLES, 2, 8, requires_grad=True), nn.Conv1d(2, 5, 3)
     forward, back, learning = noted(lambda: layer(x).sum().backward()).matmuls
     assert forward == MatmulOp(LinearInSamples(0, 6), LinearInSamples(5), LinearInSamples(6), ONE, "float32")
-    assert forward.flops(ROWS) == back.flops(ROWS) == learning.flops(ROWS)
+    assert forward.flops(NUM_SAMPLES) == back.flops(NUM_SAMPLES) == learning.flops(NUM_SAMPLES)
     assert (forward.is_weight_grad, back.is_weight_grad, learning.is_weight_grad) == (False, False, True)
 
 
 def test_all_else_is_bytes_in_and_out_and_views_have_none():
-    x, bias = torch.ones(ROWS, 4), torch.ones(4)
+    x, bias = torch.ones(NUM_SAMPLES, 4), torch.ones(4)
     assert noted(lambda: x + bias).memory_ops == (MemoryOp(LinearInSamples(16, 32)),)
     assert noted(lambda: x.view(-1)).memory_ops == (MemoryOp(LinearInSamples()),)
-    assert noted(lambda: x + bias.expand(ROWS, 4)).memory_ops == (
+    assert noted(lambda: x + bias.expand(NUM_SAMPLES, 4)).memory_ops == (
         MemoryOp(LinearInSamples()),
         MemoryOp(LinearInSamples(16, 32)),
     )
 
 
-def test_of_a_table_only_what_is_picked_is_read():
-    table, words = torch.ones(1000, 4), torch.zeros(ROWS, 2, dtype=torch.int64)
+def test_an_embedding_reads_only_the_selected_rows():
+    table, words = torch.ones(1000, 4), torch.zeros(NUM_SAMPLES, 2, dtype=torch.int64)
     assert noted(lambda: F.embedding(words, table)).memory_ops == (
         MemoryOp(LinearInSamples(0, 2 * 8 + 2 * 2 * 4 * 4)),
     )
 
 
-def test_what_computes_much_says_what_it_is_and_how_many_numbers_it_makes():
-    x = torch.ones(ROWS, 4)
+def test_expensive_operations_are_counted_with_their_output_elements():
+    x = torch.ones(NUM_SAMPLES, 4)
     assert noted(x.tanh).memory_ops == (MemoryOp(LinearInSamples(0, 32), 1, "tanh", LinearInSamples(0, 4)),)
     assert noted(lambda: F.gelu(x)).memory_ops[0].operation == "gelu"
     assert noted(lambda: F.gelu(x, approximate="tanh")).memory_ops[0].operation == "gelu_tanh"
@@ -91,7 +93,7 @@ def test_what_computes_much_says_what_it_is_and_how_many_numbers_it_makes():
 
 
 def test_only_the_open_section_is_written():
-    working, x = OpCounter(ROWS), torch.ones(ROWS, 4)
+    working, x = OpCounter(NUM_SAMPLES), torch.ones(NUM_SAMPLES, 4)
     with working:
         x.exp()
         with working.section("loss"):
@@ -102,8 +104,8 @@ def test_only_the_open_section_is_written():
 
 
 def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
-    model_spec = known().model_spec
-    works = known().measure_memory(torch.float32, torch.float32).ops
+    model_spec = analyzed_llama().model_spec
+    works = analyzed_llama().measure_memory(torch.float32, torch.float32).ops
     assert [done.block_call for done in works.block_calls] == list(model_spec.block_calls)
     for block_call, flops in zip(model_spec.block_calls, model_spec.flops, strict=True):
         done = works.by_block_call[block_call]
@@ -116,7 +118,7 @@ def test_a_trial_of_a_model_sees_as_many_operations_as_are_counted():
 
 
 def test_layers_that_are_alike_have_a_backward_each():
-    works = known().measure_memory(torch.float32, torch.float32).ops
+    works = analyzed_llama().measure_memory(torch.float32, torch.float32).ops
     first, second = (works.by_block_call[f"model.layers.{at}"] for at in (0, 1))
     assert first.backward == second.backward != OpCounts()
 

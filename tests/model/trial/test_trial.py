@@ -1,4 +1,4 @@
-"""What one forward on fake tensors shows."""
+"""Information from one forward on fake tensors: operations, block calls, writes and parameter users."""
 
 from collections.abc import Callable
 

@@ -1,5 +1,5 @@
-"""Answers to one call of attention, given on threads without an engine,
-held against torch's on one device.
+"""Runs one call of sequence-parallel attention on threads without an engine, and compares it with torch's
+attention on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,13 +27,13 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 
-ROWS = 2
-VISIT = "layers.0"
+NUM_SAMPLES = 2
+BLOCK_CALL = "layers.0"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call of attention on all tokens of `ROWS` samples, and the gradient of what comes out."""
+    """One call of attention on all tokens of `NUM_SAMPLES` samples, and the gradient of what comes out."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -52,7 +52,7 @@ class Case:
     def attend(self) -> AttentionSpec:
         """What the plan knows of it."""
         return AttentionSpec(
-            *(VISIT, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
+            *(BLOCK_CALL, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
             *(self.query.shape[2], self.key.shape[2], self.causal, self.mask is not None),
             mask=describe_mask(self.mask),
         )
@@ -81,7 +81,9 @@ def case(
     """A case of noise."""
     noise = torch.Generator().manual_seed(heads * 100 + length)
     shapes = [(heads, widths[0]), (groups, widths[0]), (groups, widths[1]), (heads, widths[1])]
-    drawn = [torch.randn(ROWS, many, length, width, generator=noise, dtype=dtype) for many, width in shapes]
+    drawn = [
+        torch.randn(NUM_SAMPLES, many, length, width, generator=noise, dtype=dtype) for many, width in shapes
+    ]
     return Case(*drawn, mask, causal)
 
 
@@ -106,31 +108,35 @@ class Rank:
         self.beside = answer
 
 
-def space_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
+def sharding_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
     """A model of one block that attends."""
     length = attends[0].query_len
     tokens = SequenceInfo(
-        length, ("input_ids",), ("labels",), (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),), tuple(attends)
+        length,
+        ("input_ids",),
+        ("labels",),
+        (BlockSequenceInfo(BLOCK_CALL, ((1,),), ((1,),)),),
+        tuple(attends),
     )
     return ShardingPlan.one_device(
-        mesh, ModelSpec("tiny", (VISIT,), (), (length,), (1,), sequence_info=tokens)
+        mesh, ModelSpec("tiny", (BLOCK_CALL,), (), (length,), (1,), sequence_info=tokens)
     )
 
 
 @dataclass(frozen=True)
-class Answered:
+class GatheredResult:
     """What all ranks together have given, as one device would, and what each has issued."""
 
     found: tuple[torch.Tensor, ...]
     entries: tuple[tuple[LedgerEntry, ...], ...]
 
 
-def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
-    """`given`, answered by `strategy`: each rank is handed its own tokens."""
-    space = strategy.place(space_of(mesh, [given.attend]))
+def run_on_ranks(strategy: Strategy, given: Case, mesh: Mesh) -> GatheredResult:
+    """`given`, run_on_ranks by `strategy`: each rank is handed its own tokens."""
+    space = strategy.place(sharding_of(mesh, [given.attend]))
 
     def play(world: World) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
-        return _played(world, strategy, space, given)
+        return _run_rank(world, strategy, space, given)
 
     ranks = run_on_threads(play, mesh)
     whole = [torch.zeros_like(each) for each in (given.grad, *given.inputs)]
@@ -140,7 +146,7 @@ def answered(strategy: Strategy, given: Case, mesh: Mesh) -> Answered:
                 all_of += local
             else:
                 _put(all_of, local, _share(space, rank, given.query.shape[2]))
-    return Answered(tuple(whole), tuple(tuple(entries) for _, entries in ranks))
+    return GatheredResult(tuple(whole), tuple(tuple(entries) for _, entries in ranks))
 
 
 def _put(whole: torch.Tensor, local: torch.Tensor, share: TokenShard) -> None:
@@ -157,7 +163,7 @@ def _share(space: ShardingPlan, rank: int, length: int) -> TokenShard:
     )
 
 
-def _played(
+def _run_rank(
     world: World, strategy: Strategy, space: ShardingPlan, given: Case
 ) -> tuple[list[torch.Tensor], list[LedgerEntry]]:
     rank, share = Rank(world, space), _share(space, world.rank, given.query.shape[2])
@@ -180,16 +186,16 @@ def _played(
     return [out.detach(), *found], world.ledger.entries
 
 
-def worst(given: Case, strategy: Strategy, mesh: Mesh) -> float:
+def largest_error(given: Case, strategy: Strategy, mesh: Mesh) -> float:
     """The largest gap to one device, of the output and of gradients."""
-    found = answered(strategy, given, mesh).found
+    found = run_on_ranks(strategy, given, mesh).found
     return max(float((one - other).abs().max()) for one, other in zip(given.dense(), found, strict=True))
 
 
 Sent = dict[str, list[tuple[str, int, int, str]]]  # by action: collectives, ranks that meet, bytes, dtypes
 
 
-def issued(entries: Sequence[LedgerEntry]) -> Sent:
+def issued_transfers(entries: Sequence[LedgerEntry]) -> Sent:
     """What a rank has issued in a forward, F, and in a backward, B."""
     said = [
         (entry.action, (entry.collective, entry.group_size, entry.nbytes, entry.dtype)) for entry in entries
@@ -197,17 +203,17 @@ def issued(entries: Sequence[LedgerEntry]) -> Sent:
     return {action: [each for name, each in said if name == action] for action in "FB"}
 
 
-def stated(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
+def planned_transfers(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
     """What the program of `strategy` says of it."""
-    space = strategy.place(space_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
+    space = strategy.place(sharding_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
     dtype = str(given.query.dtype).removeprefix("torch.")
     job = Job(
         ModelConfig("tiny"),
         DataConfig("random"),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         precision=PrecisionConfig(dtype, dtype),
     )
-    program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
     actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
     return {
         action.kind: [

@@ -1,8 +1,8 @@
-"""Attention written down as its formula, and masks by name: what kernels and rings are held against."""
+"""Attention computed by its formula, and named masks: the reference for kernels and rings."""
 
 import torch
 
-HEADS, GROUPS, WIDTH, VALUES, ROWS = 4, 2, 5, 3, 2
+HEADS, GROUPS, WIDTH, VALUES, NUM_SAMPLES = 4, 2, 5, 3, 2
 MASKS = ("none", "causal", "window", "documents", "padding", "bias", "learned")
 
 
@@ -13,7 +13,7 @@ def sample(
     heads: int = HEADS,
     groups: int = GROUPS,
     values: int = VALUES,
-    rows: int = ROWS,
+    samples: int = NUM_SAMPLES,
 ) -> list[torch.Tensor]:
     """Queries, keys, values and a gradient of the output, float64."""
     generator = torch.Generator().manual_seed(queries)
@@ -24,7 +24,7 @@ def sample(
         (groups, keys, values),
         (heads, queries, values),
     ]
-    return [torch.randn(rows, *shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    return [torch.randn(samples, *shape, dtype=torch.float64, generator=generator) for shape in shapes]
 
 
 def mask_of(name: str, length: int) -> torch.Tensor | None:

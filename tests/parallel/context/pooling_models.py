@@ -1,4 +1,4 @@
-"""Models whose glue needs the tokens of several ranks, and batches for them."""
+"""Models whose glue needs tokens of several ranks (pooling, centring, picking), and batches for them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.api import analyze
 from meshwright.model.analysis.analyze import AnalyzedModel
-from tests.parallel.context.test_ring_models import ROWS, TOKENS, Own
+from tests.parallel.context.test_ring_models import NUM_SAMPLES, TOKENS, Own
 from tests.parallel.tensor.odd_llama import batches
 
 LABELS = 5
@@ -132,19 +132,19 @@ def bert() -> nn.Module:
     )
 
 
-def rows(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+def samples(count: int, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     """Global batches with a label for each row; some end in padding."""
     found = []
-    for step, batch in enumerate(batches(count, ROWS, length)):
+    for step, batch in enumerate(batches(count, NUM_SAMPLES, length)):
         ids, labels = batch["input_ids"].clamp(1), batch["labels"][:, 0] % LABELS
-        for row in range(ROWS):
+        for row in range(NUM_SAMPLES):
             ids[row, length - (row + step) % 4 :] = 0
         found.append({"input_ids": ids, "labels": labels})
     return found
 
 
-def reading(make: type[nn.Module], length: int = TOKENS) -> AnalyzedModel:
+def analyzed(make: type[nn.Module], length: int = TOKENS) -> AnalyzedModel:
     """That of such a model, whose weights are the same in every run."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return analyze(make(), rows(1, length)[0])
+        return analyze(make(), samples(1, length)[0])

@@ -1,4 +1,4 @@
-"""A call of attention is brought into four dims, and refused where it is not about this rank's tokens."""
+"""Attention inputs are reshaped to four dims; calls whose tokens are not those of the rank are refused."""
 
 from dataclasses import replace
 
@@ -43,21 +43,23 @@ def test_any_number_of_dims_before_the_tokens_becomes_two_and_comes_back(shape: 
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (1, 9), (4, 1), (2, 1, 4, 9), (6, 4, 9)], ids=str)
-def test_a_mask_may_be_alike_for_rows_heads_queries_or_keys(shape: tuple[int, ...]) -> None:
+def test_a_mask_may_be_shared_by_samples_heads_queries_or_keys(shape: tuple[int, ...]) -> None:
     mask = attention_inputs(replace(ASKED, mask=torch.ones(shape) > 0), "ring").mask
     assert mask is not None
     assert mask.ndim == 4
     assert mask.expand(2, 6, 4, 9).all()
 
 
-def test_keys_that_are_not_the_rows_tokens_are_refused() -> None:
+def test_keys_that_are_not_the_tokens_of_the_samples_are_refused() -> None:
     said = refusal(replace(ASKED, key=torch.randn(2, 3, 8, 5)))
     assert "attention takes in 8 keys, and this rank has 4 of 9 tokens" in said
     assert "repair: attend to the tokens of the row alone, or set mesh.cp = 1" in said
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (9, 9), (2, 1, 4, 8)], ids=str)
-def test_a_mask_without_columns_for_all_keys_or_rows_of_others_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_mask_without_columns_for_all_keys_or_with_rows_of_other_ranks_is_refused(
+    shape: tuple[int, ...],
+) -> None:
     said = refusal(replace(ASKED, mask=torch.ones(shape)))
     assert (
         f"the mask is of shape {list(shape)}; needed are rows for 4 queries of this rank, and "
@@ -69,7 +71,7 @@ def test_a_mask_under_a_causal_mask_is_refused() -> None:
     assert "and is_causal = False" in refusal(replace(ASKED, mask=torch.ones(4, 9), is_causal=True))
 
 
-def test_under_autocast_tensors_are_what_products_take() -> None:
+def test_under_autocast_inputs_have_the_autocast_dtype() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         given = attention_inputs(replace(ASKED, mask=torch.ones(4, 9) > 0), "ring")
     assert {each.dtype for each in (given.query, given.key, given.value)} == {torch.bfloat16}

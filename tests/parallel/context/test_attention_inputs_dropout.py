@@ -1,5 +1,5 @@
-"""Dropout of attention's weights where ranks have some of the tokens: what one device drops, in float64, on
-2, 3 and 4 ranks.
+"""Attention dropout under context parallelism: the same draws as on one device, in float64, on 2, 3 and 4
+ranks.
 """
 
 import pytest
@@ -30,8 +30,8 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
 from tests.parallel.tensor.odd_llama import batches
 
-ROWS, TOKENS = 2, 7
-JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
+NUM_SAMPLES, TOKENS = 2, 7
+JOB = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES))
 WIDTH = {"vocab_size": 67, "hidden_size": 16, "intermediate_size": 13, "num_hidden_layers": 2}
 
 
@@ -54,10 +54,10 @@ def bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
-    reading = analyze(model, batches(1, ROWS, TOKENS)[0])
-    plan = make_plan(reading, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
-    return verify(reading, plan, batches(1, ROWS, TOKENS))
+def verdict_for(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
+    analyzed = analyze(model, batches(1, NUM_SAMPLES, TOKENS)[0])
+    plan = make_plan(analyzed, JOB, mesh, (*strategies, DDP(axis="cp")), 1)
+    return verify(analyzed, plan, batches(1, NUM_SAMPLES, TOKENS))
 
 
 @pytest.mark.parametrize(
@@ -73,24 +73,24 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy) -> Verdict:
     ids=lambda each: each.__name__ if callable(each) else str(each),
 )
 def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(make(), mesh, *strategies)
+    verdict = verdict_for(make(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_sites, "locate_region", lambda part, whole, local, divisions, site: None)
-    assert not judged(gpt2(), Mesh(cp=2), RingAttention()).passed
+    assert not verdict_for(gpt2(), Mesh(cp=2), RingAttention()).passed
 
 
-def test_rows_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
-    rows = batches(1, ROWS, 2)
-    reading = analyze(gpt2(), rows[0])
-    plan = make_plan(reading, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+def test_sequences_of_two_tokens_are_refused_where_a_slice_looks_like_all_of_them() -> None:
+    samples = batches(1, NUM_SAMPLES, 2)
+    analyzed = analyze(gpt2(), samples[0])
+    plan = make_plan(analyzed, JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     with pytest.raises(PlanError, match="of sequences of 2 tokens: the slice is ambiguous"):
-        verify(reading, plan, rows)
+        verify(analyzed, plan, samples)
 
 
-def test_a_part_is_drawn_as_within_the_whole() -> None:
+def test_a_slice_is_drawn_as_in_the_whole_tensor() -> None:
     whole, thrown = (2, 4, 5, 5), StatelessRNG(seed=3)
     thrown.sites.record("layer/0", torch.Size(whole), 2)
     thrown.sites.record("layer/0", torch.Size((3, *whole[1:])), 3)
@@ -109,7 +109,7 @@ def test_a_part_is_drawn_as_within_the_whole() -> None:
     assert torch.equal(drawn[1], drawn[0][:, 2:][:, :, [0, 3, 4]])
 
 
-def test_the_plain_path_drops_weights_forward_and_backward() -> None:
+def test_the_matmul_path_drops_weights_forward_and_backward() -> None:
     torch.manual_seed(0)
     query, key, value = (
         torch.randn(2, heads, 5, 3, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)

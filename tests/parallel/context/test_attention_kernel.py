@@ -1,5 +1,5 @@
-"""One block of attention: its output, lse and gradients, by torch's kernel and by plain products; blocks
-merge to the whole.
+"""One block of attention: output, log-sum-exp and gradients of torch's kernel and of plain matrix products;
+merged blocks equal the whole.
 """
 
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def test_output_lse_and_gradients_are_those_of_the_formula(
         assert gap(of_mask, true_of_mask) < EXACT
 
 
-def test_a_mask_that_all_heads_and_rows_share_has_its_gradient_summed() -> None:
+def test_a_mask_that_all_heads_and_samples_share_has_its_gradient_summed() -> None:
     *given, grad = sample(LENGTH)
     mask = torch.randn(
         1, 1, 1, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def test_blocks_merge_to_the_whole_and_their_gradients_add_up(path: str, name: s
     assert gap(torch.cat([share[2] for share in shares], 2), true[3]) < EXACT
 
 
-def test_a_row_that_looks_at_nothing_is_zero_and_weighs_nothing(path: str) -> None:
+def test_a_query_that_attends_to_nothing_is_zero_and_has_no_weight(path: str) -> None:
     *given, grad = sample(LENGTH)
     mask = mask_of("padding", LENGTH)
     out, lse = attention(*given, mask=mask, scale=SCALE)
@@ -112,7 +112,7 @@ def test_no_queries_and_no_keys_give_nothing(queries: int, keys: int) -> None:
     assert all(each.eq(0).all() for each in found)
 
 
-def test_nothing_and_nothing_merge_to_nothing_and_what_is_no_number_stays_so() -> None:
+def test_two_empty_blocks_merge_to_an_empty_one_and_nan_stays_nan() -> None:
     never, out = torch.full((1, 1, 2), float("-inf")), torch.zeros(1, 1, 2, 3)
     merged, lse = merge_outputs(out, never, out, never)
     assert merged.eq(0).all()
@@ -134,7 +134,9 @@ def test_narrow_dtypes_round_no_more_than_torch_does(dtype: torch.dtype, name: s
     assert max(map(gap, [each.double() for each in found], true)) < 16 * torch.finfo(dtype).eps
 
 
-def test_the_plain_path_has_no_more_scores_in_memory_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_matmul_path_keeps_no_more_scores_in_memory_than_its_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes: list[int] = []
     scores: Callable[..., torch.Tensor] = attention_kernel._scores
 
@@ -174,7 +176,7 @@ def test_the_formula_is_what_torch_computes() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_kernels_of_other_devices_are_asked_in_the_form_that_they_take(masked: bool) -> None:
+def test_kernels_of_other_devices_are_called_with_their_own_arguments(masked: bool) -> None:
     given = [each.to("meta", torch.bfloat16) for each in sample(LENGTH)]
     *inputs, grad = given
     if masked:

@@ -1,5 +1,5 @@
-"""The kernels of a GPU give what the formula says, with an lse that merges, and gradients through an lse of
-all blocks.
+"""GPU attention kernels equal the formula: output, mergeable log-sum-exp, and gradients given the log-sum-exp
+of all blocks.
 """
 
 import pytest

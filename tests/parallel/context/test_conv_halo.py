@@ -1,6 +1,4 @@
-"""Convolutions over tokens on several ranks: the numbers of one device, the bytes of the formula, and what is
-refused.
-"""
+"""Convolutions over sharded tokens: results of one device, bytes of the formula, and refusals."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,9 +35,9 @@ from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.attention_answers import Rank
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
-ROWS, WIDTH, VISIT = 2, 4, "layers.0"
+NUM_SAMPLES, WIDTH, BLOCK_CALL = 2, 4, "layers.0"
 WAYS = [
     (RingAttention(), 2),
     (RingAttention(), 3),
@@ -63,7 +61,7 @@ KERNELS = [
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution of all tokens of `ROWS` samples, and the gradient of what comes out."""
+    """A convolution of all tokens of `NUM_SAMPLES` samples, and the gradient of what comes out."""
 
     known: ConvSpec
     input: torch.Tensor
@@ -89,28 +87,31 @@ def case(kernel: tuple[int, int, int], length: int, groups: int = 1) -> Case:
     size, dilation, left = kernel
     noise = torch.Generator().manual_seed(size * 100 + length)
     shapes = [
-        (ROWS, WIDTH, length),
+        (NUM_SAMPLES, WIDTH, length),
         (2 * WIDTH, WIDTH // groups, size),
         (2 * WIDTH,),
-        (ROWS, 2 * WIDTH, length),
+        (NUM_SAMPLES, 2 * WIDTH, length),
     ]
     drawn = [torch.randn(shape, generator=noise, dtype=torch.float64) for shape in shapes]
     reach = (size - 1) * dilation
     return Case(
-        ConvSpec(VISIT, VISIT, length, WIDTH, left, reach - left, needs_grad=True), *drawn, dilation, groups
+        ConvSpec(BLOCK_CALL, BLOCK_CALL, length, WIDTH, left, reach - left, needs_grad=True),
+        *drawn,
+        dilation,
+        groups,
     )
 
 
-def space_of(mesh: Mesh, convolve: ConvSpec) -> ShardingPlan:
+def sharding_of(mesh: Mesh, convolve: ConvSpec) -> ShardingPlan:
     tokens = SequenceInfo(
         convolve.num_tokens,
         ("input_ids",),
         ("labels",),
-        (BlockSequenceInfo(VISIT, ((1,),), ((1,),)),),
+        (BlockSequenceInfo(BLOCK_CALL, ((1,),), ((1,),)),),
         conv_calls=(convolve,),
     )
     return ShardingPlan.one_device(
-        mesh, ModelSpec("tiny", (VISIT,), (), (convolve.num_tokens,), (1,), sequence_info=tokens)
+        mesh, ModelSpec("tiny", (BLOCK_CALL,), (), (convolve.num_tokens,), (1,), sequence_info=tokens)
     )
 
 
@@ -139,12 +140,12 @@ def played(
     ], world.ledger.entries
 
 
-def answered(
+def run_on_ranks(
     strategy: ContextParallel, given: Case, ranks: int
 ) -> tuple[list[torch.Tensor], list[list[LedgerEntry]]]:
     """What all ranks together have given, as one device would; and what each has issued."""
     mesh = Mesh(cp=ranks)
-    space = strategy.place(space_of(mesh, given.known))
+    space = strategy.place(sharding_of(mesh, given.known))
     results = run_on_threads(lambda world: played(world, space, strategy, given), mesh)
     found = [torch.zeros_like(each) for each in (given.grad, *given.inputs)]
     for rank, (locals_, _) in enumerate(results):
@@ -158,8 +159,8 @@ def answered(
     return found, [entries for _, entries in results]
 
 
-def worst(strategy: ContextParallel, given: Case, ranks: int) -> float:
-    found, _ = answered(strategy, given, ranks)
+def largest_error(strategy: ContextParallel, given: Case, ranks: int) -> float:
+    found, _ = run_on_ranks(strategy, given, ranks)
     return max(float((one - other).abs().max()) for one, other in zip(given.dense(), found, strict=True))
 
 
@@ -168,16 +169,16 @@ def worst(strategy: ContextParallel, given: Case, ranks: int) -> float:
 def test_numbers_are_those_of_one_device(
     strategy: ContextParallel, ranks: int, kernel: tuple[int, int, int]
 ) -> None:
-    assert worst(strategy, case(kernel, 13), ranks) < 1e-12
+    assert largest_error(strategy, case(kernel, 13), ranks) < 1e-12
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
-def test_kernels_may_reach_over_several_ranks_and_ranks_may_be_more_than_tokens(
+def test_kernels_may_span_several_ranks_and_there_may_be_more_ranks_than_tokens(
     strategy: ContextParallel, ranks: int, length: int
 ) -> None:
-    assert worst(strategy, case((7, 1, 3), length), ranks) < 1e-12
-    assert worst(strategy, case((3, 2, 4), length, groups=WIDTH), ranks) < 1e-12
+    assert largest_error(strategy, case((7, 1, 3), length), ranks) < 1e-12
+    assert largest_error(strategy, case((3, 2, 4), length, groups=WIDTH), ranks) < 1e-12
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS, ids=str)
@@ -192,39 +193,41 @@ def test_bytes_are_those_of_the_formula_on_every_rank(
         and strategy.sequence_sharding(ranks).num_inner_ranks < ranks
         else 1
     )
-    formula = spans * ROWS * WIDTH * (4 - 1) * 2 * (ranks - 1) * 8
-    for entries in answered(strategy, given, ranks)[1]:
+    formula = spans * NUM_SAMPLES * WIDTH * (4 - 1) * 2 * (ranks - 1) * 8
+    for entries in run_on_ranks(strategy, given, ranks)[1]:
         assert [(each.action, each.collective, each.sent_nbytes) for each in entries] == [
             ("F", "all_gather", formula),
             ("B", "reduce_scatter", formula),
         ]
-        assert [(each.collective, each.nbytes, each.dtype) for each in entries] == stated(
+        assert [(each.collective, each.nbytes, each.dtype) for each in entries] == planned_transfers(
             strategy, given.known, ranks
         )
 
 
-def stated(strategy: ContextParallel, convolve: ConvSpec, ranks: int) -> list[tuple[str, int, str]]:
+def planned_transfers(
+    strategy: ContextParallel, convolve: ConvSpec, ranks: int
+) -> list[tuple[str, int, str]]:
     """What the program of `strategy` says of it."""
     mesh = Mesh(cp=ranks)
-    space = strategy.place(space_of(mesh, convolve)).at_coordinate(mesh.coordinate(0))
+    space = strategy.place(sharding_of(mesh, convolve)).at_coordinate(mesh.coordinate(0))
     job = Job(
         ModelConfig("tiny"),
         DataConfig("random"),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         precision=PrecisionConfig("float64", "float64"),
     )
-    program = Program.from_dict({FIRST_ROLE: [Action("F", VISIT, 0), Action("B", VISIT, 0)]})
+    program = Program.from_dict({FIRST_ROLE: [Action("F", BLOCK_CALL, 0), Action("B", BLOCK_CALL, 0)]})
     actions = strategy.rewrite(program, space, job).actions(FIRST_ROLE)
     return [
         (move.collective, move.nbytes, move.dtype) for action in actions for move in action.inner_transfers
     ]
 
 
-def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
+def test_no_gradient_is_sent_back_where_none_is_needed() -> None:
     convolve = replace(case((3, 1, 2), 12).known, needs_grad=False)
-    assert [act for act, *_ in stated(RingAttention(), convolve, 3)] == ["all_gather"]
-    assert stated(RingAttention(), convolve, 1) == []
-    assert stated(RingAttention(), replace(convolve, left_halo=0), 3) == []
+    assert [act for act, *_ in planned_transfers(RingAttention(), convolve, 3)] == ["all_gather"]
+    assert planned_transfers(RingAttention(), convolve, 1) == []
+    assert planned_transfers(RingAttention(), replace(convolve, left_halo=0), 3) == []
 
 
 def planned(
@@ -235,16 +238,16 @@ def planned(
     **job: Any,
 ) -> Plan:
     tokens = SequenceInfo(12, ("input_ids",), ("labels",), attention_calls=attends, conv_calls=convolves)
-    anatomy = replace(known().model_spec, sequence_info=tokens)
+    model_spec = replace(analyzed_llama().model_spec, sequence_info=tokens)
     said = Job(ModelConfig("llama"), DataConfig("random", sequence=12), TrainConfig(batch=4), **job)
-    return Plan.make(said, Mesh(cp=ranks), anatomy, (strategy, DDP("cp")), 0)
+    return Plan.make(said, Mesh(cp=ranks), model_spec, (strategy, DDP("cp")), 0)
 
 
 LAYER = "model.layers.0"
 SHORT = ConvSpec(LAYER, f"{LAYER}.conv", 12, 8, 2, 0, needs_grad=True)
 
 
-def test_moves_stand_in_the_order_of_the_forward_and_backwards_the_other_way_round() -> None:
+def test_transfers_are_in_forward_order_and_reversed_in_backward() -> None:
     attend = AttentionSpec(
         LAYER, num_heads=6, num_kv_heads=3, head_dim=8, value_head_dim=8, query_len=12, key_len=12
     )
@@ -255,7 +258,7 @@ def test_moves_stand_in_the_order_of_the_forward_and_backwards_the_other_way_rou
     assert [each.collective for each in inner["B"]] == ["reduce_scatter", *["shift"] * 4, "reduce_scatter"]
 
 
-def test_edges_travel_as_products_take_them() -> None:
+def test_halos_are_sent_in_the_compute_dtype() -> None:
     plan = planned(RingAttention(), SHORT, precision=PrecisionConfig(compute="bfloat16"))
     moves = [move for action in plan.actions if action.subject == LAYER for move in action.inner_transfers]
     assert {(move.dtype, move.nbytes) for move in moves} == {
@@ -264,7 +267,7 @@ def test_edges_travel_as_products_take_them() -> None:
     }
 
 
-def test_a_kernel_that_reaches_far_beyond_a_share_is_refused() -> None:
+def test_a_kernel_that_reaches_far_beyond_a_shard_is_refused() -> None:
     far = [
         replace(SHORT, module=f"model.layers.{i}.conv", left_halo=conv_halo.MAX_KERNEL_REACH + 1)
         for i in range(2)
@@ -282,14 +285,14 @@ def test_a_kernel_that_reaches_far_beyond_a_share_is_refused() -> None:
     planned(RingAttention(), replace(SHORT, left_halo=conv_halo.MAX_KERNEL_REACH))
 
 
-def test_tokens_that_are_dealt_one_by_one_have_no_neighbours() -> None:
+def test_striped_tokens_have_no_neighbours() -> None:
     with pytest.raises(PlanError, match="a rank that gets them one by one has no neighbours") as told:
         planned(RingAttention(load_balance="striped"), SHORT)
     assert "without 'striped'" in told.value.diagnostics[0].fix
     planned(RingAttention(load_balance="striped"), replace(SHORT, left_halo=0))
 
 
-def test_edges_of_a_wrong_side_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halos_of_the_wrong_side_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     columns = conv_halo._halo_columns
     monkeypatch.setattr(conv_halo, "_halo_columns", lambda *given: columns(*given)[::-1])
-    assert worst(RingAttention(), case((3, 1, 1), 13), 3) > 0.1
+    assert largest_error(RingAttention(), case((3, 1, 1), 13), 3) > 0.1

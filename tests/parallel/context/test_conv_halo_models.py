@@ -1,5 +1,5 @@
-"""Models that convolve tokens, dealt to ranks: one device's numbers in float64, and no byte that the program
-does not state.
+"""Models with token convolutions under context parallelism: results of one device in float64, and only the
+bytes that the program states.
 """
 
 from functools import cache
@@ -30,8 +30,8 @@ from meshwright.plan.model_spec.sequence_info import MIN_TOKENS
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.argument_names import named
-from tests.parallel.context.test_ring_models import COPIES, ROWS, Attention, padded
+from tests.argument_names import argument_name
+from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, padded
 from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
 from tests.parallel.tensor.odd_llama import batches
 
@@ -96,25 +96,25 @@ def lfm2(**more: object) -> nn.Module:
 
 
 def equal(
-    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2, length: int = 9
 ) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
-    source, train = DataConfig("random", sequence=length), TrainConfig(batch=ROWS, clip=0.5)
+    source, train = DataConfig("random", sequence=length), TrainConfig(batch=NUM_SAMPLES, clip=0.5)
     job = Job(ModelConfig("mixed"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
-    plan = make_plan(reading, job, mesh, strategies, micro_batch)
+    plan = make_plan(analyzed, job, mesh, strategies, micro_batch)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches(2, ROWS, length))
+    verdict = verify(analyzed, plan, batches(2, NUM_SAMPLES, length))
     assert verdict.passed, verdict
-    traced = trace(reading, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
+    traced = trace(analyzed, plan, fake=mesh.size("pp") == 1)  # what a part receives is real
     assert traced.passed, traced
 
 
 @cache
 def made(make, length: int = 9) -> AnalyzedModel:
-    """The reading of a model, made once."""
+    """The analyzed model, cached."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return analyze(make(), batches(1, ROWS, length)[0])
+        return analyze(make(), batches(1, NUM_SAMPLES, length)[0])
 
 
 WAYS = [
@@ -129,15 +129,15 @@ WAYS = [
 @pytest.mark.parametrize(
     ("make", "ranks", "strategy"),
     [*((Mixed, *way) for way in WAYS), (lfm2, 3, RingAttention()), (lfm2, 4, HybridContextParallel())],
-    ids=named,
+    ids=argument_name,
 )
 def test_convolutions_and_attention_on_ranks(make, ranks: int, strategy: Strategy) -> None:
-    equal(made(make), Mesh(cp=ranks), strategy, COPIES)
+    equal(made(make), Mesh(cp=ranks), strategy, REPLICAS)
 
 
-@pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=named)
-def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
-    equal(made(make, length), Mesh(cp=4), RingAttention(), COPIES, length=length)
+@pytest.mark.parametrize(("make", "length"), [(Mixed, 2), (lfm2, 3), (Mixed, 5)], ids=argument_name)
+def test_there_may_be_more_ranks_than_tokens(make, length: int) -> None:
+    equal(made(make, length), Mesh(cp=4), RingAttention(), REPLICAS, length=length)
 
 
 @pytest.mark.parametrize(
@@ -148,42 +148,45 @@ def test_ranks_may_be_more_than_tokens(make, length: int) -> None:
             (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
         ),
         (Mesh(cp=3), (RingAttention(), ZeRO(axis="cp"))),
-        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
-        (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES)),
+        (
+            Mesh(pp=2, cp=3),
+            (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), REPLICAS),
+        ),
+        (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), REPLICAS)),
     ],
-    ids=named,
+    ids=argument_name,
 )
-def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
     equal(made(lfm2), mesh, *strategies, micro_batch=1)
 
 
 def test_dropout_between_convolutions_draws_what_one_device_draws() -> None:
-    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), RingAttention(), COPIES)
+    equal(made(lambda: Mixed(0.2)), Mesh(cp=3), RingAttention(), REPLICAS)
 
 
 def test_padding_in_a_batch_is_convolved_as_on_one_device() -> None:
-    reading, rows = padded(lfm2(), 3)
+    analyzed, samples = padded(lfm2(), 3)
     job = Job(
         ModelConfig("lfm2"),
         DataConfig("random", sequence=9),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         OptimizerConfig("adamw", lr=0.1),
     )
-    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), COPIES)), rows)
+    verdict = verify(analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), REPLICAS)), samples)
     assert verdict.passed, verdict
 
 
-def test_evaluations_may_have_longer_rows() -> None:
+def test_evaluations_may_have_longer_sequences() -> None:
     plan, alone = (
         planned(made(Mixed), mesh, *more)
-        for mesh, *more in ((Mesh(cp=3), RingAttention(), COPIES), (Mesh(),))
+        for mesh, *more in ((Mesh(cp=3), RingAttention(), REPLICAS), (Mesh(),))
     )
-    (wanted,) = found(made(Mixed), alone, 13)
+    (expected,) = found(made(Mixed), alone, 13)
     for told, loss in found(made(Mixed), plan, 13):
-        assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
+        assert (told.loss, loss) == pytest.approx((expected[0].loss, expected[1]), rel=1e-5)
 
 
-def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
+def test_a_block_that_does_not_crop_its_output_gets_all_tokens() -> None:
     class Wide(Even):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(F.pad(self.one(self.norm(x).transpose(1, 2)), (3, 2))).transpose(1, 2)
@@ -197,22 +200,22 @@ def test_a_block_that_does_not_cut_what_it_gives_is_given_all_tokens() -> None:
             x = self.layers[1](self.embed(input_ids))
             return self.head(x + self.layers[2](x)[:, : x.shape[1]])
 
-    reading = made(Own)
-    assert reading.sequence_info is not None
-    assert [each.is_replicated for each in reading.sequence_info.block_calls] == [False, False, True, False]
-    assert reading.sequence_info.conv_calls == ()
-    equal(reading, Mesh(cp=3), RingAttention(), COPIES)
+    analyzed = made(Own)
+    assert analyzed.sequence_info is not None
+    assert [each.is_replicated for each in analyzed.sequence_info.block_calls] == [False, False, True, False]
+    assert analyzed.sequence_info.conv_calls == ()
+    equal(analyzed, Mesh(cp=3), RingAttention(), REPLICAS)
 
 
 def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
     """Why there is no plan."""
-    reading = analyze(lambda: Model(make()), batches(1, ROWS)[0])  # a GRU is not copied
+    analyzed = analyze(lambda: Model(make()), batches(1, NUM_SAMPLES)[0])  # a GRU is not copied
     with pytest.raises(PlanError) as told:
-        equal(reading, Mesh(cp=ranks), *strategies, COPIES)
+        equal(analyzed, Mesh(cp=ranks), *strategies, REPLICAS)
     return " | ".join(f"{fault.problem} -> {fault.fix}" for fault in told.value.diagnostics)
 
 
-def test_a_cache_of_convolutions_is_refused_with_the_way_out() -> None:
+def test_a_cache_of_convolutions_is_refused_with_a_repair() -> None:
     said = refused(lambda: lfm2(use_cache=True), RingAttention())
     assert "keeps some of the tokens (copy): if that is a cache, build the model with use_cache=False" in said
 
@@ -247,7 +250,7 @@ class Scan(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layer", "words"),
+    ("layer", "message"),
     [
         (Recurrent, "layers.*.rnn carries a state from token to token (gru)"),
         (Shifts, "layers.*.shift pads tokens"),
@@ -255,18 +258,18 @@ class Scan(nn.Module):
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
-def test_what_carries_a_state_is_refused_by_name(layer, words: str) -> None:
+def test_recurrent_layers_are_refused_by_name(layer, message: str) -> None:
     class Own(Mixed):
         def __init__(self) -> None:
             super().__init__()
             self.layers[2] = layer()
 
     said = refused(Own, RingAttention())
-    assert words in said
+    assert message in said
     assert "mesh.cp = 1 and mesh.dp_shard = 2 are as many ranks" in said
 
 
-def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
+def test_an_mlp_that_convolves_is_not_tiled() -> None:
     class Mlp(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -289,11 +292,11 @@ def test_an_mlp_that_convolves_is_not_run_in_tiles() -> None:
             super().__init__()
             self.layers[2] = Block()
 
-    equal(made(Own), Mesh(cp=2), RingAttention(), COPIES)
+    equal(made(Own), Mesh(cp=2), RingAttention(), REPLICAS)
     assert "remove the strategy tiled_mlp" in refused(Own, RingAttention(), TiledMLP(num_tiles=2))
 
 
-def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_convolution_without_halos_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def alone(self: conv_call.Conv1dMode, known, given, share) -> torch.Tensor:
         own = F.pad(
             given.input[..., known.pad_before : known.pad_before + max(MIN_TOKENS, share.num_tokens)],
@@ -306,4 +309,4 @@ def test_a_convolution_of_neighbours_on_this_rank_alone_is_noticed(monkeypatch: 
 
     monkeypatch.setattr(conv_call.Conv1dMode, "_call_impl", alone)
     with pytest.raises(AssertionError):
-        equal(made(Mixed), Mesh(cp=3), RingAttention(), COPIES)
+        equal(made(Mixed), Mesh(cp=3), RingAttention(), REPLICAS)

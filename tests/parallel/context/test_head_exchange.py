@@ -1,4 +1,4 @@
-"""Which heads of keys and values go where, and which ranks meet for it."""
+"""Which key and value heads each rank receives, and which ranks form the groups of the exchange."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The hybrid: an exchange among neighbours, and a ring of those; together they are one device, and send what
-the program says.
+"""Hybrid context parallelism: Ulysses in groups of neighbours and a ring across groups; equals one device,
+and sends what the program states.
 """
 
 import pytest
@@ -13,10 +13,18 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.validation import strategy_field_diagnostics
-from tests.parallel.context.attention_answers import ROWS, answered, case, issued, space_of, stated, worst
+from tests.parallel.context.attention_answers import (
+    NUM_SAMPLES,
+    case,
+    issued_transfers,
+    largest_error,
+    planned_transfers,
+    run_on_ranks,
+    sharding_of,
+)
 from tests.parallel.context.dense_attention import mask_of
 from tests.parallel.context.test_ulysses import masked
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 WORST = 1e-12
 SHAPES = [
@@ -35,7 +43,7 @@ def test_attention_is_that_of_one_device(
     ranks: int, inner: int, heads: int, groups: int, causal: bool
 ) -> None:
     assert (
-        worst(
+        largest_error(
             case(heads, groups, 13, causal=causal),
             HybridContextParallel(ulysses_degree=inner),
             Mesh(cp=ranks),
@@ -45,8 +53,8 @@ def test_attention_is_that_of_one_device(
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_ranks_may_be_more_than_tokens(length: int) -> None:
-    assert worst(case(4, 2, length, causal=True), HybridContextParallel(), Mesh(cp=6)) < WORST
+def test_there_may_be_more_ranks_than_tokens(length: int) -> None:
+    assert largest_error(case(4, 2, length, causal=True), HybridContextParallel(), Mesh(cp=6)) < WORST
 
 
 @pytest.mark.parametrize(
@@ -54,20 +62,23 @@ def test_ranks_may_be_more_than_tokens(length: int) -> None:
 )
 @pytest.mark.parametrize("length", [3, 9])
 def test_masks_are_those_of_one_device(mask: str, length: int) -> None:
-    assert worst(case(4, 2, length, mask=masked(mask, length)), HybridContextParallel(), Mesh(cp=4)) < WORST
+    assert (
+        largest_error(case(4, 2, length, mask=masked(mask, length)), HybridContextParallel(), Mesh(cp=4))
+        < WORST
+    )
 
 
 @pytest.mark.parametrize("balance", ["contiguous", "striped"])
 @pytest.mark.parametrize("mask", [None, "documents", "bias", "learned", "keys"])
-def test_shares_that_are_dealt_otherwise_are_those_of_one_device(balance: str, mask: str | None) -> None:
+def test_other_load_balances_equal_one_device(balance: str, mask: str | None) -> None:
     given = case(4, 2, 11, mask=None if mask is None else masked(mask, 11), causal=mask is None)
-    assert worst(given, HybridContextParallel(load_balance=balance), Mesh(cp=4)) < WORST
+    assert largest_error(given, HybridContextParallel(load_balance=balance), Mesh(cp=4)) < WORST
 
 
 def test_keys_may_travel_in_bfloat16() -> None:
     hybrid, given = HybridContextParallel(comm_dtype="bfloat16"), case(4, 2, 11, causal=True)
     assert not hybrid.exact
-    assert 1e-5 < worst(given, hybrid, Mesh(cp=4)) < 0.1  # eight bits of keys and values
+    assert 1e-5 < largest_error(given, hybrid, Mesh(cp=4)) < 0.1  # eight bits of keys and values
 
 
 @pytest.mark.parametrize(("ranks", "inner", "heads", "groups"), SHAPES)
@@ -79,31 +90,35 @@ def test_what_is_issued_is_what_the_program_states(
         heads, groups, 13, widths=(4, 2), mask=None if mask is None or heads != 4 else masked(mask, 13)
     )
     strategy, mesh = HybridContextParallel(ulysses_degree=inner, comm_dtype=wire), Mesh(cp=ranks)
-    wanted = stated(strategy, given, mesh)
-    assert {size for _, size, *_ in wanted["F"]} == {inner, ranks}
-    assert all(issued(entries) == wanted for entries in answered(strategy, given, mesh).entries)
+    expected = planned_transfers(strategy, given, mesh)
+    assert {size for _, size, *_ in expected["F"]} == {inner, ranks}
+    assert all(
+        issued_transfers(entries) == expected for entries in run_on_ranks(strategy, given, mesh).entries
+    )
 
 
 def test_bytes_are_those_of_the_formula() -> None:
     ranks, inner, heads, groups, width, length = 6, 2, 4, 2, 4, 24
-    entries = answered(
+    entries = run_on_ranks(
         HybridContextParallel(ulysses_degree=inner), case(heads, groups, length), Mesh(cp=ranks)
     ).entries[0]
-    share = ROWS * length * heads * width / ranks
+    share = NUM_SAMPLES * length * heads * width / ranks
     exchange = (2 + 2 * groups / heads) * share * (inner - 1) / inner
     ring = 2 * share * groups / heads * (ranks // inner - 1)
     assert sum(entry.sent_nbytes for entry in entries if entry.action == "F") == 8 * (exchange + ring)
     assert sum(entry.sent_nbytes for entry in entries if entry.action == "B") == 8 * (exchange + 2 * ring)
 
 
-def test_ends_are_a_ring_and_an_exchange_alone() -> None:
+def test_the_extreme_group_sizes_are_a_ring_and_ulysses() -> None:
     given, mesh = case(4, 2, 13, causal=True), Mesh(cp=4)
     for inner, same in ((1, RingAttention()), (4, Ulysses())):
         hybrid, other = (
-            answered(strategy, given, mesh)
+            run_on_ranks(strategy, given, mesh)
             for strategy in (HybridContextParallel(ulysses_degree=inner), same)
         )
-        assert [issued(each) for each in hybrid.entries] == [issued(each) for each in other.entries]
+        assert [issued_transfers(each) for each in hybrid.entries] == [
+            issued_transfers(each) for each in other.entries
+        ]
         assert (
             max(float((one - two).abs().max()) for one, two in zip(hybrid.found, other.found, strict=True))
             < WORST
@@ -115,11 +130,11 @@ def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         ThreadGroup, "shift", lambda *args, offset=1, **more: shift(*args, offset=offset // 2, **more)
     )
-    assert worst(case(4, 4, 12), HybridContextParallel(), Mesh(cp=4)) > 0.01
+    assert largest_error(case(4, 4, 12), HybridContextParallel(), Mesh(cp=4)) > 0.01
 
 
-def test_what_cannot_be_is_refused() -> None:
-    space = space_of(Mesh(cp=4), [case(3, 3, 8).attend])
+def test_invalid_options_are_refused() -> None:
+    space = sharding_of(Mesh(cp=4), [case(3, 3, 8).attend])
     strange = HybridContextParallel(ulysses_degree=3, load_balance="folded", comm_dtype="float8")
     assert [
         str(fault) for fault in (*strange.check(None, space), *strategy_field_diagnostics([strange]))
@@ -143,17 +158,17 @@ def test_what_cannot_be_is_refused() -> None:
     )
 
 
-def test_rows_without_anything_to_look_at_are_zero() -> None:
+def test_queries_that_attend_to_nothing_are_zero() -> None:
     given = case(4, 2, 12, mask=mask_of("padding", 12))
-    found = answered(HybridContextParallel(), given, Mesh(cp=4)).found[0]
-    blind = ~given.mask.expand(ROWS, 4, 12, 12).any(-1)
+    found = run_on_ranks(HybridContextParallel(), given, Mesh(cp=4)).found[0]
+    blind = ~given.mask.expand(NUM_SAMPLES, 4, 12, 12).any(-1)
     assert torch.equal(found[blind], torch.zeros_like(found[blind]))
 
 
 @pytest.mark.parametrize("inner", [0, 4, 5, 12])
-def test_groups_that_do_not_divide_the_ranks_are_told(inner: int) -> None:
+def test_groups_that_do_not_divide_the_ranks_are_reported(inner: int) -> None:
     with pytest.raises(
         PlanError,
         match=(f"ulysses_degree = {inner}, and cp has 6 ranks.*\n.*set ulysses_degree to 1 or 2 or 3 or 6"),
     ):
-        planned(known(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))
+        planned(analyzed_llama(), Mesh(cp=6), (HybridContextParallel(ulysses_degree=inner), DDP(axis="cp")))

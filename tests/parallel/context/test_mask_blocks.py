@@ -1,4 +1,4 @@
-"""Kernels go through all that queries look at, once, and through little besides, whatever the bounds are."""
+"""Mask blocks cover every pair of query and key that attends exactly once, and few others."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def seen(low: np.ndarray, high: np.ndarray, keys: int) -> np.ndarray:
     return (at >= low[:, None]) & (at < high[:, None])
 
 
-def gone_through(found: Sequence[MaskRegion], low: np.ndarray, high: np.ndarray, keys: int) -> np.ndarray:
+def visits_per_pair(found: Sequence[MaskRegion], low: np.ndarray, high: np.ndarray, keys: int) -> np.ndarray:
     """How often kernels look at each pair: with a mask, at what that leaves."""
     count, mask = np.zeros((len(low), keys), int), seen(low, high, keys)
     for region in found:
@@ -55,13 +55,13 @@ def gone_through(found: Sequence[MaskRegion], low: np.ndarray, high: np.ndarray,
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", [1, 16, CPU_CALL_COST, 1 << 20])
-def test_every_pair_is_looked_at_once_and_no_other(kind: str, call: int) -> None:
+def test_every_attended_pair_is_computed_once_and_no_other(kind: str, call: int) -> None:
     draw = np.random.default_rng(7)
     for count in (0, 1, 2, 3, 7, 40, 41):
         low, high = bounds(kind, count, draw)
         for cut in (0, count // 2):
             found = find_regions(low, high, call, cut)
-            assert np.array_equal(gone_through(found, low, high, count), seen(low, high, count))
+            assert np.array_equal(visits_per_pair(found, low, high, count), seen(low, high, count))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "noise"])
@@ -76,7 +76,7 @@ def test_little_is_computed_that_is_masked(kind: str) -> None:
     )
 
 
-def test_a_causal_mask_is_one_call_and_cut_in_halves_three() -> None:
+def test_a_causal_mask_is_one_call_and_three_when_split_in_halves() -> None:
     low, high = np.zeros(256, int), np.arange(256) + 1
     assert find_regions(low, high) == [MaskRegion((0, 256), (0, 256), "causal")]
     halves = [
@@ -99,7 +99,7 @@ def test_short_documents_share_calls_and_long_ones_do_not() -> None:
     assert all(region.queries == region.keys for region in short)
 
 
-def test_a_window_is_in_tiles_of_rows() -> None:
+def test_a_window_is_computed_in_tiles_of_queries() -> None:
     at = np.arange(2048)
     found = find_regions(np.maximum(0, at - 255), at + 1)
     assert (

@@ -1,5 +1,5 @@
-"""What queries look at is read off a mask, where each looks at neighbours; and once for all layers that are
-handed the same.
+"""Blocks are derived from a mask whose queries attend to ranges of keys; layers that get the same mask share
+the result.
 """
 
 import numpy as np
@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 LENGTH = 24
 
 
-def circle(deal: SequenceSharding | None = None, index: int = 1, causal: bool = False) -> AttentionRing:
-    deal = deal or SequenceSharding(3)
-    spans = tuple(deal.token_ranges(LENGTH, each) for each in range(deal.num_ranks))
+def ring_on(sharding: SequenceSharding | None = None, index: int = 1, causal: bool = False) -> AttentionRing:
+    sharding = sharding or SequenceSharding(3)
+    spans = tuple(sharding.token_ranges(LENGTH, each) for each in range(sharding.num_ranks))
     return AttentionRing(index, spans[index], spans, 1.0, causal, lambda output, tensor: None)
 
 
@@ -46,7 +46,7 @@ def test_a_mask_that_all_queries_share_is_spread() -> None:
     assert bounds.sample_groups() == [None]
 
 
-def test_rows_that_are_alike_go_together() -> None:
+def test_equal_rows_of_a_mask_are_grouped() -> None:
     mask = torch.ones(5, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     mask[2, :, :, :4] = False
     bounds = read(mask)
@@ -79,25 +79,25 @@ def mean() -> torch.Tensor:
     ],
     ids=["holes", "a mean", "a bias", "hidden by little", "by head", "with a gradient"],
 )
-def test_what_is_no_rule_is_taken_as_it_is(mask: torch.Tensor) -> None:
+def test_a_mask_without_ranges_is_used_as_it_is(mask: torch.Tensor) -> None:
     assert read(mask) is None
     assert isinstance(
-        MaskCache().block_mask(circle(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), DenseMask
+        MaskCache().block_mask(ring_on(), mask[:, :, [0, 1, 5, 6, 7, 11, 20, 21]], CPU), DenseMask
     )
 
 
-def test_layers_that_are_handed_the_same_mask_look_once() -> None:
-    recent, here, mask = MaskCache(), circle(), mask_of("documents", LENGTH)[:, :, :8].clone()
+def test_layers_that_get_the_same_mask_analyze_it_once() -> None:
+    recent, here, mask = MaskCache(), ring_on(), mask_of("documents", LENGTH)[:, :, :8].clone()
     view = recent.block_mask(here, mask, CPU)
     assert isinstance(view, IntervalMask)
     assert recent.block_mask(here, mask, CPU) is view
     assert recent.block_mask(here, mask.reshape(mask.shape), CPU, mask) is view
     assert recent.block_mask(here, mask.clone(), CPU) is not view
-    assert recent.block_mask(circle(), mask, CPU) is not view  # of other lengths
+    assert recent.block_mask(ring_on(), mask, CPU) is not view  # of other lengths
 
 
-def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
-    recent, here, mask = MaskCache(), circle(), torch.ones(1, 1, 8, LENGTH, dtype=torch.bool)
+def test_a_mask_that_was_written_to_is_analyzed_again() -> None:
+    recent, here, mask = MaskCache(), ring_on(), torch.ones(1, 1, 8, LENGTH, dtype=torch.bool)
     before = recent.block_mask(here, mask, CPU)
     mask[..., 12:] = False
     after = recent.block_mask(here, mask, CPU)
@@ -105,8 +105,8 @@ def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
     assert after.blocks(0) != before.blocks(0)
 
 
-def test_a_mask_that_is_gone_is_not_taken_for_another_at_its_place() -> None:
-    recent, here = MaskCache(), circle()
+def test_a_freed_mask_is_not_mistaken_for_another_at_its_address() -> None:
+    recent, here = MaskCache(), ring_on()
     for last in range(1, LENGTH):
         mask = (torch.arange(LENGTH) < last).expand(1, 1, 8, LENGTH).contiguous()
         view = recent.block_mask(here, mask, CPU)
@@ -115,11 +115,11 @@ def test_a_mask_that_is_gone_is_not_taken_for_another_at_its_place() -> None:
         del mask
 
 
-def test_circles_are_kept_for_a_few_lengths() -> None:
+def test_rings_are_cached_for_a_few_lengths() -> None:
     recent, made = MaskCache(), list[int]()
 
     def of(length: int) -> AttentionRing:
-        return recent.ring(length, lambda: made.append(length) or circle(causal=True))
+        return recent.ring(length, lambda: made.append(length) or ring_on(causal=True))
 
     first = of(0)
     recent.block_mask(first, None, CPU)
@@ -132,7 +132,7 @@ def test_circles_are_kept_for_a_few_lengths() -> None:
     assert len(recent._rules) == 0
 
 
-def test_rows_that_are_unlike_are_computed_apart_where_that_is_less() -> None:
+def test_samples_with_different_masks_are_computed_separately_where_that_is_less_work() -> None:
     length = 2048
     spans = ((0, length),)
     whole = AttentionRing(0, spans, (spans,), 1.0, False, lambda output, tensor: None)

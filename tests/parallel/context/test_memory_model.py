@@ -1,6 +1,4 @@
-"""What a plan says of memory where tokens are dealt is what lives there: by ring, by exchange,
-and by both.
-"""
+"""The planned memory under context parallelism equals the measured one: ring, Ulysses and hybrid."""
 
 import pytest
 
@@ -14,37 +12,37 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
-from tests.parallel.context.attention_answers import space_of
+from tests.parallel.context.attention_answers import sharding_of
 
-ROWS, LENGTH, WIDTH = 2, 24, 8
-JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
+NUM_SAMPLES, LENGTH, WIDTH = 2, 24, 8
+JOB = Job(ModelConfig("tiny"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=NUM_SAMPLES))
 
 
 @pytest.mark.parametrize(
     ("heads", "groups", "sent"), [(4, 4, 4), (4, 2, 4), (8, 4, 4), (12, 6, 12), (12, 3, 12)]
 )
-def test_heads_that_several_ranks_need_are_there_more_often(heads: int, groups: int, sent: int):
+def test_heads_that_several_ranks_need_are_counted_on_each(heads: int, groups: int, sent: int):
     attend = AttentionSpec("body", heads, groups, WIDTH, WIDTH, LENGTH, LENGTH)
     found = exchange_memory(
-        space_of(Mesh(cp=4), [attend]),
+        sharding_of(Mesh(cp=4), [attend]),
         JOB,
         SequenceSharding(4, num_inner_ranks=4, zigzag=False),
         attend,
-        ROWS,
+        NUM_SAMPLES,
     )
-    own = ROWS * LENGTH // 4 * WIDTH * 4
+    own = NUM_SAMPLES * LENGTH // 4 * WIDTH * 4
     assert found == AttentionMemory(2 * own * (sent - groups) + own * heads, 2 * own * (sent - groups))
 
 
-def test_where_nothing_is_exchanged_nothing_is_added():
+def test_without_an_exchange_no_memory_is_added():
     attend = AttentionSpec("body", 4, 2, WIDTH, WIDTH, LENGTH, LENGTH)
     assert (
-        exchange_memory(space_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, ROWS)
+        exchange_memory(sharding_of(Mesh(cp=4), [attend]), JOB, SequenceSharding(4), attend, NUM_SAMPLES)
         == AttentionMemory()
     )
 
 
-def off(pool: ProcessPool, how: str) -> list[float]:
+def planned_excess(pool: ProcessPool, how: str) -> list[float]:
     """How much more than planned lived on each rank, as a share."""
     case = Case(1024, how, 0)
     plan, seen = case.plan(), pool.run(measure_peak, case.mesh, case, timeout_s=120)
@@ -52,8 +50,8 @@ def off(pool: ProcessPool, how: str) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["ring", "ulysses", "hybrid"])
-def test_what_lives_is_what_is_planned(process_pool: ProcessPool, how: str):
-    found = off(process_pool, how)
+def test_live_memory_equals_the_planned_memory(process_pool: ProcessPool, how: str):
+    found = planned_excess(process_pool, how)
     assert len(found) == 4
     assert max(map(abs, found)) <= OFF
 

@@ -1,6 +1,4 @@
-"""What a ring says of a step: its bytes by the formula, and each message as the rounds really send it; and
-what it refuses.
-"""
+"""The program of ring attention: bytes by the formula, each message as the ring sends it, and refusals."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,9 +28,9 @@ from meshwright.plan.step.action import Action, Transfer
 from meshwright.plan.strategy import Strategy
 from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
-ROWS, LENGTH, WIDTH = 4, 12, 48
+NUM_SAMPLES, LENGTH, WIDTH = 4, 12, 48
 LAYERS = ("model.layers.0", "model.layers.1")
 SHAPE = {
     "num_heads": 6,
@@ -61,13 +59,15 @@ def plan(
     **more: Any,
 ) -> Plan:
     """A plan of a Llama whose tokens are known."""
-    job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=ROWS))
+    job = Job(ModelConfig("llama"), DataConfig("random", sequence=LENGTH), TrainConfig(batch=NUM_SAMPLES))
     job = replace(job, precision=PrecisionConfig(compute=compute))
-    anatomy = replace(known().model_spec, sequence_info=tokens, **more)
-    return Plan.make(job, Mesh(cp=ranks, tp=tp), anatomy, strategies or (RingAttention(), DDP("cp")), micro)
+    model_spec = replace(analyzed_llama().model_spec, sequence_info=tokens, **more)
+    return Plan.make(
+        job, Mesh(cp=ranks, tp=tp), model_spec, strategies or (RingAttention(), DDP("cp")), micro
+    )
 
 
-def of(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[Transfer, ...]:
+def first_transfers(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[Transfer, ...]:
     """What moves in the first such action."""
     return next(
         action.inner_transfers for action in actions if action.kind == kind and action.subject == subject
@@ -78,10 +78,10 @@ def of(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[
 def test_bytes_follow_the_formula(ranks: int) -> None:
     actions = plan(ranks).actions
     each = (
-        2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
+        2 * NUM_SAMPLES * LENGTH // ranks * WIDTH * 3 // 6 * (ranks - 1) * 4
     )  # 2 b (N/P) h (k/a) (P-1) elements of float32
     for layer in LAYERS:
-        forward, backward = of(actions, "F", layer), of(actions, "B", layer)
+        forward, backward = first_transfers(actions, "F", layer), first_transfers(actions, "B", layer)
         assert sum(move.nbytes for move in forward) == each
         assert sum(move.nbytes for move in backward) == 2 * each
         assert {move.collective for move in forward + backward} <= {"shift"}
@@ -90,7 +90,7 @@ def test_bytes_follow_the_formula(ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "wire"), [(1, ""), (2, ""), (3, "bfloat16"), (4, "")])
 @pytest.mark.parametrize("balance", ["zigzag", "contiguous", "striped"])
-def test_what_is_booked_is_what_the_rounds_send(ranks: int, wire: Any, balance: Any) -> None:
+def test_the_program_states_what_the_rounds_send(ranks: int, wire: Any, balance: Any) -> None:
     length, sent = 13, dict[int, list[tuple[int, str]]]()
     given = sample(length)
     attend = AttentionSpec(
@@ -124,15 +124,20 @@ def test_what_is_booked_is_what_the_rounds_send(ranks: int, wire: Any, balance: 
     assert all(sent.get(rank, []) == booked for rank in range(ranks))
 
 
-def test_gradients_travel_in_float32_where_keys_do_in_bfloat16() -> None:
+def test_gradients_are_sent_in_float32_where_keys_are_in_bfloat16() -> None:
     actions = plan(3, compute="bfloat16").actions
-    assert [move.dtype for move in of(actions, "F")] == ["bfloat16"] * 2
-    assert [move.dtype for move in of(actions, "B")] == ["bfloat16", "bfloat16", "float32", "float32"]
+    assert [move.dtype for move in first_transfers(actions, "F")] == ["bfloat16"] * 2
+    assert [move.dtype for move in first_transfers(actions, "B")] == [
+        "bfloat16",
+        "bfloat16",
+        "float32",
+        "float32",
+    ]
     wired = plan(3, RingAttention(comm_dtype="bfloat16"), DDP("cp")).actions
-    assert [move.dtype for move in of(wired, "F")] == ["bfloat16"] * 2
+    assert [move.dtype for move in first_transfers(wired, "F")] == ["bfloat16"] * 2
 
 
-def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> None:
+def test_a_length_that_does_not_divide_sends_the_longest_shard() -> None:
     tokens = SequenceInfo(
         11,
         ("input_ids",),
@@ -141,28 +146,32 @@ def test_a_length_that_does_not_divide_sends_what_the_longest_share_has() -> Non
     )
     most = max(SequenceSharding(3).num_tokens(11, index) for index in range(3))
     assert most == 4
-    assert [move.nbytes for move in of(plan(3, tokens=tokens).actions, "F")] == [ROWS * 3 * most * 16 * 4] * 2
+    assert [move.nbytes for move in first_transfers(plan(3, tokens=tokens).actions, "F")] == [
+        NUM_SAMPLES * 3 * most * 16 * 4
+    ] * 2
 
 
-def test_what_nobody_asks_the_gradient_of_sends_none_back() -> None:
+def test_no_gradient_is_sent_back_where_none_is_needed() -> None:
     tokens = replace(
         TOKENS,
         attention_calls=(replace(TOKENS.attention_calls[0], needs_grad=False), TOKENS.attention_calls[1]),
     )
     actions = plan(3, tokens=tokens).actions
-    assert len(of(actions, "F")) == 2
-    assert of(actions, "B") == ()
-    assert len(of(actions, "B", LAYERS[1])) == 4
+    assert len(first_transfers(actions, "F")) == 2
+    assert first_transfers(actions, "B") == ()
+    assert len(first_transfers(actions, "B", LAYERS[1])) == 4
 
 
-def test_a_forward_that_is_run_again_shifts_again() -> None:
+def test_a_recomputed_forward_shifts_again() -> None:
     actions = plan(3, RingAttention(), DDP("cp"), ActivationCheckpointing(blocks=("model.layers.*",))).actions
-    assert [len(of(actions, kind)) for kind in ("F_CHECKPOINTED", "RECOMPUTE", "B")] == [2, 2, 4]
+    assert [len(first_transfers(actions, kind)) for kind in ("F_CHECKPOINTED", "RECOMPUTE", "B")] == [2, 2, 4]
 
 
-def test_every_micro_batch_shifts_its_own_rows() -> None:
+def test_every_micro_batch_shifts_its_own_samples() -> None:
     whole, halves = plan(3).actions, plan(3, micro=2).actions
-    assert [2 * move.nbytes for move in of(halves, "B")] == [move.nbytes for move in of(whole, "B")]
+    assert [2 * move.nbytes for move in first_transfers(halves, "B")] == [
+        move.nbytes for move in first_transfers(whole, "B")
+    ]
     assert sum(action.kind == "B" and action.subject == LAYERS[0] for action in halves) == 2
 
 
@@ -171,7 +180,7 @@ def test_a_backward_holds_what_travels_in_it() -> None:
         (backward,) = [each for each in plan(ranks).actions if each.kind == "B" and each.subject == LAYERS[0]]
         return next(hold.nbytes for hold in backward.allocations if hold.name == "scratch")
 
-    message = [2 * ROWS * LENGTH // ranks * WIDTH * 3 // 6 * 4 for ranks in (1, 2, 3)]
+    message = [2 * NUM_SAMPLES * LENGTH // ranks * WIDTH * 3 // 6 * 4 for ranks in (1, 2, 3)]
     assert [scratch(ranks) - scratch(1) for ranks in (2, 3)] == [(2 + 3) * message[1], (2 + 4) * message[2]]
 
 
@@ -192,9 +201,9 @@ def test_the_numbers_of_a_step_are_summed_along_the_ring() -> None:
 @pytest.mark.parametrize(
     "order",
     [(RingAttention(), TensorParallel()), (TensorParallel(), RingAttention())],
-    ids=["ring first", "line first"],
+    ids=["ring first", "tensor_parallel first"],
 )
-def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_rows(
+def test_with_tensor_parallelism_a_rank_shifts_its_own_heads(
     order: tuple[Strategy, ...],
 ) -> None:
     whole = plan(3, *order, DDP("cp"), tp=2)
@@ -205,17 +214,17 @@ def test_with_tensor_parallelism_a_rank_shifts_its_heads_between_columns_and_row
             2 * groups,
             2 * groups,
         )  # repeated by the model
-        assert [move.nbytes for move in of(mine.actions, "F") if move.collective == "shift"] == [
-            ROWS * groups * 4 * 16 * 4
+        assert [move.nbytes for move in first_transfers(mine.actions, "F") if move.collective == "shift"] == [
+            NUM_SAMPLES * groups * 4 * 16 * 4
         ] * 2
-        moved = [move.collective for move in of(mine.actions, "F")]
+        moved = [move.collective for move in first_transfers(mine.actions, "F")]
         assert moved == ["shift", "shift", "all_reduce", "all_reduce"]
-        back = [move.collective for move in of(mine.actions, "B")]
+        back = [move.collective for move in first_transfers(mine.actions, "B")]
         assert back == ["all_reduce", *["shift"] * 4, "all_reduce"]
 
 
 @pytest.mark.parametrize(("rank", "heads"), [(0, 2), (1, 2), (2, 1), (3, 1)])
-def test_where_ranks_are_more_than_heads_of_keys_each_has_those_of_its_queries(rank: int, heads: int) -> None:
+def test_with_more_ranks_than_key_heads_each_has_those_of_its_queries(rank: int, heads: int) -> None:
     mine = plan(1, RingAttention(), TensorParallel(), DDP("cp"), tp=4).for_rank(
         rank
     )  # two query heads share a key: one key for two, if both are here
@@ -229,12 +238,12 @@ def refusal(ranks: int, *strategies: Strategy, **more: Any) -> str:
     return str(caught.value)
 
 
-def test_an_axis_for_other_things_is_refused() -> None:
+def test_an_axis_of_another_purpose_is_refused() -> None:
     said = refusal(2, RingAttention("dp_shard"))
     assert "strategies.ring.axis: axis = 'dp_shard'; needed is 'cp'\n  repair: write axis = \"cp\"" in said
 
 
-def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
+def test_unknown_option_values_are_all_refused_at_once() -> None:
     said = refusal(2, RingAttention(load_balance="zigzak", comm_dtype="float8"), DDP("cp"))  # type: ignore[arg-type]  # that is the point
     assert (
         "strategies.ring.load_balance: load_balance = 'zigzak'; needed is 'zigzag', 'contiguous' or "
@@ -246,7 +255,7 @@ def test_words_that_it_does_not_know_are_refused_all_at_once() -> None:
     ) in said
 
 
-def test_a_model_without_tokens_is_refused_with_as_many_ranks_elsewhere() -> None:
+def test_a_model_without_tokens_is_refused_with_a_mesh_of_as_many_ranks() -> None:
     said = refusal(3, tokens=None)
     assert "nothing is known of tokens in LlamaForCausalLM" in said
     assert "mesh.cp = 1 and mesh.dp_shard = 3 are as many ranks" in said
@@ -269,7 +278,7 @@ def test_blocks_that_mix_tokens_are_refused_by_name() -> None:
     ) in said
 
 
-def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
+def test_a_loss_of_the_whole_batch_and_a_second_sequence_sharding_are_refused() -> None:
     assert "the loss takes the samples of the whole batch at once" in refusal(2, needs_global_batch=True)
     said = refusal(2, RingAttention(), RingAttention(load_balance="contiguous"), DDP("cp"))
     assert (
@@ -278,6 +287,6 @@ def test_a_loss_of_the_whole_batch_and_a_second_deal_are_refused() -> None:
     ) in said
 
 
-def test_a_narrow_wire_is_not_exact() -> None:
+def test_a_narrow_comm_dtype_is_not_exact() -> None:
     assert plan(2).exact
     assert not plan(2, RingAttention(comm_dtype="bfloat16"), DDP("cp")).exact

@@ -1,5 +1,5 @@
-"""A ring of threads computes what dense attention does, forward and backward, whatever the mask, the length
-and the split.
+"""Ring attention on threads equals dense attention, forward and backward, for every mask, length and load
+balance.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,13 +42,13 @@ def run(
     during: Callable[[World], Any] | None = None,
 ) -> list[torch.Tensor | None]:
     """The output and the gradients of a ring of so many ranks, put together."""
-    deal, (length, keys) = ring_sharding(balance, ranks), (given[0].shape[2], given[1].shape[2])
+    sharding, (length, keys) = ring_sharding(balance, ranks), (given[0].shape[2], given[1].shape[2])
 
     def play(world: World) -> list[torch.Tensor | None]:
         group = world.group(["cp"])
         mine, spans = (
-            deal.token_ranges(length, group.index),
-            tuple(deal.token_ranges(keys, index) for index in range(ranks)),
+            sharding.token_ranges(length, group.index),
+            tuple(sharding.token_ranges(keys, index) for index in range(ranks)),
         )
         circle = AttentionRing(group.index, mine, spans, SCALE, causal, shift(group), wire)
         query, grad = (_of(mine, given[at]) for at in (0, 3))
@@ -56,14 +56,16 @@ def run(
             query.requires_grad_(),
             *(_of(spans[group.index], each).requires_grad_() for each in given[1:3]),
         ]
-        rows = None if mask is None else _of(mine, mask.detach()).requires_grad_(mask.requires_grad)
+        mask_rows = None if mask is None else _of(mine, mask.detach()).requires_grad_(mask.requires_grad)
         with during(world) if during else torch.enable_grad():
-            out = ring_attention(circle, *own, rows)
+            out = ring_attention(circle, *own, mask_rows)
             out.backward(grad)
-        return [out.detach(), *(each.grad for each in own), None if rows is None else rows.grad]
+        return [out.detach(), *(each.grad for each in own), None if mask_rows is None else mask_rows.grad]
 
     parts = run_on_threads(play, Mesh(cp=ranks))
-    return [_joined(deal, [part[at] for part in parts], keys if at in (2, 3) else length) for at in range(5)]
+    return [
+        _joined(sharding, [part[at] for part in parts], keys if at in (2, 3) else length) for at in range(5)
+    ]
 
 
 def _of(spans: Sequence[TokenRange], tensor: torch.Tensor) -> torch.Tensor:
@@ -71,12 +73,16 @@ def _of(spans: Sequence[TokenRange], tensor: torch.Tensor) -> torch.Tensor:
     return torch.cat([tensor[:, :, :0], *(tensor[:, :, begin:end] for begin, end in spans)], 2)
 
 
-def _joined(deal: SequenceSharding, parts: Sequence[torch.Tensor | None], length: int) -> torch.Tensor | None:
+def _joined(
+    sharding: SequenceSharding, parts: Sequence[torch.Tensor | None], length: int
+) -> torch.Tensor | None:
     """The parts of all ranks in the order of positions."""
     if parts[0] is None:
         return None
     places = [
-        torch.arange(*span) for index in range(deal.num_ranks) for span in deal.token_ranges(length, index)
+        torch.arange(*span)
+        for index in range(sharding.num_ranks)
+        for span in sharding.token_ranges(length, index)
     ]
     return torch.cat([part for part in parts if part is not None], 2)[:, :, torch.cat(places).argsort()]
 
@@ -97,7 +103,7 @@ def test_a_ring_computes_what_one_device_does(ranks: int, name: str, length: int
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_keys_and_values_of_fewer_heads_than_queries_travel_as_few(groups: int) -> None:
+def test_grouped_keys_and_values_are_sent_without_repetition(groups: int) -> None:
     given, sent = sample(12, groups=groups), list[int]()
 
     def counting(group: Group) -> ShiftFn:
@@ -138,7 +144,7 @@ def test_bfloat16_is_merged_and_summed_in_float32() -> None:
     assert max(map(gap, [each.double() for each in found], true)) < 2e-2
 
 
-def test_on_a_bfloat16_wire_other_ranks_keys_alone_are_rounded() -> None:
+def test_with_comm_dtype_bfloat16_only_keys_of_other_ranks_are_rounded() -> None:
     given = sample(24)
     true = with_gradients(given, None, causal=True, scale=SCALE)[:4]
     found = run(given, 3, causal=True, wire=torch.bfloat16)[:4]
@@ -169,10 +175,10 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def executed(ranks: int, length: int, rows: int = 1, **said: Any) -> list[int]:
+def executed(ranks: int, length: int, samples: int = 1, **said: Any) -> list[int]:
     """The pairs that each rank's kernels look at."""
     counts = {world: Products() for world in range(ranks)}
-    run(sample(length, rows=rows), ranks, during=lambda world: counts[world.rank], **said)
+    run(sample(length, samples=samples), ranks, during=lambda world: counts[world.rank], **said)
     assert all(count.forward == count.backward for count in counts.values())
     return [counts[rank].forward for rank in range(ranks)]
 
@@ -184,12 +190,12 @@ def test_the_busiest_of_four_ranks_does_hardly_more_than_the_mean(length: int) -
     assert sum(pairs) == length * (length + 1) // 2  # and nothing that is masked
 
 
-def test_straight_slices_leave_the_last_rank_seven_quarters_of_the_mean() -> None:
+def test_contiguous_shards_give_the_last_rank_seven_quarters_of_the_mean() -> None:
     pairs = executed(4, 512, causal=True, balance="contiguous")
     assert max(pairs) * 4 / sum(pairs) == pytest.approx(1.75, abs=0.01)
 
 
-def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
+def test_fully_masked_blocks_are_not_computed() -> None:
     window, full = (
         sum(executed(4, 96, mask=mask)) for mask in (mask_of("window", 96), torch.ones(1, 1, 96, 96) > 0)
     )
@@ -197,29 +203,29 @@ def test_what_a_mask_leaves_nothing_of_is_not_computed() -> None:
     assert window < 0.7 * full
 
 
-def documents(length: int, draw: torch.Generator, rows: int = 1) -> torch.Tensor:
+def documents(length: int, draw: torch.Generator, samples: int = 1) -> torch.Tensor:
     """A mask of documents that begin anywhere, in each row elsewhere."""
     many = int(torch.randint(1, 9, (), generator=draw))
-    begins = torch.rand(rows, length, generator=draw).argsort(1)[:, :many]
-    number = torch.zeros(rows, length).scatter_(1, begins, 1.0).cumsum(1)
+    begins = torch.rand(samples, length, generator=draw).argsort(1)[:, :many]
+    number = torch.zeros(samples, length).scatter_(1, begins, 1.0).cumsum(1)
     return (
         (number[:, :, None] == number[:, None]) & torch.ones(length, length, dtype=torch.bool).tril()
     ).unsqueeze(1)
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("rows", [1, 2])
-def test_striped_packed_documents_are_even_wherever_they_begin(seed: int, rows: int) -> None:
+@pytest.mark.parametrize("samples", [1, 2])
+def test_striped_packed_documents_are_balanced_wherever_they_begin(seed: int, samples: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     length = int(torch.randint(1500, 2500, (), generator=draw))
-    mask = documents(length, draw, rows)
-    pairs = executed(4, length, rows=rows, mask=mask, balance="striped")
+    mask = documents(length, draw, samples)
+    pairs = executed(4, length, samples=samples, mask=mask, balance="striped")
     assert max(pairs) * 4 / sum(pairs) < 1.05
     assert sum(pairs) < 1.6 * int(mask.sum())
 
 
 @pytest.mark.parametrize("length", [512, 1021])
-def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
+def test_striped_causal_masks_and_windows_are_balanced(length: int) -> None:
     causal, window = (
         executed(4, length, **said, balance="striped")
         for said in ({"causal": True}, {"mask": mask_of("window", length)})
@@ -231,10 +237,10 @@ def test_striped_causal_rows_and_windows_are_even(length: int) -> None:
 
 @pytest.mark.parametrize("balance", get_args(LoadBalance))
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: str) -> None:
+def test_samples_with_different_documents_equal_one_device(ranks: int, balance: str) -> None:
     draw = torch.Generator().manual_seed(ranks)
     for length in (5, 33, 130):
-        given, mask = sample(length, rows=3), documents(length, draw, rows=3)
+        given, mask = sample(length, samples=3), documents(length, draw, samples=3)
         true = with_gradients(given, mask, causal=False, scale=SCALE)
         found = run(given, ranks, mask, balance=balance)
         assert max(map(gap, found[:4], true[:4])) < EXACT
@@ -243,8 +249,8 @@ def test_unlike_rows_of_documents_are_those_of_one_device(ranks: int, balance: s
 def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
     length = 512
     for balance in ("zigzag", "striped"):
-        deal = ring_sharding(balance, 4)
-        spans = tuple(deal.token_ranges(length, index) for index in range(4))
+        sharding = ring_sharding(balance, 4)
+        spans = tuple(sharding.token_ranges(length, index) for index in range(4))
         for rank in range(4):
             circle = AttentionRing(rank, spans[rank], spans, SCALE, True, shift=lambda output, tensor: None)
             view = IntervalMask(circle, KeyIntervals.without_mask(circle), CPU_CALL_COST)
@@ -253,7 +259,7 @@ def test_a_step_of_a_causal_ring_is_one_call_of_the_kernel() -> None:
             ]
 
 
-def test_gradients_that_do_not_come_home_are_noticed() -> None:
+def test_gradients_that_do_not_return_to_their_rank_are_noticed() -> None:
     def losing(group: Group) -> ShiftFn:
         calls = list[int]()
 
@@ -274,7 +280,7 @@ def test_gradients_that_do_not_come_home_are_noticed() -> None:
     assert gap(found[3], true[3]) > 0.01
 
 
-def test_a_diagonal_that_looks_one_too_far_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_causal_diagonal_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     by_rule = mask_blocks.KeyIntervals.without_mask
     monkeypatch.setattr(
         mask_blocks.KeyIntervals,
@@ -298,13 +304,13 @@ def test_a_ring_in_the_wrong_direction_is_noticed() -> None:
     assert gap(backwards[0], true[0]) > 0.01
 
 
-def test_what_is_handed_on_may_be_written_into():
+def test_tensors_passed_on_may_be_overwritten():
     given = sample(7)
     query, key, value = (each.requires_grad_() for each in given[:3])
-    rows = ((0, 7),)
+    own_range = ((0, 7),)
 
     def play(world: World) -> list[torch.Tensor]:
-        circle = AttentionRing(0, rows, (rows,), SCALE, True, shifting(world.group(["cp"])), None)
+        circle = AttentionRing(0, own_range, (own_range,), SCALE, True, shifting(world.group(["cp"])), None)
         out = ring_attention(circle, query, key, value, None)
         handed = out.transpose(1, 2).reshape(out.shape[0], 7, -1)
         return [*torch.autograd.grad(handed.mul_(2).sum(), (query, key, value))]

@@ -1,5 +1,5 @@
-"""Biases that the first block makes by position, as T5's: rows for a rank's own queries, and the table's
-gradient, in float64.
+"""Position biases that the first block computes, as in T5: each rank gets the rows of its queries, and the
+gradient of the table is exact in float64.
 """
 
 import pytest
@@ -22,7 +22,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
 
-ROWS, TOKENS = 2, 7
+NUM_SAMPLES, TOKENS = 2, 7
 SIZES = {
     "vocab_size": 67,
     "d_model": 16,
@@ -51,19 +51,19 @@ def batches(steps: int, *, padded: bool, length: int = TOKENS) -> list[dict[str,
     thrown, found = torch.Generator().manual_seed(3), []
     for _ in range(steps):
         keys = ("input_ids", "decoder_input_ids", "labels")
-        batch = {key: torch.randint(1, 67, (ROWS, length), generator=thrown) for key in keys}
+        batch = {key: torch.randint(1, 67, (NUM_SAMPLES, length), generator=thrown) for key in keys}
         if padded:
-            batch["attention_mask"] = torch.ones(ROWS, length, dtype=torch.int64)
+            batch["attention_mask"] = torch.ones(NUM_SAMPLES, length, dtype=torch.int64)
             batch["attention_mask"][1, length - 3 :] = 0
         found.append(batch)
     return found
 
 
-def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
-    rows = batches(2, padded=padded)
-    reading = analyze(model, rows[0])
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS))
-    return verify(reading, make_plan(reading, job, mesh, (*strategies, DDP(axis="cp")), 1), rows)
+def verdict_for(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
+    samples = batches(2, padded=padded)
+    analyzed = analyze(model, samples[0])
+    job = Job(ModelConfig("own"), DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES))
+    return verify(analyzed, make_plan(analyzed, job, mesh, (*strategies, DDP(axis="cp")), 1), samples)
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = F
 def test_encoders_and_decoders_with_biases(
     model: tuple, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
 ) -> None:
-    verdict = judged(both(*model), mesh, *strategies, padded=padded)
+    verdict = verdict_for(both(*model), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
 
 def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = hf_attention._sharded_bias
+    sharded_bias = hf_attention._sharded_bias
 
     def first(module, whole, ways, *sizes, **more):
-        made = rows(module, whole, ways, *sizes, **more)
+        made = sharded_bias(module, whole, ways, *sizes, **more)
         here = ways[0](*sizes)
         if here is None or here[0].is_full or hf_attention._is_cross_attention(module):
             return made
@@ -100,4 +100,4 @@ def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytes
     monkeypatch.setattr(
         SequenceShardCheck, "check", lambda *given: None
     )  # it would be told before, by what is computed
-    assert not judged(both("T5"), Mesh(cp=2), RingAttention()).passed
+    assert not verdict_for(both("T5"), Mesh(cp=2), RingAttention()).passed

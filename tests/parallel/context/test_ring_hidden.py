@@ -1,5 +1,5 @@
-"""Rows of a mask that a large number hides whole, and that count all the same: a ring weighs their keys as
-one device does.
+"""Queries whose keys are all masked by a large finite number still average over them: a ring weighs these
+keys as one device does.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.context.attention_answers import ROWS, case, worst
+from tests.parallel.context.attention_answers import NUM_SAMPLES, case, largest_error
 
 EXACT, LENGTH = 1e-13, 13
 LOWEST = torch.finfo(torch.float64).min
@@ -40,12 +40,12 @@ def near(deep: float, length: int = LENGTH) -> torch.Tensor:
 @pytest.mark.parametrize("deep", [LOWEST, -1e30, -1e12, -1e5, 1e12], ids=str)
 @pytest.mark.parametrize("made", [padded, near], ids=lambda made: made.__name__)
 @pytest.mark.parametrize("learned", [False, True])
-def test_hidden_rows_are_those_of_one_device(deep: float, made, learned: bool) -> None:
+def test_fully_masked_queries_equal_one_device(deep: float, made, learned: bool) -> None:
     given = case(2, 1, LENGTH, mask=made(deep).requires_grad_(learned))
     bound = (
         EXACT if abs(deep) < 1e6 or deep == LOWEST or not learned else 1e-3
     )  # what scores lose is not rounded alike
-    assert worst(given, RingAttention(), Mesh(cp=3)) < bound
+    assert largest_error(given, RingAttention(), Mesh(cp=3)) < bound
 
 
 @pytest.mark.parametrize(
@@ -59,19 +59,21 @@ def test_hidden_rows_are_those_of_one_device(deep: float, made, learned: bool) -
     ids=str,
 )
 @pytest.mark.parametrize("length", [LENGTH, 5])
-def test_so_they_are_however_tokens_are_dealt(strategy: Strategy, mesh: Mesh, length: int) -> None:
-    assert worst(case(2, 2, length, mask=padded(LOWEST, length)), strategy, mesh) < EXACT
+def test_fully_masked_queries_equal_one_device_under_every_load_balance(
+    strategy: Strategy, mesh: Mesh, length: int
+) -> None:
+    assert largest_error(case(2, 2, length, mask=padded(LOWEST, length)), strategy, mesh) < EXACT
 
 
-def test_keys_that_are_hidden_from_all_queries_weigh_alike() -> None:
-    keys = torch.full((ROWS, 1, 1, LENGTH), LOWEST, dtype=torch.float64)
+def test_keys_that_are_masked_for_all_queries_have_equal_weight() -> None:
+    keys = torch.full((NUM_SAMPLES, 1, 1, LENGTH), LOWEST, dtype=torch.float64)
     keys[0, ..., 2:7] = 0
-    assert worst(case(2, 1, LENGTH, mask=keys), RingAttention(), Mesh(cp=3)) < EXACT
+    assert largest_error(case(2, 1, LENGTH, mask=keys), RingAttention(), Mesh(cp=3)) < EXACT
 
 
 def test_a_sum_that_forgets_how_many_keys_there_are_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DenseMask, "row_offset", lambda self, rows: None)
-    assert worst(case(2, 1, LENGTH, mask=padded(LOWEST)), RingAttention(), Mesh(cp=3)) > 1e-2
+    assert largest_error(case(2, 1, LENGTH, mask=padded(LOWEST)), RingAttention(), Mesh(cp=3)) > 1e-2
 
 
 class Layer(nn.Module):
@@ -108,16 +110,18 @@ class Padded(nn.Module):
 
 def test_with_dropout_and_labels_a_model_is_that_of_one_device() -> None:
     thrown = torch.Generator().manual_seed(2)
-    rows = [
+    samples = [
         {key: torch.randint(1, 67, (4, 9), generator=thrown) for key in ("input_ids", "labels")}
         for _ in range(2)
     ]
-    reading = analyze(Padded(), rows[0])
+    analyzed = analyze(Padded(), samples[0])
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=9),
         TrainConfig(batch=4),
         OptimizerConfig("sgd", lr=0.1),
     )
-    verdict = verify(reading, make_plan(reading, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), rows)
+    verdict = verify(
+        analyzed, make_plan(analyzed, job, Mesh(cp=3), (RingAttention(), DDP(axis="cp")), 2), samples
+    )
     assert verdict.passed, verdict

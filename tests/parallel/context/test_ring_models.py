@@ -1,4 +1,4 @@
-"""Models whose tokens are dealt to ranks: the same numbers as one device, in float64, on 2, 3 and 4 ranks."""
+"""Models under ring attention: the same results as one device, in float64, on 2, 3 and 4 ranks."""
 
 import pytest
 import torch
@@ -20,45 +20,47 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.tensor.odd_llama import batches, known
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
-ROWS, TOKENS = 4, 9
+NUM_SAMPLES, TOKENS = 4, 9
 JOB = Job(
     ModelConfig("llama"),
     DataConfig("random", sequence=TOKENS),
-    TrainConfig(batch=ROWS, clip=0.5),
+    TrainConfig(batch=NUM_SAMPLES, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
-COPIES = DDP(axis="cp")
+REPLICAS = DDP(axis="cp")
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 0) -> Plan:
-    return make_plan(reading, JOB, mesh, strategies, micro_batch)
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 0) -> Plan:
+    return make_plan(analyzed, JOB, mesh, strategies, micro_batch)
 
 
-def equal(reading: AnalyzedModel, plan: Plan) -> None:
+def equal(analyzed: AnalyzedModel, plan: Plan) -> None:
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches(2, ROWS))
+    verdict = verify(analyzed, plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_llama_on_a_ring(ranks: int):
-    equal(known(), planned(known(), Mesh(cp=ranks), RingAttention(), COPIES, micro_batch=2))
+    equal(
+        analyzed_llama(), planned(analyzed_llama(), Mesh(cp=ranks), RingAttention(), REPLICAS, micro_batch=2)
+    )
 
 
 def test_a_ring_has_more_ranks_than_tokens():
-    short = known(length=3)
-    plan = planned(short, Mesh(cp=4), RingAttention(), COPIES)
-    verdict = verify(short, plan, batches(2, ROWS, 3))
+    short = analyzed_llama(length=3)
+    plan = planned(short, Mesh(cp=4), RingAttention(), REPLICAS)
+    verdict = verify(short, plan, batches(2, NUM_SAMPLES, 3))
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize("length", [3, 5])
-def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
-    short = known(length=length)
-    plan = planned(short, Mesh(cp=4, tp=2), RingAttention(), TensorParallel(), VocabParallel(), COPIES)
-    verdict = verify(short, plan, batches(2, ROWS, length))
+def test_vocab_parallel_works_where_ranks_have_one_token_or_none(length: int):
+    short = analyzed_llama(length=length)
+    plan = planned(short, Mesh(cp=4, tp=2), RingAttention(), TensorParallel(), VocabParallel(), REPLICAS)
+    verdict = verify(short, plan, batches(2, NUM_SAMPLES, length))
     assert verdict.passed, verdict
 
 
@@ -76,8 +78,8 @@ def test_words_are_divided_where_ranks_have_one_token_or_none(length: int):
     ],
     ids=str,
 )
-def test_beside_copies_shards_and_recompute(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    equal(known(), planned(known(), mesh, *strategies, micro_batch=1))
+def test_with_ddp_zero_and_activation_checkpointing(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    equal(analyzed_llama(), planned(analyzed_llama(), mesh, *strategies, micro_batch=1))
 
 
 class Attention(nn.Module):
@@ -149,23 +151,23 @@ def sliding() -> nn.Module:
 
 @pytest.mark.parametrize("make", [Own, qwen, gpt2, sliding], ids=lambda make: make.__name__)
 def test_other_models_on_a_ring_of_three(make):
-    reading = analyze(make(), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES))
+    analyzed = analyze(make(), batches(1, NUM_SAMPLES)[0])
+    equal(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS))
 
 
 def test_dropout_draws_what_one_device_draws():
-    reading = analyze(gpt2(0.2), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(cp=2), RingAttention(), COPIES))
+    analyzed = analyze(gpt2(0.2), batches(1, NUM_SAMPLES)[0])
+    equal(analyzed, planned(analyzed, Mesh(cp=2), RingAttention(), REPLICAS))
 
 
 def padded(model: nn.Module, steps: int) -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
-    """The reading of `model` on rows whose ends are padding, and global batches of such, of which one needs
-    no mask.
+    """The analyzed model of `model` on samples that end in padding, and such global batches, of which one
+    needs no mask.
     """
-    found = batches(steps, ROWS)
+    found = batches(steps, NUM_SAMPLES)
     for step, batch in enumerate(found):
         mask = torch.ones_like(batch["input_ids"])
-        for row in range(ROWS):
+        for row in range(NUM_SAMPLES):
             mask[row, TOKENS - (row + step) % 4 if step else TOKENS :] = 0
         batch["attention_mask"] = mask
         batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
@@ -186,8 +188,8 @@ def bert() -> nn.Module:
 
 @pytest.mark.parametrize("make", [qwen, gpt2, sliding, bert], ids=lambda make: make.__name__)
 def test_padding_is_attended_to_by_nobody(make):
-    reading, rows = padded(make(), 3)
-    verdict = verify(reading, planned(reading, Mesh(cp=3), RingAttention(), COPIES), rows)
+    analyzed, samples = padded(make(), 3)
+    verdict = verify(analyzed, planned(analyzed, Mesh(cp=3), RingAttention(), REPLICAS), samples)
     assert verdict.passed, verdict
 
 
@@ -200,29 +202,29 @@ def test_padding_is_attended_to_by_nobody(make):
     ],
     ids=str,
 )
-def test_a_mesh_alone_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
-    plan = make_plan(known(), JOB, mesh, micro_batch=1)
+def test_a_mesh_without_strategies_gets_a_ring_along_cp(mesh: Mesh, names: list[str]):
+    plan = make_plan(analyzed_llama(), JOB, mesh, micro_batch=1)
     assert [each.name for each in plan.strategies] == names
-    equal(known(), plan)
+    equal(analyzed_llama(), plan)
 
 
-def test_what_a_model_does_with_tokens_is_learnt_when_a_strategy_asks():
-    reading = analyze(Own(), batches(1, ROWS)[0])
-    assert planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP()).model_spec.sequence_info is None
-    assert "tokens" not in vars(reading)
+def test_the_sequence_analysis_runs_when_a_strategy_needs_it():
+    analyzed = analyze(Own(), batches(1, NUM_SAMPLES)[0])
+    assert planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP()).model_spec.sequence_info is None
+    assert "tokens" not in vars(analyzed)
     assert (
-        planned(reading, Mesh(cp=2), RingAttention(), COPIES).model_spec.sequence_info
-        is reading.sequence_info
+        planned(analyzed, Mesh(cp=2), RingAttention(), REPLICAS).model_spec.sequence_info
+        is analyzed.sequence_info
     )
 
 
-def test_ranks_with_unlike_numbers_of_tokens_run_the_same_blocks_again():
+def test_ranks_with_different_numbers_of_tokens_recompute_the_same_blocks():
     budget = 0.02  # MiB: for some blocks of the rank with fewer tokens, and for fewer of the other's
     plan = planned(
-        known(num_hidden_layers=4),
+        analyzed_llama(num_hidden_layers=4),
         Mesh(cp=2),
         RingAttention(),
-        COPIES,
+        REPLICAS,
         ActivationCheckpointing(keep_mb=budget),
         micro_batch=1,
     )
@@ -232,4 +234,4 @@ def test_ranks_with_unlike_numbers_of_tokens_run_the_same_blocks_again():
     ]
     assert again[0] == again[1]
     assert 0 < len(again[0]) < 5
-    equal(known(num_hidden_layers=4), plan)
+    equal(analyzed_llama(num_hidden_layers=4), plan)

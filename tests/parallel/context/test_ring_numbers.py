@@ -1,5 +1,5 @@
-"""A ring is one device: gradients, losses and weights of whole models, and every message as the program
-states it.
+"""Ring attention in whole models equals one device: gradients, losses and weights, and every message as the
+program states it.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import HEADS, SIZES, batches, known, planned
+from tests.parallel.tensor.odd_llama import HEADS, SIZES, analyzed_llama, batches, planned
 
 WHOLE = (RingAttention(), DDP("cp"))
 KEPT = (RingAttention(), ZeRO(axis="cp", stage=3), ActivationCheckpointing())
@@ -42,24 +42,33 @@ KEPT = (RingAttention(), ZeRO(axis="cp", stage=3), ActivationCheckpointing())
         ),
         (Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), DDP("cp")), 2, 9),
     ],
-    ids=["two", "straight", "zero and recompute", "fewer tokens than ranks", "with samples", "with matrices"],
+    ids=[
+        "two",
+        "straight",
+        "zero and activation_checkpointing",
+        "fewer tokens than ranks",
+        "with samples",
+        "with matrices",
+    ],
 )
-def test_a_llama_on_a_ring_is_that_of_one_device(
+def test_a_llama_on_a_ring_equals_one_device(
     mesh: Mesh, strategies: tuple[Strategy, ...], micro: int, length: int
 ) -> None:
-    reading, plan = planned(known(length), mesh, strategies, micro, length=length)
-    assert_exact(reading, plan, batches(2, length=length))
+    analyzed, plan = planned(analyzed_llama(length), mesh, strategies, micro, length=length)
+    assert_exact(analyzed, plan, batches(2, length=length))
 
 
-def test_a_sliding_window_on_a_ring_is_that_of_one_device() -> None:
+def test_a_sliding_window_on_a_ring_equals_one_device() -> None:
     config = transformers.MistralConfig(**SIZES, **HEADS, head_dim=8, use_cache=False, sliding_window=4)
-    reading, plan = planned(transformers.MistralForCausalLM(config), Mesh(cp=3), WHOLE)
-    assert_exact(reading, plan, batches(2))
+    analyzed, plan = planned(transformers.MistralForCausalLM(config), Mesh(cp=3), WHOLE)
+    assert_exact(analyzed, plan, batches(2))
 
 
 def test_in_mixed_precision_messages_are_those_of_the_program() -> None:
-    reading, plan = planned(known(), Mesh(cp=3), KEPT, precision=PrecisionConfig(compute="bfloat16"))
-    traced = trace(reading, plan)
+    analyzed, plan = planned(
+        analyzed_llama(), Mesh(cp=3), KEPT, precision=PrecisionConfig(compute="bfloat16")
+    )
+    traced = trace(analyzed, plan)
     assert traced.passed, str(traced)
 
 
@@ -70,11 +79,11 @@ def test_a_wrong_diagonal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         "without_mask",
         lambda circle: mask_blocks.KeyIntervals((true := by_rule(circle)).first, true.end + 1),
     )
-    reading, plan = planned(known(), Mesh(cp=2), WHOLE)
-    assert not verify(reading, plan, batches(1)).passed
+    analyzed, plan = planned(analyzed_llama(), Mesh(cp=2), WHOLE)
+    assert not verify(analyzed, plan, batches(1)).passed
 
 
-def test_gradients_that_stay_away_from_home_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_do_not_return_to_their_rank_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = ring_attention._backward
 
     def wrong(*given: Any, **more: Any) -> tuple[Any, ...]:
@@ -82,22 +91,22 @@ def test_gradients_that_stay_away_from_home_are_noticed(monkeypatch: pytest.Monk
         return query, key.roll(1, 0), value
 
     monkeypatch.setattr(ring_attention, "_backward", wrong)
-    reading, plan = planned(known(), Mesh(cp=2), WHOLE)
-    verdict = verify(reading, plan, batches(1))
+    analyzed, plan = planned(analyzed_llama(), Mesh(cp=2), WHOLE)
+    verdict = verify(analyzed, plan, batches(1))
     assert not verdict.passed
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_a_bfloat16_wire_is_near_one_device_and_says_so() -> None:
+def test_comm_dtype_bfloat16_is_near_one_device_and_the_plan_says_so() -> None:
     wired = (RingAttention(comm_dtype="bfloat16"), DDP("cp"))
-    reading, plan = planned(known(), Mesh(cp=2), wired)
-    verdict = verify(reading, plan, batches(1))
+    analyzed, plan = planned(analyzed_llama(), Mesh(cp=2), wired)
+    verdict = verify(analyzed, plan, batches(1))
     assert verdict.passed
     assert verdict.tolerance > 1e-3  # that of a wire of eight bits of mantissa, not that of float64
-    assert trace(reading, plan, fake=False).passed
+    assert trace(analyzed, plan, fake=False).passed
 
 
-def test_a_gpt2_with_tied_words_and_positions_in_glue_is_that_of_one_device() -> None:
+def test_a_gpt2_with_tied_embedding_and_positions_in_glue_equals_one_device() -> None:
     sizes = {
         "vocab_size": 67,
         "n_embd": 24,
@@ -108,7 +117,7 @@ def test_a_gpt2_with_tied_words_and_positions_in_glue_is_that_of_one_device() ->
         "eos_token_id": 0,
     }
     config = transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
-    rows = batches(2)
-    reading = analyze(transformers.GPT2LMHeadModel(config), rows[0])
+    samples = batches(2)
+    analyzed = analyze(transformers.GPT2LMHeadModel(config), samples[0])
     job = Job(ModelConfig("gpt2"), DataConfig("random", sequence=9), TrainConfig(batch=4))
-    assert_exact(reading, make_plan(reading, job, Mesh(cp=3), WHOLE), rows)
+    assert_exact(analyzed, make_plan(analyzed, job, Mesh(cp=3), WHOLE), samples)

@@ -1,4 +1,4 @@
-"""Keys and values that travel in bfloat16: off by what the ring says, more than 1e-10, and no more."""
+"""Keys and values sent in bfloat16: the error is above 1e-10 and within the bound that the ring states."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.context.test_ring_models import COPIES, JOB, ROWS
-from tests.parallel.tensor.odd_llama import batches, known
+from tests.parallel.context.test_ring_models import JOB, NUM_SAMPLES, REPLICAS
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 EACH = 4 * 2.0**-9  # for a call of attention
 
@@ -24,10 +24,10 @@ EACH = 4 * 2.0**-9  # for a call of attention
         (4, HybridContextParallel(comm_dtype="bfloat16")),
     ],
 )
-def test_the_rounding_of_a_wire_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
-    plan = make_plan(known(), JOB, Mesh(cp=ranks), (deals, COPIES))
+def test_the_rounding_of_the_comm_dtype_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=ranks), (deals, REPLICAS))
     assert (plan.exact, plan.tolerance) == (False, 2 * EACH)
-    verdict = verify(known(), plan, batches(2, ROWS))
+    verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
     assert verdict.tolerance == 2 * EACH
     assert 1e-10 < verdict.max_errors["gradient"] < EACH
@@ -41,11 +41,11 @@ def test_keys_that_are_off_by_more_are_noticed(monkeypatch: pytest.MonkeyPatch) 
         return merge(out, lse, more * 1.3, more_lse)
 
     monkeypatch.setattr(ring_attention, "merge_outputs", wrong)
-    plan = make_plan(known(), JOB, Mesh(cp=3), (RingAttention(comm_dtype="bfloat16"), COPIES))
-    assert not verify(known(), plan, batches(2, ROWS)).passed
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=3), (RingAttention(comm_dtype="bfloat16"), REPLICAS))
+    assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed
 
 
-def test_what_travels_as_it_is_must_be_equal_to_rounding() -> None:
-    plan = make_plan(known(), JOB, Mesh(cp=2), (RingAttention(), COPIES))
+def test_without_a_comm_dtype_results_are_equal_to_rounding() -> None:
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=2), (RingAttention(), REPLICAS))
     assert (plan.exact, plan.tolerance) == (True, 0.0)
     assert replace(RingAttention(), comm_dtype="bfloat16").exact is False

@@ -1,5 +1,5 @@
-"""Layers on some ranks, tokens on others: what goes between parts is each rank's own tokens, and the numbers
-are one device's.
+"""Pipeline parallelism with context parallelism: stage boundaries carry each rank's own tokens, and results
+equal one device.
 """
 
 from dataclasses import replace
@@ -28,8 +28,8 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.context.test_ring_models import COPIES, ROWS, Attention, Own, equal, gpt2
-from tests.parallel.tensor.odd_llama import SIZES, batches, known
+from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, Own, equal, gpt2
+from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
 
 WIDTH, FLOAT = SIZES["hidden_size"], 4
 
@@ -38,16 +38,19 @@ def deep() -> AnalyzedModel:
     """A Llama of four layers: with its embedding and its head it is cut into as many parts as any schedule
     here has.
     """
-    return known(num_hidden_layers=4)
+    return analyzed_llama(num_hidden_layers=4)
 
 
 def planned(
-    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, rows: int = ROWS, length: int = 9
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, samples: int = NUM_SAMPLES, length: int = 9
 ) -> Plan:
     """Microbatches of one row."""
-    train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    train, optimizer = (
+        TrainConfig(batch=samples, clip=0.5),
+        OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
+    )
     return make_plan(
-        reading,
+        analyzed,
         Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer),
         mesh,
         strategies,
@@ -67,31 +70,36 @@ def planned(
     ],
     ids=str,
 )
-def test_a_llama_in_parts_on_a_ring(mesh: Mesh, pipeline: Pipeline):
-    equal(deep(), planned(deep(), mesh, pipeline, RingAttention(), COPIES))
+def test_a_llama_in_stages_on_a_ring(mesh: Mesh, pipeline: Pipeline):
+    equal(deep(), planned(deep(), mesh, pipeline, RingAttention(), REPLICAS))
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), Ulysses(), COPIES)),
-        (Mesh(pp=2, cp=2), (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), COPIES)),
+        (Mesh(pp=2, cp=3), (Pipeline(schedule="zb_h1"), Ulysses(), REPLICAS)),
+        (
+            Mesh(pp=2, cp=2),
+            (Pipeline(schedule="zb_h1"), RingAttention(), ActivationCheckpointing(), REPLICAS),
+        ),
         (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), ZeRO(axis="cp"))),
         (
             Mesh(pp=2, dp_shard=2, cp=2),
             (Pipeline(), BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=2)),
         ),
-        (Mesh(pp=2, cp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), RingAttention(), COPIES)),
+        (Mesh(pp=2, cp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), RingAttention(), REPLICAS)),
     ],
     ids=str,
 )
-def test_beside_other_techniques(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    equal(known(), planned(known(), mesh, *strategies))
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    equal(analyzed_llama(), planned(analyzed_llama(), mesh, *strategies))
 
 
-def test_a_weight_that_two_parts_use():
-    reading = analyze(gpt2(0.2), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(pp=2, cp=3), Pipeline(schedule="zb_h1"), RingAttention(), COPIES))
+def test_a_weight_that_two_stages_use():
+    analyzed = analyze(gpt2(0.2), batches(1, NUM_SAMPLES)[0])
+    equal(
+        analyzed, planned(analyzed, Mesh(pp=2, cp=3), Pipeline(schedule="zb_h1"), RingAttention(), REPLICAS)
+    )
 
 
 class Skips(nn.Module):
@@ -113,58 +121,58 @@ class Skips(nn.Module):
         return self.head(x)
 
 
-def test_what_glue_makes_crosses_between_parts_and_skips_some():
-    reading = analyze(Skips(), batches(1, ROWS)[0])
-    plan = planned(reading, Mesh(pp=3, cp=2), Pipeline(), RingAttention(), COPIES)
+def test_values_of_glue_cross_stage_boundaries_and_skip_stages():
+    analyzed = analyze(Skips(), batches(1, NUM_SAMPLES)[0])
+    plan = planned(analyzed, Mesh(pp=3, cp=2), Pipeline(), RingAttention(), REPLICAS)
     crossing = [value for part in plan.sharding.stages for value in part.outputs]
     assert any(value.op for value in crossing)
     assert {value.sequence_dim for value in crossing} == {1}
-    equal(reading, plan)
+    equal(analyzed, plan)
 
 
 def test_each_rank_sends_its_own_tokens_and_no_more():
-    plan = planned(known(), Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES)
+    plan = planned(analyzed_llama(), Mesh(pp=2, cp=2), Pipeline(), RingAttention(), REPLICAS)
     sent = [
         [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND"]
         for rank in (0, 1)
     ]
-    assert sent == [[4 * WIDTH * FLOAT] * ROWS, [5 * WIDTH * FLOAT] * ROWS]
+    assert sent == [[4 * WIDTH * FLOAT] * NUM_SAMPLES, [5 * WIDTH * FLOAT] * NUM_SAMPLES]
     back = [
         [each.transfer.nbytes for each in plan.for_rank(rank).actions if each.kind == "SEND_GRAD"]
         for rank in (2, 3)
     ]
     assert back == sent
-    issued = trace(known(), plan, range(4), fake=False)
+    issued = trace(analyzed_llama(), plan, range(4), fake=False)
     assert issued.passed, issued
 
 
 def test_a_pipeline_has_more_ranks_than_tokens():
-    short = known(length=3)
-    plan = planned(short, Mesh(pp=2, cp=4), Pipeline(), RingAttention(), COPIES, length=3)
-    verdict = verify(short, plan, batches(2, ROWS, 3))
+    short = analyzed_llama(length=3)
+    plan = planned(short, Mesh(pp=2, cp=4), Pipeline(), RingAttention(), REPLICAS, length=3)
+    verdict = verify(short, plan, batches(2, NUM_SAMPLES, 3))
     assert verdict.passed, verdict
 
 
-def found(reading: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
+def found(analyzed: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
     """What each rank finds in an evaluation, and the loss of a step."""
-    rows = batches(2, ROWS, length)
+    samples = batches(2, NUM_SAMPLES, length)
 
     def rank(world: World) -> tuple[Evaluation, float]:
-        with parallelize(reading, plan, world=world) as engine:
-            return engine.evaluate([engine.local_batch(each) for each in rows]), engine.step(
-                engine.local_batch(rows[0])
+        with parallelize(analyzed, plan, world=world) as engine:
+            return engine.evaluate([engine.local_batch(each) for each in samples]), engine.step(
+                engine.local_batch(samples[0])
             ).loss
 
     return run_on_threads(rank, plan.mesh)
 
 
 @pytest.mark.parametrize("length", [9, 13])
-def test_evaluations_go_through_the_parts_and_rows_may_be_longer(length: int):
-    (wanted,) = found(known(), planned(known(), Mesh()), length)
-    plan = planned(known(), Mesh(pp=2, cp=3), Pipeline(), RingAttention(), COPIES)
-    for told, loss in found(known(), plan, length):
-        assert (told.loss, loss) == pytest.approx((wanted[0].loss, wanted[1]), rel=1e-5)
-        assert told.tokens == wanted[0].tokens
+def test_evaluations_run_through_the_stages_and_sequences_may_be_longer(length: int):
+    (expected,) = found(analyzed_llama(), planned(analyzed_llama(), Mesh()), length)
+    plan = planned(analyzed_llama(), Mesh(pp=2, cp=3), Pipeline(), RingAttention(), REPLICAS)
+    for told, loss in found(analyzed_llama(), plan, length):
+        assert (told.loss, loss) == pytest.approx((expected[0].loss, expected[1]), rel=1e-5)
+        assert told.tokens == expected[0].tokens
 
 
 class InPlace(Own):
@@ -179,12 +187,12 @@ class InPlace(Own):
         return self.head(x)
 
 
-def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
-    reading = analyze(InPlace(), batches(1, ROWS)[0])
+def test_no_stage_begins_where_the_token_sharding_is_unknown():
+    analyzed = analyze(InPlace(), batches(1, NUM_SAMPLES)[0])
     closed = {
         each.block_call: each
         for each in add_stage_boundaries(
-            reading, sequence_sharded=True
+            analyzed, sequence_sharded=True
         ).model_spec.stage_boundaries.closed_boundaries
     }
     assert "layers.1" in closed
@@ -192,9 +200,9 @@ def test_no_part_begins_where_nobody_knows_which_tokens_a_rank_has():
     assert closed["layers.1"].fix == "write x = x + y for x += y between blocks"
     assert "layers.1" not in {
         each.block_call
-        for each in add_stage_boundaries(reading).model_spec.stage_boundaries.closed_boundaries
+        for each in add_stage_boundaries(analyzed).model_spec.stage_boundaries.closed_boundaries
     }
-    equal(reading, planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES))
+    equal(analyzed, planned(analyzed, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), REPLICAS))
 
 
 def test_tokens_taken_for_those_of_another_rank_are_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -203,6 +211,6 @@ def test_tokens_taken_for_those_of_another_rank_are_noticed(monkeypatch: pytest.
         return make_sharded_tensor(tensor, along, replace(share, spans=((0, share.num_tokens),)))
 
     monkeypatch.setattr(ShardedSequenceRunner, "wrap_local", wrong)
-    reading = analyze(Skips(), batches(1, ROWS)[0])
-    plan = planned(reading, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), COPIES)
-    assert not verify(reading, plan, batches(1, ROWS)).passed
+    analyzed = analyze(Skips(), batches(1, NUM_SAMPLES)[0])
+    plan = planned(analyzed, Mesh(pp=2, cp=2), Pipeline(), RingAttention(), REPLICAS)
+    assert not verify(analyzed, plan, batches(1, NUM_SAMPLES)).passed

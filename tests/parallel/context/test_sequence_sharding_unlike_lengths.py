@@ -1,5 +1,5 @@
-"""Rows of unlike lengths, and images: tokens are dealt by how many a block takes in, and the numbers are
-those of one device.
+"""Sequences of different lengths, and images: tokens are sharded by the number that each block takes in, and
+results equal one device.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
 from tests.model.sequence_analysis.test_block_inputs import LOSS, Images, Towers
 
-ROWS, THEIRS, OURS, WORDS = 4, 13, 9, 67
-COPIES = DDP(axis="cp")
+NUM_SAMPLES, THEIRS, OURS, WORDS = 4, 13, 9, 67
+REPLICAS = DDP(axis="cp")
 DROPS = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
 VIT = {
     "hidden_size": 16,
@@ -87,7 +87,7 @@ def bart(kind: str) -> nn.Module:
     )
 
 
-def classified(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def classification_batch(outputs: object, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
 
 
@@ -96,7 +96,7 @@ def loss_of(model: nn.Module) -> Loss:
         return LOSS
     is_vit = isinstance(model, transformers.ViTForImageClassification)
     return (
-        Loss(classified, lambda batch: torch.tensor(len(batch["labels"])))
+        Loss(classification_batch, lambda batch: torch.tensor(len(batch["labels"])))
         if is_vit
         else token_cross_entropy()
     )
@@ -106,20 +106,20 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
     thrown = torch.Generator().manual_seed(3)
 
     def ids(length: int) -> torch.Tensor:
-        return torch.randint(3, WORDS, (ROWS, length), generator=thrown)
+        return torch.randint(3, WORDS, (NUM_SAMPLES, length), generator=thrown)
 
     def batch() -> dict[str, torch.Tensor]:
-        labels = torch.randint(0, 5, (ROWS,), generator=thrown)
+        labels = torch.randint(0, 5, (NUM_SAMPLES,), generator=thrown)
         if isinstance(model, Images):
-            return {"pixels": torch.randn(ROWS, 3, 8, 8, generator=thrown), "labels": labels}
+            return {"pixels": torch.randn(NUM_SAMPLES, 3, 8, 8, generator=thrown), "labels": labels}
         if isinstance(model, Towers):
             return {
                 "input_ids": ids(OURS),
-                "pixel_values": torch.randn(ROWS, 3, 8, 8, generator=thrown),
+                "pixel_values": torch.randn(NUM_SAMPLES, 3, 8, 8, generator=thrown),
                 "labels": labels,
             }
         if isinstance(model, transformers.ViTForImageClassification):
-            return {"pixel_values": torch.randn(ROWS, 3, 12, 12, generator=thrown), "labels": labels}
+            return {"pixel_values": torch.randn(NUM_SAMPLES, 3, 12, 12, generator=thrown), "labels": labels}
         found = {"input_ids": ids(THEIRS), "decoder_input_ids": ids(OURS), "labels": ids(OURS)}
         if padded:
             found["attention_mask"] = (
@@ -130,26 +130,26 @@ def batches(model: nn.Module, steps: int, *, padded: bool = False) -> list[dict[
     return [batch() for _ in range(steps)]
 
 
-def judged(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
-    rows, loss = batches(model, 2, padded=padded), loss_of(model)
-    reading = analyze(model, rows[0], loss=loss)
-    train = TrainConfig(batch=ROWS, clip=0.5)
+def verdict_for(model: nn.Module, mesh: Mesh, *strategies: Strategy, padded: bool = False) -> Verdict:
+    samples, loss = batches(model, 2, padded=padded), loss_of(model)
+    analyzed = analyze(model, samples[0], loss=loss)
+    train = TrainConfig(batch=NUM_SAMPLES, clip=0.5)
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=THEIRS),
         train,
         OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
-    plan = make_plan(reading, job, mesh, strategies, 1)
+    plan = make_plan(analyzed, job, mesh, strategies, 1)
     assert not static_checks(plan)
-    return verify(reading, plan, rows, loss=loss)
+    return verify(analyzed, plan, samples, loss=loss)
 
 
 ALONE = [
-    (Mesh(cp=2), (RingAttention(), COPIES)),
-    (Mesh(cp=3), (RingAttention(), COPIES)),
-    (Mesh(cp=2), (Ulysses(), COPIES)),
-    (Mesh(cp=4), (HybridContextParallel(), COPIES)),
+    (Mesh(cp=2), (RingAttention(), REPLICAS)),
+    (Mesh(cp=3), (RingAttention(), REPLICAS)),
+    (Mesh(cp=2), (Ulysses(), REPLICAS)),
+    (Mesh(cp=4), (HybridContextParallel(), REPLICAS)),
 ]
 BESIDE = [
     (Mesh(dp_replicate=2, cp=2), (BatchSplit(), RingAttention(), DDP())),
@@ -157,41 +157,41 @@ BESIDE = [
         Mesh(dp_shard=2, cp=3),
         (BatchSplit(axis="dp_shard"), RingAttention(), ZeRO(stage=3), ActivationCheckpointing()),
     ),
-    (Mesh(cp=3, tp=2), (TensorParallel(), RingAttention(), COPIES)),
-    (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), COPIES)),
-    (Mesh(pp=2, cp=2), (Pipeline(), Ulysses(), COPIES)),
+    (Mesh(cp=3, tp=2), (TensorParallel(), RingAttention(), REPLICAS)),
+    (Mesh(pp=2, cp=3), (Pipeline(), RingAttention(), REPLICAS)),
+    (Mesh(pp=2, cp=2), (Pipeline(), Ulysses(), REPLICAS)),
 ]
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [*ALONE, *BESIDE], ids=str)
-def test_an_encoder_and_a_decoder_of_unlike_lengths(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(t5(), mesh, *strategies)
+def test_an_encoder_and_a_decoder_of_different_lengths(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
+    verdict = verdict_for(t5(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [*ALONE, *BESIDE], ids=str)
 def test_a_vit(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(vit(), mesh, *strategies)
+    verdict = verdict_for(vit(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(
     ("kind", "mesh", "strategies", "padded"),
     [
-        ("Bart", Mesh(cp=3), (RingAttention(), COPIES), True),
-        ("Bart", Mesh(cp=2), (Ulysses(), COPIES), False),
-        ("Marian", Mesh(cp=4), (HybridContextParallel(), COPIES), False),
-        ("Marian", Mesh(cp=4), (HybridContextParallel(), COPIES), True),
-        ("T5", Mesh(cp=2), (Ulysses(), COPIES), True),
-        ("Marian", Mesh(pp=2, cp=2), (Pipeline(), RingAttention(), COPIES), True),
-        ("Marian", Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), COPIES), False),
+        ("Bart", Mesh(cp=3), (RingAttention(), REPLICAS), True),
+        ("Bart", Mesh(cp=2), (Ulysses(), REPLICAS), False),
+        ("Marian", Mesh(cp=4), (HybridContextParallel(), REPLICAS), False),
+        ("Marian", Mesh(cp=4), (HybridContextParallel(), REPLICAS), True),
+        ("T5", Mesh(cp=2), (Ulysses(), REPLICAS), True),
+        ("Marian", Mesh(pp=2, cp=2), (Pipeline(), RingAttention(), REPLICAS), True),
+        ("Marian", Mesh(cp=2, tp=2), (TensorParallel(), RingAttention(), REPLICAS), False),
     ],
     ids=str,
 )
-def test_masks_between_rows_of_unlike_lengths(
+def test_masks_between_sequences_of_different_lengths(
     kind: str, mesh: Mesh, strategies: tuple[Strategy, ...], padded: bool
 ) -> None:
-    verdict = judged(t5() if kind == "T5" else bart(kind), mesh, *strategies, padded=padded)
+    verdict = verdict_for(t5() if kind == "T5" else bart(kind), mesh, *strategies, padded=padded)
     assert verdict.passed, verdict
 
 
@@ -201,7 +201,7 @@ def test_masks_between_rows_of_unlike_lengths(
     ids=["t5", "vit", "t5 ulysses"],
 )
 def test_dropout_draws_what_one_device_draws(model: nn.Module, strategy: Strategy) -> None:
-    verdict = judged(model, Mesh(cp=2), strategy, COPIES, padded=True)
+    verdict = verdict_for(model, Mesh(cp=2), strategy, REPLICAS, padded=True)
     assert verdict.passed, verdict
 
 
@@ -209,44 +209,46 @@ def test_dropout_draws_what_one_device_draws(model: nn.Module, strategy: Strateg
 def test_an_own_model_of_images_whose_loss_reads_the_mean_of_all(
     mesh: Mesh, strategies: tuple[Strategy, ...]
 ) -> None:
-    verdict = judged(Images(), mesh, *strategies)
+    verdict = verdict_for(Images(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
 @pytest.mark.parametrize(("mesh", "strategies"), [ALONE[1], ALONE[2], BESIDE[3]], ids=str)
 def test_a_tower_of_text_and_one_of_images(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    verdict = judged(Towers(), mesh, *strategies)
+    verdict = verdict_for(Towers(), mesh, *strategies)
     assert verdict.passed, verdict
 
 
-def test_there_are_more_ranks_than_patches() -> None:
-    verdict = judged(Images(side=8), Mesh(cp=4), RingAttention(), COPIES)  # one patch, and the class
+def test_there_may_be_more_ranks_than_patches() -> None:
+    verdict = verdict_for(Images(side=8), Mesh(cp=4), RingAttention(), REPLICAS)  # one patch, and the class
     assert verdict.passed, verdict
 
 
-def test_the_plan_says_how_many_there_are() -> None:
+def test_the_plan_says_how_many_tokens_there_are() -> None:
     model = t5()
-    reading = analyze(model, batches(model, 1)[0])
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=ROWS))
-    said = sequence_sharding_text(make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1))["tokens"]
+    analyzed = analyze(model, batches(model, 1)[0])
+    job = Job(ModelConfig("own"), DataConfig("random", sequence=THEIRS), TrainConfig(batch=NUM_SAMPLES))
+    said = sequence_sharding_text(make_plan(analyzed, job, Mesh(cp=2), (RingAttention(), REPLICAS), 1))[
+        "tokens"
+    ]
     assert said.startswith("13 of each sample, sharded over 2 ranks: 6 to 7 each, and 9: 4 to 5")
 
 
-def test_rows_as_long_as_each_other_in_the_plan_must_stay_so() -> None:
+def test_sequences_of_equal_length_in_the_plan_must_stay_equal() -> None:
     model = t5()
-    rows = batches(model, 1)[0]
-    alike = {**rows, "input_ids": rows["input_ids"][:, :OURS]}
-    reading = analyze(model, alike)
-    job = Job(ModelConfig("own"), DataConfig("random", sequence=OURS), TrainConfig(batch=ROWS))
-    plan = make_plan(reading, job, Mesh(cp=2), (RingAttention(), COPIES), 1)
+    samples = batches(model, 1)[0]
+    alike = {**samples, "input_ids": samples["input_ids"][:, :OURS]}
+    analyzed = analyze(model, alike)
+    job = Job(ModelConfig("own"), DataConfig("random", sequence=OURS), TrainConfig(batch=NUM_SAMPLES))
+    plan = make_plan(analyzed, job, Mesh(cp=2), (RingAttention(), REPLICAS), 1)
     with pytest.raises(PlanError, match="the sequences have input_ids 13, decoder_input_ids 9 tokens"):
-        verify(reading, plan, [rows])
+        verify(analyzed, plan, [samples])
 
 
 def test_keys_taken_for_as_many_as_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     coming = ShardedForward.next_attention_shards
     monkeypatch.setattr(
-        ShardedForward, "next_attention_shards", lambda self, visit: (coming(self, visit)[0],) * 2
+        ShardedForward, "next_attention_shards", lambda self, block_call: (coming(self, block_call)[0],) * 2
     )
     with pytest.raises(PlanError, match="attention takes in"):
-        judged(t5(), Mesh(cp=2), RingAttention(), COPIES)
+        verdict_for(t5(), Mesh(cp=2), RingAttention(), REPLICAS)

@@ -1,6 +1,4 @@
-"""Models whose heads are exchanged for tokens: one device's numbers in float64, and no byte that the program
-does not state.
-"""
+"""Models under Ulysses: results of one device in float64, and only the bytes that the program states."""
 
 import pytest
 import torch
@@ -23,33 +21,33 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
-from tests.argument_names import named
+from tests.argument_names import argument_name
 from tests.parallel.context.test_ring_models import bert, gpt2, padded, sliding
-from tests.parallel.tensor.odd_llama import batches, known, llama
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama
 
-ROWS, TOKENS = 4, 9
-COPIES = DDP(axis="cp")
+NUM_SAMPLES, TOKENS = 4, 9
+REPLICAS = DDP(axis="cp")
 
 
-def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2) -> None:
+def equal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 2) -> None:
     """Check that the plan's program can work, is what is issued, and gives what one device gives."""
-    source, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=ROWS, clip=0.5)
+    source, train = DataConfig("random", sequence=TOKENS), TrainConfig(batch=NUM_SAMPLES, clip=0.5)
     job = Job(ModelConfig("llama"), source, train, OptimizerConfig("adamw", lr=0.1, weight_decay=0.1))
-    plan = make_plan(reading, job, mesh, strategies, micro_batch)
+    plan = make_plan(analyzed, job, mesh, strategies, micro_batch)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches(2, ROWS))
+    verdict = verify(analyzed, plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
-    traced = trace(reading, plan)
+    traced = trace(analyzed, plan)
     assert traced.passed, traced
 
 
 @pytest.mark.parametrize(
     ("mesh", "strategies"),
     [
-        (Mesh(cp=3), (Ulysses(), COPIES)),
-        (Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), COPIES)),
-        (Mesh(cp=6), (HybridContextParallel(ulysses_degree=3), COPIES)),
-        (Mesh(cp=4, tp=2), (HybridContextParallel(), TensorParallel(), COPIES)),
+        (Mesh(cp=3), (Ulysses(), REPLICAS)),
+        (Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), REPLICAS)),
+        (Mesh(cp=6), (HybridContextParallel(ulysses_degree=3), REPLICAS)),
+        (Mesh(cp=4, tp=2), (HybridContextParallel(), TensorParallel(), REPLICAS)),
         (
             Mesh(dp_shard=2, cp=2),
             (BatchSplit(axis="dp_shard"), Ulysses(), ZeRO(stage=3), ActivationCheckpointing()),
@@ -62,7 +60,7 @@ def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch
     ids=str,
 )
 def test_a_llama_with_grouped_queries(mesh: Mesh, strategies: tuple[Strategy, ...]) -> None:
-    equal(known(), mesh, *strategies)
+    equal(analyzed_llama(), mesh, *strategies)
 
 
 @pytest.mark.parametrize("make", [gpt2, sliding], ids=lambda make: make.__name__)
@@ -70,17 +68,17 @@ def test_a_llama_with_grouped_queries(mesh: Mesh, strategies: tuple[Strategy, ..
 def test_models_with_three_heads_and_with_masks(make, strategy: Strategy) -> None:
     model = make()
     model.config.use_cache = False
-    reading = analyze(model, batches(1, ROWS)[0])
-    equal(reading, Mesh(cp=3), strategy, COPIES)
+    analyzed = analyze(model, batches(1, NUM_SAMPLES)[0])
+    equal(analyzed, Mesh(cp=3), strategy, REPLICAS)
 
 
 MIXED = [
-    (gpt2, Mesh(cp=3), (Ulysses(), ActivationCheckpointing(), COPIES)),
-    (sliding, Mesh(cp=3), (Ulysses(), COPIES)),
-    (bert, Mesh(cp=3), (HybridContextParallel(ulysses_degree=3), COPIES)),
-    (llama, Mesh(cp=4), (HybridContextParallel(), ActivationCheckpointing(), COPIES)),
-    (llama, Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), COPIES)),
-    (llama, Mesh(pp=2, cp=2), (Ulysses(), Pipeline(), COPIES)),
+    (gpt2, Mesh(cp=3), (Ulysses(), ActivationCheckpointing(), REPLICAS)),
+    (sliding, Mesh(cp=3), (Ulysses(), REPLICAS)),
+    (bert, Mesh(cp=3), (HybridContextParallel(ulysses_degree=3), REPLICAS)),
+    (llama, Mesh(cp=4), (HybridContextParallel(), ActivationCheckpointing(), REPLICAS)),
+    (llama, Mesh(cp=2, tp=3), (Ulysses(), TensorParallel(), REPLICAS)),
+    (llama, Mesh(pp=2, cp=2), (Ulysses(), Pipeline(), REPLICAS)),
 ]
 
 
@@ -91,28 +89,28 @@ def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
     model = make()
     model.config.use_cache = False
     found = padded(model, 3)[1]
-    reading = analyze(model, found[example])
+    analyzed = analyze(model, found[example])
     job = Job(
         ModelConfig("own"),
         DataConfig("random", sequence=TOKENS),
-        TrainConfig(batch=ROWS, clip=0.5),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.5),
         OptimizerConfig("sgd", lr=0.1),
     )
-    plan = make_plan(reading, job, mesh, strategies, 1)
+    plan = make_plan(analyzed, job, mesh, strategies, 1)
     assert not any(move.dtype == "bool" for action in plan.actions for move in action.inner_transfers)
-    return verify(reading, plan, found)
+    return verify(analyzed, plan, found)
 
 
-@pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=named)
+@pytest.mark.parametrize(("make", "mesh", "strategies"), MIXED, ids=argument_name)
 @pytest.mark.parametrize("example", [0, -1], ids=["read without a mask", "read with a mask"])
-def test_which_rows_are_padded_makes_no_difference_to_what_is_sent(
+def test_which_samples_are_padded_does_not_change_what_is_sent(
     make, mesh: Mesh, strategies, example: int
 ) -> None:
     verdict = mixed(make, mesh, strategies, example)
     assert verdict.passed, verdict
 
 
-def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mask_rows_of_other_queries_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = TokenShard.group_mask_rows
 
     def shifted(share: TokenShard, mask: torch.Tensor) -> torch.Tensor | None:
@@ -120,23 +118,23 @@ def test_rows_of_a_mask_that_are_others_are_noticed(monkeypatch: pytest.MonkeyPa
         return None if rows is None else rows.roll(1, -2)
 
     monkeypatch.setattr(TokenShard, "group_mask_rows", shifted)
-    assert not mixed(llama, Mesh(cp=2), (Ulysses(), COPIES), -1).passed
+    assert not mixed(llama, Mesh(cp=2), (Ulysses(), REPLICAS), -1).passed
 
 
-def test_heads_that_tensor_parallelism_has_divided_count() -> None:
+def test_heads_sharded_by_tensor_parallelism_count() -> None:
     with pytest.raises(
         PlanError,
         match=r"attention has 2 heads on a rank, and they go to 3 ranks[^|]*or set mesh.cp to 1 or 2$",
     ) as told:
-        equal(known(), Mesh(cp=3, tp=2), Ulysses(), TensorParallel(), COPIES)
+        equal(analyzed_llama(), Mesh(cp=3, tp=2), Ulysses(), TensorParallel(), REPLICAS)
     assert len(told.value.diagnostics) == 2  # the other rank of tp has four
 
 
-def test_layers_that_are_frozen_in_part_send_gradients_of_what_learns() -> None:
+def test_partly_frozen_layers_send_gradients_of_trained_weights_only() -> None:
     model = llama()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("q_proj" in name or "head" in name)
-    reading = analyze(model, batches(1, ROWS)[0])
-    first, second = reading.sequence_info.attention_calls
+    analyzed = analyze(model, batches(1, NUM_SAMPLES)[0])
+    first, second = analyzed.sequence_info.attention_calls
     assert (first.qkv_need_grad, second.qkv_need_grad) == ((True, False, False), (True, True, True))
-    equal(reading, Mesh(cp=3), Ulysses(), COPIES)
+    equal(analyzed, Mesh(cp=3), Ulysses(), REPLICAS)

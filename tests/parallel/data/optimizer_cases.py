@@ -1,4 +1,6 @@
-"""A model whose weights span several blocks, a job for every rule, and what ranks that train it agree on."""
+"""A model whose weights span several blocks, a job per optimizer, and the result of training on several
+ranks.
+"""
 
 from collections.abc import Mapping
 
@@ -18,7 +20,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import VOCABULARY, player_of, rows, tiny_job
+from tests.tiny_model import VOCABULARY, executor_of, tiny_job, token_samples
 
 USUAL = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-6}
 RULES = {
@@ -66,36 +68,41 @@ class Wide(nn.Module):
 
 
 def plan_of(
-    reading: AnalyzedModel, rule: str, ranks: int = 1, stage: int = 3, micro_batch: int = 0, replicas: int = 1
+    analyzed: AnalyzedModel,
+    rule: str,
+    ranks: int = 1,
+    stage: int = 3,
+    micro_batch: int = 0,
+    replicas: int = 1,
 ) -> Plan:
     strategies: tuple[Strategy, ...] = ()
     if ranks > 1:
         zero = ZeRO(stage=stage, replicate_axis="dp_replicate" if replicas > 1 else "")
         strategies = (*((BatchSplit(),) if replicas > 1 else ()), SHARD, zero)
     mesh = Mesh(dp_shard=ranks, dp_replicate=replicas)
-    return make_plan(reading, tiny_job(optimizer=RULES[rule]), mesh, strategies, micro_batch)
+    return make_plan(analyzed, tiny_job(optimizer=RULES[rule]), mesh, strategies, micro_batch)
 
 
-def trained(player: Executor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
+def trained(executor: Executor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """All parameters, whole, after that many steps more."""
-    feed = open_feed(ExampleDataset(rows()), player.plan, world.rank)
-    for step in range(player.steps_done, player.steps_done + steps):
-        player.step(feed.batch(step % 2))
-    return {name: value.clone() for name, value in player.gather_parameters().items()}
+    feed = open_feed(ExampleDataset(token_samples()), executor.plan, world.rank)
+    for step in range(executor.steps_done, executor.steps_done + steps):
+        executor.step(feed.batch(step % 2))
+    return {name: value.clone() for name, value in executor.gather_parameters().items()}
 
 
 def outcome(
-    reading: AnalyzedModel, plan: Plan, make: OptimizerFactory | None = None, steps: int = STEPS
+    analyzed: AnalyzedModel, plan: Plan, make: OptimizerFactory | None = None, steps: int = STEPS
 ) -> dict[str, torch.Tensor]:
     """What all ranks of `plan` agree on after so many steps."""
     found = run_on_threads(
-        lambda world: trained(player_of(reading, plan, world, optimizer=make), world, steps), plan.mesh
+        lambda world: trained(executor_of(analyzed, plan, world, optimizer=make), world, steps), plan.mesh
     )
     for other in found[1:]:
         assert all(torch.equal(other[name], value) for name, value in found[0].items())
     return found[0]
 
 
-def error(mine: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
-    assert mine.keys() == wanted.keys()
-    return max((mine[name] - value).abs().max().item() for name, value in wanted.items())
+def error(mine: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> float:
+    assert mine.keys() == expected.keys()
+    return max((mine[name] - value).abs().max().item() for name, value in expected.items())

@@ -1,6 +1,4 @@
-"""Splitting the batch: what moves, what it costs, and that ranks with unequal work still compute what one
-device would.
-"""
+"""BatchSplit: placements, messages, cost, and parity when ranks have unequal numbers of valid tokens."""
 
 from dataclasses import replace
 
@@ -19,25 +17,34 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import FIRST_ROLE, sequential_stage_calls, single_device_program
 from meshwright.run.data.shuffle import ShuffledOrder
 from meshwright.testing.ranks import run_on_threads
-from tests.paper_model import Paper
-from tests.tiny_model import ROWS, case_of, plan_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.paper_model import SyntheticModel
+from tests.tiny_model import (
+    NUM_SAMPLES,
+    analyzed_model,
+    case_of,
+    executor_of,
+    plan_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
-SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3, dp_shard=2), Paper().anatomy)
+SPACE = ShardingPlan.one_device(Mesh(dp_replicate=3, dp_shard=2), SyntheticModel().model_spec)
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
-def test_samples_are_split_and_gradients_become_pending_sums():
+def test_samples_are_split_and_gradients_become_partial():
     space = BatchSplit().place(SPACE)
     assert space.batch_layout.placement("dp_replicate") == S(0)
-    for home in space.param_shardings:
-        assert home.layout.placement("dp_replicate") == R
-        assert home.unreduced_grad_layout.placement("dp_replicate") == P
-        assert home.grad_layout.placement("dp_replicate") == P
-        assert home.layout.placement("dp_shard") == I
+    for param_sharding in space.param_shardings:
+        assert param_sharding.layout.placement("dp_replicate") == R
+        assert param_sharding.unreduced_grad_layout.placement("dp_replicate") == P
+        assert param_sharding.grad_layout.placement("dp_replicate") == P
+        assert param_sharding.layout.placement("dp_shard") == I
 
 
 def test_only_the_two_numbers_of_the_step_are_sent():
@@ -62,18 +69,18 @@ def test_two_split_axes_share_their_messages():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_activations_of_a_rank_are_an_nth(ranks: int):
-    reading = reading_of()
-    alone, split = (plan_of(reading, n).program.actions(FIRST_ROLE) for n in (1, ranks))
+def test_activations_of_a_rank_are_one_nth(ranks: int):
+    analyzed = analyzed_model()
+    alone, split = (plan_of(analyzed, n).program.actions(FIRST_ROLE) for n in (1, ranks))
     held = [
         sum(h.nbytes for a in actions if a.kind == "F" for h in a.allocations) for actions in (alone, split)
     ]
     assert held[0] == ranks * held[1] > 0
 
 
-def test_samples_are_not_split_along_the_axis_of_features():
+def test_samples_are_not_split_along_the_tensor_parallel_axis():
     with pytest.raises(PlanError) as caught:
-        plan_of(reading_of(), 2, [BatchSplit("tp")])
+        plan_of(analyzed_model(), 2, [BatchSplit("tp")])
     assert "strategies.batch_split.axis: axis = 'tp'; needed is 'dp_replicate' or 'dp_shard'" in str(
         caught.value
     )
@@ -82,20 +89,20 @@ def test_samples_are_not_split_along_the_axis_of_features():
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2)])
 def test_ranks_with_unequal_counts_of_valid_tokens_equal_one_device(
-    reading: AnalyzedModel, ranks: int, micro_batch: int
+    analyzed: AnalyzedModel, ranks: int, micro_batch: int
 ):
-    data = rows()
-    data["labels"][ShuffledOrder(ROWS, seed=0).ids(0, 12)[: 12 // ranks]] = (
+    data = token_samples()
+    data["labels"][ShuffledOrder(NUM_SAMPLES, seed=0).ids(0, 12)[: 12 // ranks]] = (
         IGNORE_INDEX  # in the first step, nothing of rank 0 counts
     )
-    verdict = verdict_of(case_of(reading, plan_of(reading, ranks, micro_batch=micro_batch), data), steps=4)
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, ranks, micro_batch=micro_batch), data), steps=4)
     assert verdict.passed, str(verdict)
 
 
-def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(reading: AnalyzedModel):
-    data = rows()
+def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(analyzed: AnalyzedModel):
+    data = token_samples()
     data["labels"][:] = IGNORE_INDEX
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3), data))
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3), data))
     assert verdict.passed, str(verdict)
     assert verdict.max_errors["parameter"] == 0.0
 
@@ -103,40 +110,41 @@ def test_a_step_in_which_nothing_counts_changes_nothing_and_is_no_difference(rea
 @pytest.mark.parametrize("micro_batch", [0, 2, 1])
 @pytest.mark.parametrize("samples", [13, 16, 23])
 def test_ranks_that_run_out_of_data_take_part_with_zero_weight(
-    reading: AnalyzedModel, samples: int, micro_batch: int
+    analyzed: AnalyzedModel, samples: int, micro_batch: int
 ):
     """The last of two steps is short: some ranks hold fewer rows, some none."""
     job = tiny_job(data=DataConfig("example", epochs=1))
-    plan = plan_of(reading, 3, micro_batch=micro_batch, job=job)
-    verdict = verdict_of(case_of(reading, plan, rows(samples)), steps=5)
+    plan = plan_of(analyzed, 3, micro_batch=micro_batch, job=job)
+    verdict = verdict_of(case_of(analyzed, plan, token_samples(samples)), steps=5)
     assert verdict.passed, str(verdict)
     assert verdict.num_steps == 2
 
 
 def test_dropout_belongs_to_samples_also_where_the_last_batch_is_short():
-    reading = reading_of(p=0.4)
+    analyzed = analyzed_model(p=0.4)
     job = tiny_job(data=DataConfig("example", epochs=1))
     for micro_batch in (0, 2):
         verdict = verdict_of(
-            case_of(reading, plan_of(reading, 3, micro_batch=micro_batch, job=job), rows(17)), steps=2
+            case_of(analyzed, plan_of(analyzed, 3, micro_batch=micro_batch, job=job), token_samples(17)),
+            steps=2,
         )
         assert verdict.passed, str(verdict)
 
 
-def test_a_batch_of_one_sample_per_rank_equals_one_device(reading: AnalyzedModel):
+def test_a_batch_of_one_sample_per_rank_equals_one_device(analyzed: AnalyzedModel):
     job = tiny_job(batch=3)
-    verdict = verdict_of(case_of(reading, plan_of(reading, 3, job=job)), steps=4)
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 3, job=job)), steps=4)
     assert verdict.passed, str(verdict)
 
 
-def test_metrics_are_the_same_on_every_rank(reading: AnalyzedModel):
-    plan = plan_of(reading, 3)
-    batch = case_of(reading, plan).batch_reader
+def test_metrics_are_the_same_on_every_rank(analyzed: AnalyzedModel):
+    plan = plan_of(analyzed, 3)
+    batch = case_of(analyzed, plan).batch_reader
 
     def body(world: object) -> list[object]:
-        player = player_of(reading, plan, world)
+        executor = executor_of(analyzed, plan, world)
         return [
-            player.step(batch(plan, world.rank)(step), stop=world.rank == 1 and step == 1)
+            executor.step(batch(plan, world.rank)(step), stop=world.rank == 1 and step == 1)
             for step in range(2)
         ]
 
@@ -145,13 +153,13 @@ def test_metrics_are_the_same_on_every_rank(reading: AnalyzedModel):
     assert [metrics.stop_requested for metrics in first] == [False, True], "one rank asks, all ranks know"
 
 
-def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: AnalyzedModel):
+def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(analyzed: AnalyzedModel):
     """Held against one forward over all rows: a mean of per-rank means would differ,
     because counts differ.
     """
-    plan = plan_of(reading, 3, job=replace(tiny_job(), train=TrainConfig(steps=20, batch=12)))
-    feed = case_of(reading, plan).batch_reader
-    module, _, _ = reading.make_module("cpu", torch.float64)
+    plan = plan_of(analyzed, 3, job=replace(tiny_job(), train=TrainConfig(steps=20, batch=12)))
+    feed = case_of(analyzed, plan).batch_reader
+    module, _, _ = analyzed.make_module("cpu", torch.float64)
     parts = [feed(plan, rank)(0) for rank in range(3)]
     sums = [
         torch.nn.functional.cross_entropy(
@@ -162,7 +170,7 @@ def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(reading: Ana
     counts = [(part["labels"] != IGNORE_INDEX).sum().item() for part in parts]
     assert len(set(counts)) > 1
     loss = run_on_threads(
-        lambda world: player_of(reading, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh
+        lambda world: executor_of(analyzed, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh
     )[0]
     assert loss == pytest.approx(sum(sums).item() / sum(counts), rel=1e-13)
     assert loss != pytest.approx(sum((s / c).item() for s, c in zip(sums, counts, strict=True)) / 3, rel=1e-6)

@@ -1,5 +1,5 @@
-"""The single master: what it computes, its five kinds of exchange, and what passes through it beside
-`replicate`.
+"""data_parallel_master: parity, its five kinds of messages, and the bytes through the master beside those of
+DDP.
 """
 
 from collections import defaultdict
@@ -27,16 +27,16 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.engine.two_tower_model import CONTRASTIVE, global_batches, reading_of_towers, towers_plan
+from tests.engine.two_tower_model import CONTRASTIVE, analyzed_towers, global_batches, towers_plan
 from tests.tiny_model import (
+    analyzed_model,
     case_of,
     edited,
+    executor_of,
     first_of,
     plan_of,
-    player_of,
-    reading_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
@@ -44,44 +44,46 @@ LED = (BatchSplit(), DataParallelMaster())
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
-def led_plan(reading: AnalyzedModel, ranks: int = 3, **changes: Any) -> Plan:
-    return plan_of(reading, ranks, LED, job=tiny_job(**changes))
+def master_plan(analyzed: AnalyzedModel, ranks: int = 3, **changes: Any) -> Plan:
+    return plan_of(analyzed, ranks, LED, job=tiny_job(**changes))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_it_equals_one_device(reading: AnalyzedModel, ranks: int):
-    plan = led_plan(reading, ranks)
+def test_it_equals_one_device(analyzed: AnalyzedModel, ranks: int):
+    plan = master_plan(analyzed, ranks)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("count", [13, 17])
 def test_it_equals_one_device_with_dropout_and_a_short_last_batch(count: int):
     """Of 13 rows the second batch has 1: the master plays it, and the others stand in."""
-    reading = reading_of(p=0.4, tied=True)
-    plan = led_plan(reading, data=DataConfig("example", epochs=1))
-    verdict = verdict_of(case_of(reading, plan, rows(count)), steps=2)
+    analyzed = analyzed_model(p=0.4, tied=True)
+    plan = master_plan(analyzed, data=DataConfig("example", epochs=1))
+    verdict = verdict_of(case_of(analyzed, plan, token_samples(count)), steps=2)
     assert verdict.passed, str(verdict)
     assert verdict.num_steps == 2
 
 
 def on_a_process(world: World) -> tuple[float, dict[str, torch.Tensor]]:
-    reading = reading_of()
-    plan = led_plan(reading, world.mesh.world_size)
-    with parallelize(reading, plan, world=world) as engine:
+    analyzed = analyzed_model()
+    plan = master_plan(analyzed, world.mesh.world_size)
+    with parallelize(analyzed, plan, world=world) as engine:
         loss = [
-            engine.step(select_local_batch({key: v[:12] for key, v in rows().items()}, plan, world.rank)).loss
+            engine.step(
+                select_local_batch({key: v[:12] for key, v in token_samples().items()}, plan, world.rank)
+            ).loss
             for _ in range(2)
         ][-1]
         return loss, {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
-def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(process_pool: ProcessPool):
+def test_processes_equal_threads_and_all_ranks_end_with_the_same_parameters(process_pool: ProcessPool):
     mesh = Mesh(dp_replicate=3)
     threads, processes = run_on_threads(on_a_process, mesh), process_pool.run(on_a_process, mesh)
     for (loss, parameters), (other, twins) in zip(threads, processes, strict=True):
@@ -90,25 +92,28 @@ def test_processes_do_as_threads_do_and_all_ranks_end_with_the_same_parameters(p
         assert all(torch.equal(value, processes[0][1][name]) for name, value in twins.items())
 
 
-def test_only_the_master_reads_data_and_it_reads_all_of_it(reading: AnalyzedModel):
-    plan = led_plan(reading)
+def test_only_the_master_reads_data_and_it_reads_all_of_it(analyzed: AnalyzedModel):
+    plan = master_plan(analyzed)
     assert [plan.samples_read(rank) for rank in range(3)] == [list(range(12)), [], []]
-    feeds = [open_feed(ExampleDataset(rows()), plan, rank).batch(0) for rank in range(3)]
+    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)]
     assert len(feeds[0]["labels"]) == 12
     assert feeds[1:] == [None, None]
     shares = [
-        select_local_batch({key: value[:7] for key, value in rows().items()}, plan, rank) for rank in range(3)
+        select_local_batch({key: value[:7] for key, value in token_samples().items()}, plan, rank)
+        for rank in range(3)
     ]
     assert [len(batch["labels"]) for batch in shares] == [7, 0, 0]
 
 
-def entries_of(reading: AnalyzedModel, plan: Plan) -> list[list[LedgerEntry]]:
+def entries_of(analyzed: AnalyzedModel, plan: Plan) -> list[list[LedgerEntry]]:
     """What each rank issues in one step."""
 
     def body(world: World) -> list[LedgerEntry]:
-        player = player_of(reading, plan, world)
+        executor = executor_of(analyzed, plan, world)
         world.ledger.is_recording = True
-        player.step(select_local_batch({key: value[:12] for key, value in rows().items()}, plan, world.rank))
+        executor.step(
+            select_local_batch({key: value[:12] for key, value in token_samples().items()}, plan, world.rank)
+        )
         return list(world.ledger.entries)
 
     return run_on_threads(body, plan.mesh)
@@ -127,15 +132,18 @@ def through(entries: list[list[LedgerEntry]], rank: int) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one_of_replicate(
-    reading: AnalyzedModel, ranks: int
+def test_the_ledger_shows_five_kinds_of_messages_and_the_load_of_the_master_beside_ddp(
+    analyzed: AnalyzedModel, ranks: int
 ):
-    mine, theirs = entries_of(reading, led_plan(reading, ranks)), entries_of(reading, plan_of(reading, ranks))
+    mine, theirs = (
+        entries_of(analyzed, master_plan(analyzed, ranks)),
+        entries_of(analyzed, plan_of(analyzed, ranks)),
+    )
     kinds = defaultdict(int)
     for entry in mine[0]:
         kind = "gradient" if "gradient(" in entry.action else entry.action.split("(")[0]
         kinds[kind] += entry.nbytes
-    weights = sum(weight.numel for weight in reading.model_spec.trainable) * 8
+    weights = sum(weight.numel for weight in analyzed.model_spec.trainable) * 8
     inputs, outputs = 12 // ranks * 5 * 8, 12 // ranks * 5 * 13 * 8
     five = {
         "SCATTER": inputs,
@@ -159,65 +167,67 @@ def test_the_ledger_shows_five_kinds_of_exchange_and_the_hot_rank_beside_the_one
     )  # of two, each is the other end
 
 
-def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(reading: AnalyzedModel):
+def test_bytes_in_the_plan_are_bytes_in_the_ledger_in_every_dtype(analyzed: AnalyzedModel):
     for precision in (PrecisionConfig(), PrecisionConfig(compute="bfloat16")):
-        plan = led_plan(reading, precision=precision)
-        assert trace(reading, plan, [0, 1, 2]).passed
-        assert trace(reading, plan, [0, 2], fake=False).passed
+        plan = master_plan(analyzed, precision=precision)
+        assert trace(analyzed, plan, [0, 1, 2]).passed
+        assert trace(analyzed, plan, [0, 2], fake=False).passed
 
 
-def test_the_leader_steps_masters_of_wider_dtype_and_hands_out_rounded_weights(reading: AnalyzedModel):
+def test_the_master_steps_float32_master_weights_and_scatters_rounded_weights(analyzed: AnalyzedModel):
     """What one rank steps for all is what each would have stepped for itself."""
     mixed = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
     def body(world: World, plan: Plan) -> tuple[dict[str, list[float]], int]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             for _ in range(3):
-                engine.step(select_local_batch(rows(12), plan, world.rank))
+                engine.step(select_local_batch(token_samples(12), plan, world.rank))
             weights = {
                 name: value.float().flatten().tolist()
                 for name, value in engine.executor.gather_parameters().items()
             }
             return weights, engine.executor.memory_by_category().get("master", 0)
 
-    alone = plan_of(reading, 1, (), job=tiny_job(precision=mixed))
-    led = run_on_threads(lambda world: body(world, led_plan(reading, precision=mixed)), Mesh(dp_replicate=3))
-    wanted, nbytes = run_on_threads(lambda world: body(world, alone), alone.mesh)[0]
+    alone = plan_of(analyzed, 1, (), job=tiny_job(precision=mixed))
+    led = run_on_threads(
+        lambda world: body(world, master_plan(analyzed, precision=mixed)), Mesh(dp_replicate=3)
+    )
+    expected, nbytes = run_on_threads(lambda world: body(world, alone), alone.mesh)[0]
     assert [held for _, held in led] == [nbytes, 0, 0]
     for weights, _ in led:
         assert weights == led[0][0]
         for name, values in weights.items():
-            assert values == pytest.approx(wanted[name], rel=0.05, abs=0.02)
+            assert values == pytest.approx(expected[name], rel=0.05, abs=0.02)
     with pytest.raises(PlanError, match=r"scaled for float16, and only the rank that updates"):
-        led_plan(reading, precision=PrecisionConfig(compute="float16"))
+        master_plan(analyzed, precision=PrecisionConfig(compute="float16"))
 
 
-def test_a_contrastive_loss_may_be_taken_by_the_master():
+def test_a_contrastive_loss_is_computed_by_the_master():
     bare = replace(
         CONTRASTIVE, total=lambda outputs, batch: CONTRASTIVE.total((*outputs[:2], torch.ones(())), batch)
     )
-    reading = reading_of_towers(bare)
-    plan = towers_plan(reading, Mesh(dp_replicate=3), LED)
+    analyzed = analyzed_towers(bare)
+    plan = towers_plan(analyzed, Mesh(dp_replicate=3), LED)
     assert static_checks(plan) == []
-    verdict = verify(reading, plan, global_batches(17), loss=bare)
+    verdict = verify(analyzed, plan, global_batches(17), loss=bare)
     assert verdict.passed, str(verdict)
 
 
-def test_a_step_without_rows_is_skipped_by_all(reading: AnalyzedModel):
-    plan = led_plan(reading)
+def test_a_step_without_samples_is_skipped_by_all(analyzed: AnalyzedModel):
+    plan = master_plan(analyzed)
 
     def body(world: World) -> bool:
-        return player_of(reading, plan, world).step(None).is_skipped
+        return executor_of(analyzed, plan, world).step(None).is_skipped
 
     assert run_on_threads(body, plan.mesh) == [True] * 3
 
 
-def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: AnalyzedModel, tmp_path: Path):
-    plan = led_plan(reading, optimizer=OptimizerConfig("adamw", lr=0.01))
-    batch = {key: value[:12] for key, value in rows().items()}
+def test_a_checkpoint_contains_the_optimizer_states_of_the_master(analyzed: AnalyzedModel, tmp_path: Path):
+    plan = master_plan(analyzed, optimizer=OptimizerConfig("adamw", lr=0.01))
+    batch = {key: value[:12] for key, value in token_samples().items()}
 
     def body(world: World) -> list[float]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             engine.step(engine.local_batch(batch))
             saved = engine.save(tmp_path)
             after = [engine.step(engine.local_batch(batch)).loss for _ in range(2)]
@@ -228,15 +238,15 @@ def test_a_checkpoint_holds_the_moments_that_the_master_alone_has(reading: Analy
         assert (first, second) == (again, repeated)
 
     def other(world: World) -> list[float]:  # the same checkpoint under another plan
-        with parallelize(reading, plan_of(reading, 2, job=plan.job), world=world) as engine:
+        with parallelize(analyzed, plan_of(analyzed, 2, job=plan.job), world=world) as engine:
             engine.load(next(tmp_path.glob("step-*")))
             return [engine.step(engine.local_batch(batch)).loss for _ in range(2)]
 
     assert run_on_threads(other, Mesh(dp_replicate=2))[0] == pytest.approx([first, second], rel=1e-12)
 
 
-def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
-    reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
+def test_an_output_gradient_sent_to_the_wrong_rank_is_noticed(
+    analyzed: AnalyzedModel, monkeypatch: pytest.MonkeyPatch
 ):
     taken = GlobalBatchLoss._scatter_samples
 
@@ -247,12 +257,12 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         return taken(self, action, column, swapped)
 
     monkeypatch.setattr(GlobalBatchLoss, "_scatter_samples", shifted)
-    step, quantity, _, _ = first_of(verdict_of(case_of(reading, led_plan(reading))))
+    step, quantity, _, _ = first_of(verdict_of(case_of(analyzed, master_plan(analyzed))))
     assert (step, quantity) == (0, "gradient")
 
 
 @pytest.mark.parametrize(
-    ("left_out", "said"),
+    ("left_out", "message"),
     [
         (
             "BROADCAST(head.weight)",
@@ -265,15 +275,17 @@ def test_a_gradient_handed_to_the_wrong_rank_is_noticed(
         ("GATHER(output0)", "LOSS(0) needs all samples of output0 and waits for no GATHER of them"),
     ],
 )
-def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_out: str, said: str):
+def test_a_program_without_one_of_the_messages_fails_the_static_checks(
+    analyzed: AnalyzedModel, left_out: str, message: str
+):
     plan = edited(
-        led_plan(reading), lambda actions: [action for action in actions if action.name != left_out]
+        master_plan(analyzed), lambda actions: [action for action in actions if action.name != left_out]
     )
-    assert any(said in fault.problem for fault in static_checks(plan))
+    assert any(message in fault.problem for fault in static_checks(plan))
 
 
 @pytest.mark.parametrize(
-    ("mesh", "job", "micro_batch", "said"),
+    ("mesh", "job", "micro_batch", "message"),
     [
         (
             Mesh(dp_replicate=3),
@@ -292,31 +304,31 @@ def test_an_exchange_that_is_left_out_is_no_proof(reading: AnalyzedModel, left_o
     ],
     ids=["microbatches", "another axis", "guard", "another dtype on the wire"],
 )
-def test_what_it_cannot_do_is_refused_with_the_repair(
-    reading: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, said: str
+def test_unsupported_plans_are_refused_with_the_repair(
+    analyzed: AnalyzedModel, mesh: Mesh, job: dict, micro_batch: int, message: str
 ):
     with pytest.raises(PlanError) as caught:
-        Plan.make(tiny_job(**job), mesh, reading.model_spec, LED, micro_batch)
-    assert said in str(caught.value)
+        Plan.make(tiny_job(**job), mesh, analyzed.model_spec, LED, micro_batch)
+    assert message in str(caught.value)
 
 
 def test_an_output_of_the_master_alone_is_refused():
     with pytest.raises(
         PlanError, match=r"(?s)output2 of shape \[\], which is not per sample.*use the strategy \"ddp\""
     ):
-        towers_plan(reading_of_towers(), Mesh(dp_replicate=3), LED)
+        towers_plan(analyzed_towers(), Mesh(dp_replicate=3), LED)
 
 
-def test_it_is_one_of_two_stores_on_an_axis():
+def test_it_and_ddp_on_one_axis_are_refused():
     with pytest.raises(
         PlanError,
         match=("data_parallel_master and ddp both decide how parameters are stored along dp_replicate"),
     ):
-        plan_of(reading_of(), 3, (*LED, DDP()))
+        plan_of(analyzed_model(), 3, (*LED, DDP()))
 
 
-def test_the_list_has_the_exchanges_in_their_places(reading: AnalyzedModel):
-    kinds = [action.kind for action in led_plan(reading).program.actions(FIRST_ROLE)]
+def test_the_program_has_the_messages_in_their_places(analyzed: AnalyzedModel):
+    kinds = [action.kind for action in master_plan(analyzed).program.actions(FIRST_ROLE)]
     short = [kind for place, kind in enumerate(kinds) if place == 0 or kinds[place - 1] != kind]
     inside = [
         "TOKEN_COUNT",

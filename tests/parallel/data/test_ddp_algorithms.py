@@ -1,5 +1,5 @@
-"""DDP by every all-reduce algorithm: the program names it, the wire carries it, and the numbers stay those of
-one device.
+"""DDP with every all-reduce algorithm: the program names it, the messages use it, and results equal one
+device.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.test_ddp_numbers import ROUNDING, reduced_gradients
-from tests.run.training.small_run import Course
-from tests.tiny_model import case_of, plan_of, reading_of, verdict_of
+from tests.run.training.small_run import SmallRun
+from tests.tiny_model import analyzed_model, case_of, plan_of, verdict_of
 
 BUCKET_MB = 300 / 2**20
 # among the sizes of the gradients of the tiny model, one at a time
@@ -36,15 +36,15 @@ ALGORITHMS = ["naive", "root", "ring", "parallel", "halving", "doubling", "tree"
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
 def store(algorithm: str) -> DDP:
     return DDP(bucket_mb=BUCKET_MB, algorithm=algorithm)
 
 
-def carried(plan: Plan) -> dict[int, str]:
+def algorithms_by_nbytes(plan: Plan) -> dict[int, str]:
     """The algorithm of each gradient message, by its bytes."""
     return {
         a.transfer.nbytes: a.transfer.algorithm
@@ -56,10 +56,10 @@ def carried(plan: Plan) -> dict[int, str]:
 @pytest.mark.parametrize("ranks", [3, 4])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_it_equals_one_device(reading: AnalyzedModel, algorithm: str, ranks: int, micro_batch: int):
-    plan = plan_of(reading, ranks, (BatchSplit(), store(algorithm)), micro_batch)
+def test_it_equals_one_device(analyzed: AnalyzedModel, algorithm: str, ranks: int, micro_batch: int):
+    plan = plan_of(analyzed, ranks, (BatchSplit(), store(algorithm)), micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
@@ -69,15 +69,15 @@ def test_it_equals_one_device(reading: AnalyzedModel, algorithm: str, ranks: int
     ids=str,
 )
 def test_it_equals_one_device_on_two_hosts_and_one_parameter_at_a_time(
-    reading: AnalyzedModel, strategy: Strategy
+    analyzed: AnalyzedModel, strategy: Strategy
 ):
-    verdict = verdict_of(case_of(reading, plan_of(reading, 4, (BatchSplit(), strategy), 1)))
+    verdict = verdict_of(case_of(analyzed, plan_of(analyzed, 4, (BatchSplit(), strategy), 1)))
     assert verdict.passed, str(verdict)
 
 
-def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_bytes(reading: AnalyzedModel):
-    plan = plan_of(reading, 3, (BatchSplit(), NaiveDDP(algorithm=RULE)))
-    picked = carried(plan)
+def test_each_message_uses_the_algorithm_that_the_rule_picks_for_its_bytes(analyzed: AnalyzedModel):
+    plan = plan_of(analyzed, 3, (BatchSplit(), NaiveDDP(algorithm=RULE)))
+    picked = algorithms_by_nbytes(plan)
     assert {nbytes: get_algorithm(name).name for nbytes, name in picked.items()} == {
         nbytes: "doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring" for nbytes in picked
     }
@@ -90,25 +90,28 @@ def test_each_message_carries_the_one_algorithm_that_the_rule_picks_for_its_byte
     assert [move.algorithm for move in counts] == ["backend", "backend"]
 
 
-def test_a_rule_by_size_counts_the_bytes_of_the_wire(reading: AnalyzedModel):
+def test_a_rule_by_size_counts_bytes_in_the_comm_dtype(analyzed: AnalyzedModel):
     rule = "tree <= 700 B, else ring"
     wide, narrow = (
         plan_of(
-            reading,
+            analyzed,
             3,
             (BatchSplit(), DDP(algorithm=rule)),
-            job=replace(plan_of(reading, 3).job, precision=PrecisionConfig(reduce=wire)),
+            job=replace(plan_of(analyzed, 3).job, precision=PrecisionConfig(reduce=wire)),
         )
         for wire in ("float32", "bfloat16")
     )
-    numel = sum(weight.numel for weight in reading.model_spec.trainable)
+    numel = sum(weight.numel for weight in analyzed.model_spec.trainable)
     assert 2 * numel <= 700 < 4 * numel
-    assert (set(carried(wide).values()), set(carried(narrow).values())) == ({"ring"}, {"tree"})
+    assert (set(algorithms_by_nbytes(wide).values()), set(algorithms_by_nbytes(narrow).values())) == (
+        {"ring"},
+        {"tree"},
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["ring", RULE, "hierarchical/2"])
-def test_a_trace_finds_what_the_program_says(reading: AnalyzedModel, algorithm: str):
-    found = mw.trace(reading, plan_of(reading, 4, (BatchSplit(), store(algorithm)), 1), [1, 3])
+def test_a_trace_finds_what_the_program_says(analyzed: AnalyzedModel, algorithm: str):
+    found = mw.trace(analyzed, plan_of(analyzed, 4, (BatchSplit(), store(algorithm)), 1), [1, 3])
     assert found.passed, str(found)
 
 
@@ -125,20 +128,22 @@ class Odd(DDP):
         return {"REDUCE": reduce}
 
 
-def test_a_sum_by_another_algorithm_than_the_program_says_is_found(reading: AnalyzedModel):
-    plan = plan_of(reading, 3, (BatchSplit(), Odd(bucket_mb=BUCKET_MB, algorithm="ring")))
-    found = mw.trace(reading, plan, [1])
+def test_a_sum_by_another_algorithm_than_the_program_says_is_found(analyzed: AnalyzedModel):
+    plan = plan_of(analyzed, 3, (BatchSplit(), Odd(bucket_mb=BUCKET_MB, algorithm="ring")))
+    found = mw.trace(analyzed, plan, [1])
     assert not found.passed
     assert "(3 ranks, tree)" in str(found)
     assert "(3 ranks, ring)" in str(found)
-    verdict = verdict_of(case_of(reading, plan), 1)
+    verdict = verdict_of(case_of(analyzed, plan), 1)
     assert not verdict.passed
     assert "'ring'" in str(verdict)
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
 @pytest.mark.parametrize("algorithm", ["ring", "halving", "doubling", "tree", "parallel"])
-def test_gradients_in_bfloat16_differ_by_the_roundings_of_their_way_only(algorithm: str, micro_batch: int):
+def test_gradients_in_bfloat16_differ_only_by_the_roundings_of_the_algorithm(
+    algorithm: str, micro_batch: int
+):
     """Each of 3 summands is rounded once, and each of the 2 sums on the way once more, at most."""
     exact, magnitudes = reduced_gradients(PrecisionConfig(), micro_batch)
     rounded, _ = reduced_gradients(PrecisionConfig(reduce="bfloat16"), micro_batch, store(algorithm))
@@ -149,9 +154,9 @@ def test_gradients_in_bfloat16_differ_by_the_roundings_of_their_way_only(algorit
 
 
 def compared(world: World, algorithm: str, micro_batch: int) -> tuple[RankReport, dict[str, float]]:
-    reading = reading_of()
-    plan = plan_of(reading, world.mesh.world_size, (BatchSplit(), store(algorithm)), micro_batch)
-    case = case_of(reading, plan)
+    analyzed = analyzed_model()
+    plan = plan_of(analyzed, world.mesh.world_size, (BatchSplit(), store(algorithm)), micro_batch)
+    case = case_of(analyzed, plan)
     return compare_rank(case, world, run_reference(case, 2)), dict(world.ledger.sent_nbytes)
 
 
@@ -162,7 +167,7 @@ def compared(world: World, algorithm: str, micro_batch: int) -> tuple[RankReport
 def test_it_equals_one_device_on_processes(
     process_pool: ProcessPool, algorithm: str, ranks: int, micro_batch: int
 ):
-    plan = plan_of(reading_of(), ranks, (BatchSplit(), store(algorithm)), micro_batch)
+    plan = plan_of(analyzed_model(), ranks, (BatchSplit(), store(algorithm)), micro_batch)
     sums = [
         (a.name, a.transfer) for a in plan.program.actions(FIRST_ROLE) if a.kind == "REDUCE" and a.transfer
     ]
@@ -178,10 +183,10 @@ def test_it_equals_one_device_on_processes(
 
 @pytest.mark.parametrize("algorithm", ["ring", "tree <= 400 B, else halving"])
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(tmp_path, algorithm: str):
-    straight = Course(tmp_path / "straight", ranks=3, strategies=(BatchSplit(), store(algorithm)))
+    straight = SmallRun(tmp_path / "straight", ranks=3, strategies=(BatchSplit(), store(algorithm)))
     straight.play()
-    course = replace(straight, folder=tmp_path / "stopped", stop=lambda rank, done: done == 6)
-    course.play()
-    replace(course, stop=lambda rank, done: False).play()
-    assert course.losses() == straight.losses()
-    assert compare_checkpoints(course.at(12), straight.at(12)) == []
+    small_run = replace(straight, folder=tmp_path / "stopped", stop=lambda rank, done: done == 6)
+    small_run.play()
+    replace(small_run, stop=lambda rank, done: False).play()
+    assert small_run.losses() == straight.losses()
+    assert compare_checkpoints(small_run.at(12), straight.at(12)) == []

@@ -1,6 +1,4 @@
-"""The lesson in data parallelism: one all-reduce per parameter, and the oracle for the buckets of
-`replicate`.
-"""
+"""naive_ddp: one all-reduce per parameter, which is the reference for the buckets of DDP."""
 
 from dataclasses import replace
 
@@ -17,30 +15,32 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import case_of, plan_of, player_of, reading_of, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, case_of, executor_of, plan_of, tiny_job, verdict_of
 
 NAIVE = (BatchSplit(), NaiveDDP())
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return reading_of()
+def analyzed() -> AnalyzedModel:
+    return analyzed_model()
 
 
-def test_there_is_one_message_per_parameter_after_the_last_backward(reading: AnalyzedModel):
-    actions = plan_of(reading, 3, NAIVE, micro_batch=2).program.actions(FIRST_ROLE)
+def test_there_is_one_message_per_parameter_after_the_last_backward(analyzed: AnalyzedModel):
+    actions = plan_of(analyzed, 3, NAIVE, micro_batch=2).program.actions(FIRST_ROLE)
     reduces = [i for i, action in enumerate(actions) if action.kind == "REDUCE"]
-    assert [actions[i].subject for i in reduces] == [weight.name for weight in reading.model_spec.trainable]
+    assert [actions[i].subject for i in reduces] == [weight.name for weight in analyzed.model_spec.trainable]
     assert min(reduces) > max(i for i, action in enumerate(actions) if action.kind == "B")
 
 
-def test_it_sends_the_bytes_of_replicate_in_more_messages(reading: AnalyzedModel):
+def test_it_sends_the_bytes_of_ddp_in_more_messages(analyzed: AnalyzedModel):
     sizes = {}
     for store in (NaiveDDP(), DDP()):
-        actions = plan_of(reading, 3, (BatchSplit(), store)).program.actions(FIRST_ROLE)
+        actions = plan_of(analyzed, 3, (BatchSplit(), store)).program.actions(FIRST_ROLE)
         sizes[store.name] = [action.transfer.nbytes for action in actions if action.kind == "REDUCE"]
     assert (
-        sum(sizes["naive_ddp"]) == sum(sizes["ddp"]) == sum(w.numel for w in reading.model_spec.trainable) * 8
+        sum(sizes["naive_ddp"])
+        == sum(sizes["ddp"])
+        == sum(w.numel for w in analyzed.model_spec.trainable) * 8
     )
     assert len(sizes["naive_ddp"]) > len(sizes["ddp"])
 
@@ -48,24 +48,24 @@ def test_it_sends_the_bytes_of_replicate_in_more_messages(reading: AnalyzedModel
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"spare": True}, {"p": 0.3}], ids=str)
 def test_it_equals_one_device(options: dict[str, float | bool], ranks: int, micro_batch: int):
-    reading = reading_of(**options)
-    plan = plan_of(reading, ranks, NAIVE, micro_batch=micro_batch)
+    analyzed = analyzed_model(**options)
+    plan = plan_of(analyzed, ranks, NAIVE, micro_batch=micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
-def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
+def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
     after = []
     for store in (NaiveDDP(), DDP(bucket_mb=1e-4)):
-        plan = plan_of(reading, 3, (BatchSplit(), store), micro_batch=2)
-        feed = case_of(reading, plan).batch_reader
+        plan = plan_of(analyzed, 3, (BatchSplit(), store), micro_batch=2)
+        feed = case_of(analyzed, plan).batch_reader
 
         def body(world: World, plan=plan, feed=feed) -> dict[str, torch.Tensor]:
-            player = player_of(reading, plan, world)
+            executor = executor_of(analyzed, plan, world)
             for step in range(10):
-                player.step(feed(plan, world.rank)(step))
-            return {name: p.detach() for name, p in player.state.trained_module.parameters.items()}
+                executor.step(feed(plan, world.rank)(step))
+            return {name: p.detach() for name, p in executor.state.trained_module.parameters.items()}
 
         after.append(run_on_threads(body, plan.mesh)[0])
     for name, tensor in after[0].items():
@@ -73,7 +73,7 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
 
 
 @pytest.mark.parametrize(
-    ("store", "said"),
+    ("store", "message"),
     [
         (
             NaiveDDP("tp"),
@@ -84,7 +84,7 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
         ),
         (
             NaiveDDP("dp_shard"),
-            "strategies.naive_ddp: the copies along dp_shard would all see the same samples: nothing splits",
+            "strategies.naive_ddp: the replicas along dp_shard would all see the same samples: nothing splits",
         ),
         (
             NaiveDDP(algorithm="tree <= 1 KiB"),
@@ -95,17 +95,17 @@ def test_it_equals_replicate_after_ten_steps(reading: AnalyzedModel):
         ),
     ],
 )
-def test_a_field_that_cannot_be_is_refused(reading: AnalyzedModel, store: NaiveDDP, said: str):
+def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, message: str):
     with pytest.raises(PlanError) as caught:
-        plan_of(reading, 3, (BatchSplit(), store))
-    assert said in str(caught.value)
+        plan_of(analyzed, 3, (BatchSplit(), store))
+    assert message in str(caught.value)
 
 
-def test_gradients_in_another_dtype_are_refused(reading: AnalyzedModel):
+def test_gradients_in_another_dtype_are_refused(analyzed: AnalyzedModel):
     job = replace(tiny_job(), precision=PrecisionConfig(reduce="bfloat16"))
     with pytest.raises(
         PlanError, match=r"gradients travel in float32 here, and precision\.reduce is bfloat16"
     ) as caught:
-        plan_of(reading, 3, NAIVE, job=job)
+        plan_of(analyzed, 3, NAIVE, job=job)
     assert caught.value.diagnostics[0].location == "precision.reduce"
     assert caught.value.diagnostics[0].fix == 'use the strategy "ddp", or make the two dtypes equal'

@@ -1,6 +1,4 @@
-"""DDP in numbers: equal to one device, equal on every rank, and within its rounding when gradients travel in
-bfloat16.
-"""
+"""DDP equals one device, all ranks are equal, and gradients in bfloat16 differ by rounding only."""
 
 from dataclasses import replace
 from functools import cache
@@ -19,7 +17,7 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import case_of, plan_of, player_of, reading_of, tiny_job, verdict_of
+from tests.tiny_model import analyzed_model, case_of, executor_of, plan_of, tiny_job, verdict_of
 
 SMALL = DDP(bucket_mb=300 / 2**20)
 ROUNDING = 2.0**-8  # of bfloat16, relative: 8 bits of significand, to nearest
@@ -31,17 +29,17 @@ ROUNDING = 2.0**-8  # of bfloat16, relative: 8 bits of significand, to nearest
     "options", [{}, {"tied": True}, {"spare": True}, {"frozen": True}, {"p": 0.3}], ids=str
 )
 def test_it_equals_one_device(options: dict[str, float | bool], store: DDP, ranks: int, micro_batch: int):
-    reading = reading_of(**options)
-    plan = plan_of(reading, ranks, (BatchSplit(), store), micro_batch)
+    analyzed = analyzed_model(**options)
+    plan = plan_of(analyzed, ranks, (BatchSplit(), store), micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
     assert verdict.num_steps == 3
 
 
 def test_parameters_that_no_step_reaches_are_sent_as_zeros():
-    reading = reading_of(spare=True)
-    plan = plan_of(reading, 3, (BatchSplit(), SMALL))
+    analyzed = analyzed_model(spare=True)
+    plan = plan_of(analyzed, 3, (BatchSplit(), SMALL))
     sent = {
         name
         for action in plan.program.actions(FIRST_ROLE)
@@ -49,7 +47,7 @@ def test_parameters_that_no_step_reaches_are_sent_as_zeros():
         for name in action.tensors
     }
     assert "layers.3.linear.weight" in sent
-    assert verdict_of(case_of(reading, plan)).max_errors["gradient"] < 1e-10
+    assert verdict_of(case_of(analyzed, plan)).max_errors["gradient"] < 1e-10
 
 
 @cache
@@ -57,11 +55,11 @@ def reduced_gradients(
     precision: PrecisionConfig, micro_batch: int, store: DDP = SMALL
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The gradients that CLIP sees on rank 1 of 3, and the sum of the magnitudes of all ranks' summands."""
-    reading = reading_of()
+    analyzed = analyzed_model()
     job = replace(tiny_job(), precision=precision)
-    plan = plan_of(reading, 3, (BatchSplit(), store), micro_batch, job)
+    plan = plan_of(analyzed, 3, (BatchSplit(), store), micro_batch, job)
     assert static_checks(plan) == []
-    feed = case_of(reading, plan).batch_reader
+    feed = case_of(analyzed, plan).batch_reader
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     def body(world: World) -> None:
@@ -70,7 +68,7 @@ def reduced_gradients(
                 name: p.grad.clone() for name, p in state.trained_module.trainable_parameters.items()
             }
 
-        player_of(reading, plan, world, extra_handlers={"CLIP": look}).step(feed(plan, world.rank)(0))
+        executor_of(analyzed, plan, world, extra_handlers={"CLIP": look}).step(feed(plan, world.rank)(0))
 
     run_on_threads(body, plan.mesh)
     for other in (0, 2):
@@ -81,7 +79,7 @@ def reduced_gradients(
     count = sum((batch["labels"] != IGNORE_INDEX).sum().item() for batch in batches)
     magnitudes = {name: torch.zeros_like(grad) for name, grad in seen[1].items()}
     for batch in batches:
-        module, _, parameters = reading.make_module("cpu", torch.float32)
+        module, _, parameters = analyzed.make_module("cpu", torch.float32)
         (token_cross_entropy().total(module(batch["input_ids"]), batch) / count).backward()
         for name, total in magnitudes.items():
             total += parameters[name].grad.abs()
@@ -105,25 +103,25 @@ def test_gradients_in_bfloat16_differ_by_their_rounding_only(micro_batch: int):
 
 
 def twenty_adam_steps(world: World) -> tuple[dict[str, str], list[Metrics]]:
-    reading = reading_of(p=0.1)
+    analyzed = analyzed_model(p=0.1)
     job = replace(tiny_job(), precision=PrecisionConfig(), optimizer=OptimizerConfig("adamw", lr=0.01))
-    plan = plan_of(reading, 3, (BatchSplit(), SMALL), 2, job)
-    feed = case_of(reading, plan).batch_reader(plan, world.rank)
-    player = player_of(reading, plan, world)
-    metrics = [player.step(feed(step)) for step in range(20)]
+    plan = plan_of(analyzed, 3, (BatchSplit(), SMALL), 2, job)
+    feed = case_of(analyzed, plan).batch_reader(plan, world.rank)
+    executor = executor_of(analyzed, plan, world)
+    metrics = [executor.step(feed(step)) for step in range(20)]
     return {
-        name: sha256(value.numpy().tobytes()).hexdigest() for name, value in player.state_dict().items()
+        name: sha256(value.numpy().tobytes()).hexdigest() for name, value in executor.state_dict().items()
     }, metrics
 
 
 def test_replicas_hold_the_same_bits_after_twenty_adam_steps_in_processes(process_pool: ProcessPool):
-    (first, metrics), *others = process_pool.run(twenty_adam_steps, plan_of(reading_of(), 3).mesh)
+    (first, metrics), *others = process_pool.run(twenty_adam_steps, plan_of(analyzed_model(), 3).mesh)
     assert all(other == (first, metrics) for other in others)
     assert metrics[-1].loss < metrics[0].loss
     assert any(name.startswith("optimizer/exp_avg_sq/") for name in first)
 
 
 def test_the_same_plan_run_twice_gives_the_same_bits():
-    runs = [run_on_threads(twenty_adam_steps, plan_of(reading_of(), 3).mesh) for _ in range(2)]
+    runs = [run_on_threads(twenty_adam_steps, plan_of(analyzed_model(), 3).mesh) for _ in range(2)]
     assert runs[0] == runs[1]
     assert runs[0][0] == runs[0][1] == runs[0][2]

@@ -1,4 +1,4 @@
-"""ZeRO on paper: its law of bytes, its buffers, its place in the list, and what it refuses."""
+"""The program of ZeRO: bytes by the law, buffers, position of its actions, and refusals."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -21,9 +21,9 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.parallel.data.test_zero_numbers import SHARD, sharded
-from tests.tiny_model import edited, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples
 
 PRECISIONS = [
     PrecisionConfig(),
@@ -31,25 +31,25 @@ PRECISIONS = [
     PrecisionConfig("float64", "float64", "float64"),
 ]
 
-PAPER = Paper()
+PAPER = SyntheticModel()
 
 
-def on_paper(
+def synthetic_plan(
     zero: Strategy,
     ranks: int = 3,
     micro_batch: int = 0,
-    paper: Paper = PAPER,
+    paper: SyntheticModel = PAPER,
     precision: PrecisionConfig = PRECISIONS[0],
 ) -> Plan:
     job = replace(tiny_job(batch=4 * ranks), precision=precision)
-    return Plan.make(job, Mesh(dp_shard=ranks), paper.anatomy, (SHARD, zero), micro_batch)
+    return Plan.make(job, Mesh(dp_shard=ranks), paper.model_spec, (SHARD, zero), micro_batch)
 
 
 def actions_of(plan: Plan, *kinds: str) -> list[Action]:
     return [action for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds]
 
 
-def sent(plan: Plan, kind: str) -> int:
+def bytes_sent(plan: Plan, kind: str) -> int:
     """The bytes that leave one rank for all actions of `kind`."""
     ranks = plan.mesh.dp_shard
     return sum(
@@ -59,7 +59,7 @@ def sent(plan: Plan, kind: str) -> int:
     )
 
 
-def unit(plan: Plan, dtype: str) -> int:
+def gather_nbytes(plan: Plan, dtype: str) -> int:
     """(n-1) ceil(N_b/n) wire bytes, summed over the bundles."""
     ranks = plan.mesh.dp_shard
     return sum(
@@ -72,35 +72,39 @@ def unit(plan: Plan, dtype: str) -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 7, 1024])
 @pytest.mark.parametrize("micro", [1, 4])
 def test_every_stage_sends_what_the_law_says(ranks: int, micro: int, precision: PrecisionConfig):
-    paper = Paper(layers=5, numel=77)
+    paper = SyntheticModel(layers=5, numel=77)
     for zero, gathers, sums in [
         (ZeRO(stage=1), 1, 1),
         (ZeRO(stage=2), 1, micro),
         (ZeRO(stage=3, gather="microbatch"), micro, micro),
         (ZeRO(stage=3, gather="step"), 1, micro),
     ]:
-        plan = on_paper(zero, ranks, 4 // micro, paper, precision)
+        plan = synthetic_plan(zero, ranks, 4 // micro, paper, precision)
         assert static_checks(plan) == []
         spared = (
-            (gathers - 1) * unit(plan, precision.parameters) // 5
+            (gathers - 1) * gather_nbytes(plan, precision.parameters) // 5
         )  # the first block ends one microbatch and begins the next
-        assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters) - spared, zero
-        assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce), zero
+        assert bytes_sent(plan, "UNSHARD") == gathers * gather_nbytes(plan, precision.parameters) - spared, (
+            zero
+        )
+        assert bytes_sent(plan, "REDUCE") == sums * gather_nbytes(plan, precision.reduce), zero
 
 
 @pytest.mark.parametrize("micro", [1, 4])
-def test_weights_that_are_gathered_for_each_use_travel_twice_but_for_the_last_block(micro: int):
-    plan = on_paper(ZeRO(), 3, 4 // micro, Paper(layers=5, numel=77))
+def test_weights_gathered_for_each_use_are_sent_twice_except_those_of_the_last_block(micro: int):
+    plan = synthetic_plan(ZeRO(), 3, 4 // micro, SyntheticModel(layers=5, numel=77))
     one = 2 * -(-77 // 3) * 4
     # the last block's backward follows its forward, and the next microbatch's first forward the first
     # block's backward
-    assert sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
+    assert bytes_sent(plan, "UNSHARD") == one * (micro * (2 * 5 - 1) - (micro - 1))
 
 
-def ledger_of(reading: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
+def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
     """What one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
-    player_of(reading, plan, world).step({key: value[: plan.local_batch] for key, value in rows().items()})
+    executor_of(analyzed, plan, world).step(
+        {key: value[: plan.local_batch] for key, value in token_samples().items()}
+    )
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
     return dict(world.ledger.sent_nbytes)
@@ -108,33 +112,33 @@ def ledger_of(reading: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_rank_777_of_1024_sends_what_the_law_says(stage: int):
-    reading = reading_of(tied=True)
+    analyzed = analyzed_model(tied=True)
     plan = sharded(
-        reading, 1024, ZeRO(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048)
+        analyzed, 1024, ZeRO(stage=stage, gather="step" if stage == 3 else "use"), 1, tiny_job(batch=2048)
     )
-    told = ledger_of(reading, plan, FakeWorld(plan.mesh, 777))
+    told = bytes_sent_by_action(analyzed, plan, FakeWorld(plan.mesh, 777))
     for kind, times in (("UNSHARD", 1), ("REDUCE", 1 if stage == 1 else 2)):
-        assert sum(Fraction(value) for name, value in told.items() if name.startswith(kind)) == times * unit(
-            plan, "float64"
-        )
+        assert sum(
+            Fraction(value) for name, value in told.items() if name.startswith(kind)
+        ) == times * gather_nbytes(plan, "float64")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_every_rank_sends_what_the_program_says(stage: int):
-    reading = reading_of(tied=True, frozen=False)
-    plan = sharded(reading, 3, ZeRO(stage=stage), 2)
-    for told in run_on_threads(lambda world: ledger_of(reading, plan, world), plan.mesh):
+    analyzed = analyzed_model(tied=True, frozen=False)
+    plan = sharded(analyzed, 3, ZeRO(stage=stage), 2)
+    for told in run_on_threads(lambda world: bytes_sent_by_action(analyzed, plan, world), plan.mesh):
         mine = sum(value for name, value in told.items() if name.startswith("UNSHARD"))
-        assert mine == sent(plan, "UNSHARD")
+        assert mine == bytes_sent(plan, "UNSHARD")
 
 
-def test_hybrid_sums_inside_then_across():
+def test_hsdp_reduces_inside_groups_and_then_across_replicas():
     mesh = Mesh(dp_replicate=4, dp_shard=3)
     job = tiny_job(batch=48)
     plan = Plan.make(
         job,
         mesh,
-        Paper(layers=2, numel=77).anatomy,
+        SyntheticModel(layers=2, numel=77).model_spec,
         (BatchSplit(), SHARD, ZeRO(stage=2, replicate_axis="dp_replicate")),
         2,
     )
@@ -144,9 +148,12 @@ def test_hybrid_sums_inside_then_across():
     assert sorted(moves) == sorted([inside] * 4 + [across] * 2)
 
 
-def test_weights_come_a_block_ahead_and_go_when_they_were_used():
+def test_weights_are_prefetched_one_block_ahead_and_resharded_after_use():
     names = [
-        action.name for action in actions_of(on_paper(ZeRO(), paper=Paper(3)), "F", "B", "UNSHARD", "RESHARD")
+        action.name
+        for action in actions_of(
+            synthetic_plan(ZeRO(), paper=SyntheticModel(3)), "F", "B", "UNSHARD", "RESHARD"
+        )
     ]
     assert names[:6] == [
         "UNSHARD(layer0, F, 0)",
@@ -162,7 +169,7 @@ def test_weights_come_a_block_ahead_and_go_when_they_were_used():
 @pytest.mark.parametrize(("ahead", "buffers"), [(0, 1), (1, 2), (2, 3)])
 def test_the_number_of_buffers_does_not_depend_on_the_model(ahead: int, buffers: int):
     for layers in (4, 9):
-        plan = on_paper(ZeRO(prefetch=ahead), paper=Paper(layers), micro_batch=1)
+        plan = synthetic_plan(ZeRO(prefetch=ahead), paper=SyntheticModel(layers), micro_batch=1)
         taken = {hold.name for action in actions_of(plan, "UNSHARD", "PACK") for hold in action.allocations}
         assert taken == {f"weight buffer {i}" for i in range(buffers)} | {
             "gradient buffer 0",
@@ -170,10 +177,10 @@ def test_the_number_of_buffers_does_not_depend_on_the_model(ahead: int, buffers:
         }
 
 
-def test_a_budget_keeps_weights_that_would_be_gathered_again():
-    paper, nbytes = Paper(6), 102 * 4
+def test_a_budget_keeps_weights_that_would_be_regathered():
+    paper, nbytes = SyntheticModel(6), 102 * 4
     counts = [
-        len(actions_of(on_paper(ZeRO(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD"))
+        len(actions_of(synthetic_plan(ZeRO(keep_mb=kept * nbytes / 2**20), paper=paper), "UNSHARD"))
         for kept in range(7)
     ]
     assert counts == [11, 10, 9, 8, 7, 6, 6]
@@ -196,12 +203,12 @@ def test_a_budget_keeps_weights_that_would_be_gathered_again():
     ],
     ids=str,
 )
-def test_it_refuses(zero: ZeRO, text: str):
+def test_invalid_options_are_refused(zero: ZeRO, text: str):
     with pytest.raises(PlanError, match=text):
-        on_paper(zero)
+        synthetic_plan(zero)
 
 
-def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
+def test_shards_without_a_replicate_axis_on_the_other_axis_are_refused_with_it():
     with pytest.raises(
         PlanError,
         match=(
@@ -211,20 +218,27 @@ def test_shards_without_copies_along_the_other_axis_are_told_to_be_copied():
         ),
     ):
         Plan.make(
-            tiny_job(), Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD, ZeRO())
+            tiny_job(),
+            Mesh(dp_replicate=2, dp_shard=2),
+            SyntheticModel().model_spec,
+            (BatchSplit(), SHARD, ZeRO()),
         )
 
 
-def test_whole_copies_and_shards_are_refused_together():
-    mesh, anatomy, both = Mesh(dp_replicate=2, dp_shard=2), Paper().anatomy, (BatchSplit(), SHARD)
+def test_ddp_and_zero_together_are_refused():
+    mesh, model_spec, both = (
+        Mesh(dp_replicate=2, dp_shard=2),
+        SyntheticModel().model_spec,
+        (BatchSplit(), SHARD),
+    )
     with pytest.raises(
         PlanError, match=(r"zero cuts the weights into shards\n.*replicate_axis = " r'"dp_replicate"')
     ):
-        Plan.make(tiny_job(), mesh, anatomy, (*both, ZeRO(), DDP()))
+        Plan.make(tiny_job(), mesh, model_spec, (*both, ZeRO(), DDP()))
     with pytest.raises(
         PlanError, match=r'stores the weights along dp_replicate already\n.*replicate_axis = "dp_replicate"'
     ):
-        Plan.make(tiny_job(), mesh, anatomy, (*both, DDP(), ZeRO(replicate_axis="dp_replicate")))
+        Plan.make(tiny_job(), mesh, model_spec, (*both, DDP(), ZeRO(replicate_axis="dp_replicate")))
 
 
 @pytest.mark.parametrize(
@@ -235,8 +249,8 @@ def test_whole_copies_and_shards_are_refused_together():
         ("RESHARD", "which UNSHARD(layer0, F, 0) has allocated already"),
     ],
 )
-def test_the_proof_misses_a_forgotten_action(kind: str, text: str):
-    plan = on_paper(ZeRO(), paper=Paper(3))
+def test_the_static_checks_report_a_missing_action(kind: str, text: str):
+    plan = synthetic_plan(ZeRO(), paper=SyntheticModel(3))
     first = actions_of(plan, kind)[0]
     faults = static_checks(edited(plan, lambda actions: [action for action in actions if action != first]))
     assert any(text in str(fault) for fault in faults), faults

@@ -1,5 +1,5 @@
-"""ZeRO with frozen weights of any dtype beside trained ones in a block: cut into shards as they are, never
-summed, exact.
+"""ZeRO with frozen weights of any dtype beside trained ones in a block: sharded in their own dtype, never
+reduced, exact.
 """
 
 from dataclasses import replace
@@ -26,7 +26,16 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
 from tests.parallel.data.test_zero_numbers import SHARD
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, case_of, player_of, rows, tiny_job, verdict_of
+from tests.tiny_model import (
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    case_of,
+    executor_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
 FLOATS = PrecisionConfig()
 
@@ -72,37 +81,37 @@ class Mixed(nn.Module):
 
 @cache
 def mixed() -> AnalyzedModel:
-    return analyze(Mixed, rows(2))
+    return analyze(Mixed, token_samples(2))
 
 
 def planned(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     ranks: int,
     stage: int,
     micro_batch: int = 0,
     precision: PrecisionConfig | None = None,
 ) -> Plan:
     job = tiny_job() if precision is None else tiny_job(precision=precision)
-    return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, ZeRO(stage=stage)), micro_batch)
+    return make_plan(analyzed, job, Mesh(dp_shard=ranks), (SHARD, ZeRO(stage=stage)), micro_batch)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 1)])
 def test_a_block_of_many_dtypes_equals_one_device(ranks: int, micro_batch: int, stage: int):
-    reading = mixed()
-    plan = planned(reading, ranks, stage, micro_batch)
+    analyzed = mixed()
+    plan = planned(analyzed, ranks, stage, micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
-def test_whole_copies_of_it_equal_one_device():
-    reading = mixed()
-    verdict = verdict_of(case_of(reading, make_plan(reading, tiny_job(), Mesh(dp_replicate=3))))
+def test_ddp_with_many_dtypes_equals_one_device():
+    analyzed = mixed()
+    verdict = verdict_of(case_of(analyzed, make_plan(analyzed, tiny_job(), Mesh(dp_replicate=3))))
     assert verdict.passed, str(verdict)
 
 
-def test_a_weight_has_a_dtype_of_its_own_only_where_that_is_not_the_jobs():
+def test_a_weight_states_its_dtype_only_where_it_differs_from_the_jobs():
     own = {weight.name: weight.dtype for weight in mixed().model_spec.params if weight.dtype}
     layers = {
         f"layers.{i}.{name}": dtype
@@ -124,12 +133,12 @@ def test_a_model_made_in_one_dtype_follows_the_job():
         model[0].requires_grad_(False)
         return model
 
-    reading = analyze(narrow, {"input": torch.zeros(2, 3, dtype=torch.bfloat16)})
-    assert {weight.dtype for weight in reading.model_spec.params} == {""}
-    assert {p.dtype for p in reading.make_module("cpu", torch.float32)[2].values()} == {torch.float32}
+    analyzed = analyze(narrow, {"input": torch.zeros(2, 3, dtype=torch.bfloat16)})
+    assert {weight.dtype for weight in analyzed.model_spec.params} == {""}
+    assert {p.dtype for p in analyzed.make_module("cpu", torch.float32)[2].values()} == {torch.float32}
 
 
-def test_bundles_of_frozen_weights_are_of_one_dtype_each():
+def test_parameter_groups_of_frozen_weights_have_one_dtype_each():
     names = [bundle.name for bundle in planned(mixed(), 2, 3).sharding.param_groups(frozen=True)]
     assert sorted(names) == sorted(
         [
@@ -141,9 +150,9 @@ def test_bundles_of_frozen_weights_are_of_one_dtype_each():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: int):
-    reading = mixed()
-    plan = planned(reading, ranks, 3, precision=FLOATS)
+def test_frozen_weights_are_sharded_and_gathered_in_their_own_dtype(ranks: int):
+    analyzed = mixed()
+    plan = planned(analyzed, ranks, 3, precision=FLOATS)
     moves = {
         action.tensors: action.transfer
         for action in plan.program.actions(FIRST_ROLE)
@@ -164,14 +173,14 @@ def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: in
     )
 
     def rank(world: World) -> list[torch.dtype]:
-        player = player_of(reading, plan, world)
-        player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-        held = player.flat_params.by_param_group.values()
-        assert not frozen & set(player.flat_params.optimizer_params())
+        executor = executor_of(analyzed, plan, world)
+        executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
+        held = executor.flat_params.by_param_group.values()
+        assert not frozen & set(executor.flat_params.optimizer_params())
         assert not any(each.gradient is not None for each in held if set(each.views) & frozen)
-        assert player.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
+        assert executor.memory_by_category()["parameters"] == state_bytes(plan, world.rank).parameters
         return [
-            player.gather_parameters()[name].dtype
+            executor.gather_parameters()[name].dtype
             for name in ("layers.0.packed", "layers.1.open", "layers.0.scale")
         ]
 
@@ -179,13 +188,13 @@ def test_frozen_weights_lie_in_shards_in_their_own_dtype_and_travel_so(ranks: in
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_on_paper_sends_what_the_program_says(stage: int):
-    reading = mixed()
-    traced = trace(reading, planned(reading, 3, stage, precision=FLOATS))
+def test_a_traced_rank_sends_what_the_program_states(stage: int):
+    analyzed = mixed()
+    traced = trace(analyzed, planned(analyzed, 3, stage, precision=FLOATS))
     assert traced.passed, str(traced)
 
 
-def test_a_store_that_spoils_whole_numbers_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_corrupted_integer_weights_are_noticed(monkeypatch: pytest.MonkeyPatch):
     usual = FlatParams._make_sharded
 
     def cast(self: FlatParams, arena, buffer, nbytes):
@@ -196,15 +205,15 @@ def test_a_store_that_spoils_whole_numbers_is_noticed(monkeypatch: pytest.Monkey
         return usual(self, arena, buffer, nbytes)
 
     monkeypatch.setattr(FlatParams, "_make_sharded", cast)
-    reading = mixed()
-    verdict = verdict_of(case_of(reading, planned(reading, 2, 3)), steps=1)
+    analyzed = mixed()
+    verdict = verdict_of(case_of(analyzed, planned(analyzed, 2, 3)), steps=1)
     assert not verdict.passed
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
-    reading = mixed()
-    plan = planned(reading, 2, 3)
+def test_integer_weights_do_not_weaken_the_comparison_of_floats_beside_them():
+    analyzed = mixed()
+    plan = planned(analyzed, 2, 3)
 
     def off(case, world):
         own = case.make_trained_module
@@ -219,7 +228,7 @@ def test_whole_numbers_do_not_blunt_the_comparison_of_the_floats_beside_them():
 
         return replace(case, make_trained_module=spoiled)
 
-    assert not verdict_of(case_of(reading, plan), steps=1, on_rank=off).passed
+    assert not verdict_of(case_of(analyzed, plan), steps=1, on_rank=off).passed
 
 
 def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
@@ -239,37 +248,37 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
             return self.head(self.layers[0](self.embed(input_ids)))
 
     for last in (False, True):
-        reading = analyze(lambda last=last: Tied(last=last), rows(2))
-        weight = next(weight for weight in reading.model_spec.params if weight.name == "embed.weight")
+        analyzed = analyze(lambda last=last: Tied(last=last), token_samples(2))
+        weight = next(weight for weight in analyzed.model_spec.params if weight.name == "embed.weight")
         assert (weight.trainable, weight.aliases) == (not last, ("head.weight",))
-        plan = planned(reading, 3, 3)
+        plan = planned(analyzed, 3, 3)
         bundle = next(bundle for bundle in plan.sharding.param_groups(frozen=last) if weight in bundle.params)
         assert bundle.block_calls == ("embed", "head")
-        verdict = verdict_of(case_of(reading, plan))
+        verdict = verdict_of(case_of(analyzed, plan))
         assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize(("before", "after"), [((3, 3), (2, 3)), ((2, 3), (3, 1)), ((3, 2), (1, 0))])
-def test_a_checkpoint_holds_them_and_is_taken_up_by_other_ranks(
+def test_a_checkpoint_contains_them_and_is_loaded_by_another_number_of_ranks(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ):
-    reading = mixed()
+    analyzed = mixed()
 
     def plan_of(ranks: int, stage: int) -> Plan:
         return (
-            planned(reading, ranks, stage, precision=FLOATS)
+            planned(analyzed, ranks, stage, precision=FLOATS)
             if stage
-            else make_plan(reading, tiny_job(precision=FLOATS))
+            else make_plan(analyzed, tiny_job(precision=FLOATS))
         )
 
     def saves(world: World) -> dict[str, bytes]:
-        with parallelize(reading, plan_of(*before), world=world) as engine:
-            engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+        with parallelize(analyzed, plan_of(*before), world=world) as engine:
+            engine.step(engine.local_batch({key: value[:12] for key, value in token_samples().items()}))
             engine.save(tmp_path)
             return bits(engine.executor.gather_parameters())
 
     def loads(world: World) -> dict[str, bytes]:
-        with parallelize(reading, plan_of(*after), world=world) as engine:
+        with parallelize(analyzed, plan_of(*after), world=world) as engine:
             engine.load(next(tmp_path.iterdir()))
             return bits(engine.executor.gather_parameters())
 
@@ -293,8 +302,8 @@ class Complex(nn.Module):
         return self.layers[0](x * self.turn.real.to(x.dtype))
 
 
-def test_dtypes_that_cannot_be_cut_or_stepped_are_refused():
-    frozen, trained = (analyze(lambda on=on: Complex(trained=on), rows(2)) for on in (False, True))
+def test_dtypes_that_cannot_be_sharded_or_trained_are_refused():
+    frozen, trained = (analyze(lambda on=on: Complex(trained=on), token_samples(2)) for on in (False, True))
     with pytest.raises(PlanError, match=r"turn is of complex64, which is not cut into shards\n.*stage = 2"):
         planned(frozen, 2, 3)
     assert static_checks(planned(frozen, 2, 2)) == []

@@ -1,4 +1,4 @@
-"""Every rule under every stage: shards cut at its grain give what one device computes."""
+"""Every optimizer under every ZeRO stage: shards cut at its alignment give the result of one device."""
 
 from collections.abc import Callable
 from functools import cache
@@ -20,45 +20,47 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, SHARD, Wide, error, outcome, plan_of, trained
-from tests.tiny_model import player_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return analyze(Wide, rows(2))
+def analyzed() -> AnalyzedModel:
+    return analyze(Wide, token_samples(2))
 
 
 @pytest.fixture(scope="module")
-def alone(reading: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
-    return cache(lambda rule: outcome(reading, plan_of(reading, rule)))
+def alone(analyzed: AnalyzedModel) -> Callable[[str], dict[str, torch.Tensor]]:
+    return cache(lambda rule: outcome(analyzed, plan_of(analyzed, rule)))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_shards_become_what_one_device_becomes(
-    reading: AnalyzedModel, alone: Callable, rule: str, stage: int, ranks: int
+def test_shards_are_updated_as_on_one_device(
+    analyzed: AnalyzedModel, alone: Callable, rule: str, stage: int, ranks: int
 ):
-    plan = plan_of(reading, rule, ranks, stage, micro_batch=2)
+    plan = plan_of(analyzed, rule, ranks, stage, micro_batch=2)
     assert static_checks(plan) == []
-    assert error(outcome(reading, plan), alone(rule)) < 1e-10
+    assert error(outcome(analyzed, plan), alone(rule)) < 1e-10
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion", "adafactor", "muon", "several"])
-def test_shards_over_replicas_do_too(reading: AnalyzedModel, alone: Callable, rule: str, stage: int):
-    plan = plan_of(reading, rule, 3, stage, replicas=2)
+def test_shards_over_replicas_are_updated_as_on_one_device(
+    analyzed: AnalyzedModel, alone: Callable, rule: str, stage: int
+):
+    plan = plan_of(analyzed, rule, 3, stage, replicas=2)
     assert static_checks(plan) == []
-    assert error(outcome(reading, plan), alone(rule)) < 1e-10
+    assert error(outcome(analyzed, plan), alone(rule)) < 1e-10
 
 
-def test_more_ranks_than_a_block_has_matrices(reading: AnalyzedModel, alone: Callable):
-    assert error(outcome(reading, plan_of(reading, "several", 6)), alone("several")) < 1e-10
+def test_more_ranks_than_a_block_has_matrices(analyzed: AnalyzedModel, alone: Callable):
+    assert error(outcome(analyzed, plan_of(analyzed, "several", 6)), alone("several")) < 1e-10
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_arenas_are_cut_at_the_grain_of_the_rule(reading: AnalyzedModel, rule: str):
-    plan = plan_of(reading, rule, 3)
+def test_flat_params_are_sharded_at_the_alignment_of_the_optimizer(analyzed: AnalyzedModel, rule: str):
+    plan = plan_of(analyzed, rule, 3)
     weights = {weight.name: weight for weight in plan.model_spec.params}
     found = set()
     for arena in plan.sharding.flat_param_specs().values():
@@ -75,29 +77,29 @@ def test_arenas_are_cut_at_the_grain_of_the_rule(reading: AnalyzedModel, rule: s
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "adafactor", "several"])
-def test_verify_cuts_as_the_plan_does(reading: AnalyzedModel, rule: str):
-    plan = plan_of(reading, rule, 3)
-    batches = [{key: value[:12] for key, value in rows().items()}] * 2
-    verdict = verify(reading, plan, batches)
+def test_verify_shards_as_the_plan_does(analyzed: AnalyzedModel, rule: str):
+    plan = plan_of(analyzed, rule, 3)
+    batches = [{key: value[:12] for key, value in token_samples().items()}] * 2
+    verdict = verify(analyzed, plan, batches)
     assert verdict.passed, str(verdict)
     assert verdict.planned_nbytes == {name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)}
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "lion_bf16", "several"])
-def test_a_rank_of_many_sends_what_is_planned_without_any_values(reading: AnalyzedModel, rule: str):
+def test_a_traced_rank_of_many_sends_what_is_planned(analyzed: AnalyzedModel, rule: str):
     job = tiny_job(batch=64, optimizer=RULES[rule])
-    traced = trace(reading, make_plan(reading, job, Mesh(dp_shard=64), (SHARD, ZeRO(stage=2))))
+    traced = trace(analyzed, make_plan(analyzed, job, Mesh(dp_shard=64), (SHARD, ZeRO(stage=2))))
     assert traced.passed, traced.diagnostics
     assert traced.tensor_kind == "fake"
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_masters_are_stepped_by_every_rule(reading: AnalyzedModel, rule: str):
+def test_master_weights_are_stepped_by_every_optimizer(analyzed: AnalyzedModel, rule: str):
     halves = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
     job = tiny_job(optimizer=RULES[rule], precision=halves)
-    begin = outcome(reading, make_plan(reading, job, Mesh(), ()), steps=0)
+    begin = outcome(analyzed, make_plan(analyzed, job, Mesh(), ()), steps=0)
     alone, cut = (
-        outcome(reading, make_plan(reading, job, Mesh(dp_shard=ranks), strategies), steps=2)
+        outcome(analyzed, make_plan(analyzed, job, Mesh(dp_shard=ranks), strategies), steps=2)
         for ranks, strategies in ((1, ()), (3, (SHARD, ZeRO(stage=2))))
     )
     far = max((value.float() - begin[name].float()).abs().max().item() for name, value in alone.items())
@@ -107,14 +109,14 @@ def test_masters_are_stepped_by_every_rule(reading: AnalyzedModel, rule: str):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("rule", RULES)
-def test_live_moments_are_what_the_law_says(reading: AnalyzedModel, rule: str, ranks: int):
-    plan = plan_of(reading, rule, ranks)
+def test_live_optimizer_states_equal_the_formula(analyzed: AnalyzedModel, rule: str, ranks: int):
+    plan = plan_of(analyzed, rule, ranks)
     weights = {weight.name: weight for weight in plan.model_spec.params}
 
     def live(world: World) -> tuple[int, int]:
-        player = player_of(reading, plan, world)
-        trained(player, world, 1)
-        states = [held for optimizer in player.optimizers for held in optimizer.state.values()]
+        executor = executor_of(analyzed, plan, world)
+        trained(executor, world, 1)
+        states = [held for optimizer in executor.optimizers for held in optimizer.state.values()]
         kept = [
             value
             for held in states
@@ -122,7 +124,7 @@ def test_live_moments_are_what_the_law_says(reading: AnalyzedModel, rule: str, r
             if isinstance(value, torch.Tensor) and key != "step"
         ]
         law = 0
-        for name, parameter in player.flat_params.optimizer_params().items():
+        for name, parameter in executor.flat_params.optimizer_params().items():
             how = param_optimizer(RULES[rule], weights[name])
             law += optimizer_state_nbytes(how.optimizer, tuple(parameter.shape), 8, how.momentum)
         return sum(value.nbytes for value in kept), law
@@ -143,19 +145,19 @@ class Shredded(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
-                rows = parameter.shape[0] if parameter.ndim == 2 else 1
+                num_rows = parameter.shape[0] if parameter.ndim == 2 else 1
                 parameter.sub_(
-                    orthogonalize(parameter.grad.view(rows, -1)).view(parameter.shape), alpha=group["lr"]
+                    orthogonalize(parameter.grad.view(num_rows, -1)).view(parameter.shape), alpha=group["lr"]
                 )
 
 
-def test_muon_on_shards_is_refused_and_if_it_lies_it_is_noticed(reading: AnalyzedModel):
-    cut, owned = plan_of(reading, "sgd", 3), plan_of(reading, "adafactor", 3)
+def test_muon_on_shards_is_refused_and_if_it_lies_it_is_noticed(analyzed: AnalyzedModel):
+    cut, owned = plan_of(analyzed, "sgd", 3), plan_of(analyzed, "adafactor", 3)
     with pytest.raises(PlanError, match=r"Muon got a parameter of shape .*; needed are whole matrices"):
-        outcome(reading, cut, Muon)
-    wanted = outcome(reading, plan_of(reading, "sgd"), Shredded)
-    assert error(outcome(reading, cut, Shredded), wanted) > 1e-3
-    assert error(outcome(reading, owned, Shredded), wanted) < 1e-10, (
+        outcome(analyzed, cut, Muon)
+    expected = outcome(analyzed, plan_of(analyzed, "sgd"), Shredded)
+    assert error(outcome(analyzed, cut, Shredded), expected) > 1e-3
+    assert error(outcome(analyzed, owned, Shredded), expected) < 1e-10, (
         "whole matrices on each rank: nothing is wrong with them"
     )
 
@@ -164,7 +166,7 @@ class Undeclared(torch.optim.SGD):
     """An optimizer of a user, of which nobody knows whether it looks at single elements."""
 
 
-def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading: AnalyzedModel):
+def test_an_optimizer_of_unknown_alignment_is_refused_where_weights_are_sharded(analyzed: AnalyzedModel):
     with pytest.raises(
         PlanError,
         match=(
@@ -173,6 +175,6 @@ def test_an_optimizer_of_unknown_grain_is_refused_where_weights_are_cut(reading:
             r"= \"element\""
         ),
     ):
-        outcome(reading, plan_of(reading, "sgd", 2), Undeclared)
-    wanted = outcome(reading, plan_of(reading, "sgd"), Undeclared)
-    assert error(outcome(reading, plan_of(reading, "adafactor", 2), Undeclared), wanted) < 1e-10
+        outcome(analyzed, plan_of(analyzed, "sgd", 2), Undeclared)
+    expected = outcome(analyzed, plan_of(analyzed, "sgd"), Undeclared)
+    assert error(outcome(analyzed, plan_of(analyzed, "adafactor", 2), Undeclared), expected) < 1e-10

@@ -1,5 +1,5 @@
-"""Moments in checkpoints: by element, by block and by whole weight; what some ranks saved,
-others go on with.
+"""Optimizer states in checkpoints: elementwise, per block and per matrix; a run continues on another number
+of ranks.
 """
 
 from pathlib import Path
@@ -18,62 +18,64 @@ from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import RULES, SHARD, STEPS, Wide, error, outcome, plan_of, trained
-from tests.tiny_model import player_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
-    return analyze(Wide, rows(2))
+def analyzed() -> AnalyzedModel:
+    return analyze(Wide, token_samples(2))
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_three_ranks_saved_two_go_on_with(reading: AnalyzedModel, rule: str, tmp_path: Path):
-    three, two = plan_of(reading, rule, 3, stage=3), plan_of(reading, rule, 2, stage=2)
+def test_what_three_ranks_saved_two_go_on_with(analyzed: AnalyzedModel, rule: str, tmp_path: Path):
+    three, two = plan_of(analyzed, rule, 3, stage=3), plan_of(analyzed, rule, 2, stage=2)
 
     def first(world: World) -> Path:
-        player = player_of(reading, three, world)
-        trained(player, world, 2)
-        return save_tensors(tmp_path / "three", 2, player.state_dict(), {}, world.group(AXES), 1)
+        executor = executor_of(analyzed, three, world)
+        trained(executor, world, 2)
+        return save_tensors(tmp_path / "three", 2, executor.state_dict(), {}, world.group(AXES), 1)
 
     def then(world: World) -> tuple[Path, dict[str, torch.Tensor]]:
-        player = player_of(reading, two, world)
-        player.load_state_dict(load_tensors(saved)[0], 2)
-        again = save_tensors(tmp_path / "two", 2, player.state_dict(), {}, world.group(AXES), 1)
-        return again, trained(player, world, STEPS - 2)
+        executor = executor_of(analyzed, two, world)
+        executor.load_state_dict(load_tensors(saved)[0], 2)
+        again = save_tensors(tmp_path / "two", 2, executor.state_dict(), {}, world.group(AXES), 1)
+        return again, trained(executor, world, STEPS - 2)
 
     def one(world: World) -> Path:
-        player = player_of(reading, plan_of(reading, rule), world)
-        player.load_state_dict(load_tensors(saved)[0], 2)
-        return save_tensors(tmp_path / "one", 2, player.state_dict(), {}, world.group(AXES), 1)
+        executor = executor_of(analyzed, plan_of(analyzed, rule), world)
+        executor.load_state_dict(load_tensors(saved)[0], 2)
+        return save_tensors(tmp_path / "one", 2, executor.state_dict(), {}, world.group(AXES), 1)
 
     saved = run_on_threads(first, three.mesh)[0]
     again, parameters = run_on_threads(then, two.mesh)[0]
     assert compare_checkpoints(saved, again) == []
     assert compare_checkpoints(saved, run_on_threads(one, Mesh())[0]) == []
-    uninterrupted = outcome(reading, plan_of(reading, rule, 2, stage=2))
+    uninterrupted = outcome(analyzed, plan_of(analyzed, rule, 2, stage=2))
     assert error(parameters, uninterrupted) < 1e-10
 
 
 @pytest.mark.parametrize(
     "kind", [torch.optim.Rprop, torch.optim.NAdam, torch.optim.ASGD, torch.optim.Adagrad]
 )
-def test_torchs_elementwise_optimizers_go_on_under_other_ranks(
-    reading: AnalyzedModel, kind: OptimizerFactory, tmp_path: Path
+def test_torchs_elementwise_optimizers_continue_on_other_ranks(
+    analyzed: AnalyzedModel, kind: OptimizerFactory, tmp_path: Path
 ):
-    three, two = plan_of(reading, "adamw", 3), plan_of(reading, "adamw", 2, stage=1)
+    three, two = plan_of(analyzed, "adamw", 3), plan_of(analyzed, "adamw", 2, stage=1)
 
     def first(world: World) -> Path:
-        player = player_of(reading, three, world, optimizer=kind)
-        trained(player, world, 2)
-        return save_tensors(tmp_path, 2, player.state_dict(), {}, world.group(AXES), 1)
+        executor = executor_of(analyzed, three, world, optimizer=kind)
+        trained(executor, world, 2)
+        return save_tensors(tmp_path, 2, executor.state_dict(), {}, world.group(AXES), 1)
 
     def then(world: World) -> dict[str, torch.Tensor]:
-        player = player_of(reading, two, world, optimizer=kind)
-        player.load_state_dict(load_tensors(saved)[0], 2)
-        return trained(player, world, STEPS - 2)
+        executor = executor_of(analyzed, two, world, optimizer=kind)
+        executor.load_state_dict(load_tensors(saved)[0], 2)
+        return trained(executor, world, STEPS - 2)
 
     saved = run_on_threads(first, three.mesh)[0]
-    assert error(run_on_threads(then, two.mesh)[0], outcome(reading, plan_of(reading, "adamw"), kind)) < 1e-10
+    assert (
+        error(run_on_threads(then, two.mesh)[0], outcome(analyzed, plan_of(analyzed, "adamw"), kind)) < 1e-10
+    )
 
 
 class Sums(torch.optim.SGD):
@@ -90,11 +92,11 @@ class Sums(torch.optim.SGD):
                 )
 
 
-def test_state_of_a_part_that_is_not_by_element_is_refused(reading: AnalyzedModel):
+def test_state_of_a_shard_that_is_not_elementwise_is_refused(analyzed: AnalyzedModel):
     def saved(world: World) -> None:
-        player = player_of(reading, plan_of(reading, "sgd", 3), world, optimizer=Sums)
-        trained(player, world, 1)
-        player.state_dict()
+        executor = executor_of(analyzed, plan_of(analyzed, "sgd", 3), world, optimizer=Sums)
+        trained(executor, world, 1)
+        executor.state_dict()
 
     with pytest.raises(
         PlanError, match=r"keeps 'sums/.*' of shape \[2\] for elements .* of a weight(?s:.*)one per element"
@@ -103,24 +105,24 @@ def test_state_of_a_part_that_is_not_by_element_is_refused(reading: AnalyzedMode
 
 
 @pytest.mark.parametrize("rule", ["lion_bf16", "adamw_bf16", "adamw_8bit", "lion"])
-def test_moments_keep_their_own_dtype_when_the_weights_get_masters(
-    reading: AnalyzedModel, rule: str, tmp_path: Path
+def test_optimizer_states_keep_their_dtype_when_weights_get_master_weights(
+    analyzed: AnalyzedModel, rule: str, tmp_path: Path
 ):
     halves = PrecisionConfig("bfloat16", "bfloat16", "bfloat16")
     mastered = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 
     def play(world: World, precision: PrecisionConfig, path: Path | None) -> tuple[Path, set[torch.dtype]]:
         job = tiny_job(optimizer=RULES[rule], precision=precision)
-        player = player_of(reading, make_plan(reading, job, Mesh(dp_shard=2), (SHARD, ZeRO())), world)
+        executor = executor_of(analyzed, make_plan(analyzed, job, Mesh(dp_shard=2), (SHARD, ZeRO())), world)
         if path is not None:
-            player.load_state_dict(load_tensors(path)[0], 2)
-        trained(player, world, 2)
+            executor.load_state_dict(load_tensors(path)[0], 2)
+        trained(executor, world, 2)
         states = [
-            value for each in player.optimizers for held in each.state.values() for value in held.values()
+            value for each in executor.optimizers for held in each.state.values() for value in held.values()
         ]
         dtypes = {value.dtype for value in states if isinstance(value, torch.Tensor)}
         return save_tensors(
-            tmp_path, player.steps_done, player.state_dict(), {}, world.group(AXES), 1
+            tmp_path, executor.steps_done, executor.state_dict(), {}, world.group(AXES), 1
         ), dtypes
 
     path, before = run_on_threads(lambda world: play(world, halves, None), Mesh(dp_shard=2))[0]

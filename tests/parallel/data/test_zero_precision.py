@@ -1,4 +1,4 @@
-"""Dtypes by role where weights are cut into shards: exact bytes, exact sums, masters and the loss scale over
+"""Mixed precision under ZeRO: bytes and sums per dtype, sharded master weights, and the loss scale of all
 ranks.
 """
 
@@ -26,10 +26,10 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
-from tests.paper_model import Paper
-from tests.parallel.data.test_zero import on_paper, sent, unit
+from tests.paper_model import SyntheticModel
+from tests.parallel.data.test_zero import bytes_sent, gather_nbytes, synthetic_plan
 from tests.parallel.data.test_zero_numbers import SHARD
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 WIDE_SUMS = replace(MIXED, gradients="float32", reduce="float32")
@@ -42,7 +42,7 @@ PRECISIONS = [
     ),
 ]
 SGD, ADAMW = OptimizerConfig("sgd", lr=0.05, weight_decay=0.0, momentum=0.9), OptimizerConfig(lr=0.01)
-READING = reading_of(tied=True)
+ANALYZED = analyzed_model(tied=True)
 STAGES = [ZeRO(stage=1), ZeRO(stage=2), ZeRO(stage=3)]
 
 
@@ -51,20 +51,22 @@ def job_in(precision: PrecisionConfig, optimizer: OptimizerConfig = ADAMW, clip:
     return replace(job, train=replace(job.train, clip=clip))
 
 
-def cut(zero: Strategy, ranks: int, job: Job, micro_batch: int = 0, reading: AnalyzedModel = READING) -> Plan:
-    return make_plan(reading, job, Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
+def sharded(
+    zero: Strategy, ranks: int, job: Job, micro_batch: int = 0, analyzed: AnalyzedModel = ANALYZED
+) -> Plan:
+    return make_plan(analyzed, job, Mesh(dp_shard=ranks), (SHARD, zero), micro_batch)
 
 
-def copies(ranks: int, job: Job, micro_batch: int = 0, reading: AnalyzedModel = READING) -> Plan:
+def copies(ranks: int, job: Job, micro_batch: int = 0, analyzed: AnalyzedModel = ANALYZED) -> Plan:
     strategies = (BatchSplit(), DDP(bucket_mb=0.0005)) if ranks > 1 else ()
-    return make_plan(reading, job, Mesh(dp_replicate=ranks), strategies, micro_batch)
+    return make_plan(analyzed, job, Mesh(dp_replicate=ranks), strategies, micro_batch)
 
 
-def on_ranks(plan: Plan, work: Callable[[Trainer], object], reading: AnalyzedModel = READING) -> list:
+def on_ranks(plan: Plan, work: Callable[[Trainer], object], analyzed: AnalyzedModel = ANALYZED) -> list:
     """What `work` gives on every rank."""
 
     def rank(world: World) -> object:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             return work(engine)
 
     return run_on_threads(rank, plan.mesh)
@@ -72,10 +74,10 @@ def on_ranks(plan: Plan, work: Callable[[Trainer], object], reading: AnalyzedMod
 
 def step(engine: Trainer, steps: int = 1) -> None:
     for _ in range(steps):
-        engine.step(engine.local_batch(rows(12)))
+        engine.step(engine.local_batch(token_samples(12)))
 
 
-def whole(engine: Trainer) -> dict[str, torch.Tensor]:
+def gathered_masters(engine: Trainer) -> dict[str, torch.Tensor]:
     """Every parameter as a checkpoint would hold it: the master, gathered."""
     store = engine.executor.flat_params
     found = {
@@ -92,7 +94,7 @@ def whole(engine: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
 def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ranks: int):
-    plan = cut(zero, ranks, job_in(MIXED))
+    plan = sharded(zero, ranks, job_in(MIXED))
     padded = sum(arena.numel for arena in plan.sharding.flat_param_specs().values())
     largest = max(arena.shard_numel for arena in plan.sharding.flat_param_specs().values())
 
@@ -112,23 +114,23 @@ def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ran
         assert said["gradients"] == 2 * padded // (ranks if zero.stage > 1 else 1)
         assert said["master"] == 4 * padded // ranks
         assert said["cast"] <= 4 * largest
-    assert sum(said["optimizer_states"] for said in found) == 8 * READING.model_spec.numel
+    assert sum(said["optimizer_states"] for said in found) == 8 * ANALYZED.model_spec.numel
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize("ranks", [2, 3, 1024])
 @pytest.mark.parametrize("micro", [1, 4])
 def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precision: PrecisionConfig):
-    paper = Paper(layers=5, numel=77)
+    paper = SyntheticModel(layers=5, numel=77)
     for zero, gathers, sums in [
         (ZeRO(stage=1), 1, 1),
         (ZeRO(stage=2), 1, micro),
         (ZeRO(gather="step"), 1, micro),
     ]:
-        plan = on_paper(zero, ranks, 4 // micro, paper, precision)
+        plan = synthetic_plan(zero, ranks, 4 // micro, paper, precision)
         assert static_checks(plan) == []
-        assert sent(plan, "UNSHARD") == gathers * unit(plan, precision.parameters)
-        assert sent(plan, "REDUCE") == sums * unit(plan, precision.reduce)
+        assert bytes_sent(plan, "UNSHARD") == gathers * gather_nbytes(plan, precision.parameters)
+        assert bytes_sent(plan, "REDUCE") == sums * gather_nbytes(plan, precision.reduce)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
@@ -137,7 +139,7 @@ def test_every_message_has_the_bytes_of_its_role(ranks: int, micro: int, precisi
 def test_what_is_sent_has_the_dtypes_that_the_plan_says(
     zero: ZeRO, micro_batch: int, precision: PrecisionConfig
 ):
-    plan = cut(zero, 3, job_in(precision), micro_batch)
+    plan = sharded(zero, 3, job_in(precision), micro_batch)
     assert static_checks(plan) == []
 
     def issued(engine: Trainer) -> list[tuple]:
@@ -158,15 +160,15 @@ def test_what_is_sent_has_the_dtypes_that_the_plan_says(
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
-def test_it_trains_what_one_device_trains(
-    zero: ZeRO, ranks: int, micro_batch: int, precision: PrecisionConfig
-):
+def test_it_trains_as_one_device_does(zero: ZeRO, ranks: int, micro_batch: int, precision: PrecisionConfig):
     one = replace(precision, gradients="")
-    alone = on_ranks(copies(1, job_in(one, SGD, 0.5)), lambda engine: (step(engine, 3), whole(engine)))[0][1]
-    first = on_ranks(copies(1, job_in(one, SGD)), whole)[0]
+    alone = on_ranks(
+        copies(1, job_in(one, SGD, 0.5)), lambda engine: (step(engine, 3), gathered_masters(engine))
+    )[0][1]
+    first = on_ranks(copies(1, job_in(one, SGD)), gathered_masters)[0]
     found = on_ranks(
-        cut(zero, ranks, job_in(precision, SGD, 0.5), micro_batch),
-        lambda engine: (step(engine, 3), whole(engine)),
+        sharded(zero, ranks, job_in(precision, SGD, 0.5), micro_batch),
+        lambda engine: (step(engine, 3), gathered_masters(engine)),
     )
     moved = max((alone[name] - first[name]).abs().max() for name in alone)
     for _, mine in found:
@@ -178,19 +180,19 @@ def test_it_trains_what_one_device_trains(
 
 
 @pytest.mark.parametrize("precision", [MIXED, HALF], ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("zero", [*STAGES, None], ids=lambda zero: str(zero.stage) if zero else "replicate")
+@pytest.mark.parametrize("zero", [*STAGES, None], ids=lambda zero: str(zero.stage) if zero else "ddp")
 def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(
     zero: ZeRO | None, precision: PrecisionConfig
 ):
     def trained(engine: Trainer) -> dict[str, torch.Tensor]:
         step(engine, 3)
-        return whole(engine)
+        return gathered_masters(engine)
 
-    untied = reading_of()  # a tied weight adds its summands in another order
+    untied = analyzed_model()  # a tied weight adds its summands in another order
     for optimizer in (SGD, ADAMW):
         job = job_in(replace(precision, loss_scale=1024.0 if precision == HALF else 65536.0), optimizer)
         alone = on_ranks(copies(1, job, 6, untied), trained, untied)[0]
-        plan = copies(2, job, 0, untied) if zero is None else cut(zero, 2, job, 0, untied)
+        plan = copies(2, job, 0, untied) if zero is None else sharded(zero, 2, job, 0, untied)
         for mine in on_ranks(plan, trained, untied):
             if optimizer == SGD or zero is None:
                 assert bits(mine) == bits(alone)
@@ -209,20 +211,23 @@ def test_two_ranks_equal_two_micro_batches_of_one_device_to_the_last_bit(
     ],
     ids=str,
 )
-def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale_once(
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_halves_the_scale_once(
     zero: ZeRO | None, precision: PrecisionConfig
 ):
     job = job_in(replace(precision, loss_scale=1024.0), SGD, 0.5)
-    plan = copies(3, job) if zero is None else cut(zero, 3, job)
+    plan = copies(3, job) if zero is None else sharded(zero, 3, job)
 
     def spoiled(engine: Trainer) -> tuple:
         step(engine)
-        before = bits(whole(engine))
+        before = bits(gathered_masters(engine))
         mine = engine.world.rank == 1
         hook = engine.module.layers[1].linear.bias.register_hook(lambda grad: grad + inf if mine else grad)
-        now = engine.step(engine.local_batch(rows(12)))
+        now = engine.step(engine.local_batch(token_samples(12)))
         hook.remove()
-        same, then = bits(whole(engine)) == before, engine.step(engine.local_batch(rows(12)))
+        same, then = (
+            bits(gathered_masters(engine)) == before,
+            engine.step(engine.local_batch(token_samples(12))),
+        )
         return (
             now.overflow,
             now.is_skipped,
@@ -230,7 +235,7 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale
             same,
             then.overflow,
             then.loss_scale,
-            bits(whole(engine)),
+            bits(gathered_masters(engine)),
         )
 
     found = on_ranks(plan, spoiled)
@@ -247,39 +252,39 @@ def test_an_overflow_on_one_rank_leaves_out_the_step_on_all_and_halves_the_scale
     [(ZeRO(stage=3), ZeRO(stage=1)), (ZeRO(stage=2), ZeRO(stage=3)), (ZeRO(stage=3), ZeRO(stage=3))],
     ids=["3-1", "2-3", "3-3"],
 )
-def test_masters_moments_and_scale_are_saved_and_taken_up_exactly(
+def test_master_weights_optimizer_states_and_loss_scale_are_saved_and_loaded_exactly(
     tmp_path: Path, then: ZeRO, now: ZeRO, precision: PrecisionConfig
 ):
     def saved(engine: Trainer) -> tuple:
         step(engine, 3)
         engine.save(tmp_path)
-        kept = bits(whole(engine))
-        last = engine.step(engine.local_batch(rows(12)))
-        return kept, last.loss_scale, bits(whole(engine))
+        kept = bits(gathered_masters(engine))
+        last = engine.step(engine.local_batch(token_samples(12)))
+        return kept, last.loss_scale, bits(gathered_masters(engine))
 
     def loaded(engine: Trainer) -> tuple:
         engine.load(tmp_path / "step-00000003")
-        kept = bits(whole(engine))
-        last = engine.step(engine.local_batch(rows(12)))
-        return kept, last.loss_scale, bits(whole(engine))
+        kept = bits(gathered_masters(engine))
+        last = engine.step(engine.local_batch(token_samples(12)))
+        return kept, last.loss_scale, bits(gathered_masters(engine))
 
-    went_on = on_ranks(cut(then, 3, job_in(precision)), saved)
-    for found in on_ranks(cut(now, 3, job_in(precision)), loaded):
+    went_on = on_ranks(sharded(then, 3, job_in(precision)), saved)
+    for found in on_ranks(sharded(now, 3, job_in(precision)), loaded):
         assert found[:2] == went_on[0][:2]
         assert found[2] == went_on[0][2]
-    other = on_ranks(cut(now, 2, job_in(precision)), loaded)
+    other = on_ranks(sharded(now, 2, job_in(precision)), loaded)
     assert {str(each[:2]) for each in other} == {str(went_on[0][:2])}
 
 
-def test_masters_made_again_from_rounded_weights_are_noticed():
+def test_master_weights_recreated_from_rounded_weights_are_noticed():
     def trained(engine: Trainer, *, rounded: bool) -> dict[str, bytes]:
         step(engine, 2)
         for held in engine.executor.flat_params.by_param_group.values() if rounded else ():
             held.optimizer_tensor.copy_(held.shard)
         step(engine)
-        return bits(whole(engine))
+        return bits(gathered_masters(engine))
 
-    plan = cut(ZeRO(), 3, job_in(MIXED))
+    plan = sharded(ZeRO(), 3, job_in(MIXED))
     right, wrong = (on_ranks(plan, lambda engine, r=r: trained(engine, rounded=r)) for r in (False, True))
     assert right[0] == right[1] == right[2]
     assert wrong[0] != right[0]
@@ -288,5 +293,5 @@ def test_masters_made_again_from_rounded_weights_are_noticed():
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
 def test_a_rank_can_be_traced_without_memory(precision: PrecisionConfig):
     for zero in STAGES:
-        traced = trace(READING, cut(zero, 12, job_in(precision)), [7])
+        traced = trace(ANALYZED, sharded(zero, 12, job_in(precision)), [7])
         assert traced.passed, str(traced)

@@ -1,5 +1,5 @@
-"""Weights stored where ranks have some of the tokens of each sample: one sum over these ranks and those with
-other samples.
+"""DDP and ZeRO under context parallelism: one reduction over the ranks with other tokens and with other
+samples.
 """
 
 from fractions import Fraction
@@ -26,54 +26,54 @@ from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensor
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.parallel.data.optimizer_cases import RULES, Wide, error, outcome, trained
 from tests.parallel.data.optimizer_cases import plan_of as plan_without
-from tests.parallel.data.tokenwise_model import Dealt, SumsOver
-from tests.tiny_model import case_of, player_of, reading_of, rows, tiny_job, verdict_of
+from tests.parallel.data.tokenwise_model import ReducesOver, TokenSharding
+from tests.tiny_model import analyzed_model, case_of, executor_of, tiny_job, token_samples, verdict_of
 
-SHARD, DEALT, CP = BatchSplit(axis="dp_shard"), Dealt(), "cp"
+SHARD, SHARDED, CP = BatchSplit(axis="dp_shard"), TokenSharding(), "cp"
 BOTH, THREE = Mesh(dp_shard=2, cp=3), Mesh(cp=3)
 
 
 def of(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     mesh: Mesh,
     strategies: tuple[Strategy, ...],
     micro_batch: int = 0,
     **changes: object,
 ) -> Plan:
-    return make_plan(reading, tiny_job(**changes), mesh, strategies, micro_batch)
+    return make_plan(analyzed, tiny_job(**changes), mesh, strategies, micro_batch)
 
 
-def on_paper(mesh: Mesh, *strategies: Strategy, paper: Paper | None = None) -> Plan:
-    return Plan.make(tiny_job(), mesh, (paper or Paper()).anatomy, strategies)
+def synthetic_plan(mesh: Mesh, *strategies: Strategy, paper: SyntheticModel | None = None) -> Plan:
+    return Plan.make(tiny_job(), mesh, (paper or SyntheticModel()).model_spec, strategies)
 
 
 STORES = {
-    "copies of two ranks": (Mesh(cp=2), (DEALT, DDP(axis=CP))),
-    "copies of three": (THREE, (DEALT, DDP(axis=CP))),
-    "copies of ranks with samples": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, DDP())),
+    "ddp on two ranks": (Mesh(cp=2), (SHARDED, DDP(axis=CP))),
+    "ddp on three ranks": (THREE, (SHARDED, DDP(axis=CP))),
+    "ddp on ranks with samples": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, DDP())),
     "small buckets": (
         Mesh(dp_replicate=3, cp=2),
-        (DEALT, BatchSplit(), DDP(bucket_mb=0.0003, algorithm="ring")),
+        (SHARDED, BatchSplit(), DDP(bucket_mb=0.0003, algorithm="ring")),
     ),
-    "copies one by one": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, NaiveDDP())),
-    "copies of more ranks than tokens": (Mesh(cp=7), (DEALT, DDP(axis=CP))),
-    **{f"shards, stage {stage}": (BOTH, (SHARD, DEALT, ZeRO(stage=stage))) for stage in (1, 2, 3)},
+    "naive_ddp": (Mesh(dp_replicate=2, cp=3), (BatchSplit(), SHARDED, NaiveDDP())),
+    "ddp on more ranks than tokens": (Mesh(cp=7), (SHARDED, DDP(axis=CP))),
+    **{f"shards, stage {stage}": (BOTH, (SHARD, SHARDED, ZeRO(stage=stage))) for stage in (1, 2, 3)},
     **{
-        f"shards of tokens alone, stage {stage}": (THREE, (DEALT, ZeRO(axis=CP, stage=stage)))
+        f"shards of tokens alone, stage {stage}": (THREE, (SHARDED, ZeRO(axis=CP, stage=stage)))
         for stage in (1, 2, 3)
     },
-    "shards for a microbatch": (BOTH, (SHARD, DEALT, ZeRO(gather="microbatch"))),
-    "shards for a step": (Mesh(dp_shard=3, cp=2), (DEALT, SHARD, ZeRO(gather="step"))),
-    "shards over copies": (
+    "shards for a microbatch": (BOTH, (SHARD, SHARDED, ZeRO(gather="microbatch"))),
+    "shards for a step": (Mesh(dp_shard=3, cp=2), (SHARDED, SHARD, ZeRO(gather="step"))),
+    "hsdp": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
-        (BatchSplit(), SHARD, DEALT, ZeRO(replicate_axis="dp_replicate")),
+        (BatchSplit(), SHARD, SHARDED, ZeRO(replicate_axis="dp_replicate")),
     ),
-    "shards of tokens over copies": (
+    "hsdp along cp": (
         Mesh(dp_replicate=2, cp=3),
-        (BatchSplit(), DEALT, ZeRO(axis=CP, stage=2, replicate_axis="dp_replicate")),
+        (BatchSplit(), SHARDED, ZeRO(axis=CP, stage=2, replicate_axis="dp_replicate")),
     ),
 }
 
@@ -81,33 +81,35 @@ STORES = {
 @pytest.mark.parametrize("micro_batch", [0, 1])
 @pytest.mark.parametrize("store", STORES)
 def test_it_equals_one_device(store: str, micro_batch: int):
-    reading = reading_of(tied=True)
-    plan = of(reading, *STORES[store], micro_batch)
+    analyzed = analyzed_model(tied=True)
+    plan = of(analyzed, *STORES[store], micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan), 2)
+    verdict = verdict_of(case_of(analyzed, plan), 2)
     assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize(
     "store", [DDP(), ZeRO(axis="dp_replicate"), ZeRO(axis="dp_replicate", stage=1)], ids=str
 )
-def test_sums_that_leave_the_tokens_of_others_out_are_noticed(store: Strategy):
-    mesh, forgets = Mesh(dp_replicate=2, cp=3), SumsOver(axes=("dp_replicate",))
-    plan = on_paper(mesh, BatchSplit(), DEALT, store, forgets)
+def test_reductions_without_the_cp_axis_are_noticed(store: Strategy):
+    mesh, forgets = Mesh(dp_replicate=2, cp=3), ReducesOver(axes=("dp_replicate",))
+    plan = synthetic_plan(mesh, BatchSplit(), SHARDED, store, forgets)
     assert any("stays a partial sum over cp" in str(fault) for fault in static_checks(plan))
 
 
 def test_a_sum_over_samples_alone_leaves_another_gradient():
-    reading = reading_of()
+    analyzed = analyzed_model()
     plan = of(
-        reading, Mesh(dp_replicate=2, cp=3), (BatchSplit(), DEALT, DDP(), SumsOver(axes=("dp_replicate",)))
+        analyzed,
+        Mesh(dp_replicate=2, cp=3),
+        (BatchSplit(), SHARDED, DDP(), ReducesOver(axes=("dp_replicate",))),
     )
-    verdict = verdict_of(case_of(reading, plan), 1)
+    verdict = verdict_of(case_of(analyzed, plan), 1)
     assert not verdict.passed
     assert verdict.first_difference.quantity == "gradient"
 
 
-def test_gradients_go_to_one_sum_over_both_axes():
+def test_gradients_are_reduced_once_over_both_axes():
     for mesh, store, axes in (
         (Mesh(dp_replicate=2, cp=3), DDP(), ("dp_replicate", "cp")),
         (Mesh(dp_replicate=2, cp=3), NaiveDDP(), ("dp_replicate", "cp")),
@@ -115,7 +117,7 @@ def test_gradients_go_to_one_sum_over_both_axes():
         (THREE, DDP(axis=CP), ("cp",)),
         (THREE, ZeRO(axis=CP), ("cp",)),
     ):
-        plan = on_paper(mesh, *((BatchSplit(),) if mesh.dp_replicate > 1 else ()), DEALT, store)
+        plan = synthetic_plan(mesh, *((BatchSplit(),) if mesh.dp_replicate > 1 else ()), SHARDED, store)
         moves = [
             a.transfer
             for a in plan.program.actions(FIRST_ROLE)
@@ -124,14 +126,18 @@ def test_gradients_go_to_one_sum_over_both_axes():
         assert {move.axes for move in moves} == {axes}
         place = S(FLAT) if isinstance(store, ZeRO) else I
         assert {
-            home.grad_layout.placement(axis) for home in plan.sharding.param_shardings for axis in axes
+            param_sharding.grad_layout.placement(axis)
+            for param_sharding in plan.sharding.param_shardings
+            for axis in axes
         } == {place}
-        assert not any(home.grad_layout.axes_with("P") for home in plan.sharding.param_shardings)
+        assert not any(
+            param_sharding.grad_layout.axes_with("P") for param_sharding in plan.sharding.param_shardings
+        )
 
 
-def test_what_is_copied_sends_two_n_minus_one_nths_over_all_of_them():
-    paper, mesh = Paper(layers=4, numel=77), Mesh(dp_replicate=2, cp=3)
-    plan = on_paper(mesh, BatchSplit(), DEALT, DDP(), paper=paper)
+def test_ddp_sends_two_n_minus_one_nths_over_both_axes():
+    paper, mesh = SyntheticModel(layers=4, numel=77), Mesh(dp_replicate=2, cp=3)
+    plan = synthetic_plan(mesh, BatchSplit(), SHARDED, DDP(), paper=paper)
     moves = [
         action.transfer
         for action in plan.program.actions(FIRST_ROLE)
@@ -139,50 +145,50 @@ def test_what_is_copied_sends_two_n_minus_one_nths_over_all_of_them():
     ]
     assert sum(move.nbytes for move in moves) == 4 * 77 * 8
     assert {move.num_ranks(mesh) for move in moves} == {6}
-    reading = reading_of()
-    real = of(reading, mesh, (BatchSplit(), DEALT, DDP()))
-    nbytes = reading.model_spec.nbytes("float64")
-    for sent in run_on_threads(lambda world: sent_by(reading, real, world, "REDUCE"), mesh):
+    analyzed = analyzed_model()
+    real = of(analyzed, mesh, (BatchSplit(), SHARDED, DDP()))
+    nbytes = analyzed.model_spec.nbytes("float64")
+    for sent in run_on_threads(lambda world: sent_by(analyzed, real, world, "REDUCE"), mesh):
         assert float(sent) == pytest.approx(2 * 5 * nbytes / 6)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_shards_send_n_minus_one_of_them_each_way(stage: int):
-    reading = reading_of()
-    plan = of(reading, BOTH, (SHARD, DEALT, ZeRO(stage=stage)))
+def test_zero_sends_n_minus_one_shards_each_way(stage: int):
+    analyzed = analyzed_model()
+    plan = of(analyzed, BOTH, (SHARD, SHARDED, ZeRO(stage=stage)))
     shards = sum(arena.shard_numel for arena in plan.sharding.flat_param_specs().values()) * 8
     gathers = sum(action.kind == "UNSHARD" for action in plan.actions) / len(plan.sharding.flat_param_specs())
-    for summed, gathered in run_on_threads(lambda world: sent_both(reading, plan, world), plan.mesh):
+    for summed, gathered in run_on_threads(lambda world: sent_both(analyzed, plan, world), plan.mesh):
         assert summed == 5 * shards
         assert gathered == 5 * shards if gathers == 1 else gathered > 5 * shards
 
 
-def sent_both(reading: AnalyzedModel, plan: Plan, world: World) -> tuple[Fraction, Fraction]:
-    sent = ledger(reading, plan, world)
+def sent_both(analyzed: AnalyzedModel, plan: Plan, world: World) -> tuple[Fraction, Fraction]:
+    sent = ledger(analyzed, plan, world)
     return total(sent, "REDUCE"), total(sent, "UNSHARD")
 
 
-def sent_by(reading: AnalyzedModel, plan: Plan, world: World, kind: str) -> Fraction:
-    return total(ledger(reading, plan, world), kind)
+def sent_by(analyzed: AnalyzedModel, plan: Plan, world: World, kind: str) -> Fraction:
+    return total(ledger(analyzed, plan, world), kind)
 
 
 def total(sent: dict[str, float], kind: str) -> Fraction:
     return sum((Fraction(value) for name, value in sent.items() if name.startswith(kind)), Fraction(0))
 
 
-def ledger(reading: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
+def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
     """What this rank sends in a step by action, which is what the plan says."""
     world.ledger.is_recording = True
-    player = player_of(reading, plan, world)
-    player.step({key: value[plan.samples_read(world.rank)] for key, value in rows().items()})
+    executor = executor_of(analyzed, plan, world)
+    executor.step({key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()})
     issued = [(e.action, e.collective, e.axes, e.nbytes, e.algorithm) for e in world.ledger.entries]
     assert issued == planned_messages(plan)
-    player.close()
+    executor.close()
     return dict(world.ledger.sent_nbytes)
 
 
-def test_arenas_are_cut_over_samples_and_tokens_in_the_order_of_ranks():
-    plan = on_paper(BOTH, SHARD, DEALT, ZeRO(), paper=Paper(layers=2, numel=100))
+def test_flat_params_are_sharded_over_both_axes_in_rank_order():
+    plan = synthetic_plan(BOTH, SHARD, SHARDED, ZeRO(), paper=SyntheticModel(layers=2, numel=100))
     for arena in plan.sharding.flat_param_specs().values():
         assert (arena.axes, arena.num_ranks, arena.shard_numel) == (("dp_shard", "cp"), 6, 17)
         pieces = [
@@ -198,26 +204,28 @@ def test_arenas_are_cut_over_samples_and_tokens_in_the_order_of_ranks():
         ]
 
 
-def test_bundles_are_named_as_without_tokens():
-    names = [bundle.name for bundle in on_paper(BOTH, SHARD, DEALT, ZeRO()).sharding.param_groups()]
+def test_parameter_groups_are_named_as_without_context_parallelism():
+    names = [bundle.name for bundle in synthetic_plan(BOTH, SHARD, SHARDED, ZeRO()).sharding.param_groups()]
     assert names == [
-        bundle.name for bundle in on_paper(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
+        bundle.name for bundle in synthetic_plan(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
     ]
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategies"), [STORES["shards, stage 3"], STORES["copies of ranks with samples"]]
+    ("mesh", "strategies"), [STORES["shards, stage 3"], STORES["ddp on ranks with samples"]]
 )
-def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    reading = reading_of()
-    plan = of(reading, mesh, strategies, 2)
+def test_ranks_hold_the_planned_shards(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    analyzed = analyzed_model()
+    plan = of(analyzed, mesh, strategies, 2)
 
     def held(world: World) -> tuple[int, int]:
-        player = player_of(reading, plan, world)
+        executor = executor_of(analyzed, plan, world)
         for _ in range(2):
-            player.step({key: value[plan.samples_read(world.rank)] for key, value in rows().items()})
-        sizes = player.memory_by_category()
-        player.close()
+            executor.step(
+                {key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()}
+            )
+        sizes = executor.memory_by_category()
+        executor.close()
         return sum(sizes.values()), sizes["parameters"]
 
     for rank, found in enumerate(run_on_threads(held, mesh)):
@@ -227,38 +235,38 @@ def test_ranks_hold_what_the_plan_says(mesh: Mesh, strategies: tuple[Strategy, .
 
 @pytest.fixture(scope="module")
 def wide() -> AnalyzedModel:
-    return analyze(Wide, rows(2))
+    return analyze(Wide, token_samples(2))
 
 
-def ruled(wide: AnalyzedModel, rule: str, mesh: Mesh, store: Strategy) -> Plan:
-    strategies = (*((SHARD,) if mesh.dp_shard > 1 else ()), DEALT, store)
+def optimizer_plan(wide: AnalyzedModel, rule: str, mesh: Mesh, store: Strategy) -> Plan:
+    strategies = (*((SHARD,) if mesh.dp_shard > 1 else ()), SHARDED, store)
     return of(wide, mesh, strategies, optimizer=RULES[rule])
 
 
 @pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "adafactor", "several"])
-def test_rules_of_every_grain_step_as_one_device_does(wide: AnalyzedModel, rule: str):
+def test_optimizers_of_every_alignment_step_as_on_one_device(wide: AnalyzedModel, rule: str):
     alone = outcome(wide, plan_without(wide, rule))
-    assert error(outcome(wide, ruled(wide, rule, BOTH, ZeRO(stage=2))), alone) < 1e-10
-    assert error(outcome(wide, ruled(wide, rule, THREE, ZeRO(axis=CP))), alone) < 1e-10
+    assert error(outcome(wide, optimizer_plan(wide, rule, BOTH, ZeRO(stage=2))), alone) < 1e-10
+    assert error(outcome(wide, optimizer_plan(wide, rule, THREE, ZeRO(axis=CP))), alone) < 1e-10
 
 
 @pytest.mark.parametrize("rule", ["adamw_8bit", "several"])
-def test_a_checkpoint_crosses(wide: AnalyzedModel, rule: str, tmp_path: Path):
+def test_a_checkpoint_is_loaded_under_another_plan(wide: AnalyzedModel, rule: str, tmp_path: Path):
     six, three, one = (
-        ruled(wide, rule, BOTH, ZeRO()),
-        ruled(wide, rule, THREE, ZeRO(axis=CP, stage=1)),
+        optimizer_plan(wide, rule, BOTH, ZeRO()),
+        optimizer_plan(wide, rule, THREE, ZeRO(axis=CP, stage=1)),
         plan_without(wide, rule),
     )
 
     def first(world: World) -> Path:
-        player = player_of(wide, six, world)
-        trained(player, world, 2)
-        return save_tensors(tmp_path / "six", 2, player.state_dict(), {}, world.group(AXES), 1)
+        executor = executor_of(wide, six, world)
+        trained(executor, world, 2)
+        return save_tensors(tmp_path / "six", 2, executor.state_dict(), {}, world.group(AXES), 1)
 
     def again(plan: Plan, world: World, folder: Path) -> Path:
-        player = player_of(wide, plan, world)
-        player.load_state_dict(load_tensors(saved)[0], 2)
-        return save_tensors(folder, 2, player.state_dict(), {}, world.group(AXES), 1)
+        executor = executor_of(wide, plan, world)
+        executor.load_state_dict(load_tensors(saved)[0], 2)
+        return save_tensors(folder, 2, executor.state_dict(), {}, world.group(AXES), 1)
 
     saved = run_on_threads(first, six.mesh)[0]
     for name, plan in (("three", three), ("one", one), ("six again", six)):
@@ -269,10 +277,10 @@ def test_a_checkpoint_crosses(wide: AnalyzedModel, rule: str, tmp_path: Path):
 
 
 REFUSED = {
-    "nobody deals": (
+    "no sequence sharding": (
         Mesh(cp=2),
         (DDP(axis=CP),),
-        "strategies.ddp: the copies along cp would all see the same tokens",
+        "strategies.ddp: the replicas along cp would all see the same tokens",
     ),
     "and no shards": (
         Mesh(cp=2),
@@ -281,7 +289,7 @@ REFUSED = {
     ),
     "twice": (
         Mesh(dp_replicate=2, cp=2),
-        (BatchSplit(), DEALT, DDP(), DDP(axis=CP)),
+        (BatchSplit(), SHARDED, DDP(), DDP(axis=CP)),
         (
             "weights are kept whole along dp_replicate already, and now along cp too\n  repair: keep one "
             "of them, along an"
@@ -289,17 +297,17 @@ REFUSED = {
     ),
     "twice, the other way round": (
         Mesh(dp_replicate=2, cp=2),
-        (BatchSplit(), DEALT, DDP(axis=CP), DDP()),
+        (BatchSplit(), SHARDED, DDP(axis=CP), DDP()),
         "weights are kept whole along cp already, and now along dp_replicate too\n  repair: keep one of them",
     ),
-    "copies of shards": (
+    "replicas of shards": (
         Mesh(dp_shard=2, cp=2),
-        (SHARD, DEALT, ZeRO(replicate_axis=CP)),
+        (SHARD, SHARDED, ZeRO(replicate_axis=CP)),
         "strategies.zero.replicate_axis: replicate_axis = 'cp', where ranks have other tokens of a sample",
     ),
-    "copies and shards": (
+    "ddp and zero": (
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
-        (BatchSplit(), SHARD, DEALT, DDP(), ZeRO()),
+        (BatchSplit(), SHARD, SHARDED, DDP(), ZeRO()),
         (
             "stores the weights along cp already\n  repair: keep one of them; zero replicates by "
             "itself: replicate_axis = "
@@ -308,27 +316,27 @@ REFUSED = {
     ),
     "no samples summed": (
         Mesh(dp_replicate=2, cp=2),
-        (BatchSplit(), DEALT, DDP(axis=CP)),
+        (BatchSplit(), SHARDED, DDP(axis=CP)),
         "stay partial sums over dp_replicate",
     ),
     "no store": (
         Mesh(cp=2),
-        (DEALT,),
+        (SHARDED,),
         "stay partial sums over cp\n  repair: add a strategy that reduces them along cp",
     ),
-    "one master": (
+    "data_parallel_master": (
         Mesh(cp=2),
-        (DEALT, DataParallelMaster(axis=CP)),
+        (SHARDED, DataParallelMaster(axis=CP)),
         "strategies.data_parallel_master.axis: axis = 'cp'; needed is 'dp_replicate' or 'dp_shard'",
     ),
     "masters": (
         Mesh(dp_replicate=2, cp=2),
-        (BatchSplit(), DEALT, DataParallelMaster()),
+        (BatchSplit(), SHARDED, DataParallelMaster()),
         "the ranks along cp would each have a master of their own",
     ),
     "hosts": (
         Mesh(cp=3),
-        (DEALT, DDP(axis=CP, algorithm="hierarchical/2")),
+        (SHARDED, DDP(axis=CP, algorithm="hierarchical/2")),
         "hierarchical/2: 3 ranks are no whole number",
     ),
     "nobody there": (Mesh(cp=2), (), 'give the axis a strategy (for tokens of a sample: "ring")'),
@@ -336,7 +344,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("mesh", "strategies", "text"), REFUSED.values(), ids=REFUSED)
-def test_it_is_refused(mesh: Mesh, strategies: tuple[Strategy, ...], text: str):
+def test_invalid_combinations_are_refused(mesh: Mesh, strategies: tuple[Strategy, ...], text: str):
     with pytest.raises(PlanError) as caught:
-        on_paper(mesh, *strategies)
+        synthetic_plan(mesh, *strategies)
     assert text in str(caught.value)

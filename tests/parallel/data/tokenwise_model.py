@@ -1,5 +1,5 @@
-"""Tokens of each sample on several ranks, and nothing that knows attention: blocks must look at one token at
-a time.
+"""Strategies that shard tokens without attention support, for models whose blocks process each token by
+itself.
 """
 
 from dataclasses import dataclass, replace
@@ -18,32 +18,32 @@ NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}
 
 
 @dataclass(frozen=True)
-class Dealt(Strategy):
-    """Deals the tokens of every sample out along `axis`; blocks must look at one token at a time."""
+class TokenSharding(Strategy):
+    """Shards the tokens of every sample along `axis`; blocks must process each token by itself."""
 
-    name: ClassVar[str] = "dealt"
+    name: ClassVar[str] = "token_sharding"
     phase: ClassVar[StrategyPhase] = "shard"
     needs_sequence_info: ClassVar[bool] = True
     axis: str = "cp"
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        dealt = replace(
+        sharded = replace(
             sharding.with_batch_placement(self.axis, S(1)),
             sequence_sharding=SequenceSharding(sharding.mesh.size(self.axis)),
         )
-        return dealt.map_param_shardings(self._summed)
+        return sharded.map_param_shardings(self._with_partial_grads)
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return program.edit(lambda actions: [self._told(action) for action in actions])
+        return program.edit(lambda actions: [self._reduced_over_axis(action) for action in actions])
 
-    def _summed(self, home: ParamSharding) -> ParamSharding:
+    def _with_partial_grads(self, param_sharding: ParamSharding) -> ParamSharding:
         return replace(
-            home,
-            layout=home.layout.with_placement(self.axis, R),
-            grad_layout=home.grad_layout.with_placement(self.axis, P),
+            param_sharding,
+            layout=param_sharding.layout.with_placement(self.axis, R),
+            grad_layout=param_sharding.grad_layout.with_placement(self.axis, P),
         )
 
-    def _told(self, action: Action) -> Action:
+    def _reduced_over_axis(self, action: Action) -> Action:
         if action.kind not in NBYTES:
             return action
         axes = (*(action.transfer.axes if action.transfer else ()), self.axis)
@@ -53,17 +53,17 @@ class Dealt(Strategy):
 
 
 @dataclass(frozen=True)
-class SumsOver(Strategy):
-    """Has sums of gradients go over `axes` alone, whatever a store has said."""
+class ReducesOver(Strategy):
+    """Reduces gradients over `axes` only, whatever the data-parallel strategy planned."""
 
-    name: ClassVar[str] = "sums_over"
+    name: ClassVar[str] = "reduces_over"
     phase: ClassVar[StrategyPhase] = "comm"
     axes: tuple[str, ...] = ()
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        return program.edit(lambda actions: [self._over(action) for action in actions])
+        return program.edit(lambda actions: [self._with_axes(action) for action in actions])
 
-    def _over(self, action: Action) -> Action:
+    def _with_axes(self, action: Action) -> Action:
         if action.kind != "REDUCE" or action.transfer is None:
             return action
         return replace(action, transfer=replace(action.transfer, axes=self.axes))

@@ -1,4 +1,6 @@
-"""Recompute on paper: its place in the list, what it holds, what a budget keeps, and what it refuses."""
+"""The program of activation checkpointing: position of recompute actions, memory, the budget, and
+refusals.
+"""
 
 from dataclasses import replace
 
@@ -17,36 +19,41 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.report.timeline.memory_and_bytes import planned_memory
 from meshwright.verifier.static_checks import static_checks
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.tiny_model import edited, tiny_job
 
 WITHIN = (0, 30, 30, 30, 50)
 FLOPS = (0, 60, 90, 60, 50)
 
 
-def anatomy(layers: int = 5) -> ModelSpec:
+def model_spec(layers: int = 5) -> ModelSpec:
     """Blocks that hand on 10 elements per sample, and compute more within."""
     return replace(
-        Paper(layers).anatomy, output_numel=(10,) * layers, saved_numel=WITHIN[:layers], flops=FLOPS[:layers]
+        SyntheticModel(layers).model_spec,
+        output_numel=(10,) * layers,
+        saved_numel=WITHIN[:layers],
+        flops=FLOPS[:layers],
     )
 
 
-def on_paper(
+def synthetic_plan(
     *strategies: Strategy, ranks: int = 1, micro_batch: int = 0, model: ModelSpec | None = None
 ) -> Plan:
-    return Plan.make(tiny_job(4 * ranks), Mesh(dp_shard=ranks), model or anatomy(), strategies, micro_batch)
+    return Plan.make(
+        tiny_job(4 * ranks), Mesh(dp_shard=ranks), model or model_spec(), strategies, micro_batch
+    )
 
 
 def names(plan: Plan, *kinds: str) -> list[str]:
     return [action.name for action in plan.program.actions(FIRST_ROLE) if action.kind in kinds]
 
 
-def leans(plan: Plan) -> list[str]:
+def checkpointed_forwards(plan: Plan) -> list[str]:
     return [action.subject for action in plan.program.actions(FIRST_ROLE) if action.kind == "F_CHECKPOINTED"]
 
 
-def test_a_rerun_stands_right_before_the_backward_of_its_visit_and_micro_batch():
-    plan = on_paper(ActivationCheckpointing(), micro_batch=2, model=Paper(3).anatomy)
+def test_a_recompute_is_right_before_the_backward_of_its_block_call_and_micro_batch():
+    plan = synthetic_plan(ActivationCheckpointing(), micro_batch=2, model=SyntheticModel(3).model_spec)
     assert static_checks(plan) == []
     for micro in (0, 1):
         mine = [
@@ -67,8 +74,8 @@ def test_a_rerun_stands_right_before_the_backward_of_its_visit_and_micro_batch()
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_a_rerun_waits_for_the_weights_that_shards_are_gathered_into(stage: int, micro_batch: int):
-    plan = on_paper(
+def test_a_recompute_waits_for_the_all_gather_of_its_weights(stage: int, micro_batch: int):
+    plan = synthetic_plan(
         BatchSplit(axis="dp_shard"),
         ZeRO(stage=stage),
         ActivationCheckpointing(),
@@ -78,7 +85,7 @@ def test_a_rerun_waits_for_the_weights_that_shards_are_gathered_into(stage: int,
     assert static_checks(plan) == []
     found = [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "RECOMPUTE"]
     assert all(any(wait.startswith(f"UNSHARD({action.subject}") for wait in action.waits) for action in found)
-    alone = on_paper(BatchSplit(axis="dp_shard"), ZeRO(stage=stage), ranks=3, micro_batch=micro_batch)
+    alone = synthetic_plan(BatchSplit(axis="dp_shard"), ZeRO(stage=stage), ranks=3, micro_batch=micro_batch)
     assert len(names(plan, "UNSHARD")) == len(
         names(alone, "UNSHARD")
     )  # RECOMPUTE and B use one gathering together
@@ -87,7 +94,7 @@ def test_a_rerun_waits_for_the_weights_that_shards_are_gathered_into(stage: int,
 def test_the_inside_of_one_block_at_a_time_is_held():
     job_bytes = 4 * 8  # samples, bytes of a float64
     usual, lean = (
-        planned_memory(on_paper(*mine).program, {})[1]["activations"]
+        planned_memory(synthetic_plan(*mine).program, {})[1]["activations"]
         for mine in ((), (ActivationCheckpointing(),))
     )
     handed = 5 * 10 + 10  # by each block, and the gradient of what the last one hands on
@@ -95,9 +102,9 @@ def test_the_inside_of_one_block_at_a_time_is_held():
     assert lean == (handed + max(WITHIN)) * job_bytes
 
 
-def test_what_is_run_again_costs_at_most_one_more_forward():
+def test_recomputation_costs_at_most_one_more_forward():
     usual, lean = (
-        sum(a.flops for a in on_paper(*mine).program.actions(FIRST_ROLE))
+        sum(a.flops for a in synthetic_plan(*mine).program.actions(FIRST_ROLE))
         for mine in ((), (ActivationCheckpointing(),))
     )
     assert usual < lean <= usual * 4 / 3
@@ -114,14 +121,22 @@ def test_what_is_run_again_costs_at_most_one_more_forward():
         (3, []),
     ],
 )
-def test_a_budget_keeps_what_costs_most_to_run_again_and_of_equals_the_later(fits: float, chosen: list[str]):
+def test_a_budget_keeps_the_blocks_most_expensive_to_recompute_and_of_equals_the_later(
+    fits: float, chosen: list[str]
+):
     nbytes = 30 * 4 * 8
-    assert leans(on_paper(ActivationCheckpointing(keep_mb=fits * nbytes / 2**20))) == chosen
+    assert (
+        checkpointed_forwards(synthetic_plan(ActivationCheckpointing(keep_mb=fits * nbytes / 2**20)))
+        == chosen
+    )
 
 
-def test_patterns_choose_and_the_last_visit_is_run_again_where_it_is_named():
-    assert leans(on_paper(ActivationCheckpointing(blocks=("layer[24]",)))) == ["layer2", "layer4"]
-    assert leans(on_paper(ActivationCheckpointing(blocks=("*",)))) == [
+def test_patterns_select_blocks_and_the_last_block_call_only_if_named():
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("layer[24]",)))) == [
+        "layer2",
+        "layer4",
+    ]
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("*",)))) == [
         "layer1",
         "layer2",
         "layer3",
@@ -129,18 +144,23 @@ def test_patterns_choose_and_the_last_visit_is_run_again_where_it_is_named():
     ]  # layer0 has nothing within
 
 
-def test_a_pattern_names_all_visits_of_a_block():
+def test_a_pattern_selects_all_calls_of_a_block():
     visits = ("a", "b", "a#2", "c")
     model = replace(
-        Paper(4).anatomy,
+        SyntheticModel(4).model_spec,
         block_calls=visits,
         params=tuple(
             replace(weight, name=name, block_calls=(name,))
-            for weight, name in zip(Paper(4).anatomy.params, visits, strict=True)
+            for weight, name in zip(SyntheticModel(4).model_spec.params, visits, strict=True)
         ),
     )
-    assert leans(on_paper(ActivationCheckpointing(blocks=("a",)), model=model)) == ["a", "a#2"]
-    assert leans(on_paper(ActivationCheckpointing(blocks=("a#2",)), model=model)) == ["a#2"]
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("a",)), model=model)) == [
+        "a",
+        "a#2",
+    ]
+    assert checkpointed_forwards(synthetic_plan(ActivationCheckpointing(blocks=("a#2",)), model=model)) == [
+        "a#2"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +173,7 @@ def test_a_pattern_names_all_visits_of_a_block():
         ),
         (
             ActivationCheckpointing(),
-            Paper(1).anatomy,
+            SyntheticModel(1).model_spec,
             r"one block, 'layer0', whose backward follows its forward at once(?s:.*)declare its layers",
         ),
         (
@@ -164,35 +184,35 @@ def test_a_pattern_names_all_visits_of_a_block():
     ],
     ids=str,
 )
-def test_it_refuses(mine: ActivationCheckpointing, model: ModelSpec | None, text: str):
+def test_invalid_options_are_refused(mine: ActivationCheckpointing, model: ModelSpec | None, text: str):
     with pytest.raises(PlanError, match=text):
-        on_paper(mine, model=model)
+        synthetic_plan(mine, model=model)
 
 
 def without(kind: str) -> Plan:
-    plan = on_paper(ActivationCheckpointing())
+    plan = synthetic_plan(ActivationCheckpointing())
     return edited(plan, lambda actions: [action for action in actions if action.kind != kind])
 
 
-def test_the_proof_misses_a_forgotten_rerun():
+def test_the_static_checks_report_a_missing_recompute():
     assert any(
         "no RECOMPUTE is between it and its backward" in str(fault)
         for fault in static_checks(without("RECOMPUTE"))
     )
 
 
-def test_the_proof_sees_a_rerun_behind_its_backward():
+def test_the_static_checks_report_a_recompute_after_its_backward():
     def late(actions: list[Action]) -> list[Action]:
         at = next(i for i, action in enumerate(actions) if action.kind == "RECOMPUTE")
         return [*actions[:at], actions[at + 1], actions[at], *actions[at + 2 :]]
 
     assert any(
         "no RECOMPUTE is between" in str(fault)
-        for fault in static_checks(edited(on_paper(ActivationCheckpointing()), late))
+        for fault in static_checks(edited(synthetic_plan(ActivationCheckpointing()), late))
     )
 
 
-def test_the_proof_sees_a_rerun_of_what_was_kept():
+def test_the_static_checks_report_a_recompute_of_saved_activations():
     def fat(actions: list[Action]) -> list[Action]:
         return [
             replace(action, kind="F") if action.kind == "F_CHECKPOINTED" else action for action in actions
@@ -200,14 +220,14 @@ def test_the_proof_sees_a_rerun_of_what_was_kept():
 
     assert any(
         "recomputes a forward that is not checkpointed" in str(fault)
-        for fault in static_checks(edited(on_paper(ActivationCheckpointing()), fat))
+        for fault in static_checks(edited(synthetic_plan(ActivationCheckpointing()), fat))
     )
 
 
-def test_whatever_the_order_in_the_list_it_comes_before_what_stores():
+def test_in_any_written_order_it_applies_before_ddp_and_zero():
     mesh, job = Mesh(dp_replicate=3), tiny_job(12)
     one, other = (
-        Plan.make(job, mesh, anatomy(), order)
+        Plan.make(job, mesh, model_spec(), order)
         for order in (
             (BatchSplit(), DDP(), ActivationCheckpointing()),
             (ActivationCheckpointing(), DDP(), BatchSplit()),

@@ -1,5 +1,5 @@
-"""Recompute in numbers: equal to one device under every way of storing weights, and bit for bit what it was
-without it.
+"""Activation checkpointing equals one device under every data-parallel strategy, and is bitwise equal to a
+run without it.
 """
 
 from collections.abc import Callable
@@ -27,24 +27,24 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
-from tests.model.hf.test_output_capture import ROWS as ROUTED
+from tests.model.hf.test_output_capture import EXAMPLE_BATCH as ROUTED
 from tests.model.hf.test_output_capture import build as router
 from tests.model.hf.test_output_capture import with_z
 from tests.tiny_model import (
     VOCABULARY,
     WIDTH,
+    analyzed_model,
     case_of,
+    executor_of,
     first_of,
-    player_of,
-    reading_of,
-    rows,
     tiny_job,
+    token_samples,
     verdict_of,
 )
 
 ALL = ActivationCheckpointing(blocks=("*",))
 STORES: dict[str, tuple[Strategy, ...]] = {
-    "replicate": (BatchSplit(axis="dp_shard"), DDP(axis="dp_shard")),
+    "ddp": (BatchSplit(axis="dp_shard"), DDP(axis="dp_shard")),
     **{f"zero {stage}": (BatchSplit(axis="dp_shard"), ZeRO(stage=stage)) for stage in (1, 2, 3)},
 }
 OPTIONS = [{}, {"tied": True, "p": 0.3}, {"frozen": True}, {"spare": True}]
@@ -52,49 +52,52 @@ CPU = torch.device("cpu")
 
 
 def planned(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     ranks: int = 1,
     store: str = "",
     micro_batch: int = 0,
     mine: tuple[Strategy, ...] = (ALL,),
 ) -> Plan:
     strategies = STORES[store] if store else ()
-    return make_plan(reading, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
+    return make_plan(analyzed, tiny_job(), Mesh(dp_shard=ranks), (*strategies, *mine), micro_batch)
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 0), (3, 2)])
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_it_equals_one_device(options: dict[str, float | bool], store: str, ranks: int, micro_batch: int):
-    reading = reading_of(**options)
-    plan = planned(reading, ranks, store, micro_batch)
+    analyzed = analyzed_model(**options)
+    plan = planned(analyzed, ranks, store, micro_batch)
     assert static_checks(plan) == []
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
-def trained(reading: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
+def trained(analyzed: AnalyzedModel, plan: Plan, steps: int = 3) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """Parameters and buffers after some steps on one device."""
-    player = player_of(reading, plan, single_rank_world(CPU))
+    executor = executor_of(analyzed, plan, single_rank_world(CPU))
     for _ in range(steps):
-        player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-    found = bits(player.gather_parameters()), bits(dict(player.state.trained_module.module.named_buffers()))
-    player.close()
+        executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
+    found = (
+        bits(executor.gather_parameters()),
+        bits(dict(executor.state.trained_module.module.named_buffers())),
+    )
+    executor.close()
     return found
 
 
-def same_as_without(
+def assert_bitwise_equal_without(
     build: Callable[[], nn.Module], micro_batch: int = 0, precision: PrecisionConfig | None = None
 ) -> Plan:
     """The plan with recompute, after it was seen to end with the same bits as without."""
-    reading = analyze(build, rows(2))
+    analyzed = analyze(build, token_samples(2))
     job = tiny_job() if precision is None else replace(tiny_job(), precision=precision)
-    lean, usual = (make_plan(reading, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
+    lean, usual = (make_plan(analyzed, job, Mesh(), mine, micro_batch) for mine in ((ALL,), ()))
     assert {action.kind for _, actions in lean.program.roles for action in actions} >= {
         "F_CHECKPOINTED",
         "RECOMPUTE",
     }
-    assert trained(reading, lean) == trained(reading, usual)
+    assert trained(analyzed, lean) == trained(analyzed, usual)
     return lean
 
 
@@ -133,14 +136,14 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize("micro_batch", [0, 4])
-def test_what_blocks_write_is_written_once_and_read_as_it_was(micro_batch: int):
+def test_buffers_are_written_once_and_restored_for_recomputation(micro_batch: int):
     whole = not micro_batch  # batch norm takes the whole batch
-    same_as_without(lambda: Stateful(whole=whole), micro_batch)
-    reading = analyze(lambda: Stateful(whole=whole), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(), (ALL,), micro_batch)
-    player = player_of(reading, plan, single_rank_world(CPU))
-    player.step({key: value[:12] for key, value in rows().items()})
-    layers = player.state.trained_module.module.layers
+    assert_bitwise_equal_without(lambda: Stateful(whole=whole), micro_batch)
+    analyzed = analyze(lambda: Stateful(whole=whole), token_samples(2))
+    plan = make_plan(analyzed, tiny_job(), Mesh(), (ALL,), micro_batch)
+    executor = executor_of(analyzed, plan, single_rank_world(CPU))
+    executor.step({key: value[:12] for key, value in token_samples().items()})
+    layers = executor.state.trained_module.module.layers
     assert [(layer.calls.item(), layer.seen) for layer in layers] == [
         (2 * plan.num_microbatches,) * 2,
         (plan.num_microbatches,) * 2,
@@ -176,7 +179,7 @@ class InPlace(nn.Module):
 
 
 def test_a_model_that_writes_in_place():
-    assert same_as_without(InPlace).model_spec.writes_in_place
+    assert assert_bitwise_equal_without(InPlace).model_spec.writes_in_place
 
 
 def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
@@ -193,14 +196,14 @@ def llama(seed: int = 0, **more: object) -> Callable[[], nn.Module]:
     return lambda: transformers.LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("store", ["replicate", "zero 3"])
+@pytest.mark.parametrize("store", ["ddp", "zero 3"])
 def test_a_llama_with_dropout_equals_one_device(store: str):
-    reading = analyze(llama(tie_word_embeddings=True), rows(2))
-    plan = make_plan(reading, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
+    analyzed = analyze(llama(tie_word_embeddings=True), token_samples(2))
+    plan = make_plan(analyzed, tiny_job(), Mesh(dp_shard=3), (*STORES[store], ActivationCheckpointing()), 2)
     assert [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"][
         :3
     ] == [f"model.layers.{i}" for i in range(3)]
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
@@ -210,25 +213,27 @@ def test_a_llama_with_dropout_equals_one_device(store: str):
     ids=lambda precision: precision.compute,
 )
 def test_a_llama_ends_with_the_same_bits_also_under_autocast(precision: PrecisionConfig):
-    same_as_without(llama(), 4, precision)
+    assert_bitwise_equal_without(llama(), 4, precision)
 
 
-def test_parts_of_a_layer_that_are_declared_as_blocks_are_chosen_by_name():
+def test_submodules_declared_as_blocks_are_selected_by_name():
     parts = [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attn", "mlp")]
-    reading = analyze(lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), rows(2))
+    analyzed = analyze(
+        lambda: Model(llama()(), blocks=["model.embed_tokens", *parts, "lm_head"]), token_samples(2)
+    )
     plan = make_plan(
-        reading,
+        analyzed,
         tiny_job(),
         Mesh(dp_shard=3),
         (*STORES["zero 3"], ActivationCheckpointing(blocks=("*.self_attn",))),
     )
     leans = [a.subject for _, actions in plan.program.roles for a in actions if a.kind == "F_CHECKPOINTED"]
     assert leans == [f"model.layers.{i}.self_attn" for i in range(3)]
-    verdict = verdict_of(case_of(reading, plan))
+    verdict = verdict_of(case_of(analyzed, plan))
     assert verdict.passed, str(verdict)
 
 
-def test_masks_that_are_drawn_anew_are_noticed():
+def test_dropout_masks_that_are_redrawn_are_noticed():
     class Forgetful(StatelessRNG):
         """Dice that take a second run for another step."""
 
@@ -240,26 +245,26 @@ def test_masks_that_are_drawn_anew_are_noticed():
             )
 
     entered: dict[str, int] = {}
-    reading = reading_of(p=0.3)
-    case = case_of(reading, planned(reading))
+    analyzed = analyzed_model(p=0.3)
+    case = case_of(analyzed, planned(analyzed))
     usual = verdict_of(case)
     assert usual.passed, str(usual)
-    made = make_stateless_rng(reading, case.plan)
+    made = make_stateless_rng(analyzed, case.plan)
     forgetful = replace(case, make_rng=lambda: Forgetful(case.plan.job.train.seed, made.sites))
     verdict = verdict_of(case, on_rank=lambda case, world: forgetful)
     assert first_of(verdict)[:2] == (0, "gradient")
 
 
-def test_rank_threads_recompute_side_by_side():
-    reading = reading_of(p=0.3, tied=True)
-    lean, usual = (planned(reading, 3, "zero 3", 2, mine) for mine in ((ALL,), ()))
+def test_rank_threads_recompute_concurrently():
+    analyzed = analyzed_model(p=0.3, tied=True)
+    lean, usual = (planned(analyzed, 3, "zero 3", 2, mine) for mine in ((ALL,), ()))
 
     def played(plan: Plan) -> list[dict[str, bytes]]:
         def play(world) -> dict[str, bytes]:
-            player = player_of(reading, plan, world)
+            executor = executor_of(analyzed, plan, world)
             for _ in range(2):
-                player.step({key: value[: plan.local_batch] for key, value in rows().items()})
-            return bits(player.gather_parameters())
+                executor.step({key: value[: plan.local_batch] for key, value in token_samples().items()})
+            return bits(executor.gather_parameters())
 
         return run_on_threads(play, plan.mesh)
 
@@ -268,7 +273,7 @@ def test_rank_threads_recompute_side_by_side():
 
 def test_router_logits_are_captured_once_and_keep_their_gradient():
     loss = Loss(with_z, token_cross_entropy().count)
-    reading = analyze(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
-    plan = make_plan(reading, tiny_job(6), Mesh(dp_replicate=3), (BatchSplit(), DDP(), ALL))
-    verdict = verify(reading, plan, [ROUTED, ROUTED], loss=loss)
+    analyzed = analyze(lambda: Model(router(), loss=loss), ROUTED, loss=loss)
+    plan = make_plan(analyzed, tiny_job(6), Mesh(dp_replicate=3), (BatchSplit(), DDP(), ALL))
+    verdict = verify(analyzed, plan, [ROUTED, ROUTED], loss=loss)
     assert verdict.passed, str(verdict)

@@ -1,6 +1,4 @@
-"""Recompute while it runs: what is alive between forward and backward, what a trace sends, and what cannot be
-run again.
-"""
+"""Activation checkpointing at run time: live activations, traces, and blocks that cannot be recomputed."""
 
 import gc
 import weakref
@@ -20,41 +18,41 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from tests.tiny_model import VOCABULARY, WIDTH, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import VOCABULARY, WIDTH, analyzed_model, executor_of, tiny_job, token_samples
 
 ALL = ActivationCheckpointing(blocks=("*",))
 CPU = torch.device("cpu")
 
 
-def planned(reading: AnalyzedModel, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
-    return make_plan(reading, tiny_job(), Mesh(), mine)
+def planned(analyzed: AnalyzedModel, mine: tuple[Strategy, ...] = (ALL,)) -> Plan:
+    return make_plan(analyzed, tiny_job(), Mesh(), mine)
 
 
 def batch_of(plan: Plan) -> dict[str, torch.Tensor]:
-    return {key: value[: plan.local_batch] for key, value in rows().items()}
+    return {key: value[: plan.local_batch] for key, value in token_samples().items()}
 
 
-def alive_after_forwards(reading: AnalyzedModel, plan: Plan, made: list[weakref.ref]) -> int:
+def alive_after_forwards(analyzed: AnalyzedModel, plan: Plan, made: list[weakref.ref]) -> int:
     """How many of the storages in `made` are alive when the loss is taken, in one step."""
     found: list[int] = []
-    player = player_of(reading, plan, single_rank_world(CPU))
-    loss = player._actions.handlers["LOSS"]
+    executor = executor_of(analyzed, plan, single_rank_world(CPU))
+    loss = executor._actions.handlers["LOSS"]
 
     def counted(action: Action) -> None:
         found.append(sum(ref() is not None for ref in made))
         loss(action)
 
-    player._entries = [
-        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in player._entries
+    executor._entries = [
+        (a, counted if a.kind == "LOSS" else handler, waits) for a, handler, waits in executor._entries
     ]
     made.clear()
     gc.collect()
-    player.step(batch_of(plan))
-    player.close()
+    executor.step(batch_of(plan))
+    executor.close()
     return found[0]
 
 
-def test_what_is_computed_within_is_gone_until_it_is_computed_again():
+def test_activations_inside_a_block_are_freed_until_they_are_recomputed():
     made: list[weakref.ref] = []
 
     class Noted(nn.Module):
@@ -80,10 +78,10 @@ def test_what_is_computed_within_is_gone_until_it_is_computed_again():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.layers(input_ids)
 
-    reading = analyze(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), rows(2))
-    counts = [alive_after_forwards(reading, planned(reading, mine), made) for mine in ((), (ALL,))]
+    analyzed = analyze(lambda: Model(Called(), blocks=[f"layers.{i}" for i in range(6)]), token_samples(2))
+    counts = [alive_after_forwards(analyzed, planned(analyzed, mine), made) for mine in ((), (ALL,))]
     assert counts == [4, 0]
-    inside = dict(zip(reading.model_spec.block_calls, reading.model_spec.saved_numel, strict=True))
+    inside = dict(zip(analyzed.model_spec.block_calls, analyzed.model_spec.saved_numel, strict=True))
     assert inside["layers.0"] == 0
     assert inside["layers.1"] >= 5 * WIDTH
 
@@ -114,38 +112,38 @@ def test_an_object_that_a_block_writes_into_is_refused_by_the_name_of_the_block(
             cache.kept.append(x.detach())
             return self.linear(x).exp().tanh() + sum(cache.kept)
 
-    reading = analyze(Caching, rows(2))
+    analyzed = analyze(Caching, token_samples(2))
     text = (
         r"the block 'layers\.0' writes into an object among its inputs, and would write "
         r"twice(?s:.*)use_cache=False"
     )
-    plan = planned(reading)
+    plan = planned(analyzed)
     with pytest.raises(PlanError, match=text):
-        player_of(reading, plan, single_rank_world(CPU)).step(batch_of(plan))
+        executor_of(analyzed, plan, single_rank_world(CPU)).step(batch_of(plan))
 
 
-def test_a_trace_on_fake_tensors_runs_blocks_again():
-    reading = reading_of(tied=True)
+def test_a_trace_on_fake_tensors_recomputes_blocks():
+    analyzed = analyzed_model(tied=True)
     plan = make_plan(
-        reading, tiny_job(1024), Mesh(dp_shard=512), (BatchSplit(axis="dp_shard"), ZeRO(), ALL), 1
+        analyzed, tiny_job(1024), Mesh(dp_shard=512), (BatchSplit(axis="dp_shard"), ZeRO(), ALL), 1
     )
-    traced = trace(reading, plan, [0, 511])
+    traced = trace(analyzed, plan, [0, 511])
     assert traced.passed, str(traced)
 
 
-def test_a_step_that_fails_leaves_nothing_to_be_run_again():
-    reading = reading_of(p=0.3)
-    plan = planned(reading)
-    player = player_of(reading, plan, single_rank_world(CPU))
+def test_a_failed_step_leaves_nothing_to_recompute():
+    analyzed = analyzed_model(p=0.3)
+    plan = planned(analyzed)
+    executor = executor_of(analyzed, plan, single_rank_world(CPU))
     batch = batch_of(plan)
 
     def failing(action: Action) -> None:
         raise KeyboardInterrupt
 
-    usual = player._entries
-    player._entries = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
+    usual = executor._entries
+    executor._entries = [(a, failing if a.kind == "LOSS" else handler, waits) for a, handler, waits in usual]
     with pytest.raises(KeyboardInterrupt):
-        player.step(batch)
-    player._entries = usual
-    again = player_of(reading, plan, single_rank_world(CPU))
-    assert player.step(batch).loss == again.step(batch).loss
+        executor.step(batch)
+    executor._entries = usual
+    again = executor_of(analyzed, plan, single_rank_world(CPU))
+    assert executor.step(batch).loss == again.step(batch).loss

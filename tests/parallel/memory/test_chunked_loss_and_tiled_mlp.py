@@ -1,4 +1,4 @@
-"""Chunked losses and tiled MLPs: their programs, and what is refused before anything runs."""
+"""The programs of the chunked loss and the tiled MLP, and refusals before anything runs."""
 
 import pytest
 import torch
@@ -25,14 +25,14 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.tensor.odd_llama import known
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, reading_of, rows, tiny_job
+from tests.parallel.tensor.odd_llama import analyzed_llama
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, analyzed_model, tiny_job, token_samples
 
 LAST = "head"
 
 
 def planned(*strategies: Strategy, mesh: Mesh | None = None, micro_batch: int = 0, **options: bool) -> Plan:
-    return make_plan(reading_of(**options), tiny_job(), mesh or Mesh(), strategies, micro_batch)
+    return make_plan(analyzed_model(**options), tiny_job(), mesh or Mesh(), strategies, micro_batch)
 
 
 def held(plan: Plan, kind: str, subject: str = "") -> dict[str, int]:
@@ -49,14 +49,14 @@ def flops(plan: Plan, *kinds: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("count", "pieces", "wanted"),
+    ("count", "pieces", "expected"),
     [(9, 4, [3, 2, 2, 2]), (2, 5, [1, 1]), (0, 3, [0]), (6, 1, [6]), (6, 3, [2, 2, 2])],
 )
-def test_pieces_are_as_alike_as_can_be_and_none_is_empty(count: int, pieces: int, wanted: list[int]):
-    assert chunk_sizes(count, pieces) == wanted
+def test_chunks_are_as_even_as_possible_and_none_is_empty(count: int, pieces: int, expected: list[int]):
+    assert chunk_sizes(count, pieces) == expected
 
 
-def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
+def test_the_head_saves_nothing_and_the_loss_holds_three_chunks():
     usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
     assert static_checks(tiled) == []
     assert held(usual, "F", LAST)["output"] == 12 * TOKENS * VOCABULARY * 8
@@ -72,14 +72,14 @@ def test_the_head_hands_on_nothing_and_the_loss_holds_a_tile_three_times():
     }
 
 
-def test_the_loss_makes_the_products_of_the_head_and_nothing_is_computed_twice():
+def test_the_loss_computes_the_products_of_the_head_and_nothing_twice():
     usual, tiled = planned(), planned(ChunkedLoss(num_chunks=3))
     assert flops(usual, "F", "B", "LOSS") == flops(tiled, "F", "B", "LOSS")
     assert flops(tiled, "LOSS") == 3 * (2 * TOKENS * WIDTH * VOCABULARY) * 12
     assert flops(usual, "LOSS") == 0
 
 
-def test_a_gradient_of_the_head_that_is_there_already_is_no_scratch_of_its_backward():
+def test_an_existing_gradient_of_the_head_is_no_scratch_memory_of_its_backward():
     later = [
         a
         for a in planned(ChunkedLoss(), micro_batch=4).program.actions(FIRST_ROLE)
@@ -89,7 +89,7 @@ def test_a_gradient_of_the_head_that_is_there_already_is_no_scratch_of_its_backw
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
-def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(micro_batch: int):
+def test_the_head_is_unsharded_while_the_loss_uses_it(micro_batch: int):
     plan = planned(
         BatchSplit(axis="dp_shard"), ZeRO(), ChunkedLoss(), mesh=Mesh(dp_shard=3), micro_batch=micro_batch
     )
@@ -99,8 +99,8 @@ def test_the_weights_of_the_head_are_there_while_the_loss_multiplies_with_them(m
     assert all({"head.weight", "head.bias"} == set(action.tensors) for action in losses)
 
 
-def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time():
-    found = known()
+def test_vocab_parallel_ranks_exchange_statistics_of_one_chunk_at_a_time():
+    found = analyzed_llama()
     plan = make_plan(
         found, tiny_job(4), Mesh(tp=2), (TensorParallel(), VocabParallel(), ChunkedLoss(num_chunks=4))
     )
@@ -112,28 +112,30 @@ def test_ranks_with_some_words_tell_each_other_the_numbers_of_a_tile_at_a_time()
     assert traced.passed, traced
 
 
-def test_mlps_keep_nothing_within_and_have_one_tile_in_their_backward():
+def test_tiled_mlps_save_nothing_and_hold_one_tile_in_their_backward():
     plans = [
-        make_plan(known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=mlp),) if mlp > 1 else ())
+        make_plan(analyzed_llama(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=mlp),) if mlp > 1 else ())
         for mlp in (1, 3)
     ]
     usual, tiled = (held(plan, "F", "model.layers.1")["saved activations"] for plan in plans)
     between = next(
         call.saved_numel
-        for call in known().model_spec.layer_calls
+        for call in analyzed_llama().model_spec.layer_calls
         if call.name == "model.layers.1.mlp.down_proj"
     )
     assert usual - tiled == between * 4 * 8
     added = [held(plan, "B", "model.layers.1")["scratch"] for plan in plans]
     assert added[1] - added[0] == between // 3 * 4 * 8
-    again = sum(call.flops for call in known().model_spec.layer_calls if ".mlp." in call.name) * 4
+    again = sum(call.flops for call in analyzed_llama().model_spec.layer_calls if ".mlp." in call.name) * 4
     assert flops(plans[1], "B") - flops(plans[0], "B") == again
     assert peak_nbytes(plans[1], 0) < peak_nbytes(plans[0], 0)
 
 
-def test_a_block_that_is_run_again_has_its_tiles_in_the_second_run_too():
-    plan = make_plan(known(), tiny_job(4), Mesh(), (ActivationCheckpointing(), TiledMLP(num_tiles=3)))
-    alone = make_plan(known(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=3),))
+def test_a_recomputed_block_is_tiled_too():
+    plan = make_plan(
+        analyzed_llama(), tiny_job(4), Mesh(), (ActivationCheckpointing(), TiledMLP(num_tiles=3))
+    )
+    alone = make_plan(analyzed_llama(), tiny_job(4), Mesh(), (TiledMLP(num_tiles=3),))
     assert static_checks(plan) == []
     assert (
         held(plan, "RECOMPUTE", "model.layers.1")["saved activations"]
@@ -179,13 +181,13 @@ class Softened(Scaled):
 )
 def test_logits_that_the_model_changes_are_refused(model: type[nn.Module], text: str):
     with pytest.raises(PlanError, match=f"{text}(?s:.*)remove the strategy chunked_loss"):
-        make_plan(analyze(model(), rows(2)), tiny_job(), Mesh(), (ChunkedLoss(),))
+        make_plan(analyze(model(), token_samples(2)), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
     loss = Loss(lambda outputs, batch: outputs.sum(), lambda batch: torch.tensor(1.0), whole_batch=True)
     with pytest.raises(PlanError, match="the loss compares all samples of a batch"):
-        make_plan(reading_of(loss=loss), tiny_job(), Mesh(), (ChunkedLoss(),))
+        make_plan(analyzed_model(loss=loss), tiny_job(), Mesh(), (ChunkedLoss(),))
 
 
 @pytest.mark.parametrize(
@@ -203,22 +205,22 @@ def test_a_loss_of_the_whole_batch_is_refused():
         (TiledMLP(num_tiles=2), r"no module between colwise and rowwise(?s:.*)remove the strategy tiled_mlp"),
     ],
 )
-def test_numbers_that_make_no_tiles_are_refused(strategy: Strategy, text: str):
+def test_invalid_numbers_of_chunks_and_tiles_are_refused(strategy: Strategy, text: str):
     with pytest.raises(PlanError, match=text):
         planned(strategy)
 
 
-def test_mlps_that_are_divided_among_ranks_are_refused_and_so_are_heads_in_grids():
+def test_tensor_parallel_mlps_and_heads_in_2d_are_refused():
     with pytest.raises(PlanError, match=r"gate_proj\.weight is sharded(?s:.*)remove the strategy tiled_mlp"):
-        make_plan(known(), tiny_job(4), Mesh(tp=2), (TensorParallel(), TiledMLP(num_tiles=2)))
+        make_plan(analyzed_llama(), tiny_job(4), Mesh(tp=2), (TensorParallel(), TiledMLP(num_tiles=2)))
     with pytest.raises(
         PlanError,
         match=(r"the head lm_head\.weight is sharded along " r"(?s:.*)remove " r"the strategy chunked_loss"),
     ):
-        make_plan(known(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
+        make_plan(analyzed_llama(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
 
 
-def test_a_loss_that_one_rank_takes_for_all_is_refused():
+def test_a_loss_computed_by_one_rank_for_all_is_refused():
     with pytest.raises(
         PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)remove chunked_loss"
     ):
@@ -242,14 +244,14 @@ def test_mlps_of_a_model_that_draws_dropout_are_refused():
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             return self.head(self.mlp(self.embed(input_ids)))
 
-    reading = analyze(
-        lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), rows(2)
+    analyzed = analyze(
+        lambda: Model(Whole(), layer_roles={"mlp.up": "colwise", "mlp.down": "rowwise"}), token_samples(2)
     )
     with pytest.raises(PlanError, match="the model draws dropout"):
-        make_plan(reading, tiny_job(), Mesh(), (TiledMLP(num_tiles=2),))
+        make_plan(analyzed, tiny_job(), Mesh(), (TiledMLP(num_tiles=2),))
 
 
-def test_nothing_of_a_list_without_tiles_is_another():
+def test_a_program_without_chunks_is_unchanged():
     def said(plan: Plan) -> list[Action]:
         return [action for action in plan.program.actions(FIRST_ROLE) if action.kind == "LOSS"]
 

@@ -1,4 +1,6 @@
-"""Chunked losses and tiled MLPs in numbers: the largest tensor, evaluations, last bits, half precision."""
+"""Results of the chunked loss and the tiled MLP: the largest tensor, evaluations, bitwise differences, half
+precision.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -24,9 +26,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.memory.tiled_job import CPU, JOB, ROWS, SHARDS, TOKENS, planned
-from tests.parallel.tensor.odd_llama import SIZES, batches, known
-from tests.tiny_model import player_of, reading_of, rows, tiny_job
+from tests.parallel.memory.tiled_job import CPU, JOB, NUM_SAMPLES, SHARDS, TOKENS, planned
+from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
+from tests.tiny_model import analyzed_model, executor_of, tiny_job, token_samples
 
 
 class Largest(TorchDispatchMode):
@@ -51,14 +53,16 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize(("count", "rows_of_tile"), [(4, 3), (9, 1)])
 @pytest.mark.parametrize("width", [SIZES["vocab_size"], SIZES["intermediate_size"]])
-def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
+def test_no_tensor_is_larger_than_a_chunk_in_a_step_or_an_evaluation(
     count: int, rows_of_tile: int, width: int
 ):
-    data = batches(1, ROWS)[0]
+    data = batches(1, NUM_SAMPLES)[0]
     found = {}
     for name, strategies in {"usual": (), "tiled": (ChunkedLoss(count), TiledMLP(count))}.items():
         with parallelize(
-            known(), planned(known(), Mesh(), *strategies, micro_batch=2), world=single_rank_world(CPU)
+            analyzed_llama(),
+            planned(analyzed_llama(), Mesh(), *strategies, micro_batch=2),
+            world=single_rank_world(CPU),
         ) as engine:
             with Largest(width) as step:
                 engine.step(data)
@@ -80,45 +84,48 @@ def test_no_more_than_a_tile_is_ever_there_in_a_step_and_in_an_evaluation(
     ],
     ids=str,
 )
-def test_an_evaluation_is_that_of_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    data, job = batches(2, ROWS), replace(JOB, precision=PrecisionConfig("float64", "float64", "float64"))
+def test_an_evaluation_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    data, job = (
+        batches(2, NUM_SAMPLES),
+        replace(JOB, precision=PrecisionConfig("float64", "float64", "float64")),
+    )
 
     def found(mesh: Mesh, *strategies: Strategy) -> list[float]:
-        plan = planned(known(), mesh, *strategies, job=job)
+        plan = planned(analyzed_llama(), mesh, *strategies, job=job)
 
         def rank(world: World) -> float:
-            with parallelize(known(), plan, world=world) as engine:
+            with parallelize(analyzed_llama(), plan, world=world) as engine:
                 return engine.evaluate([engine.local_batch(each) for each in data]).loss
 
         return run_on_threads(rank, mesh)
 
-    (wanted,) = found(Mesh())
-    assert found(mesh, *strategies, ChunkedLoss(4)) == pytest.approx([wanted] * mesh.world_size, rel=1e-12)
+    (expected,) = found(Mesh())
+    assert found(mesh, *strategies, ChunkedLoss(4)) == pytest.approx([expected] * mesh.world_size, rel=1e-12)
 
 
 def stepped(
-    tiles: tuple[Strategy, ...], precision: PrecisionConfig, reading: AnalyzedModel | None = None
+    tiles: tuple[Strategy, ...], precision: PrecisionConfig, analyzed: AnalyzedModel | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and the gradients of one step."""
-    reading = reading or reading_of()
+    analyzed = analyzed or analyzed_model()
     job = tiny_job(precision=precision)
-    player = player_of(reading, make_plan(reading, job, Mesh(), tiles), single_rank_world(CPU))
+    executor = executor_of(analyzed, make_plan(analyzed, job, Mesh(), tiles), single_rank_world(CPU))
     gradients: dict[str, torch.Tensor] = {}
-    clip = player._actions.handlers["CLIP"]
+    clip = executor._actions.handlers["CLIP"]
 
     def kept(action: Action) -> None:
-        gradients.update(player.gather_gradients())
+        gradients.update(executor.gather_gradients())
         clip(action)
 
-    player._entries = [
-        (a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in player._entries
+    executor._entries = [
+        (a, kept if a.kind == "CLIP" else handler, waits) for a, handler, waits in executor._entries
     ]
-    loss = player.step({key: value[:12] for key, value in rows().items()}).loss
-    player.close()
+    loss = executor.step({key: value[:12] for key, value in token_samples().items()}).loss
+    executor.close()
     return loss, gradients
 
 
-def test_gradients_are_those_of_all_tokens_at_once_but_for_last_bits():
+def test_gradients_equal_those_without_chunks_up_to_rounding():
     (_, usual), (_, tiled_) = (
         stepped(tiles, PrecisionConfig("float64", "float64", "float64")) for tiles in ((), (ChunkedLoss(2),))
     )
@@ -137,7 +144,7 @@ def test_gradients_are_those_of_all_tokens_at_once_but_for_last_bits():
     ],
     ids=str,
 )
-def test_in_halves_too(precision: PrecisionConfig, bound: float):
+def test_half_precision_equals_that_without_chunks_up_to_rounding(precision: PrecisionConfig, bound: float):
     (loss, usual), (tiled_loss, tiled_) = (stepped(tiles, precision) for tiles in ((), (ChunkedLoss(2),)))
     assert tiled_loss == pytest.approx(loss, rel=bound)
     for name, gradient in usual.items():

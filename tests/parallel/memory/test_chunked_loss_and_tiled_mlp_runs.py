@@ -1,4 +1,4 @@
-"""Chunked losses and tiled MLPs while they run: parity in combinations, refusals at run time, and planted
+"""Chunked loss and tiled MLP at run time: parity with other strategies, refusals at run time, and planted
 bugs.
 """
 
@@ -32,21 +32,21 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, ROWS, SHARDS, TOKENS, planned
-from tests.parallel.tensor.odd_llama import SIZES, batches, known, llama
-from tests.tiny_model import VOCABULARY, WIDTH, player_of, rows, tiny_job
+from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, NUM_SAMPLES, SHARDS, TOKENS, planned
+from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches, llama
+from tests.tiny_model import VOCABULARY, WIDTH, executor_of, tiny_job, token_samples
 
 SMOOTH = token_cross_entropy(0.1)
 
 
 def equal(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     plan: Plan,
     loss: Loss | None = None,
     data: list[dict[str, torch.Tensor]] | None = None,
 ) -> None:
     assert not static_checks(plan)
-    verdict = verify(reading, plan, data or batches(2, ROWS), loss=loss)
+    verdict = verify(analyzed, plan, data or batches(2, NUM_SAMPLES), loss=loss)
     assert verdict.passed, verdict
 
 
@@ -61,8 +61,8 @@ def equal(
     ],
     ids=str,
 )
-def test_any_number_of_tiles_is_one_device(strategies: tuple[Strategy, ...]):
-    equal(known(), planned(known(), Mesh(), *strategies, micro_batch=2))
+def test_any_number_of_chunks_equals_one_device(strategies: tuple[Strategy, ...]):
+    equal(analyzed_llama(), planned(analyzed_llama(), Mesh(), *strategies, micro_batch=2))
 
 
 @pytest.mark.parametrize(
@@ -85,28 +85,28 @@ def test_any_number_of_tiles_is_one_device(strategies: tuple[Strategy, ...]):
     ],
     ids=str,
 )
-def test_beside_all_else(mesh: Mesh, strategies: tuple[Strategy, ...]):
-    equal(known(), planned(known(), mesh, *strategies))
+def test_with_other_strategies(mesh: Mesh, strategies: tuple[Strategy, ...]):
+    equal(analyzed_llama(), planned(analyzed_llama(), mesh, *strategies))
 
 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(dp_shard=2)], ids=str)
 def test_a_head_that_is_tied_to_the_table(mesh: Mesh):
-    tied = known(tie_word_embeddings=True)
+    tied = analyzed_llama(tie_word_embeddings=True)
     equal(tied, planned(tied, mesh, *((Pipeline(),) if mesh.pp > 1 else (SHARDS, ZeRO())), *BOTH))
 
 
 def test_more_ranks_than_tokens():
-    short = known(length=3)
+    short = analyzed_llama(length=3)
     plan = planned(short, Mesh(cp=4), RingAttention(), DDP(axis="cp"), *BOTH)
-    equal(short, plan, data=batches(2, ROWS, 3))
+    equal(short, plan, data=batches(2, NUM_SAMPLES, 3))
 
 
 @cache
 def weighted() -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
-    """A reading, and rows of which some labels do not count, and the others weigh something each."""
-    generator, data = torch.Generator().manual_seed(3), batches(2, ROWS)
+    """An analyzed model, and samples with ignored labels and weighted tokens."""
+    generator, data = torch.Generator().manual_seed(3), batches(2, NUM_SAMPLES)
     for each in data:
-        each["loss_weights"] = torch.rand(ROWS, TOKENS, generator=generator)
+        each["loss_weights"] = torch.rand(NUM_SAMPLES, TOKENS, generator=generator)
         each["labels"][1, 2:] = -100
         each["labels"][2] = -100
     return analyze(llama(), data[0], loss=SMOOTH), data
@@ -114,10 +114,10 @@ def weighted() -> tuple[AnalyzedModel, list[dict[str, torch.Tensor]]]:
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(cp=2), Mesh(tp=2)], ids=str)
 def test_smoothed_labels_and_weights_of_tokens(mesh: Mesh):
-    reading, data = weighted()
+    analyzed, data = weighted()
     ways = {"cp": (RingAttention(), DDP(axis="cp")), "tp": (TensorParallel(), VocabParallel())}
     strategies = next((ways[axis] for axis in ways if mesh.size(axis) > 1), ())
-    equal(reading, planned(reading, mesh, *strategies, ChunkedLoss(4)), SMOOTH, data)
+    equal(analyzed, planned(analyzed, mesh, *strategies, ChunkedLoss(4)), SMOOTH, data)
 
 
 def test_a_head_that_is_frozen_gets_no_gradient():
@@ -126,14 +126,14 @@ def test_a_head_that_is_frozen_gets_no_gradient():
         model.get_parameter("lm_head.weight").requires_grad_(False)
         return model
 
-    reading = analyze(frozen(), batches(1, ROWS)[0])
-    equal(reading, planned(reading, Mesh(dp_replicate=2), BatchSplit(), DDP(), *BOTH))
+    analyzed = analyze(frozen(), batches(1, NUM_SAMPLES)[0])
+    equal(analyzed, planned(analyzed, Mesh(dp_replicate=2), BatchSplit(), DDP(), *BOTH))
 
 
-def test_a_trace_on_fake_tensors_runs_in_tiles():
+def test_a_trace_on_fake_tensors_runs_in_chunks():
     mesh = Mesh(dp_shard=8, cp=4)
     plan = planned(
-        known(),
+        analyzed_llama(),
         mesh,
         SHARDS,
         RingAttention(),
@@ -141,25 +141,25 @@ def test_a_trace_on_fake_tensors_runs_in_tiles():
         *BOTH,
         job=replace(JOB, train=replace(JOB.train, batch=8)),
     )
-    found = trace(known(), plan)
+    found = trace(analyzed_llama(), plan)
     assert found.passed, found
 
 
-def test_forwards_outside_of_steps_give_out_logits():
+def test_forwards_outside_of_steps_return_logits():
     module = llama()
-    reading = analyze(module, batches(1, ROWS)[0])
+    analyzed = analyze(module, batches(1, NUM_SAMPLES)[0])
     with (
-        parallelize(reading, planned(reading, Mesh(), *BOTH), world=single_rank_world(CPU)) as engine,
+        parallelize(analyzed, planned(analyzed, Mesh(), *BOTH), world=single_rank_world(CPU)) as engine,
         engine.full_params() as whole,
     ):
-        assert whole(input_ids=batches(1, ROWS)[0]["input_ids"]).logits.shape == (
-            ROWS,
+        assert whole(input_ids=batches(1, NUM_SAMPLES)[0]["input_ids"]).logits.shape == (
+            NUM_SAMPLES,
             TOKENS,
             SIZES["vocab_size"],
         )
 
 
-def test_logits_that_a_forward_changes_after_the_trial_are_refused():
+def test_logits_that_a_forward_changes_only_after_the_trial_are_refused():
     class Changing(nn.Module):
         changes = False
 
@@ -171,13 +171,13 @@ def test_logits_that_a_forward_changes_after_the_trial_are_refused():
             logits = self.head(self.embed(input_ids))
             return logits * 2 if Changing.changes else logits
 
-    reading = analyze(Changing, rows(2))
-    player = player_of(
-        reading, make_plan(reading, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU)
+    analyzed = analyze(Changing, token_samples(2))
+    executor = executor_of(
+        analyzed, make_plan(analyzed, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU)
     )
     Changing.changes = True
     with pytest.raises(PlanError, match=r"was changed after the head(?s:.*)remove the strategy"):
-        player.step({key: value[:12] for key, value in rows().items()})
+        executor.step({key: value[:12] for key, value in token_samples().items()})
 
 
 def test_a_module_that_attends_is_refused_when_it_does():
@@ -211,21 +211,23 @@ def test_a_module_that_attends_is_refused_when_it_does():
             return self.head(self.layer(self.embed(input_ids)))
 
     roles = {"layer.mlp.up": "colwise", "layer.mlp.down": "rowwise"}
-    reading = analyze(lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), rows(2))
-    player = player_of(
-        reading, make_plan(reading, tiny_job(), Mesh(), (TiledMLP(2),)), single_rank_world(CPU)
+    analyzed = analyze(
+        lambda: Model(Whole(), blocks=["embed", "layer", "head"], layer_roles=roles), token_samples(2)
+    )
+    executor = executor_of(
+        analyzed, make_plan(analyzed, tiny_job(), Mesh(), (TiledMLP(2),)), single_rank_world(CPU)
     )
     with pytest.raises(PlanError, match=r"the module 'layer\.mlp' attends"):
-        player.step({key: value[:12] for key, value in rows().items()})
+        executor.step({key: value[:12] for key, value in token_samples().items()})
 
 
-def test_a_tile_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_chunk_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(chunked, "chunk_sizes", lambda count, number: [count - 1])
-    plan = planned(known(), Mesh(), ChunkedLoss(4))
-    assert not verify(known(), plan, batches(2, ROWS)).passed
+    plan = planned(analyzed_llama(), Mesh(), ChunkedLoss(4))
+    assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed
 
 
-def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_an_mlp_that_keeps_the_gradient_of_one_tile_only_is_noticed(monkeypatch: pytest.MonkeyPatch):
     split, whole = torch.Tensor.tensor_split, tiled_mlp._Tiled
 
     class Last(whole):
@@ -236,5 +238,5 @@ def test_an_mlp_that_keeps_the_gradient_of_one_tile_alone_is_noticed(monkeypatch
                 return whole.backward(ctx, *grads)
 
     monkeypatch.setattr(tiled_mlp, "_Tiled", Last)
-    plan = planned(known(), Mesh(), TiledMLP(3))
-    assert not verify(known(), plan, batches(2, ROWS)).passed
+    plan = planned(analyzed_llama(), Mesh(), TiledMLP(3))
+    assert not verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES)).passed

@@ -1,4 +1,4 @@
-"""What tests of chunked losses and tiled MLPs share: a job over a small Llama, and its plan."""
+"""A job over a small Llama, and its plan, for tests of the chunked loss and the tiled MLP."""
 
 import torch
 
@@ -13,11 +13,11 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 
-ROWS, TOKENS = 4, 9
+NUM_SAMPLES, TOKENS = 4, 9
 JOB = Job(
     ModelConfig("llama"),
     DataConfig("random", sequence=TOKENS),
-    TrainConfig(batch=ROWS, clip=0.5),
+    TrainConfig(batch=NUM_SAMPLES, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
 BOTH = ChunkedLoss(num_chunks=4), TiledMLP(num_tiles=2)
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def planned(
-    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1, job: Job = JOB
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1, job: Job = JOB
 ) -> Plan:
-    """The plan of `reading` on `mesh`."""
-    return make_plan(reading, job, mesh, strategies, micro_batch)
+    """The plan of `analyzed` on `mesh`."""
+    return make_plan(analyzed, job, mesh, strategies, micro_batch)

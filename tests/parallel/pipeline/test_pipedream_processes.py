@@ -15,17 +15,17 @@ from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 STEPS = 2
 
 
 def compared(world: World, ranks: int) -> RankReport:
-    reading, job = reading_of(), replace(tiny_job(), train=TrainConfig(batch=12, clip=0.0))
-    plan = make_plan(reading, job, Mesh(pp=ranks), (PipeDream(),), 1)
-    batches = [rows(12) for _ in range(STEPS)]
+    analyzed, job = analyzed_model(), replace(tiny_job(), train=TrainConfig(batch=12, clip=0.0))
+    plan = make_plan(analyzed, job, Mesh(pp=ranks), (PipeDream(),), 1)
+    batches = [token_samples(12) for _ in range(STEPS)]
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),

@@ -14,19 +14,19 @@ from meshwright.plan.job.job import Job, LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Strategy
-from tests.parallel.pipeline.test_pipedream_trains import EACH, ROWS, planned
+from tests.parallel.pipeline.test_pipedream_trains import EACH, NUM_SAMPLES, planned
 from tests.parallel.pipeline.test_pipeline import JOB
-from tests.parallel.tensor.odd_llama import known
-from tests.tiny_model import reading_of
+from tests.parallel.tensor.odd_llama import analyzed_llama
+from tests.tiny_model import analyzed_model
 
 
 @pytest.mark.parametrize(
-    ("job", "mesh", "beside", "said"),
+    ("job", "mesh", "beside", "message"),
     [
         (JOB, Mesh(pp=2), (), "train.clip = 0.5: every microbatch is an update of its own"),
         (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
         (
-            replace(EACH, train=TrainConfig(batch=ROWS, clip=0.0, noise_scale=True)),
+            replace(EACH, train=TrainConfig(batch=NUM_SAMPLES, clip=0.0, noise_scale=True)),
             Mesh(pp=2),
             (),
             "the noise scale needs whole gradients",
@@ -48,20 +48,20 @@ from tests.tiny_model import reading_of
     ],
 )
 def test_what_needs_one_step_per_batch_is_refused(
-    job: Job, mesh: Mesh, beside: tuple[Strategy, ...], said: str
+    job: Job, mesh: Mesh, beside: tuple[Strategy, ...], message: str
 ):
-    with pytest.raises(PlanError, match=said):
-        planned(known(), mesh, *beside, job=job)
+    with pytest.raises(PlanError, match=message):
+        planned(analyzed_llama(), mesh, *beside, job=job)
 
 
 def test_weights_that_parts_share_are_refused():
     with pytest.raises(PlanError, match="used by stages on several ranks, which would step them apart"):
-        planned(reading_of(tied=True), Mesh(pp=2))
+        planned(analyzed_model(tied=True), Mesh(pp=2))
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
-    reading = reading_of()
-    whole = replace(reading.model_spec, needs_global_batch=True)
+    analyzed = analyzed_model()
+    whole = replace(analyzed.model_spec, needs_global_batch=True)
     assert any(
         "on the whole batch at once" in fault.problem
         for fault in PipeDream().check(EACH, ShardingPlan.one_device(Mesh(pp=2), whole))
@@ -71,5 +71,9 @@ def test_a_loss_of_the_whole_batch_is_refused():
 def test_wrong_cuts_are_told_in_its_own_name():
     with pytest.raises(PlanError, match=r"strategies.pipedream.split_points: 2 split points make 3 stages"):
         make_plan(
-            known(), EACH, Mesh(pp=2), (PipeDream(split_points=("model.layers.1", "model.layers.2")),), 1
+            analyzed_llama(),
+            EACH,
+            Mesh(pp=2),
+            (PipeDream(split_points=("model.layers.1", "model.layers.2")),),
+            1,
         )

@@ -41,14 +41,14 @@ from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict
-from tests.parallel.checkpoint_crossing import crosses
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.pipeline.test_pipeline import JOB
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.parallel.tensor.odd_llama import batches, known
-from tests.tiny_model import edited, player_of, reading_of, rows, tiny_job
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples
 
-ROWS = 6
-EACH = replace(JOB, train=TrainConfig(batch=ROWS, clip=0.0))
+NUM_SAMPLES = 6
+EACH = replace(JOB, train=TrainConfig(batch=NUM_SAMPLES, clip=0.0))
 MIXED = PrecisionConfig(
     "bfloat16", "bfloat16", "bfloat16", master="float32", gradients="bfloat16", optimizer_states="float32"
 )
@@ -65,17 +65,17 @@ STEPPED = {
 
 
 def planned(
-    reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, job: Job = EACH, micro_batch: int = 1
+    analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, job: Job = EACH, micro_batch: int = 1
 ) -> Plan:
-    return make_plan(reading, job, mesh, (PipeDream(), *strategies), micro_batch)
+    return make_plan(analyzed, job, mesh, (PipeDream(), *strategies), micro_batch)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_it_equals_a_replay_of_its_weight_versions(ranks: int):
-    plan = planned(known(), Mesh(pp=ranks))
+    plan = planned(analyzed_llama(), Mesh(pp=ranks))
     assert not plan.exact
     assert not static_checks(plan)
-    verdict = verify(known(), plan, batches(2, ROWS))
+    verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
     assert f"pp {ranks} equals a replay of its weight versions in one process after 2 steps" in str(verdict)
 
@@ -90,22 +90,22 @@ def test_it_equals_a_replay_of_its_weight_versions(ranks: int):
     ],
 )
 def test_it_does_so_beside_others(mesh: Mesh, beside: tuple[Strategy, ...]):
-    plan = planned(known(), mesh, *beside)
+    plan = planned(analyzed_llama(), mesh, *beside)
     assert not static_checks(plan)
-    verdict = verify(known(), plan, batches(2, ROWS))
+    verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
 def test_masks_are_those_of_the_samples():
-    reading = pairs(0.2, layers=4)
-    plan = planned(reading, Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
-    assert verify(reading, plan, [rows(4), rows(4)]).passed
+    analyzed = pairs(0.2, layers=4)
+    plan = planned(analyzed, Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
+    assert verify(analyzed, plan, [token_samples(4), token_samples(4)]).passed
 
 
 def test_micro_batches_in_which_nothing_counts_are_no_updates():
-    plan = planned(reading_of(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=12, clip=0.0)))
-    assert all(label == -100 for label in rows(12)["labels"][3]), "row 3 has no label"
-    assert verify(reading_of(), plan, [rows(12), rows(9)]).passed
+    plan = planned(analyzed_model(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=12, clip=0.0)))
+    assert all(label == -100 for label in token_samples(12)["labels"][3]), "row 3 has no label"
+    assert verify(analyzed_model(), plan, [token_samples(12), token_samples(9)]).passed
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -113,39 +113,39 @@ def test_micro_batches_in_which_nothing_counts_are_no_updates():
 def test_its_optimizer_steps_once_per_micro_batch(ranks: int, rule: str):
     spec, make = STEPPED[rule]
     wide = PrecisionConfig("float64", "float64", "float64")
-    plan = planned(known(), Mesh(pp=ranks), job=replace(EACH, optimizer=spec, precision=wide))
+    plan = planned(analyzed_llama(), Mesh(pp=ranks), job=replace(EACH, optimizer=spec, precision=wide))
 
     def on_rank(world: World) -> tuple[dict[str, torch.Tensor], list[float]]:
-        with parallelize(known(), plan, world=world) as engine:
-            losses = [engine.step(engine.local_batch(batch)).loss for batch in batches(2, ROWS)]
+        with parallelize(analyzed_llama(), plan, world=world) as engine:
+            losses = [engine.step(engine.local_batch(batch)).loss for batch in batches(2, NUM_SAMPLES)]
             return engine.executor.gather_parameters(), losses
 
-    wanted, losses = replayed(plan, make)
+    expected, losses = replayed(plan, make)
     for found, told in run_on_threads(on_rank, plan.mesh):
         assert told == pytest.approx(losses, rel=1e-10)
         for name, value in found.items():
-            assert (value - wanted[name]).abs().max() <= 1e-10 * wanted[name].abs().max(), name
+            assert (value - expected[name]).abs().max() <= 1e-10 * expected[name].abs().max(), name
 
 
 def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Plain PyTorch: per microbatch the gradient at the versions that the lists state, and a step of the
     newest weights.
     """
-    model, _, newest = known().make_module(torch.device("cpu"), torch.float64)
+    model, _, newest = analyzed_llama().make_module(torch.device("cpu"), torch.float64)
     stage = {weight.name: plan.sharding.pp_ranks_using(weight)[0] for weight in plan.model_spec.params}
     met = {
         (each.virtual_stage, each.microbatch): each.forward
-        for each in weight_versions(pipedream_schedule(plan.mesh.pp, ROWS))
+        for each in weight_versions(pipedream_schedule(plan.mesh.pp, NUM_SAMPLES))
     }
     groups = [[value for value in newest.values() if (value.ndim > 1) is decays] for decays in (True, False)]
     optimizer = make(
         [{"params": group, "weight_decay": decay} for group, decay in zip(groups, (0.1, 0.0), strict=True)]
     )
     losses = []
-    for batch in batches(2, ROWS):
+    for batch in batches(2, NUM_SAMPLES):
         history = [{name: value.detach().clone() for name, value in newest.items()}]
         total = 0.0
-        for micro in range(ROWS):
+        for micro in range(NUM_SAMPLES):
             used = {name: history[met[stage[name], micro]][name].clone().requires_grad_() for name in newest}
             row = slice(micro, micro + 1)
             logits = functional_call(model, used, kwargs={"input_ids": batch["input_ids"][row]}).logits
@@ -157,13 +157,15 @@ def replayed(plan: Plan, make: Callable) -> tuple[dict[str, torch.Tensor], list[
             optimizer.step()
             history.append({name: value.detach().clone() for name, value in newest.items()})
             total += loss.item()
-        losses.append(total / ROWS)
+        losses.append(total / NUM_SAMPLES)
     return {name: value.detach() for name, value in newest.items()}, losses
 
 
 @pytest.mark.parametrize(("ranks", "micros"), [(2, 6), (3, 6), (4, 6), (4, 2), (3, 1)])
 def test_the_program_states_the_versions_of_the_paper(ranks: int, micros: int):
-    plan = planned(known(), Mesh(pp=ranks), job=replace(EACH, train=TrainConfig(batch=micros, clip=0.0)))
+    plan = planned(
+        analyzed_llama(), Mesh(pp=ranks), job=replace(EACH, train=TrainConfig(batch=micros, clip=0.0))
+    )
     law = {
         (each.virtual_stage, each.microbatch): each.forward
         for each in weight_versions(pipedream_schedule(ranks, micros))
@@ -181,14 +183,14 @@ def test_the_program_states_the_versions_of_the_paper(ranks: int, micros: int):
 def test_each_rank_holds_the_versions_that_the_plan_says(copies: int, precision: PrecisionConfig):
     job = tiny_job(optimizer=OptimizerConfig(), precision=precision, train=TrainConfig(batch=12, clip=0.0))
     beside = (BatchSplit(), DDP()) if copies > 1 else ()
-    plan = planned(reading_of(), Mesh(pp=3, dp_replicate=copies), *beside, job=job)
+    plan = planned(analyzed_model(), Mesh(pp=3, dp_replicate=copies), *beside, job=job)
 
     def on_rank(world: World) -> dict[str, int]:
-        player = player_of(reading_of(), plan, world)
+        executor = executor_of(analyzed_model(), plan, world)
         for _ in range(2):
-            player.step(select_local_batch(rows(12), plan, world.rank))
-        sizes = player.memory_by_category()
-        player.close()
+            executor.step(select_local_batch(token_samples(12), plan, world.rank))
+        sizes = executor.memory_by_category()
+        executor.close()
         return sizes
 
     for rank, sizes in enumerate(run_on_threads(on_rank, plan.mesh)):
@@ -223,10 +225,10 @@ def without(*kinds: str) -> Callable[[list[Action]], list[Action]]:
 
 def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
     """What the comparison finds of a plan with a planted bug that nobody has proved anything of."""
-    plan = planned(known(), Mesh(pp=3))
-    data = batches(2, ROWS)
+    plan = planned(analyzed_llama(), Mesh(pp=3))
+    data = batches(2, NUM_SAMPLES)
     case = make_parity_case(
-        known(),
+        analyzed_llama(),
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),
@@ -240,7 +242,7 @@ def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
 
 def test_a_backward_with_the_newest_weights_is_noticed():
     change = without("LOAD_STASHED", "LOAD_LATEST")
-    faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
+    faults = [fault.problem for fault in static_checks(edited(planned(analyzed_llama(), Mesh(pp=3)), change))]
     text = (
         "B(model.layers.0, 1) uses the weights after 1 steps, and the forward of its microbatch those after 0"
     )
@@ -251,7 +253,7 @@ def test_a_backward_with_the_newest_weights_is_noticed():
 
 
 def test_weights_that_are_stepped_where_a_forward_has_met_them_are_noticed():
-    plan = edited(planned(known(), Mesh(pp=3)), without("STASH"))
+    plan = edited(planned(analyzed_llama(), Mesh(pp=3)), without("STASH"))
     assert any("loads weights that no STASH has kept" in fault.problem for fault in static_checks(plan))
 
 
@@ -259,7 +261,7 @@ def test_a_micro_batch_that_is_not_stepped_with_is_noticed():
     def change(actions: list[Action]) -> list[Action]:
         return [action for action in actions if action.name != "STEP(2)"]
 
-    faults = [fault.problem for fault in static_checks(edited(planned(known(), Mesh(pp=3)), change))]
+    faults = [fault.problem for fault in static_checks(edited(planned(analyzed_llama(), Mesh(pp=3)), change))]
     assert "microbatch 2 has no STEP" in faults
     assert any(
         "adds to the gradients of microbatch 2, and no STEP stands between them" in fault for fault in faults
@@ -268,7 +270,7 @@ def test_a_micro_batch_that_is_not_stepped_with_is_noticed():
 
 def test_gradients_that_are_summed_after_their_step_are_noticed():
     plan = planned(
-        reading_of(),
+        analyzed_model(),
         Mesh(pp=2, dp_replicate=2),
         BatchSplit(),
         DDP(),
@@ -289,16 +291,16 @@ def test_gradients_that_are_summed_after_their_step_are_noticed():
 
 
 def test_a_checkpoint_crosses_because_the_pipeline_is_empty(tmp_path: Path):
-    plan = planned(known(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
-    crosses(known(), plan, plan, tmp_path)
+    plan = planned(analyzed_llama(), Mesh(pp=3), job=replace(EACH, train=TrainConfig(batch=4, clip=0.0)))
+    loads_under_other_plan(analyzed_llama(), plan, plan, tmp_path)
 
 
 def test_with_one_micro_batch_it_goes_on_where_one_device_has_stopped(tmp_path: Path):
     job = replace(EACH, train=TrainConfig(batch=4, clip=0.0))
-    crosses(
-        known(),
-        make_plan(known(), job, Mesh(), ()),
-        planned(known(), Mesh(pp=2), job=job, micro_batch=4),
+    loads_under_other_plan(
+        analyzed_llama(),
+        make_plan(analyzed_llama(), job, Mesh(), ()),
+        planned(analyzed_llama(), Mesh(pp=2), job=job, micro_batch=4),
         tmp_path,
     )
 
@@ -306,7 +308,7 @@ def test_with_one_micro_batch_it_goes_on_where_one_device_has_stopped(tmp_path: 
 def test_training_on_text_lowers_the_loss():
     text = (Path(__file__).parents[3] / "README.md").read_bytes()
     length, steps_taken = 24, 8
-    reading = known(length=length, vocab_size=256)
+    analyzed = analyzed_llama(length=length, vocab_size=256)
     job = Job(
         EACH.model,
         EACH.data,
@@ -314,7 +316,7 @@ def test_training_on_text_lowers_the_loss():
         OptimizerConfig("adamw", lr=3e-3, weight_decay=0.0),
     )
     job = replace(job, data=replace(job.data, sequence=length))
-    plan = planned(reading, Mesh(pp=3), job=job)
+    plan = planned(analyzed, Mesh(pp=3), job=job)
 
     def batch(step: int) -> dict[str, torch.Tensor]:
         begins = [(step * 12 + row) * length for row in range(12)]
@@ -322,7 +324,7 @@ def test_training_on_text_lowers_the_loss():
         return {"input_ids": windows[:, :-1], "labels": windows[:, 1:]}
 
     def on_rank(world: World) -> list[float]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             return [engine.step(engine.local_batch(batch(step))).loss for step in range(steps_taken)]
 
     first, *_, last = run_on_threads(on_rank, plan.mesh)[0]

@@ -24,25 +24,25 @@ from meshwright.plan.step.action import Program
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.parallel.tensor.odd_llama import batches, known
-from tests.tiny_model import rows
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.tiny_model import token_samples
 
-ROWS = 6
+NUM_SAMPLES = 6
 JOB = Job(
     ModelConfig("llama"),
     DataConfig("random", sequence=9),
-    TrainConfig(batch=ROWS, clip=0.5),
+    TrainConfig(batch=NUM_SAMPLES, clip=0.5),
     OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
 )
 SHARD = BatchSplit(axis="dp_shard")
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
-    return make_plan(reading, JOB, mesh, strategies, micro_batch)
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+    return make_plan(analyzed, JOB, mesh, strategies, micro_batch)
 
 
 def llama() -> AnalyzedModel:
-    return known(num_hidden_layers=4)
+    return analyzed_llama(num_hidden_layers=4)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks:
     pipeline = Pipeline(schedule=schedule, virtual_stages=chunks)
     plan = planned(llama(), Mesh(pp=ranks), pipeline, micro_batch=micro_batch)
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(3, ROWS))
+    verdict = verify(llama(), plan, batches(3, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -78,7 +78,7 @@ def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks:
 def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategies: tuple[Strategy, ...]):
     plan = planned(llama(), mesh, Pipeline(), *strategies)
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(2, ROWS))
+    verdict = verify(llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -88,7 +88,7 @@ def test_beside_others_it_computes_what_one_device_computes(mesh: Mesh, strategi
 def test_weights_may_stay_whole_between_micro_batches(zero: ZeRO):
     plan = planned(llama(), Mesh(pp=2, dp_shard=3), Pipeline(), SHARD, zero)
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(2, ROWS))
+    verdict = verify(llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -118,19 +118,19 @@ def test_an_encoder_and_a_decoder_hand_over_several_values():
     config = transformers.T5Config(
         vocab_size=67, d_model=24, d_kv=8, d_ff=29, num_layers=2, num_heads=3, dropout_rate=0.0
     )
-    words = batches(1, ROWS)[0]["input_ids"]
+    words = batches(1, NUM_SAMPLES)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
-    reading = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
-    plan = planned(reading, Mesh(pp=3), Pipeline(split_points=("decoder.block.0", "decoder.block.1")))
+    analyzed = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
+    plan = planned(analyzed, Mesh(pp=3), Pipeline(split_points=("decoder.block.0", "decoder.block.1")))
     assert not static_checks(plan)
-    assert verify(reading, plan, [batch]).passed
+    assert verify(analyzed, plan, [batch]).passed
 
 
 def test_masks_are_those_of_one_device():
-    reading = pairs(0.2, layers=4)
+    analyzed = pairs(0.2, layers=4)
     job = replace(JOB, train=TrainConfig(batch=4))
-    plan = make_plan(reading, job, Mesh(pp=3), (Pipeline(),), 1)
-    assert verify(reading, plan, [rows(4)]).passed
+    plan = make_plan(analyzed, job, Mesh(pp=3), (Pipeline(),), 1)
+    assert verify(analyzed, plan, [token_samples(4)]).passed
 
 
 def test_a_gradient_that_is_not_sent_back_is_noticed():
@@ -144,7 +144,7 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "ranks", "said"),
+    ("pipeline", "ranks", "message"),
     [
         (Pipeline(schedule="1f2b"), 2, "there is no schedule '1f2b'"),
         (Pipeline(virtual_stages=2), 2, "virtual_stages = 2, and 1f1b has one stage per rank"),
@@ -172,14 +172,17 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         ),
     ],
 )
-def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, said: str):
-    with pytest.raises(PlanError, match=said):
+def test_what_cannot_work_is_refused(pipeline: Pipeline, ranks: int, message: str):
+    with pytest.raises(PlanError, match=message):
         planned(llama(), Mesh(pp=ranks), pipeline)
 
 
 def test_each_rank_holds_the_weights_of_its_layers_alone():
     plan = planned(llama(), Mesh(pp=3), Pipeline())
-    held = [{home.param.name for home in plan.for_rank(rank).sharding.param_shardings} for rank in range(3)]
+    held = [
+        {param_sharding.param.name for param_sharding in plan.for_rank(rank).sharding.param_shardings}
+        for rank in range(3)
+    ]
     assert sum(map(len, held)) == len(plan.model_spec.params)
     assert "model.embed_tokens.weight" in held[0]
     assert "lm_head.weight" in held[2]

@@ -27,14 +27,14 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
-from tests.parallel.pipeline.test_pipeline import JOB, ROWS, SHARD, llama, planned
-from tests.parallel.tensor.odd_llama import batches, known
+from tests.parallel.pipeline.test_pipeline import JOB, NUM_SAMPLES, SHARD, llama, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 
 
 def exact(plan: Plan, steps: int = 1) -> None:
     """Fails unless `plan` is proved, and computes what one device does."""
     assert not static_checks(plan)
-    verdict = verify(llama(), plan, batches(steps, ROWS))
+    verdict = verify(llama(), plan, batches(steps, NUM_SAMPLES))
     assert verdict.passed, verdict
 
 
@@ -87,15 +87,15 @@ def test_keys_that_ranks_share_are_summed_in_the_half_that_computes_them(
     schedule: str, keys: int, tp: int, strategies: tuple[Strategy, ...], monkeypatch: pytest.MonkeyPatch
 ):
     length = 9 if tp == 3 else 8
-    reading, mesh = known(length, num_hidden_layers=4, num_key_value_heads=keys), Mesh(pp=2, tp=tp)
+    analyzed, mesh = analyzed_llama(length, num_hidden_layers=4, num_key_value_heads=keys), Mesh(pp=2, tp=tp)
     job = replace(JOB, data=replace(JOB.data, sequence=length))
-    plan = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
+    plan = make_plan(analyzed, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches(1, ROWS, length))
+    verdict = verify(analyzed, plan, batches(1, NUM_SAMPLES, length))
     assert verdict.passed, verdict
     monkeypatch.setattr(LayerSharding, "has_joint_backward", property(lambda way: False))
-    broken = make_plan(reading, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
-    assert "the ledger of ('I(model.layers" in str(verify(reading, broken, batches(1, ROWS, length)))
+    broken = make_plan(analyzed, job, mesh, (Pipeline(schedule=schedule), *strategies), 2)
+    assert "the ledger of ('I(model.layers" in str(verify(analyzed, broken, batches(1, NUM_SAMPLES, length)))
 
 
 def test_a_search_folds_two_parts_per_rank():
@@ -170,7 +170,7 @@ def early(kind: str, before: str) -> Edit:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (without("W"), "leaves the gradients of weights to W(model.embed_tokens, 5), and there is none"),
         (without("I"), "W(model.embed_tokens, 5) comes before I(model.embed_tokens, 5), or without it"),
@@ -184,7 +184,7 @@ def early(kind: str, before: str) -> Edit:
         ),
     ],
 )
-def test_a_half_that_is_missing_or_out_of_place_is_noticed(edit: Edit, said: str):
+def test_a_half_that_is_missing_or_out_of_place_is_noticed(edit: Edit, message: str):
     plan = planned(llama(), Mesh(pp=2), Pipeline(schedule="zb_h1"))
     assert not static_checks(plan)
     broken = replace(
@@ -193,7 +193,7 @@ def test_a_half_that_is_missing_or_out_of_place_is_noticed(edit: Edit, said: str
             lambda actions: edit(actions) if actions[-1].kind and _first(actions) else actions
         ),
     )
-    assert any(said in fault.problem for fault in static_checks(broken))
+    assert any(message in fault.problem for fault in static_checks(broken))
 
 
 def _first(actions: Sequence[Action]) -> bool:
@@ -228,7 +228,7 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (to_csv(zb_h1_schedule(2, 4)), "is for 4 microbatches, and the plan has 3"),
         (to_csv(zb_h1_schedule(3, 3)), "has 3 rows, and the pipeline 2 ranks"),
@@ -239,12 +239,12 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
         ("0F0,0X1\n", "'0X1' is no act of a rank"),
     ],
 )
-def test_lists_of_ones_own_that_cannot_work_are_refused(text: str, said: str, tmp_path: Path):
+def test_lists_of_ones_own_that_cannot_work_are_refused(text: str, message: str, tmp_path: Path):
     path = tmp_path / "own.csv"
     path.write_text(text)
     with pytest.raises(PlanError) as refused:
         planned(llama(), Mesh(pp=2), Pipeline(schedule=str(path)), micro_batch=2)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_function_that_moves_parts_is_refused(tmp_path: Path):

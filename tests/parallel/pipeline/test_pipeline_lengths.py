@@ -16,10 +16,10 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.parallel.pipeline.uneven_lengths import (
     Parameters,
+    analyzed,
     micro_batches,
     on_one_device,
     planned,
-    reading,
     trained,
 )
 
@@ -64,7 +64,7 @@ def test_slices_of_their_tokens_cross_as_slices():
 
 
 def test_one_device_weighs_them_by_their_tokens():
-    module = reading("tiny").make_module("cpu", torch.float64)[0]
+    module = analyzed("tiny").make_module("cpu", torch.float64)[0]
     micros = micro_batches(0)
     total = sum(
         F.cross_entropy(
@@ -90,7 +90,7 @@ def test_a_list_that_the_plan_does_not_play_is_refused():
     plan = planned("tiny", Mesh(pp=2), Pipeline())
 
     def play(world: World) -> None:
-        with parallelize(reading("tiny"), plan, world=world) as engine:
+        with parallelize(analyzed("tiny"), plan, world=world) as engine:
             for micros, said in (
                 (
                     micro_batches(0)[::-1],

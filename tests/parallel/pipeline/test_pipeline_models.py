@@ -25,24 +25,26 @@ from tests.parallel.pipeline.test_send_recv import DISTANCE, IMAGES
 X = torch.linspace(-1, 1, 120).sin().view(10, 12)
 PAIRS = {"x": X[:, :6], "target": X[:, 6:]}
 PICTURES = {"x": IMAGES, "target": IMAGES.flip(-1)}
-ROWS = 5
+NUM_SAMPLES = 5
 
 
 def planned(
-    reading: AnalyzedModel, ranks: int, pipeline: Pipeline | None = None, micro_batch: int = 1
+    analyzed: AnalyzedModel, ranks: int, pipeline: Pipeline | None = None, micro_batch: int = 1
 ) -> Plan:
     job = Job(
         ModelConfig("model"),
         DataConfig("example"),
-        TrainConfig(batch=ROWS, clip=0.5),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.5),
         OptimizerConfig("sgd", lr=0.1),
     )
-    return make_plan(reading, job, Mesh(pp=ranks), (pipeline or Pipeline(),), micro_batch)
+    return make_plan(analyzed, job, Mesh(pp=ranks), (pipeline or Pipeline(),), micro_batch)
 
 
-def verdict(reading: AnalyzedModel, plan: Plan, rows: dict[str, torch.Tensor]) -> Verdict:
-    batches = [{key: value[at : at + ROWS] for key, value in rows.items()} for at in (0, ROWS)]
-    return verify(reading, plan, batches, loss=DISTANCE)
+def verdict(analyzed: AnalyzedModel, plan: Plan, samples: dict[str, torch.Tensor]) -> Verdict:
+    batches = [
+        {key: value[at : at + NUM_SAMPLES] for key, value in samples.items()} for at in (0, NUM_SAMPLES)
+    ]
+    return verify(analyzed, plan, batches, loss=DISTANCE)
 
 
 class Tree(nn.Module):
@@ -74,17 +76,17 @@ class Reads(nn.Module):
 
 @pytest.mark.parametrize(("ranks", "pipeline"), [(3, Pipeline()), (2, Pipeline(schedule="zb_v"))])
 def test_a_u_net_with_skips_over_every_part(ranks: int, pipeline: Pipeline):
-    reading = analyze(lambda: UNet(1), PICTURES, loss=DISTANCE)
-    plan = planned(reading, ranks, pipeline)
-    found = verdict(reading, plan, PICTURES)
+    analyzed = analyze(lambda: UNet(1), PICTURES, loss=DISTANCE)
+    plan = planned(analyzed, ranks, pipeline)
+    found = verdict(analyzed, plan, PICTURES)
     assert found.passed, found
 
 
 def test_on_a_v_whose_cuts_mirror_each_other_the_skips_of_a_u_net_stay_on_their_rank():
-    reading, mirrored = analyze(lambda: UNet(2), PICTURES, loss=DISTANCE), ("down.3", "up.0", "up.3")
+    analyzed, mirrored = analyze(lambda: UNet(2), PICTURES, loss=DISTANCE), ("down.3", "up.0", "up.3")
     sent = {}
     for schedule in ("interleaved", "zb_v"):
-        plan = planned(reading, 2, Pipeline(schedule=schedule, virtual_stages=2, split_points=mirrored))
+        plan = planned(analyzed, 2, Pipeline(schedule=schedule, virtual_stages=2, split_points=mirrored))
         actions = (action for _, listed in plan.program.roles for action in listed if action.kind == "SEND")
         sent[schedule] = {action.tensors[0] for action in actions}
     skips = {f"down.{number}" for number in range(6)}
@@ -99,37 +101,39 @@ def test_a_model_without_blocks_is_cut_at_those_that_are_declared():
     ):
         planned(analyze(Tree, PAIRS, loss=DISTANCE), 2)
     blocks = ["first", "second", "third", "last"]
-    reading = analyze(lambda: Model(Tree(), blocks=blocks), PAIRS, loss=DISTANCE)
-    assert verdict(reading, planned(reading, 3), PAIRS).passed
+    analyzed = analyze(lambda: Model(Tree(), blocks=blocks), PAIRS, loss=DISTANCE)
+    assert verdict(analyzed, planned(analyzed, 3), PAIRS).passed
 
 
 def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work():
-    reading = analyze(Reads, PAIRS, loss=DISTANCE)
+    analyzed = analyze(Reads, PAIRS, loss=DISTANCE)
     said = (
         r"none can begin with 'layers.2': the glue after 'layers.1' reads the value of "
         r"layers.1\+0 \(item at "
         r"test_pipeline_mod"
     )
     with pytest.raises(PlanError, match=f"cut into 2 stages(?s:.*){said}(?s:.*)compute with tensors there"):
-        planned(reading, 3)
+        planned(analyzed, 3)
     with pytest.raises(PlanError, match=r"no stage can begin with 'layers.3'(?s:.*)begin it with 'layers.1'"):
-        planned(reading, 2, Pipeline(split_points=("layers.3",)))
-    assert verdict(reading, planned(reading, 2), PAIRS).passed
+        planned(analyzed, 2, Pipeline(split_points=("layers.3",)))
+    assert verdict(analyzed, planned(analyzed, 2), PAIRS).passed
 
 
 @pytest.mark.parametrize(
-    ("build", "rows"),
+    ("build", "samples"),
     [(Normed, PAIRS), (lambda: UNet(1, batch_norm=True), PICTURES)],
     ids=["linears", "U-Net"],
 )
 def test_batch_norms_take_one_micro_batch_and_are_refused_with_more(
-    build: Callable[[], nn.Module], rows: dict[str, torch.Tensor]
+    build: Callable[[], nn.Module], samples: dict[str, torch.Tensor]
 ):
-    reading = analyze(build, rows, loss=DISTANCE)
+    analyzed = analyze(build, samples, loss=DISTANCE)
     with pytest.raises(
         PlanError,
         match=r"batch norms (?s:.*)statistics of a part of the global batch \(1 ranks x 5 microbatches",
     ):
-        planned(reading, 2)
-    found = verdict(reading, planned(reading, 2, Pipeline(schedule="model_parallel"), micro_batch=0), rows)
+        planned(analyzed, 2)
+    found = verdict(
+        analyzed, planned(analyzed, 2, Pipeline(schedule="model_parallel"), micro_batch=0), samples
+    )
     assert found.passed, found

@@ -27,7 +27,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool
 
-ROWS, WIDTH, RANKS = 4, 6, 2
+NUM_SAMPLES, WIDTH, RANKS = 4, 6, 2
 THEIRS: dict[str, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
@@ -62,9 +62,9 @@ class Chain(nn.Module):
         return x
 
 
-def rows() -> dict[str, torch.Tensor]:
+def samples() -> dict[str, torch.Tensor]:
     return {
-        name: torch.linspace(-1, 1, ROWS * WIDTH).add(shift).sin().view(ROWS, WIDTH)
+        name: torch.linspace(-1, 1, NUM_SAMPLES * WIDTH).add(shift).sin().view(NUM_SAMPLES, WIDTH)
         for name, shift in (("x", 0), ("target", 1))
     }
 
@@ -81,26 +81,26 @@ LOSS = Loss(
 
 
 @cache
-def reading() -> AnalyzedModel:
-    return analyze(Chain, rows(), loss=LOSS)
+def analyzed() -> AnalyzedModel:
+    return analyze(Chain, samples(), loss=LOSS)
 
 
 def planned(schedule: str) -> Plan:
     job = Job(
         ModelConfig("chain"),
         DataConfig("example"),
-        TrainConfig(batch=ROWS, clip=0.0),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.0),
         OptimizerConfig("sgd", lr=1.0, weight_decay=0.0),
     )
     job = Job(job.model, job.data, job.train, job.optimizer, precision=DOUBLE)
-    return make_plan(reading(), job, Mesh(pp=RANKS), (Pipeline(schedule=schedule),), 1)
+    return make_plan(analyzed(), job, Mesh(pp=RANKS), (Pipeline(schedule=schedule),), 1)
 
 
 def ours(world: World, schedule: str) -> tuple[Gradients, Gradients]:
     """The weights before a step of SGD with rate 1, and its gradients: what the step has taken off them."""
-    with parallelize(reading(), planned(schedule), world=world, loss=LOSS) as engine:
+    with parallelize(analyzed(), planned(schedule), world=world, loss=LOSS) as engine:
         before = {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
-        engine.step({name: value.double() for name, value in rows().items()})
+        engine.step({name: value.double() for name, value in samples().items()})
         return before, {
             name: before[name] - value for name, value in engine.executor.gather_parameters().items()
         }
@@ -117,11 +117,11 @@ def theirs(world: World, schedule: str, weights: Gradients) -> Gradients:
         PipelineStage(nn.Sequential(*run), index, number, torch.device("cpu"))
         for run, index in zip(runs, at or [world.rank], strict=True)
     ]
-    batch = {name: value.double() for name, value in rows().items()}
+    batch = {name: value.double() for name, value in samples().items()}
     count = batch["target"].numel()
     made = THEIRS[schedule](
         stages if at else stages[0],
-        ROWS,
+        NUM_SAMPLES,
         loss_fn=lambda outputs, target: squared(outputs, target) / count,
         scale_grads=False,
     )

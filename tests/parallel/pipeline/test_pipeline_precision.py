@@ -21,9 +21,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, rows
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, token_samples
 
-ROWS = 4
+NUM_SAMPLES = 4
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "bfloat16", master="float32")
 HALF = PrecisionConfig("float16", "float16", "float16", master="float32")
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -56,15 +56,15 @@ class Toned(Chain):
 
 @cache
 def chain() -> AnalyzedModel:
-    return analyze(Chain, rows(2))
+    return analyze(Chain, token_samples(2))
 
 
-def planned(reading: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *strategies: object) -> Plan:
-    train, optimizer = TrainConfig(batch=ROWS, clip=0.5, steps=20), OptimizerConfig("adamw", lr=0.01)
+def planned(analyzed: AnalyzedModel, precision: PrecisionConfig, mesh: Mesh, *strategies: object) -> Plan:
+    train, optimizer = TrainConfig(batch=NUM_SAMPLES, clip=0.5, steps=20), OptimizerConfig("adamw", lr=0.01)
     job = Job(
         ModelConfig("chain"), DataConfig("example", sequence=TOKENS), train, optimizer, precision=precision
     )
-    return make_plan(reading, job, mesh, strategies, 2 if mesh.pp > 1 else 0)
+    return make_plan(analyzed, job, mesh, strategies, 2 if mesh.pp > 1 else 0)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +106,12 @@ def test_a_stream_that_additions_widen_crosses_as_wide_as_it_is():
     assert traced.passed, str(traced)
 
 
-def trained(reading: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
+def trained(analyzed: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
     """What every rank has measured, which is the same on all."""
 
     def on_rank(world: World) -> list[Metrics]:
-        engine = parallelize(reading, plan, world=world)
-        return [engine.step(engine.local_batch(rows(ROWS))) for _ in range(steps)]
+        engine = parallelize(analyzed, plan, world=world)
+        return [engine.step(engine.local_batch(token_samples(NUM_SAMPLES))) for _ in range(steps)]
 
     found = run_on_threads(on_rank, plan.mesh)
     assert len(set(map(repr, found))) == 1, "a norm that is not a number equals none"
@@ -129,11 +129,11 @@ def test_parts_train_as_one_device_does(precision: PrecisionConfig):
 
 
 def test_under_autocast_each_part_knows_the_dtype_of_what_others_give_out():
-    reading = analyze(Toned, rows(2))
+    analyzed = analyze(Toned, token_samples(2))
     mixed = PrecisionConfig(compute="bfloat16")
-    parts = planned(reading, mixed, Mesh(pp=2), Pipeline(split_points=("layers.1",)))
-    alone = make_plan(reading, parts.job, Mesh(), (), 2)
-    assert trained(reading, parts, 1)[0].loss == pytest.approx(trained(reading, alone, 1)[0].loss, rel=1e-7)
+    parts = planned(analyzed, mixed, Mesh(pp=2), Pipeline(split_points=("layers.1",)))
+    alone = make_plan(analyzed, parts.job, Mesh(), (), 2)
+    assert trained(analyzed, parts, 1)[0].loss == pytest.approx(trained(analyzed, alone, 1)[0].loss, rel=1e-7)
 
 
 def test_an_overflow_in_one_part_leaves_out_the_step_of_all():

@@ -14,7 +14,7 @@ from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 MESHES = {
     "three stages": Mesh(pp=3),
@@ -30,15 +30,15 @@ STEPS = 2
 
 
 def compared(world: World, name: str) -> RankReport:
-    reading, mesh = (
-        reading_of(tied=name in ("tied, in shards", "tied, of three", "every stage twice")),
+    analyzed, mesh = (
+        analyzed_model(tied=name in ("tied, in shards", "tied, of three", "every stage twice")),
         MESHES[name],
     )
     shards = (BatchSplit(axis="dp_shard"), ZeRO(stage=2)) if mesh.dp_shard > 1 else ()
-    plan = make_plan(reading, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
-    batches = [rows(plan.job.train.batch) for _ in range(STEPS)]
+    plan = make_plan(analyzed, tiny_job(), mesh, (Pipeline(schedule=SCHEDULES.get(name, "1f1b")), *shards), 1)
+    batches = [token_samples(plan.job.train.batch) for _ in range(STEPS)]
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),

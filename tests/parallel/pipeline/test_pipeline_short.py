@@ -25,9 +25,9 @@ from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
-from tests.parallel.pipeline.test_pipeline import ROWS, llama, planned
+from tests.parallel.pipeline.test_pipeline import NUM_SAMPLES, llama, planned
 from tests.parallel.tensor.odd_llama import batches
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
     "pieces": (Mesh(pp=2, tp=2), (Pipeline(scatter=True), TensorParallel(), VocabParallel()), 2),
@@ -41,7 +41,7 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...], int]] = {
 @pytest.mark.parametrize("name", BESIDE)
 def test_a_short_last_batch_is_that_of_one_device_to_the_last_message(name: str, last: int):
     mesh, strategies, micro_batch = BESIDE[name]
-    full, short = batches(2, ROWS)
+    full, short = batches(2, NUM_SAMPLES)
     plan = planned(llama(), mesh, *strategies, micro_batch=micro_batch)
     verdict = verify(llama(), plan, [full, {key: value[:last] for key, value in short.items()}])
     assert verdict.passed, verdict
@@ -52,10 +52,10 @@ def case_of(mesh: Mesh) -> ParityCase:
     the second.
     """
     shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
-    plan = make_plan(reading_of(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
-    steps = [rows(12), {key: value[:5] for key, value in rows(12).items()}]
+    plan = make_plan(analyzed_model(), tiny_job(12), mesh, (Pipeline(), *shards), 2)
+    steps = [token_samples(12), {key: value[:5] for key, value in token_samples(12).items()}]
     return make_parity_case(
-        reading_of(),
+        analyzed_model(),
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(steps[step], plan, rank),
@@ -83,8 +83,8 @@ def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_pas
 
 def trained(world: World, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and parameters of an epoch of 17 samples: a last batch of 5, of microbatches of 2."""
-    feed = open_feed(ExampleDataset(rows(17)), plan, world.rank)
-    with parallelize(reading_of(), plan, world=world) as engine:
+    feed = open_feed(ExampleDataset(token_samples(17)), plan, world.rank)
+    with parallelize(analyzed_model(), plan, world=world) as engine:
         losses = [engine.step(feed.batch(step)).loss for step in range(feed.num_steps or 0)]
         return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
@@ -94,7 +94,7 @@ def an_epoch(mesh: Mesh) -> Plan:
     shards = (BatchSplit("dp_replicate"), DDP()) if mesh.dp_replicate > 1 else ()
     pipeline = (Pipeline(schedule="zb_h1"),) if mesh.pp > 1 else ()
     return make_plan(
-        reading_of(), replace(job, data=replace(job.data, epochs=1)), mesh, (*pipeline, *shards), 2
+        analyzed_model(), replace(job, data=replace(job.data, epochs=1)), mesh, (*pipeline, *shards), 2
     )
 
 

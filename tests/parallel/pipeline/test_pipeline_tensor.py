@@ -32,11 +32,11 @@ from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, error, outcome
 from tests.parallel.tensor.declared_pairs import WIDTH, pairs
-from tests.parallel.tensor.odd_llama import SIZES, batches, known
+from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches
 from tests.parallel.tensor.odd_llama import planned as planned_llama
 from tests.tiny_model import VOCABULARY, tiny_job
 
-ROWS, LENGTH, WIDE = 6, 6, 8
+NUM_SAMPLES, LENGTH, WIDE = 6, 6, 8
 SLICES, SHARD = (TensorParallel(), SequenceParallel()), BatchSplit(axis="dp_shard")
 CASES = {
     "matrices": (Mesh(pp=2, tp=2), (Pipeline(), TensorParallel())),
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def tokens(count: int = ROWS) -> dict[str, torch.Tensor]:
+def tokens(count: int = NUM_SAMPLES) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
     found = [torch.randint(VOCABULARY, (count, LENGTH), generator=generator) for _ in range(2)]
     return {"input_ids": found[0], "labels": found[1]}
@@ -71,7 +71,8 @@ def model(p: float = 0.0) -> AnalyzedModel:
 
 def planned(mesh: Mesh, *strategies: Strategy, p: float = 0.0) -> Plan:
     job = tiny_job(
-        train=TrainConfig(batch=ROWS, clip=0.5), optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+        train=TrainConfig(batch=NUM_SAMPLES, clip=0.5),
+        optimizer=OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
     return make_plan(model(p), job, mesh, strategies, 1)
 
@@ -113,13 +114,13 @@ def test_a_slice_is_sent_by_each_rank_and_a_piece_likewise():
     joins = [action.transfer for action in pieces.for_rank(5).actions if action.kind == "CONCAT"]
     assert [(move.collective, move.axes, move.nbytes) for move in joins] == [
         ("all_gather", ("tp",), stream // 3)
-    ] * ROWS
+    ] * NUM_SAMPLES
 
 
 def test_pieces_that_do_not_divide_are_filled_up():
-    reading = pairs(0.0, tokens(2), layers=3, width=7)  # 42 elements on 4 ranks
+    analyzed = pairs(0.0, tokens(2), layers=3, width=7)  # 42 elements on 4 ranks
     plan = make_plan(
-        reading,
+        analyzed,
         tiny_job(train=TrainConfig(batch=4)),
         Mesh(pp=2, tp=4),
         (Pipeline(scatter=True), TensorParallel()),
@@ -127,14 +128,14 @@ def test_pieces_that_do_not_divide_are_filled_up():
     )
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {21 * WIDE}
     plan = make_plan(
-        reading,
+        analyzed,
         tiny_job(train=TrainConfig(batch=4)),
         Mesh(pp=2, tp=4),
         (Pipeline(scatter=True), TensorParallel()),
         1,
     )
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {11 * WIDE}
-    assert verify(reading, plan, [tokens(4)]).passed
+    assert verify(analyzed, plan, [tokens(4)]).passed
 
 
 def test_all_that_is_sent_is_planned():
@@ -154,18 +155,18 @@ def test_families_of_models_go_in_slices(family: str):
         "eos_token_id": 0,
     }
     if family == "llama":
-        reading = known(12, num_hidden_layers=3)
+        analyzed = analyzed_llama(12, num_hidden_layers=3)
     elif family == "gpt2":
         shape = {"n_embd": 24, "n_layer": 2, "n_head": 6, "n_positions": 16}
         config = transformers.GPT2Config(**common, **shape, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-        reading = analyze(transformers.GPT2LMHeadModel(config), batches(1, length=12)[0])
+        analyzed = analyze(transformers.GPT2LMHeadModel(config), batches(1, length=12)[0])
     else:  # attention and mlp side by side, in one sum
         shape = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 29}
         config = transformers.GPTNeoXConfig(**common, **shape, max_position_embeddings=16)
-        reading = analyze(transformers.GPTNeoXForCausalLM(config), batches(1, length=12)[0])
-    _, plan = planned_llama(reading, Mesh(pp=2, tp=3), (Pipeline(), *SLICES, VocabParallel()), 1, length=12)
+        analyzed = analyze(transformers.GPTNeoXForCausalLM(config), batches(1, length=12)[0])
+    _, plan = planned_llama(analyzed, Mesh(pp=2, tp=3), (Pipeline(), *SLICES, VocabParallel()), 1, length=12)
     assert static_checks(plan) == []
-    verdict = verify(reading, plan, batches(1, length=12))
+    verdict = verify(analyzed, plan, batches(1, length=12))
     assert verdict.passed, verdict
 
 
@@ -182,15 +183,15 @@ def test_tables_by_head_cross_with_the_heads_of_a_rank():
     words = batches(1, length=12)[0]["input_ids"]
     batch = {"input_ids": words, "decoder_input_ids": words.flip(1), "labels": words}
     config = transformers.T5Config(**shape, tie_word_embeddings=False)
-    reading = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
+    analyzed = analyze(lambda: transformers.T5ForConditionalGeneration(config), batch)
     pipeline = Pipeline(split_points=("encoder.block.1", "decoder.block.1"))
-    _, plan = planned_llama(reading, Mesh(pp=3, tp=3), (pipeline, *SLICES), 2, length=12)
+    _, plan = planned_llama(analyzed, Mesh(pp=3, tp=3), (pipeline, *SLICES), 2, length=12)
     two, stream = 2 * 2 * 12 * 12 * 4, 2 * 12 * 24 * 4  # two of four heads are on the first rank; two rows
     found = sent(plan, "SEND")
     assert found["encoder.block.0 to 1"] == {stream // 3}
     assert found["encoder.block.0:1 to 1"] == {two // 2}, "it is the same for all rows"
     assert found["encoder.final_layer_norm to 2"] == {stream}, "several blocks take it in"
-    verdict = verify(reading, plan, [batch])
+    verdict = verify(analyzed, plan, [batch])
     assert verdict.passed, verdict
 
 
@@ -199,10 +200,10 @@ def test_a_stream_in_slices_of_the_width_crosses_as_those(strategy: Strategy):
     sizes = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 68, "intermediate_size": 56}
     depth = 2 if strategy.mode == "3d" else 1
     mesh = Mesh(pp=2, dp_shard=2, tp_depth=depth, tp=2)
-    reading, plan = planned_llama(known(**sizes), mesh, (Pipeline(), strategy, SHARD, ZeRO()), 1)
+    analyzed, plan = planned_llama(analyzed_llama(**sizes), mesh, (Pipeline(), strategy, SHARD, ZeRO()), 1)
     width = SIZES["hidden_size"] // (2 * depth)
     assert {nbytes for each in sent(plan, "SEND").values() for nbytes in each} == {9 * width * 4}
-    verdict = verify(reading, plan, batches(1))
+    verdict = verify(analyzed, plan, batches(1))
     assert verdict.passed, verdict
 
 
@@ -210,12 +211,12 @@ def test_a_stream_in_slices_of_the_width_crosses_as_those(strategy: Strategy):
 @pytest.mark.parametrize("case", ["tokens", "stage 3"])
 def test_rules_step_what_one_device_steps(rule: str, case: str):
     mesh, strategies = CASES[case]
-    reading = pairs(layers=3)
+    analyzed = pairs(layers=3)
     job = tiny_job(optimizer=RULES[rule])
     without = tuple(each for each in strategies if each.name != "sequence_parallel")  # five tokens
-    plan = make_plan(reading, job, mesh, without, 2)
+    plan = make_plan(analyzed, job, mesh, without, 2)
     assert static_checks(plan) == []
-    assert error(outcome(reading, plan), outcome(reading, make_plan(reading, job))) < 1e-10
+    assert error(outcome(analyzed, plan), outcome(analyzed, make_plan(analyzed, job))) < 1e-10
 
 
 def test_the_owner_of_a_matrix_runs_its_part():
@@ -230,7 +231,7 @@ def test_the_owner_of_a_matrix_runs_its_part():
     for rank in range(plan.mesh.world_size):
         mine = plan.for_rank(rank)
         found = [weight.name for _, weight in owned_params(plan.sharding, rank)]
-        assert set(found) <= {home.param.name for home in mine.sharding.param_shardings}
+        assert set(found) <= {param_sharding.param.name for param_sharding in mine.sharding.param_shardings}
         owned += found
     matrices = [each.param.name for each in plan.sharding.all_ranks.param_shardings if each.owner_axes]
     assert sorted(owned) == sorted(matrices)
@@ -254,8 +255,8 @@ def test_pieces_in_a_wrong_order_are_noticed(monkeypatch: pytest.MonkeyPatch):
 def test_a_value_of_another_shape_than_planned_is_not_sent(monkeypatch: pytest.MonkeyPatch):
     whole = StageValueShards.local_shape
 
-    def other(self: StageValueShards, value: StageValue, rows: int) -> tuple[int, ...]:
-        shape = whole(self, value, rows)
+    def other(self: StageValueShards, value: StageValue, samples: int) -> tuple[int, ...]:
+        shape = whole(self, value, samples)
         return (*shape[:-1], shape[-1] + 1)
 
     plan = planned(Mesh(pp=2, tp=2), Pipeline(), *SLICES)
@@ -272,15 +273,19 @@ def test_what_cannot_work_is_refused():
     with pytest.raises(PlanError, match="scatter = true, and no several ranks have the same to send"):
         planned(Mesh(pp=2, dp_shard=2), Pipeline(scatter=True), SHARD, ZeRO())
     alike = StageValue("layers.1:1", "layers.1", ("layers.2",), ((0, 1), (LENGTH, 0), (WIDTH, 0)), "float64")
-    anatomy = planned(Mesh(pp=2), Pipeline()).model_spec
-    borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, alike))
-    job = tiny_job(train=TrainConfig(batch=ROWS))
+    model_spec = planned(Mesh(pp=2), Pipeline()).model_spec
+    boundaries = replace(model_spec.stage_boundaries, values=(*model_spec.stage_boundaries.values, alike))
+    job = tiny_job(train=TrainConfig(batch=NUM_SAMPLES))
     with pytest.raises(PlanError, match=r"'layers.1' returns 'layers.1' and 'layers.1:1' of the same shape"):
-        Plan.make(job, Mesh(pp=2, tp=2), replace(anatomy, stage_boundaries=borders), (Pipeline(), *SLICES), 1)
+        Plan.make(
+            job, Mesh(pp=2, tp=2), replace(model_spec, stage_boundaries=boundaries), (Pipeline(), *SLICES), 1
+        )
     scores = replace(alike, dim_sizes=((0, 1), (3, 0)))
-    borders = replace(anatomy.stage_boundaries, values=(*anatomy.stage_boundaries.values, scores))
+    boundaries = replace(model_spec.stage_boundaries, values=(*model_spec.stage_boundaries.values, scores))
     grid = (Pipeline(), TensorParallel2D(), SHARD, ZeRO())
     with pytest.raises(
         PlanError, match=r"'layers.1:1' \(samples x 3\) crosses a stage boundary: the slice that a rank has"
     ):
-        Plan.make(job, Mesh(pp=2, dp_shard=2, tp=2), replace(anatomy, stage_boundaries=borders), grid, 1)
+        Plan.make(
+            job, Mesh(pp=2, dp_shard=2, tp=2), replace(model_spec, stage_boundaries=boundaries), grid, 1
+        )

@@ -22,7 +22,7 @@ from meshwright.verifier.reference import run_reference
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.tiny_model import VOCABULARY, tiny_job
 
-MESH, ROWS, LENGTH, STEPS = Mesh(pp=2, tp=2), 6, 6, 2
+MESH, NUM_SAMPLES, LENGTH, STEPS = Mesh(pp=2, tp=2), 6, 6, 2
 CASES = {
     "slices": (Pipeline(), TensorParallel(), SequenceParallel(), VocabParallel()),
     "pieces": (Pipeline(schedule="interleaved", scatter=True), TensorParallel()),
@@ -31,17 +31,17 @@ CASES = {
 
 def tokens(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    found = [torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2)]
+    found = [torch.randint(VOCABULARY, (NUM_SAMPLES, LENGTH), generator=generator) for _ in range(2)]
     return {"input_ids": found[0], "labels": found[1]}
 
 
 def compared(world: World, name: str) -> tuple[RankReport, bool]:
     """What this rank found, and whether it sent what its program states."""
     data = [tokens(step) for step in range(STEPS)]
-    reading = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
-    plan = make_plan(reading, tiny_job(train=TrainConfig(batch=ROWS, clip=0.5)), MESH, CASES[name], 1)
+    analyzed = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
+    plan = make_plan(analyzed, tiny_job(train=TrainConfig(batch=NUM_SAMPLES, clip=0.5)), MESH, CASES[name], 1)
     case = make_parity_case(
-        reading,
+        analyzed,
         plan,
         token_cross_entropy(),
         lambda plan, rank: lambda step: select_local_batch(data[step], plan, rank),

@@ -31,9 +31,9 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor import model_families
-from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, rows
+from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, Tiny, token_samples
 
-ROWS = 6
+NUM_SAMPLES = 6
 SHARD = BatchSplit(axis="dp_shard")
 TABLE = VOCABULARY * WIDTH  # elements of the tied table
 
@@ -58,23 +58,23 @@ class Rooted(nn.Module):
 
 @cache
 def tied() -> AnalyzedModel:
-    return analyze(lambda: Tiny(tied=True), rows(ROWS))
+    return analyze(lambda: Tiny(tied=True), token_samples(NUM_SAMPLES))
 
 
 @cache
 def rooted() -> AnalyzedModel:
-    return analyze(Rooted, rows(ROWS))
+    return analyze(Rooted, token_samples(NUM_SAMPLES))
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
-    train = TrainConfig(batch=ROWS, clip=0.05)
+def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+    train = TrainConfig(batch=NUM_SAMPLES, clip=0.05)
     job = Job(
         ModelConfig("tied"),
         DataConfig("random", sequence=TOKENS),
         train,
         OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
     )
-    return make_plan(reading, job, mesh, strategies, micro_batch)
+    return make_plan(analyzed, job, mesh, strategies, micro_batch)
 
 
 def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -92,11 +92,11 @@ def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
     }
 
 
-def equal(reading: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
+def equal(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_batch: int = 1) -> Plan:
     """Its plan, which computes what one device computes."""
-    plan = planned(reading, mesh, *strategies, micro_batch=micro_batch)
+    plan = planned(analyzed, mesh, *strategies, micro_batch=micro_batch)
     assert not static_checks(plan)
-    verdict = verify(reading, plan, [rows(ROWS), rows(ROWS)])
+    verdict = verify(analyzed, plan, [token_samples(NUM_SAMPLES), token_samples(NUM_SAMPLES)])
     assert verdict.passed, verdict
     return plan
 
@@ -126,7 +126,7 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
     plan = equal(rooted(), mesh, Pipeline(split_points=("layers.1", "layers.3")), *store)
     assert ties(plan) == {"REDUCE_TIED((root) over pp 0+1+2)": (0, 1, 2)}
     held = [
-        {home.param.name for home in plan.sharding.at_pp_rank(index).param_shardings}
+        {param_sharding.param.name for param_sharding in plan.sharding.at_pp_rank(index).param_shardings}
         & {"start", "middle", "scale"}
         for index in range(3)
     ]
@@ -151,11 +151,11 @@ def test_what_glue_uses_is_summed_over_the_parts_that_need_it(mesh: Mesh, store:
 def test_unmodified_models_are_those_of_one_device(
     family: str, mesh: Mesh, strategies: tuple[Strategy, ...], among: tuple[int, ...]
 ):
-    reading = model_families.read_family(family)
-    plan = model_families.planned(reading, mesh, strategies, 1)
+    analyzed = model_families.analyze_family(family)
+    plan = model_families.planned(analyzed, mesh, strategies, 1)
     assert not static_checks(plan)
     assert list(ties(plan).values()) == ([among] if among else [])
-    verdict = verify(reading, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
+    verdict = verify(analyzed, plan, model_families.batches(family, 2), loss=model_families.loss_of(family))
     assert verdict.passed, verdict
 
 
@@ -166,7 +166,7 @@ def stepped(world: World, plan: Plan) -> Copies:
     """What this rank steps of the tied weights after three steps, and the moments."""
     with parallelize(tied(), plan, world=world) as engine:
         for _ in range(3):
-            engine.step(engine.local_batch(rows(ROWS)))
+            engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         shared = {
             name
             for action in engine.executor.plan.actions
@@ -209,7 +209,7 @@ def test_all_copies_and_their_moments_are_equal_to_the_bit(mesh: Mesh, strategie
 def sent(world: World, plan: Plan) -> float:
     """The bytes that this rank has sent for its ties in a step."""
     with parallelize(tied(), plan, world=world) as engine:
-        engine.step(engine.local_batch(rows(ROWS)))
+        engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))
         return sum(
             nbytes for name, nbytes in world.ledger.sent_nbytes.items() if name.startswith("REDUCE_TIED")
         )
@@ -227,8 +227,8 @@ def sent(world: World, plan: Plan) -> float:
 def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
     mesh: Mesh, store: tuple[Strategy, ...], nbytes: int
 ):
-    micro_batch = ROWS // mesh.dp_replicate if mesh.dp_shard == 1 else 1
-    train = TrainConfig(batch=12 if mesh.dp_shard > 1 else ROWS)
+    micro_batch = NUM_SAMPLES // mesh.dp_replicate if mesh.dp_shard == 1 else 1
+    train = TrainConfig(batch=12 if mesh.dp_shard > 1 else NUM_SAMPLES)
     job = Job(ModelConfig("tied"), DataConfig("random", sequence=TOKENS), train, OptimizerConfig("sgd"))
     plan = make_plan(tied(), job, mesh, (Pipeline(), *store), micro_batch)
     found = run_on_threads(lambda world: sent(world, plan), mesh)
@@ -242,7 +242,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, instead: Cal
     """Whether a plan is found wrong when `instead` stands for a method."""
     plan = planned(tied(), Mesh(pp=3), Pipeline())
     monkeypatch.setattr(owner, name, instead)
-    return not verify(tied(), plan, [rows(ROWS), rows(ROWS)]).passed
+    return not verify(tied(), plan, [token_samples(NUM_SAMPLES), token_samples(NUM_SAMPLES)]).passed
 
 
 def test_a_sum_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -292,7 +292,7 @@ def test_two_copies_need_two_micro_batches():
     with pytest.raises(
         PlanError, match="dualpipe has no microbatch for stage 0 on rank 1 of the pipeline, but 1 in all"
     ) as told:
-        planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=ROWS)
+        planned(tied(), Mesh(pp=2), Pipeline(schedule="dualpipe"), micro_batch=NUM_SAMPLES)
     assert "a smaller micro_batch" in str(told.value)
 
 

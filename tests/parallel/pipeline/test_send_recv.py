@@ -22,10 +22,12 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.verifier.static_checks import static_checks
-from tests.tiny_model import VOCABULARY, rows, tiny_job
+from tests.tiny_model import VOCABULARY, tiny_job, token_samples
 
-VISITS = tuple("abcdef")
-CHAIN = tuple(StageValue(made, made, (used,), ((0, 1), (4, 0)), "float32") for made, used in pairwise(VISITS))
+BLOCK_CALLS = tuple("abcdef")
+CHAIN = tuple(
+    StageValue(made, made, (used,), ((0, 1), (4, 0)), "float32") for made, used in pairwise(BLOCK_CALLS)
+)
 DISTANCE = Loss(
     total=lambda outputs, batch: (outputs - batch["target"]).square().sum(),
     count=lambda batch: torch.tensor(batch["target"].numel()),
@@ -38,7 +40,7 @@ MICROS = 5
 def of_z(made: str, used: str, ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     """The hops of a value beside the chain, where each visit is a stage and part k lies on `ranks[k]`."""
     z = StageValue("z", made, tuple(used), ((0, 1),), "float32")
-    parts = StageBoundaries(VISITS, (*CHAIN, z)).stages(VISITS[1:])
+    parts = StageBoundaries(BLOCK_CALLS, (*CHAIN, z)).stages(BLOCK_CALLS[1:])
     return [(hop.source, hop.target) for hop in stage_transfers(parts, ranks) if hop.value is z]
 
 
@@ -81,8 +83,8 @@ class Pair(nn.Module):
 
 @cache
 def pair() -> AnalyzedModel:
-    rows = torch.linspace(-1, 1, 120).sin().view(10, 12)
-    return analyze(Pair, {"x": rows[:, :6], "y": rows[:, 6:], "target": rows[:, 3:9]}, loss=DISTANCE)
+    samples = torch.linspace(-1, 1, 120).sin().view(10, 12)
+    return analyze(Pair, {"x": samples[:, :6], "y": samples[:, 6:], "target": samples[:, 3:9]}, loss=DISTANCE)
 
 
 @cache
@@ -90,23 +92,23 @@ def u_net() -> AnalyzedModel:
     return analyze(UNet, {"x": IMAGES, "target": IMAGES.flip(-1)}, loss=DISTANCE)
 
 
-def planned(reading: AnalyzedModel, ranks: int, pipeline: Pipeline) -> Plan:
+def planned(analyzed: AnalyzedModel, ranks: int, pipeline: Pipeline) -> Plan:
     job = Job(
         ModelConfig("model"),
         DataConfig("example"),
         TrainConfig(batch=MICROS, clip=0.5),
         OptimizerConfig("sgd", lr=0.1),
     )
-    return make_plan(reading, job, Mesh(pp=ranks), (pipeline,), 1)
+    return make_plan(analyzed, job, Mesh(pp=ranks), (pipeline,), 1)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_values_that_later_ones_overtake_come_in_the_order_in_which_they_were_sent(ranks: int):
-    reading = pair()
-    batches = [{key: value[step::2] for key, value in reading.example.items()} for step in range(2)]
-    plan = planned(reading, ranks, Pipeline(schedule="interleaved", virtual_stages=2))
+    analyzed = pair()
+    batches = [{key: value[step::2] for key, value in analyzed.example.items()} for step in range(2)]
+    plan = planned(analyzed, ranks, Pipeline(schedule="interleaved", virtual_stages=2))
     assert not static_checks(plan)
-    verdict = verify(reading, plan, batches, loss=DISTANCE)
+    verdict = verify(analyzed, plan, batches, loss=DISTANCE)
     assert verdict.passed, verdict
 
 
@@ -170,9 +172,9 @@ class Everywhere(nn.Module):
 
 
 def test_a_gradient_that_comes_for_one_part_is_not_taken_by_a_later_one_that_uses_the_same_value():
-    reading = analyze(Everywhere, {key: value[:2] for key, value in rows(4).items()})
+    analyzed = analyze(Everywhere, {key: value[:2] for key, value in token_samples(4).items()})
     plan = make_plan(
-        reading, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 4
+        analyzed, tiny_job(batch=4), Mesh(pp=3), (Pipeline(schedule="interleaved", virtual_stages=2),), 4
     )
-    verdict = verify(reading, plan, [rows(4)] * 2)
+    verdict = verify(analyzed, plan, [token_samples(4)] * 2)
     assert verdict.passed, verdict

@@ -13,16 +13,16 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.tensor.odd_llama import known
-from tests.tiny_model import VOCABULARY, reading_of, tiny_job
+from tests.parallel.tensor.odd_llama import analyzed_llama
+from tests.tiny_model import VOCABULARY, analyzed_model, tiny_job
 
 Steps = Sequence[Sequence[tuple[int, int]]]  # by step, the (tokens, rows) of each microbatch
 STEPS, MICRO_BATCH = (((9, 2), (5, 2), (12, 1)), ((5, 2), (9, 1))), 2
-READINGS = {"tiny": reading_of, "llama": known}  # read with rows of 5 tokens, and of 9
+READINGS = {"tiny": analyzed_model, "llama": analyzed_llama}  # analyzed with samples of 5 tokens, and of 9
 Parameters = dict[str, torch.Tensor]
 
 
-def reading(name: str) -> AnalyzedModel:
+def analyzed(name: str) -> AnalyzedModel:
     """What the model of that name is made of."""
     return READINGS[name]()
 
@@ -31,8 +31,8 @@ def micro_batches(step: int, steps: Steps = STEPS) -> list[Batch]:
     """Those of one step; a row of each ignores half of its labels."""
     generator = torch.Generator().manual_seed(step)
     found = []
-    for length, rows in steps[step]:
-        words = torch.randint(0, VOCABULARY, (2, rows, length), generator=generator)
+    for length, samples in steps[step]:
+        words = torch.randint(0, VOCABULARY, (2, samples, length), generator=generator)
         words[1, 0, : length // 2] = IGNORE_INDEX
         found.append({"input_ids": words[0], "labels": words[1]})
     return found
@@ -40,13 +40,13 @@ def micro_batches(step: int, steps: Steps = STEPS) -> list[Batch]:
 
 def planned(name: str, mesh: Mesh, *strategies: Strategy) -> Plan:
     """A plan of SGD in float64 over rows of any length."""
-    return make_plan(reading(name), tiny_job(6), mesh, strategies, MICRO_BATCH)
+    return make_plan(analyzed(name), tiny_job(6), mesh, strategies, MICRO_BATCH)
 
 
 def trained(world: World, name: str, plan: Plan, steps: Steps = STEPS) -> tuple[list[float], Parameters]:
     """The losses of all steps, that of an evaluation on their rows, and the parameters, on this rank."""
     given = [micro_batches(step, steps) for step in range(len(steps))]
-    with parallelize(reading(name), plan, world=world) as engine:
+    with parallelize(analyzed(name), plan, world=world) as engine:
         losses = [engine.step(micros).loss for micros in given]
         losses.append(engine.evaluate(given).loss)
         return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}

@@ -1,4 +1,4 @@
-"""A model of pairs that are declared: of odd sizes unless told, with weights of several blocks of 256
+"""A model of declared column- and row-parallel pairs: odd sizes by default, weights of several blocks of 256
 elements, and dropout.
 """
 
@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.api import analyze
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from tests.tiny_model import VOCABULARY, rows
+from tests.tiny_model import VOCABULARY, token_samples
 
 WIDTH, INNER = 21, 47
 SOCKETS = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
@@ -56,4 +56,4 @@ class Pairs(nn.Module):
 
 def pairs(p: float = 0.0, example: Mapping[str, torch.Tensor] | None = None, **sizes: int) -> AnalyzedModel:
     """What is known of `Pairs(p, **sizes)`, from an `example` or two rows of five tokens."""
-    return analyze(lambda: Model(Pairs(p, **sizes), layer_roles=SOCKETS), example or rows(2))
+    return analyze(lambda: Model(Pairs(p, **sizes), layer_roles=SOCKETS), example or token_samples(2))

@@ -1,4 +1,6 @@
-"""A small Llama whose sizes divide by 2, 3, 4 and 6, and what a plan says each rank receives."""
+"""A small Llama whose sizes divide by 2, 3, 4 and 6, and the elements that each rank receives under a
+plan.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +12,7 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.step.single_device import FIRST_ROLE
-from tests.parallel.tensor.odd_llama import TOKENS, known, llama
+from tests.parallel.tensor.odd_llama import TOKENS, analyzed_llama, llama
 
 WIDTH, INNER, HEADS, WORDS = 48, 72, 24, 72
 EVEN = {
@@ -28,29 +30,29 @@ def even_llama(**more: object) -> nn.Module:
     return llama(**{**EVEN, **more})
 
 
-def known_even(**more: object) -> AnalyzedModel:
-    """The reading of `even_llama(**more)`, made once."""
-    return known(**{**EVEN, **more})
+def analyzed_even_llama(**more: object) -> AnalyzedModel:
+    """The analyzed model of `even_llama(**more)`, made once."""
+    return analyzed_llama(**{**EVEN, **more})
 
 
-def inputs(rows: int) -> Iterator[int]:
+def inputs(samples: int) -> Iterator[int]:
     """The elements of what the linear layers of one block take in, each once: what q, k and v do is one."""
-    return (rows * TOKENS * width for width in (WIDTH, WIDTH, WIDTH, INNER))
+    return (samples * TOKENS * width for width in (WIDTH, WIDTH, WIDTH, INNER))
 
 
-def shards(reading: AnalyzedModel, ranks: int, within: str = "") -> int:
+def shards(analyzed: AnalyzedModel, ranks: int, within: str = "") -> int:
     """The elements of one of `ranks` equal shards of each block whose name has `within` in it, all blocks
     together.
     """
     numel = [
-        sum(weight.numel for weight in reading.model_spec.params_of(visit))
-        for visit in reading.model_spec.block_calls
-        if within in visit
+        sum(weight.numel for weight in analyzed.model_spec.params_of(block_call))
+        for block_call in analyzed.model_spec.block_calls
+        if within in block_call
     ]
     return sum(-(-each // ranks) for each in numel)
 
 
-def received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
+def elements_received(plan: Plan, kinds: Iterable[str], axis: str, within: str = "layers") -> float:
     """The elements that a rank receives along `axis` in actions of these kinds whose subject has `within` in
     it.
     """

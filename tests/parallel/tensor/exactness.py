@@ -1,5 +1,5 @@
-"""The two laws of every plan, asserted for divided matrices: it computes what one device does, and sends what
-it states.
+"""Asserts the two laws of every tensor-parallel plan: it equals one device, and issues what its program
+states.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from meshwright.plan.plan import Plan
 
 
 def assert_exact(
-    reading: AnalyzedModel,
+    analyzed: AnalyzedModel,
     plan: Plan,
     given: Sequence[Batch],
     loss: Loss | None = None,
@@ -23,7 +23,7 @@ def assert_exact(
     A trace of real tensors takes a tenth of the time of `fake` ones, which each technique is shown to be able
     to play once.
     """
-    verdict = verify(reading, plan, given, loss=loss)
+    verdict = verify(analyzed, plan, given, loss=loss)
     assert verdict.passed, str(verdict)
-    traced = trace(reading, plan, loss=loss, fake=fake)
+    traced = trace(analyzed, plan, loss=loss, fake=fake)
     assert traced.passed, str(traced)

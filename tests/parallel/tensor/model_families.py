@@ -1,5 +1,5 @@
-"""Small models of the families that people train, unmodified, with six heads and odd widths, for tests of
-divided matrices.
+"""Small models of common families, unmodified, with six heads and odd widths, for tests of tensor
+parallelism.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ FALCON = {
 FALCON |= {**NO_DROPOUT, "ffn_hidden_size": 29, "bias": True, **ENDS}
 
 
-def of(family: str, head: str, config: str = "", **fields: object) -> Callable[..., nn.Module]:
+def factory_of(family: str, head: str, config: str = "", **fields: object) -> Callable[..., nn.Module]:
     """A factory of the model; what it is called with are more fields of its config, named as the family or
     `config`.
     """
@@ -47,12 +47,12 @@ def of(family: str, head: str, config: str = "", **fields: object) -> Callable[.
 
 
 FAMILIES: dict[str, Callable[..., nn.Module]] = {
-    "llama": of("Llama", "ForCausalLM", **GROUPED),
-    "qwen3": of("Qwen3", "ForCausalLM", **GROUPED, head_dim=4),  # norms over single heads
-    "gemma3": of(
+    "llama": factory_of("Llama", "ForCausalLM", **GROUPED),
+    "qwen3": factory_of("Qwen3", "ForCausalLM", **GROUPED, head_dim=4),  # norms over single heads
+    "gemma3": factory_of(
         "Gemma3", "ForCausalLM", "Gemma3TextConfig", **GROUPED, head_dim=4
     ),  # its norms multiply by 1 + weight
-    "gpt2": of(
+    "gpt2": factory_of(
         *("GPT2", "LMHeadModel"),
         **{
             "vocab_size": WORDS,
@@ -65,21 +65,25 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
         },
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **ENDS},
     ),  # q, k and v in one weight that lies the other way round
-    "gpt-neox": of("GPTNeoX", "ForCausalLM", **DECODER, **NO_DROPOUT),  # q, k and v head by head
-    "falcon": of("Falcon", "ForCausalLM", **FALCON, multi_query=True),  # one key for all heads
-    "falcon, new": of("Falcon", "ForCausalLM", **FALCON, new_decoder_architecture=True, num_kv_heads=3),
-    "falcon, many keys": of("Falcon", "ForCausalLM", **FALCON, multi_query=False, parallel_attn=False),
-    "falcon, alibi": of(
+    "gpt-neox": factory_of("GPTNeoX", "ForCausalLM", **DECODER, **NO_DROPOUT),  # q, k and v head by head
+    "falcon": factory_of("Falcon", "ForCausalLM", **FALCON, multi_query=True),  # one key for all heads
+    "falcon, new": factory_of(
+        "Falcon", "ForCausalLM", **FALCON, new_decoder_architecture=True, num_kv_heads=3
+    ),
+    "falcon, many keys": factory_of(
+        "Falcon", "ForCausalLM", **FALCON, multi_query=False, parallel_attn=False
+    ),
+    "falcon, alibi": factory_of(
         "Falcon", "ForCausalLM", **FALCON, multi_query=False, alibi=True
     ),  # the glue makes a bias by head
-    "phi3": of(
+    "phi3": factory_of(
         "Phi3", "ForCausalLM", **GROUPED, **ENDS
     ),  # packed q, k, v of unlike sizes, and packed gate and up
-    "persimmon": of(
+    "persimmon": factory_of(
         "Persimmon", "ForCausalLM", **DECODER, **NO_DROPOUT, qk_layernorm=True
     ),  # torch's norms over single heads
-    "bert": of("Bert", "ForMaskedLM", **DECODER, **NOT_DROPPED),
-    "vit": of(
+    "bert": factory_of("Bert", "ForMaskedLM", **DECODER, **NOT_DROPPED),
+    "vit": factory_of(
         "ViT",
         "ForImageClassification",
         **SIZES,
@@ -88,7 +92,7 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
         patch_size=4,
         num_labels=CLASSES,
     ),
-    "t5": of(
+    "t5": factory_of(
         *("T5", "ForConditionalGeneration"),
         **{
             "vocab_size": WORDS,
@@ -104,28 +108,33 @@ FAMILIES: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def _classified(outputs: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def _classification_batch(outputs: object, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(outputs.logits, batch["labels"], reduction="sum")
 
 
 def loss_of(family: str) -> Loss:
     """The loss with which it is trained here."""
     return (
-        Loss(_classified, lambda batch: batch["labels"].numel()) if family == "vit" else token_cross_entropy()
+        Loss(_classification_batch, lambda batch: batch["labels"].numel())
+        if family == "vit"
+        else token_cross_entropy()
     )
 
 
-def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+def batches(family: str, count: int, samples: int = 4, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     """Global batches of random numbers; of text, so many tokens in a row."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens() -> torch.Tensor:
-        return torch.randint(3, WORDS, (rows, length), generator=generator)
+        return torch.randint(3, WORDS, (samples, length), generator=generator)
 
     def batch() -> dict[str, torch.Tensor]:
         if family == "vit":
-            pixels = torch.randn(rows, 3, PIXELS, PIXELS, generator=generator)
-            return {"pixel_values": pixels, "labels": torch.randint(0, CLASSES, (rows,), generator=generator)}
+            pixels = torch.randn(samples, 3, PIXELS, PIXELS, generator=generator)
+            return {
+                "pixel_values": pixels,
+                "labels": torch.randint(0, CLASSES, (samples,), generator=generator),
+            }
         more = {"decoder_input_ids": tokens()} if family == "t5" else {}
         return {"input_ids": tokens(), **more, "labels": tokens()}
 
@@ -133,14 +142,14 @@ def batches(family: str, count: int, rows: int = 4, length: int = TOKENS) -> lis
 
 
 @cache
-def read_family(family: str, length: int = TOKENS, **more: object) -> AnalyzedModel:
-    """The reading of a model of `family`, on rows of so many tokens; made once."""
+def analyze_family(family: str, length: int = TOKENS, **more: object) -> AnalyzedModel:
+    """The analyzed model of `family`, on sequences of `length` tokens; cached."""
     transformers.utils.logging.set_verbosity_error()
     return analyze(FAMILIES[family](**more), batches(family, 1, length=length)[0], loss=loss_of(family))
 
 
-def planned(reading: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
+def planned(analyzed: AnalyzedModel, mesh: Mesh, strategies: Sequence[Strategy], micro: int = 0) -> Plan:
     """Its plan on `mesh` with clipping and weight decay."""
     train, optimizer = TrainConfig(batch=4, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
     job = Job(ModelConfig("family"), DataConfig("random", sequence=TOKENS), train, optimizer)
-    return make_plan(reading, job, mesh, strategies, micro)
+    return make_plan(analyzed, job, mesh, strategies, micro)

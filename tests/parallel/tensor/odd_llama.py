@@ -1,4 +1,4 @@
-"""A small Llama with sizes that divide by nothing, for tests of divided matrices."""
+"""A small Llama whose sizes divide by nothing, for tests of tensor parallelism."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -23,7 +23,7 @@ SIZES = {
     "max_position_embeddings": 32,
 }
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}  # three groups of two heads
-ROWS, TOKENS = 4, 9
+NUM_SAMPLES, TOKENS = 4, 9
 
 
 def llama(**more: object) -> nn.Module:
@@ -32,20 +32,20 @@ def llama(**more: object) -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-def batches(count: int, rows: int = ROWS, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
+def batches(count: int, samples: int = NUM_SAMPLES, length: int = TOKENS) -> list[dict[str, torch.Tensor]]:
     """Global batches of random tokens, so many of them in a row."""
     generator = torch.Generator().manual_seed(0)
 
     def tokens() -> torch.Tensor:
-        return torch.randint(0, SIZES["vocab_size"], (rows, length), generator=generator)
+        return torch.randint(0, SIZES["vocab_size"], (samples, length), generator=generator)
 
     return [{"input_ids": tokens(), "labels": tokens()} for _ in range(count)]
 
 
 @cache
-def known(length: int = TOKENS, **more: object) -> AnalyzedModel:
-    """The reading of `llama(**more)` on rows of so many tokens, made once: it takes as long as to train three
-    steps.
+def analyzed_llama(length: int = TOKENS, **more: object) -> AnalyzedModel:
+    """The analyzed model of `llama(**more)` on sequences of `length` tokens; cached, because it takes as long
+    as three training steps.
 
     The weights are the same in every run: AdamW's first step has the sign of each gradient, whose rounding
     may decide it.
@@ -60,12 +60,15 @@ def planned(
     mesh: Mesh,
     strategies: Sequence[Strategy] | None = None,
     micro: int = 0,
-    rows: int = ROWS,
+    samples: int = NUM_SAMPLES,
     length: int = TOKENS,
     **job: object,
 ) -> tuple[AnalyzedModel, Plan]:
-    """The reading of `model`, and its plan on `mesh` with clipping and weight decay."""
-    reading = analyze(model, batches(1, rows, length)[0])
-    train, optimizer = TrainConfig(batch=rows, clip=0.5), OptimizerConfig("adamw", lr=0.1, weight_decay=0.1)
+    """The analyzed model of `model`, and its plan on `mesh` with clipping and weight decay."""
+    analyzed = analyze(model, batches(1, samples, length)[0])
+    train, optimizer = (
+        TrainConfig(batch=samples, clip=0.5),
+        OptimizerConfig("adamw", lr=0.1, weight_decay=0.1),
+    )
     said = Job(ModelConfig("llama"), DataConfig("random", sequence=length), train, optimizer, **job)
-    return reading, make_plan(reading, said, mesh, strategies, micro)
+    return analyzed, make_plan(analyzed, said, mesh, strategies, micro)

@@ -1,4 +1,4 @@
-"""What is booked of a visit is found once for each direction, however many microbatches there are."""
+"""The transfers of a block call are derived once per direction, for any number of microbatches."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.parallel.tensor.odd_llama import llama, planned
 
 
-def test_moves_are_found_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch):
+def test_transfers_are_derived_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch):
     found: list[int] = []
     back = comm_accounting._backward_moves
 

@@ -1,4 +1,4 @@
-"""Layers that end in one sum take one move: by the law, to the byte, and every number as on one device."""
+"""Parallel row-wise layers share one all-reduce: bytes by the law, and every number as on one device."""
 
 from functools import cache
 
@@ -25,25 +25,32 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.model_families import GROUPED, batches, loss_of, of, planned, read_family
+from tests.parallel.tensor.model_families import (
+    GROUPED,
+    analyze_family,
+    batches,
+    factory_of,
+    loss_of,
+    planned,
+)
 from tests.parallel.tensor.odd_llama import batches as tokens
 from tests.parallel.tensor.odd_llama import planned as said
 
-LENGTH, ROWS, WIDTH = 12, 4, 24
-STREAM = ROWS * LENGTH * WIDTH * 4  # bytes, of float32
+LENGTH, NUM_SAMPLES, WIDTH = 12, 4, 24
+STREAM = NUM_SAMPLES * LENGTH * WIDTH * 4  # bytes, of float32
 NORMS = {"falcon": 1, "falcon, new": 2, "gpt-neox": 2, "cohere": 1}  # tensors that columns layers take in
 KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
 
 
 @cache
-def reading_of(family: str) -> AnalyzedModel:
+def analyzed_model(family: str) -> AnalyzedModel:
     if family != "cohere":
-        return read_family(family, LENGTH)
+        return analyze_family(family, LENGTH)
     transformers.utils.logging.set_verbosity_error()
-    return analyze(of("Cohere", "ForCausalLM", **GROUPED)(), batches(family, 1, length=LENGTH)[0])
+    return analyze(factory_of("Cohere", "ForCausalLM", **GROUPED)(), batches(family, 1, length=LENGTH)[0])
 
 
-def inner(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
+def stream_transfers(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
     """What moves a tensor of the size of the stream, or a slice of one, in the `layer` of that number."""
     actions = [
         each
@@ -62,30 +69,32 @@ def inner(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("family", NORMS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_bytes_of_one_sum(family: str, ranks: int):
-    plan, inputs = planned(reading_of(family), Mesh(tp=ranks), (TensorParallel(),)), NORMS[family]
-    assert inner(plan, "F", "1") == [("all_reduce", STREAM)]
-    assert inner(plan, "B", "1") == [("all_reduce", STREAM)] * inputs
+    plan, inputs = planned(analyzed_model(family), Mesh(tp=ranks), (TensorParallel(),)), NORMS[family]
+    assert stream_transfers(plan, "F", "1") == [("all_reduce", STREAM)]
+    assert stream_transfers(plan, "B", "1") == [("all_reduce", STREAM)] * inputs
     k = (1 + inputs) / 2
     sent = sum(
-        2 * nbytes * (ranks - 1) / ranks for kind in ("F", "B") for _, nbytes in inner(plan, kind, "1")
+        2 * nbytes * (ranks - 1) / ranks
+        for kind in ("F", "B")
+        for _, nbytes in stream_transfers(plan, kind, "1")
     )
-    assert sent == 4 * k * ROWS * LENGTH * WIDTH * (ranks - 1) / ranks * 4
+    assert sent == 4 * k * NUM_SAMPLES * LENGTH * WIDTH * (ranks - 1) / ranks * 4
 
 
 @pytest.mark.parametrize("family", NORMS)
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_in_slices_it_scatters_once(family: str, ranks: int):
+def test_with_sequence_parallel_it_scatters_once(family: str, ranks: int):
     inputs, gathered, scattered = NORMS[family], ("all_gather", STREAM // ranks), ("reduce_scatter", STREAM)
     for strategies, again in ((KEPT, 0), (ANEW, inputs)):
-        plan = planned(reading_of(family), Mesh(tp=ranks), strategies)
-        assert inner(plan, "F", "1") == [gathered] * inputs + [scattered]
-        assert sorted(inner(plan, "B", "1")) == [gathered] * (1 + again) + [scattered] * inputs
+        plan = planned(analyzed_model(family), Mesh(tp=ranks), strategies)
+        assert stream_transfers(plan, "F", "1") == [gathered] * inputs + [scattered]
+        assert sorted(stream_transfers(plan, "B", "1")) == [gathered] * (1 + again) + [scattered] * inputs
 
 
 CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
     "cohere on 2 ranks": ("cohere", Mesh(tp=2), (TensorParallel(),), 2),
     "cohere on 3 ranks, in slices": ("cohere", Mesh(tp=3), KEPT, 0),
-    "gpt-neox on 2 ranks, in slices, again and recomputed": (
+    "gpt-neox on 2 ranks, sequence_parallel, regathered and recomputed": (
         "gpt-neox",
         Mesh(tp=2),
         (*ANEW, ActivationCheckpointing()),
@@ -104,23 +113,26 @@ CASES: dict[str, tuple[str, Mesh, tuple[Strategy, ...], int]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     family, mesh, strategies, micro = CASES[case]
-    reading = reading_of(family)
+    analyzed = analyzed_model(family)
     assert_exact(
-        reading, planned(reading, mesh, strategies, micro), batches(family, 2, length=LENGTH), loss_of(family)
+        analyzed,
+        planned(analyzed, mesh, strategies, micro),
+        batches(family, 2, length=LENGTH),
+        loss_of(family),
     )
 
 
-def test_in_a_cube_the_sum_along_the_depth_is_one():
+def test_in_3d_the_sum_along_the_depth_is_one():
     even = {"vocab_size": 72, "hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 24}
-    reading, cube = (
-        read_family("gpt-neox", LENGTH, **even),
+    analyzed, cube = (
+        analyze_family("gpt-neox", LENGTH, **even),
         (TensorParallel3D(), BatchSplit("dp_shard"), ZeRO(gather="microbatch")),
     )
-    plan = planned(reading, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
+    plan = planned(analyzed, Mesh(dp_shard=2, tp_depth=2, tp=2), cube)
     (forward,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(gpt_neox.layers.1, 0)"]
     scattered = [move for move in forward.inner_transfers if move.collective == "reduce_scatter"]
     assert len(scattered) == 3, "q, k and v; the first of the mlp; attention and mlp together"
-    assert_exact(reading, plan, batches("gpt-neox", 1, length=LENGTH))
+    assert_exact(analyzed, plan, batches("gpt-neox", 1, length=LENGTH))
 
 
 class Branches(nn.Module):
@@ -176,10 +188,10 @@ def branches(
     ids=["whole", "slices"],
 )
 @pytest.mark.parametrize(("factor", "sums"), [(1.0, 1), (0.5, 2)])
-def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
+def test_three_pairs_share_sums_as_far_as_the_model_allows(
     strategies: tuple[Strategy, ...], factor: float, sums: int
 ):
-    reading, plan = branches(factor, strategies)
+    analyzed, plan = branches(factor, strategies)
     forwards = [
         each
         for each in plan.program.actions(FIRST_ROLE)
@@ -189,18 +201,18 @@ def test_three_pairs_end_in_as_many_sums_as_the_model_allows(
         move for move in forwards[0].inner_transfers if move.collective in ("all_reduce", "reduce_scatter")
     ]
     assert len(moves) == sums * (2 if len(strategies) > 1 else 1), "with 2 chunks, two messages a sum"
-    assert_exact(reading, plan, tokens(2, length=LENGTH))
+    assert_exact(analyzed, plan, tokens(2, length=LENGTH))
 
 
-def test_a_summand_that_is_scaled_and_shared_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    reading, plan = branches(0.5, (TensorParallel(),))
+def test_a_scaled_summand_in_a_shared_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    analyzed, plan = branches(0.5, (TensorParallel(),))
     monkeypatch.setattr(
-        layer_sharding, "joint_sum_members", lambda sums: comm_overlap.joint_sum_members(everybody(plan))
+        layer_sharding, "joint_sum_members", lambda sums: comm_overlap.joint_sum_members(all_in_one_sum(plan))
     )
-    assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
+    assert not verify(analyzed, plan, tokens(1, length=LENGTH)).passed
 
 
-def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
+def all_in_one_sum(plan: Plan) -> dict[str, tuple[str, ...]]:
     """All rows layers of a block, as if they ended in one sum."""
     found = {}
     for block in ("layers.0", "layers.1"):
@@ -213,32 +225,32 @@ def everybody(plan: Plan) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def test_a_summand_that_gets_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_summand_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_sharding, "add_summand", lambda summand, more: summand)
-    reading, plan = branches(1.0, (TensorParallel(),))
-    assert not verify(reading, plan, tokens(1, length=LENGTH)).passed
+    analyzed, plan = branches(1.0, (TensorParallel(),))
+    assert not verify(analyzed, plan, tokens(1, length=LENGTH)).passed
 
 
 @pytest.mark.parametrize("strategies", [(TensorParallel(),), KEPT], ids=["whole", "slices"])
-def test_an_evaluation_and_half_precision_share_it_too(strategies: tuple[Strategy, ...]):
+def test_an_evaluation_and_half_precision_share_the_sum_too(strategies: tuple[Strategy, ...]):
     found = []
     for ranks, those in ((3, strategies), (1, ())):
-        reading, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
+        analyzed, plan = branches(1.0, those, ranks, precision=PrecisionConfig(compute="bfloat16"))
         found += run_on_threads(
-            lambda world, reading=reading, plan=plan: told(world, reading, plan), plan.mesh
+            lambda world, analyzed=analyzed, plan=plan: losses_and_norm(world, analyzed, plan), plan.mesh
         )[:1]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
-def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
+def losses_and_norm(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     """The loss and the norm of the gradients of a step, and the loss of an evaluation behind it."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         batch = tokens(1, length=LENGTH)[0]
         metrics = engine.step(engine.local_batch(batch))
         return [metrics.loss, metrics.grad_norm, engine.evaluate([engine.local_batch(batch)]).loss]
 
 
-def test_layers_that_run_in_another_order_than_in_the_trial_are_told():
+def test_layers_that_run_in_another_order_than_in_the_trial_are_reported():
     turns = comm_overlap.joint_sum_members(dict.fromkeys(("a", "b", "c"), ("a", "b", "c")))
     zeros = turns["a"].contribute(torch.ones(2, 3), [], layer_sharding.I, 2)
     assert zeros.eq(0).all()

@@ -1,4 +1,4 @@
-"""What is computed while tensors are under way changes no number, is booked as it is sent, and really happens
+"""Computation that overlaps communication changes no result, is stated as it is sent, and really runs
 meanwhile.
 """
 
@@ -24,7 +24,7 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import batches, known, llama, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama, planned
 
 SHARDED = (BatchSplit(axis="dp_shard"), ZeRO())
 LENGTH = 12
@@ -33,7 +33,7 @@ CASES = {
     "3 uneven chunks": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3),), 4),
     "more chunks than samples": (Mesh(tp=2), (TensorParallel(num_overlap_chunks=8),), 1),
     "slices of tokens": (Mesh(tp=3), (TensorParallel(num_overlap_chunks=3), SequenceParallel()), 4),
-    "shards and recompute": (
+    "zero and activation_checkpointing": (
         Mesh(dp_shard=2, tp=2),
         (
             TensorParallel(num_overlap_chunks=2),
@@ -49,16 +49,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(
-        known(LENGTH, attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH
+    analyzed, plan = planned(
+        analyzed_llama(LENGTH, attention_bias=True, mlp_bias=True), mesh, strategies, micro, length=LENGTH
     )
-    assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "3 uneven chunks")
+    assert_exact(analyzed, plan, batches(2, length=LENGTH), fake=case == "3 uneven chunks")
 
 
 def test_chunks_send_the_same_bytes_in_more_messages():
     found = {}
     for chunks in (1, 3):
-        _, plan = planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=chunks),))
+        _, plan = planned(analyzed_llama(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=chunks),))
         (action,) = [each for each in plan.program.actions(FIRST_ROLE) if each.name == "F(model.layers.1, 0)"]
         found[chunks] = [move.nbytes for move in action.inner_transfers]
     assert len(found[3]) == 3 * len(found[1]) == 3 * 2
@@ -68,10 +68,10 @@ def test_chunks_send_the_same_bytes_in_more_messages():
     )
 
 
-def test_a_weight_gradient_that_is_lost_is_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_lost_weight_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(comm_overlap, "_accumulate_grad", lambda leaf, gradient: None)
-    reading, plan = planned(known(), Mesh(tp=2))
-    assert not verify(reading, plan, batches(1)).passed
+    analyzed, plan = planned(analyzed_llama(), Mesh(tp=2))
+    assert not verify(analyzed, plan, batches(1)).passed
 
 
 class Orders:
@@ -84,7 +84,7 @@ class Orders:
         self.names: dict[int, tuple[int, str]] = {}  # of weights, by id
         self.add = comm_overlap._accumulate_grad
 
-    def step(self, world: World, reading: AnalyzedModel, plan: Plan) -> None:
+    def step(self, world: World, analyzed: AnalyzedModel, plan: Plan) -> None:
         group, mine = world.group(("tp",)), self.seen[world.rank]
         issue = group.all_reduce
 
@@ -92,7 +92,7 @@ class Orders:
             mine.extend(["sum"] if how["action"].startswith("B(model.layers.1") else [])
             return issue(tensor, **how)
 
-        with parallelize(reading, plan, world=world) as engine, pytest.MonkeyPatch.context() as patch:
+        with parallelize(analyzed, plan, world=world) as engine, pytest.MonkeyPatch.context() as patch:
             patch.setattr(group, "all_reduce", issued)
             for name, parameter in engine.executor.state.trained_module.parameters.items():
                 self.names[id(parameter)] = world.rank, name
@@ -106,11 +106,13 @@ class Orders:
         self.add(leaf, gradient)
 
 
-def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monkeypatch: pytest.MonkeyPatch):
-    reading, plan = planned(known(), Mesh(tp=2))
+def test_column_parallel_weight_gradients_wait_until_the_input_sum_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    analyzed, plan = planned(analyzed_llama(), Mesh(tp=2))
     orders = Orders()
     monkeypatch.setattr(comm_overlap, "_accumulate_grad", orders.added)
-    run_on_threads(lambda world: orders.step(world, reading, plan), plan.mesh)
+    run_on_threads(lambda world: orders.step(world, analyzed, plan), plan.mesh)
     for seen in orders.seen.values():
         assert [seen[0], seen[3]] == ["sum", "sum"]
         assert set(seen[1:3]) == {"mlp.gate_proj", "mlp.up_proj"}
@@ -125,19 +127,19 @@ def test_weights_of_columns_wait_until_the_sum_of_their_input_is_under_way(monke
 def test_half_precision_is_computed_and_sent_in_half(strategies: tuple[Strategy, ...]):
     torch.manual_seed(0)
     half = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
-    reading, plan = planned(llama(), Mesh(tp=2), strategies, **half)
-    assert trace(reading, plan, fake=False).passed
-    _, alone = planned(reading, Mesh(), (), **half)
+    analyzed, plan = planned(llama(), Mesh(tp=2), strategies, **half)
+    assert trace(analyzed, plan, fake=False).passed
+    _, alone = planned(analyzed, Mesh(), (), **half)
     found = [
-        run_on_threads(lambda world, each=each: told(world, reading, each), each.mesh)[0]
+        run_on_threads(lambda world, each=each: loss_and_norm(world, analyzed, each), each.mesh)[0]
         for each in (plan, alone)
     ]
     assert found[0] == pytest.approx(found[1], rel=2e-2)
 
 
-def told(world: World, reading: AnalyzedModel, plan: Plan) -> list[float]:
+def loss_and_norm(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     """The loss and the norm of the gradients of a step: all weights count in it."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         metrics = engine.step(engine.local_batch(batches(1, length=LENGTH)[0]))
         return [metrics.loss, metrics.grad_norm]
 
@@ -147,4 +149,4 @@ def test_no_chunk_at_all_is_refused():
         PlanError,
         match=(r"strategies.tensor_parallel.num_overlap_chunks: " r"num_overlap_chunks = 0; .*\n.*from 1 up"),
     ):
-        planned(known(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=0),))
+        planned(analyzed_llama(), Mesh(tp=2), (TensorParallel(num_overlap_chunks=0),))

@@ -1,4 +1,4 @@
-"""Matrices in a cube of ranks compute what whole ones compute, with the paper's bytes and memory."""
+"""Tensor parallelism, mode 3d: results of one device, and the paper's bytes and memory."""
 
 from math import prod
 
@@ -15,16 +15,16 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor import model_families
-from tests.parallel.tensor.even_llama import INNER, WIDTH, known_even, received, shards
+from tests.parallel.tensor.even_llama import INNER, WIDTH, analyzed_even_llama, elements_received, shards
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
-ROWS = BatchSplit(axis="dp_shard")
+BATCH_SPLIT = BatchSplit(axis="dp_shard")
 EIGHT = Mesh(dp_shard=2, tp_depth=2, tp=2)
-BLOCKS = (TensorParallel3D(), ROWS, ZeRO(gather="microbatch"))
-AGAIN = (ROWS, ZeRO(), TensorParallel3D(), ActivationCheckpointing())
+BLOCKS = (TensorParallel3D(), BATCH_SPLIT, ZeRO(gather="microbatch"))
+AGAIN = (BATCH_SPLIT, ZeRO(), TensorParallel3D(), ActivationCheckpointing())
 WIDE = {"hidden_size": 48, "num_attention_heads": 12, "intermediate_size": 56, "num_hidden_layers": 1}
-COPIES = (BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate"))
+HSDP = (BatchSplit(), BATCH_SPLIT, ZeRO(replicate_axis="dp_replicate"))
 
 
 @pytest.mark.parametrize(
@@ -32,18 +32,22 @@ COPIES = (BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate"))
     [
         (EIGHT, BLOCKS, 1),
         (EIGHT, AGAIN, 0),
-        (Mesh(dp_replicate=2, dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), *COPIES), 0),
+        (Mesh(dp_replicate=2, dp_shard=2, tp_depth=2, tp=2), (TensorParallel3D(), *HSDP), 0),
     ],
 )
 def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int):
-    rows = 2 * mesh.dp_replicate * mesh.dp_shard
-    reading, plan = planned(known_even(attention_bias=True, mlp_bias=True), mesh, strategies, micro, rows)
-    assert_exact(reading, plan, batches(2, rows), fake=strategies == AGAIN)
+    samples = 2 * mesh.dp_replicate * mesh.dp_shard
+    analyzed, plan = planned(
+        analyzed_even_llama(attention_bias=True, mlp_bias=True), mesh, strategies, micro, samples
+    )
+    assert_exact(analyzed, plan, batches(2, samples), fake=strategies == AGAIN)
 
 
-def test_a_tied_head_adds_up_its_slices():
-    reading, plan = planned(known_even(tie_word_embeddings=True, attention_dropout=0.2), EIGHT, BLOCKS)
-    assert_exact(reading, plan, batches(2))
+def test_a_tied_head_sums_the_gradients_of_its_slices():
+    analyzed, plan = planned(
+        analyzed_even_llama(tie_word_embeddings=True, attention_dropout=0.2), EIGHT, BLOCKS
+    )
+    assert_exact(analyzed, plan, batches(2))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +67,8 @@ def test_a_tied_head_adds_up_its_slices():
     ],
 )
 def test_packed_interleaved_and_normed_heads_equal_one_device(family: str, more: dict[str, object]):
-    reading = model_families.read_family(family, vocab_size=62, **more)
-    assert_exact(reading, model_families.planned(reading, EIGHT, BLOCKS), model_families.batches(family, 2))
+    analyzed = model_families.analyze_family(family, vocab_size=62, **more)
+    assert_exact(analyzed, model_families.planned(analyzed, EIGHT, BLOCKS), model_families.batches(family, 2))
 
 
 @pytest.mark.parametrize("q", [2, 3])
@@ -75,20 +79,24 @@ def test_a_layer_receives_the_papers_elements(q: int):
         if q == 3
         else {}
     )
-    reading, plan = planned(known_even(**sizes), mesh, BLOCKS, rows=q)
+    analyzed, plan = planned(analyzed_even_llama(**sizes), mesh, BLOCKS, samples=q)
     wide = 72 if q == 3 else WIDTH
     into = layers * q * TOKENS * (3 * wide + INNER)
     out = layers * q * TOKENS * (4 * wide + 2 * INNER)  # q, k and v of half its width, o and down; gate, up
     norms = (
         2 * layers * TOKENS * (q - 1)
     )  # a number per token, along tp of one slice, along tp_depth of q of them; and back
-    assert received(plan, ("F", "B"), "tp") == pytest.approx(2 * (q - 1) / q**3 * into + 2 * q * norms)
-    assert received(plan, ("F", "B"), "tp_depth") == pytest.approx(2 * (q - 1) / q**3 * out + 2 * norms)
-    weights = 2 * (q - 1) * shards(reading, q**3, "layers")
-    assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == weights
-    for home in plan.sharding.param_shardings:
-        assert prod(home.param.shape) * q**2 == next(
-            w.numel for w in reading.model_spec.params if w.name == home.param.name
+    assert elements_received(plan, ("F", "B"), "tp") == pytest.approx(
+        2 * (q - 1) / q**3 * into + 2 * q * norms
+    )
+    assert elements_received(plan, ("F", "B"), "tp_depth") == pytest.approx(
+        2 * (q - 1) / q**3 * out + 2 * norms
+    )
+    weights = 2 * (q - 1) * shards(analyzed, q**3, "layers")
+    assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == weights
+    for param_sharding in plan.sharding.param_shardings:
+        assert prod(param_sharding.param.shape) * q**2 == next(
+            w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )
 
 
@@ -96,8 +104,8 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         cube_3d, "_refined_cut", lambda cut, parts: cut
     )  # outputs lie over b alone, so c gets a neighbour's
-    reading, plan = planned(known_even(), EIGHT, BLOCKS)
-    assert not verify(reading, plan, batches(1)).passed
+    analyzed, plan = planned(analyzed_even_llama(), EIGHT, BLOCKS)
+    assert not verify(analyzed, plan, batches(1)).passed
 
 
 @pytest.mark.parametrize(
@@ -111,7 +119,7 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
         ),
         (EIGHT, BLOCKS, {"num_key_value_heads": 6}, r"6 units .* on 4 ranks\n.*or make it 4 or 8 units"),
         (EIGHT, BLOCKS, {"vocab_size": 67}, r"67 units .* on 2 ranks"),
-        (EIGHT, (TensorParallel3D(), ROWS), {}, r"nothing keeps weights in shards along dp_shard"),
+        (EIGHT, (TensorParallel3D(), BATCH_SPLIT), {}, r"nothing keeps weights in shards along dp_shard"),
         (
             EIGHT,
             (*BLOCKS, VocabParallel()),
@@ -120,8 +128,8 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
         ),
     ],
 )
-def test_what_does_not_make_a_cube_is_refused(
+def test_meshes_and_sizes_that_do_not_fit_3d_are_refused(
     mesh: Mesh, strategies: tuple[Strategy, ...], more: dict, message: str
 ):
     with pytest.raises(PlanError, match=message):
-        planned(known_even(**more), mesh, strategies, rows=8)
+        planned(analyzed_even_llama(**more), mesh, strategies, samples=8)

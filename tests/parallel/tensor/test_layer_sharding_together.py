@@ -1,5 +1,5 @@
-"""What holds beside 1-D holds beside all other divisions: owners of whole weights, dropout by logical index,
-noise, the guard.
+"""Optimizers that need whole weights, dropout, the gradient noise scale and the loss guard work under every
+mode of tensor parallelism.
 """
 
 import pytest
@@ -25,21 +25,21 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import RULES, error
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import player_of, tiny_job
+from tests.tiny_model import executor_of, tiny_job
 
-ROWS = BatchSplit(axis="dp_shard")
-SHARDS = (ROWS, ZeRO())
+BATCH_SPLIT = BatchSplit(axis="dp_shard")
+SHARDS = (BATCH_SPLIT, ZeRO())
 PLANS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "slices of tokens": (Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(), *SHARDS)),
-    "slices of words": (Mesh(dp_shard=2, tp=3), (TensorParallel(), VocabParallel(), *SHARDS)),
-    "tokens, words, run again": (
+    "zero and vocab_parallel": (Mesh(dp_shard=2, tp=3), (TensorParallel(), VocabParallel(), *SHARDS)),
+    "sequence_parallel, vocab_parallel, activation_checkpointing": (
         Mesh(dp_shard=2, tp=3),
         (TensorParallel(), SequenceParallel(), VocabParallel(), *SHARDS, ActivationCheckpointing()),
     ),
     "2-D": (Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *SHARDS)),
     "2.5-D": (
         Mesh(dp_replicate=2, dp_shard=2, tp=2),
-        (TensorParallel25D(), BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate")),
+        (TensorParallel25D(), BatchSplit(), BATCH_SPLIT, ZeRO(replicate_axis="dp_replicate")),
     ),
     "3-D": (Mesh(dp_shard=2, tp=2, tp_depth=2), (TensorParallel3D(), *SHARDS)),
 }
@@ -48,7 +48,7 @@ SAMPLES, TOKENS = 8, 6
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
+def analyzed() -> AnalyzedModel:
     return pairs(example=batch(0), **SIZES)
 
 
@@ -58,70 +58,79 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids[0], "labels": ids[1]}
 
 
-def played(
-    reading: AnalyzedModel, plan: Plan, steps: int = 3
+def train_and_gather(
+    analyzed: AnalyzedModel, plan: Plan, steps: int = 3
 ) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
     """What the first rank says of some steps, and all parameters behind them."""
 
     def rank(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
-        player = player_of(reading, plan, world)
+        executor = executor_of(analyzed, plan, world)
         mine = plan.samples_read(world.rank)
         found = [
-            player.step({key: value[mine] for key, value in batch(step).items()}) for step in range(steps)
+            executor.step({key: value[mine] for key, value in batch(step).items()}) for step in range(steps)
         ]
-        return found, {name: value.clone() for name, value in player.gather_parameters().items()}
+        return found, {name: value.clone() for name, value in executor.gather_parameters().items()}
 
     return run_on_threads(rank, plan.mesh)[0]
 
 
-def plans(reading: AnalyzedModel, case: str, **job: object) -> tuple[Plan, Plan]:
+def plans(analyzed: AnalyzedModel, case: str, **job: object) -> tuple[Plan, Plan]:
     """That of `case`, and one of whole weights on as many data ranks."""
     mesh, strategies = PLANS[case]
     said = tiny_job(batch=SAMPLES, **job)
     plain = Mesh(dp_replicate=mesh.dp_replicate * mesh.dp_shard)
-    return make_plan(reading, said, mesh, strategies, 2), make_plan(reading, said, plain, None, 2)
+    return make_plan(analyzed, said, mesh, strategies, 2), make_plan(analyzed, said, plain, None, 2)
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_rules_that_need_whole_weights_get_them(reading: AnalyzedModel, case: str):
-    mine, plain = plans(reading, case, optimizer=RULES["several"])
-    assert error(played(reading, mine)[1], played(reading, plain)[1]) < 1e-10
+def test_optimizers_that_need_whole_weights_get_them(analyzed: AnalyzedModel, case: str):
+    mine, plain = plans(analyzed, case, optimizer=RULES["several"])
+    assert error(train_and_gather(analyzed, mine)[1], train_and_gather(analyzed, plain)[1]) < 1e-10
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_masks_are_those_of_one_device(case: str):
-    reading = pairs(0.3, batch(0), **SIZES)
-    plan, _ = plans(reading, case)
-    verdict = verify(reading, plan, [batch(0), batch(1)])
+def test_dropout_masks_equal_one_device(case: str):
+    analyzed = pairs(0.3, batch(0), **SIZES)
+    plan, _ = plans(analyzed, case)
+    verdict = verify(analyzed, plan, [batch(0), batch(1)])
     assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_the_noise_scale_is_that_of_the_same_parts(reading: AnalyzedModel, case: str):
+def test_the_noise_scale_equals_that_of_the_same_microbatches(analyzed: AnalyzedModel, case: str):
     mesh, strategies = PLANS[case]
     job = tiny_job(
         train=TrainConfig(batch=SAMPLES, noise_scale=True), optimizer=OptimizerConfig("sgd", lr=0.01)
     )
     stored = (
-        *((BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate")) if mesh.dp_replicate > 1 else SHARDS),
+        *(
+            (BatchSplit(), BATCH_SPLIT, ZeRO(replicate_axis="dp_replicate"))
+            if mesh.dp_replicate > 1
+            else SHARDS
+        ),
     )
     plain = Mesh(dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
-    mine, wanted = (
-        [each.noise_scale or -1.0 for each in played(reading, make_plan(reading, job, *which, 2))[0]]
+    mine, expected = (
+        [
+            each.noise_scale or -1.0
+            for each in train_and_gather(analyzed, make_plan(analyzed, job, *which, 2))[0]
+        ]
         for which in ((mesh, strategies), (plain, stored))
     )
-    assert mine == pytest.approx(wanted, rel=1e-8)
+    assert mine == pytest.approx(expected, rel=1e-8)
     assert any(each > 0 for each in mine)
 
 
 @pytest.mark.parametrize("case", PLANS)
-def test_a_spike_is_judged_and_looked_into_by_all(reading: AnalyzedModel, case: str):
+def test_a_spike_is_detected_and_diagnosed_by_all_ranks(analyzed: AnalyzedModel, case: str):
     guard = LossGuard("skip", factor=1.0 + 1e-9, window=2)  # whatever is larger than the step before
-    mine, plain = plans(reading, case, guard=guard, optimizer=OptimizerConfig("sgd", lr=1e-4))
-    spikes, wanted = ([each.spike for each in played(reading, plan, 4)[0]] for plan in (mine, plain))
-    assert [each is None for each in spikes] == [each is None for each in wanted]
+    mine, plain = plans(analyzed, case, guard=guard, optimizer=OptimizerConfig("sgd", lr=1e-4))
+    spikes, expected = (
+        [each.spike for each in train_and_gather(analyzed, plan, 4)[0]] for plan in (mine, plain)
+    )
+    assert [each is None for each in spikes] == [each is None for each in expected]
     assert any(each is not None for each in spikes)
-    for found, truth in zip(spikes, wanted, strict=True):
+    for found, truth in zip(spikes, expected, strict=True):
         for suspect in found.rank_reports if found is not None and truth is not None else ():
             other = truth.rank_reports[mine.data_index(suspect.rank)]
             assert (suspect.phase, suspect.block, suspect.parameter) == (

@@ -1,4 +1,4 @@
-"""A layer that is declared as columns and has no rows layer is divided alone: its output is gathered."""
+"""A column-parallel layer without a row-parallel partner is sharded alone: its output is gathered."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, TOKENS, batches
 
 WIDTH = 6
 
@@ -53,14 +53,14 @@ class Net(nn.Module):
 
 
 def planned(mesh: Mesh, *more: object) -> tuple[AnalyzedModel, Plan]:
-    reading = analyze(lambda: Model(Net(), layer_roles={"layers.*.mix": "colwise"}), batches(1)[0])
+    analyzed = analyze(lambda: Model(Net(), layer_roles={"layers.*.mix": "colwise"}), batches(1)[0])
     job = Job(
         ModelConfig("net"),
         DataConfig("random", sequence=TOKENS),
-        TrainConfig(batch=ROWS),
+        TrainConfig(batch=NUM_SAMPLES),
         OptimizerConfig("adamw", lr=0.1),
     )
-    return reading, make_plan(reading, job, mesh, (TensorParallel(), *more))
+    return analyzed, make_plan(analyzed, job, mesh, (TensorParallel(), *more))
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,13 @@ def planned(mesh: Mesh, *more: object) -> tuple[AnalyzedModel, Plan]:
     [(Mesh(tp=2), ()), (Mesh(tp=3), ()), (Mesh(dp_shard=2, tp=3), (BatchSplit(axis="dp_shard"), ZeRO()))],
 )
 def test_it_equals_one_device(mesh: Mesh, more: tuple[object, ...]):
-    reading, plan = planned(mesh, *more)
-    shapes = {home.param.name: home.param.shape for home in plan.sharding.param_shardings}
+    analyzed, plan = planned(mesh, *more)
+    shapes = {
+        param_sharding.param.name: param_sharding.param.shape
+        for param_sharding in plan.sharding.param_shardings
+    }
     assert shapes["layers.0.mix.weight"] == (WIDTH // mesh.tp, WIDTH)
-    assert_exact(reading, plan, batches(2), fake=mesh.world_size == 3)
+    assert_exact(analyzed, plan, batches(2), fake=mesh.world_size == 3)
 
 
 def test_a_layer_gathers_its_output_and_sums_the_gradient_of_its_input():
@@ -82,14 +85,14 @@ def test_a_layer_gathers_its_output_and_sums_the_gradient_of_its_input():
         for move in action.inner_transfers
         if action.subject == "layers.0"
     ]
-    stream = ROWS * TOKENS * WIDTH * 4
+    stream = NUM_SAMPLES * TOKENS * WIDTH * 4
     assert moves == [("F", "all_gather", stream // 2), ("B", "all_reduce", stream)]
 
 
 def test_a_gradient_that_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(megatron_1d, "R", megatron_1d.I)
-    reading, plan = planned(Mesh(tp=2))
-    assert not verify(reading, plan, batches(1)).passed
+    analyzed, plan = planned(Mesh(tp=2))
+    assert not verify(analyzed, plan, batches(1)).passed
 
 
 def test_features_that_do_not_divide_by_the_ranks_are_refused():

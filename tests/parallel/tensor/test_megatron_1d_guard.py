@@ -1,5 +1,5 @@
-"""The guard beside divided matrices: a harmful step is left out by all, and traced to the samples, the block
-and the weight.
+"""The loss guard under tensor parallelism: all ranks skip a harmful step and trace it to the samples, the
+block and the weight.
 """
 
 import pytest
@@ -16,10 +16,10 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.one_device import part
+from tests.engine.one_device import sample_range
 from tests.engine.step.test_spike_diagnosis_suspects import DATA, MARK, Burst
 from tests.parallel.tensor.declared_pairs import SOCKETS, Pair, Pairs
-from tests.tiny_model import player_of, tiny_job
+from tests.tiny_model import executor_of, tiny_job
 
 
 class Wrong(Pair):
@@ -60,7 +60,7 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}
     ids = clean["input_ids"].clone()
     ids[7:9, 0] = MARK
-    reading = analyze(lambda: Model(Faulty(how), layer_roles=SOCKETS), part(clean, 0, 2))
+    analyzed = analyze(lambda: Model(Faulty(how), layer_roles=SOCKETS), sample_range(clean, 0, 2))
     pairs = (TensorParallel(),) if ranks > 1 else ()
     mesh, strategies = Mesh(dp_replicate=2, tp=ranks), None
     if stage:
@@ -68,12 +68,12 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
             Mesh(dp_shard=2, tp=ranks),
             (*pairs, BatchSplit(axis="dp_shard"), ZeRO(stage=stage)),
         )
-    plan = make_plan(reading, tiny_job(guard=guard), mesh, strategies, 3)
+    plan = make_plan(analyzed, tiny_job(guard=guard), mesh, strategies, 3)
 
     def rank(world: World) -> LossSpike:
-        player, index = player_of(reading, plan, world), plan.data_index(world.rank)
+        executor, index = executor_of(analyzed, plan, world), plan.data_index(world.rank)
         steps = (clean, clean, {**clean, "input_ids": ids}, clean)
-        metrics = [player.step(part(batch, 6 * index, 6 * (index + 1))) for batch in steps]
+        metrics = [executor.step(sample_range(batch, 6 * index, 6 * (index + 1))) for batch in steps]
         assert [each.is_skipped for each in metrics] == [False, False, True, False]
         assert metrics[2].spike is not None
         return metrics[2].spike
@@ -83,11 +83,11 @@ def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("how", ["forward", "backward", "loud"])
-def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ranks: int):
-    wanted, found = spike_of(how, 1)[0], spike_of(how, ranks)
+def test_every_tensor_rank_reports_what_one_rank_with_whole_weights_would(how: str, ranks: int):
+    expected, found = spike_of(how, 1)[0], spike_of(how, ranks)
     assert all(repr(spike) == repr(found[0]) for spike in found)
     for rank, suspect in enumerate(found[0].rank_reports):
-        other = wanted.rank_reports[rank // ranks]
+        other = expected.rank_reports[rank // ranks]
         assert (suspect.phase, suspect.block, suspect.parameter) == (
             other.phase,
             other.block,
@@ -98,16 +98,16 @@ def test_every_slice_of_a_share_tells_what_one_rank_with_all_would(how: str, ran
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_shards_of_slices_are_brought_together_once_more(stage: int):
-    wanted, found = spike_of("backward", 1)[0], spike_of("backward", 2, stage)[0]
+def test_shards_of_slices_are_gathered_once_more(stage: int):
+    expected, found = spike_of("backward", 1)[0], spike_of("backward", 2, stage)[0]
     assert [each.block for each in found.rank_reports] == [
-        each.block for each in wanted.rank_reports for _ in range(2)
+        each.block for each in expected.rank_reports for _ in range(2)
     ]
 
 
-def test_a_slice_alone_would_tell_less(monkeypatch: pytest.MonkeyPatch):
+def test_a_slice_alone_would_report_less(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         spike_diagnosis, "_merge_findings", lambda plan, state, seen: (seen.loss, seen.sqnorms, "", "")
     )
-    wanted, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
-    assert found.rank_reports[2].grad_norm != pytest.approx(wanted.rank_reports[1].grad_norm, rel=1e-3)
+    expected, found = spike_of("loud", 1)[0], spike_of("loud", 2)[0]
+    assert found.rank_reports[2].grad_norm != pytest.approx(expected.rank_reports[1].grad_norm, rel=1e-3)

@@ -1,5 +1,5 @@
-"""The gradient noise scale beside divided matrices: squares are added up over slices, and what all ranks have
-counts once.
+"""The gradient noise scale under tensor parallelism: squares are summed over slices, and replicated weights
+count once.
 """
 
 import pytest
@@ -18,34 +18,37 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import noisy
 from tests.parallel.tensor.declared_pairs import pairs
-from tests.tiny_model import player_of, rows, tiny_job
+from tests.tiny_model import executor_of, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 LAYOUTS = {
     "alone": ({}, (), 3),
-    "copies": ({"dp_replicate": 2}, None, 0),
+    "ddp": ({"dp_replicate": 2}, None, 0),
     "stage 1": ({"dp_shard": 2}, (SHARD, ZeRO(stage=1)), 3),
     "stage 3": ({"dp_shard": 2}, (SHARD, ZeRO()), 3),
 }
 
 
 @pytest.fixture(scope="module")
-def reading() -> AnalyzedModel:
+def analyzed() -> AnalyzedModel:
     return pairs()
 
 
-def plan_of(reading: AnalyzedModel, layout: str, ranks: int) -> Plan:
+def plan_of(analyzed: AnalyzedModel, layout: str, ranks: int) -> Plan:
     sizes, strategies, micro = LAYOUTS[layout]
     chosen = strategies if strategies is None or ranks == 1 else (TensorParallel(), *strategies)
-    return make_plan(reading, noisy(tiny_job()), Mesh(**sizes, tp=ranks), chosen, micro)
+    return make_plan(analyzed, noisy(tiny_job()), Mesh(**sizes, tp=ranks), chosen, micro)
 
 
-def measured(reading: AnalyzedModel, plan: Plan) -> list[float]:
+def measured(analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     """The noise scale of three steps, the same on every rank."""
 
     def rank(world: World) -> list[float]:
-        player, feed = player_of(reading, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
-        return [player.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
+        executor, feed = (
+            executor_of(analyzed, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
+        return [executor.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
 
     found = run_on_threads(rank, plan.mesh)
     assert all(each == found[0] for each in found)
@@ -54,19 +57,21 @@ def measured(reading: AnalyzedModel, plan: Plan) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_that_of_the_same_parts_on_whole_matrices(reading: AnalyzedModel, layout: str, ranks: int):
-    plan = plan_of(reading, layout, ranks)
+def test_it_equals_that_of_the_same_microbatches_without_tensor_parallelism(
+    analyzed: AnalyzedModel, layout: str, ranks: int
+):
+    plan = plan_of(analyzed, layout, ranks)
     assert static_checks(plan) == []
-    wanted = measured(reading, plan_of(reading, layout, 1))
-    assert any(each > 0 for each in wanted)
-    assert measured(reading, plan) == pytest.approx(wanted, rel=1e-8)
+    expected = measured(analyzed, plan_of(analyzed, layout, 1))
+    assert any(each > 0 for each in expected)
+    assert measured(analyzed, plan) == pytest.approx(expected, rel=1e-8)
 
 
-def test_weights_that_count_twice_are_noticed(reading: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
-    wanted = measured(reading, plan_of(reading, "copies", 1))
+def test_weights_that_count_twice_are_noticed(analyzed: AnalyzedModel, monkeypatch: pytest.MonkeyPatch):
+    expected = measured(analyzed, plan_of(analyzed, "ddp", 1))
     monkeypatch.setattr(
         ShardingPlan,
         "params_counted_in_sum",
-        lambda space, coordinate: [home.param.name for home in space.param_shardings],
+        lambda space, coordinate: [param_sharding.param.name for param_sharding in space.param_shardings],
     )
-    assert measured(reading, plan_of(reading, "copies", 2)) != pytest.approx(wanted, rel=1e-3)
+    assert measured(analyzed, plan_of(analyzed, "ddp", 2)) != pytest.approx(expected, rel=1e-3)

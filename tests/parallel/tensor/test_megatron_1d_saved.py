@@ -1,5 +1,5 @@
-"""A checkpoint of divided matrices is that of the model: any other plan takes it up, moments included, and
-vice versa.
+"""Checkpoints of tensor-parallel plans are loaded under any other plan, optimizer states included, and vice
+versa.
 """
 
 from pathlib import Path
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
-from tests.parallel.checkpoint_crossing import crosses
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.checkpoint_crossing import loads_under_other_plan
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 
 MESHES = {
-    "divided": Mesh(tp=2),
+    "sharded": Mesh(tp=2),
     "unevenly": Mesh(tp=3),
     "in shards": Mesh(dp_shard=2, tp=2),
-    "copies": Mesh(dp_replicate=2),
+    "ddp": Mesh(dp_replicate=2),
     "alone": Mesh(),
 }
 
@@ -22,14 +22,17 @@ MESHES = {
 @pytest.mark.parametrize(
     ("saved", "taken"),
     [
-        ("divided", "alone"),
+        ("sharded", "alone"),
         ("alone", "unevenly"),
         ("unevenly", "in shards"),
-        ("in shards", "divided"),
-        ("in shards", "copies"),
-        ("copies", "in shards"),
+        ("in shards", "sharded"),
+        ("in shards", "ddp"),
+        ("ddp", "in shards"),
     ],
 )
-def test_a_checkpoint_crosses(saved: str, taken: str, tmp_path: Path):
-    (reading, before), (_, after) = planned(known(), MESHES[saved]), planned(known(), MESHES[taken])
-    crosses(reading, before, after, tmp_path)
+def test_a_checkpoint_is_loaded_under_another_plan(saved: str, taken: str, tmp_path: Path):
+    (analyzed, before), (_, after) = (
+        planned(analyzed_llama(), MESHES[saved]),
+        planned(analyzed_llama(), MESHES[taken]),
+    )
+    loads_under_other_plan(analyzed, before, after, tmp_path)

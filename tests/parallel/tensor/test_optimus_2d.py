@@ -1,5 +1,5 @@
-"""Matrices on a square of ranks compute what whole ones do: alone, under data parallelism, recompute, with
-any head and norm.
+"""Tensor parallelism, mode 2d, equals one device: alone, with data parallelism and activation checkpointing,
+with any head and norm.
 """
 
 import pytest
@@ -23,40 +23,42 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.data.tokenwise_model import Dealt
+from tests.parallel.data.tokenwise_model import TokenSharding
 from tests.parallel.tensor import model_families
-from tests.parallel.tensor.even_llama import EVEN, LargestNorm, even_llama, known_even
+from tests.parallel.tensor.even_llama import EVEN, LargestNorm, analyzed_even_llama, even_llama
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, planned
 
-ROWS = BatchSplit(axis="dp_shard")
-SQUARE = (TensorParallel2D(), ROWS, ZeRO())
-COPIES = (BatchSplit(), ROWS, ZeRO(replicate_axis="dp_replicate"))
+BATCH_SPLIT = BatchSplit(axis="dp_shard")
+SQUARE = (TensorParallel2D(), BATCH_SPLIT, ZeRO())
+HSDP = (BatchSplit(), BATCH_SPLIT, ZeRO(replicate_axis="dp_replicate"))
 CASES: dict[str, tuple[Mesh, tuple[Strategy, ...], int, int]] = {
     "2 x 2": (Mesh(dp_shard=2, tp=2), SQUARE, 4, 1),
     "3 x 3": (Mesh(dp_shard=3, tp=3), SQUARE, 6, 0),
-    "inputs kept": (Mesh(dp_shard=3, tp=3), (TensorParallel2D(regather=False), ROWS, ZeRO()), 6, 1),
-    "beside copies": (Mesh(dp_replicate=2, dp_shard=2, tp=2), (*COPIES, TensorParallel2D()), 8, 1),
-    "run again": (Mesh(dp_shard=2, tp=2), (*SQUARE, ActivationCheckpointing()), 4, 0),
-    "words divided": (Mesh(dp_shard=2, tp=2), (VocabParallel(), *SQUARE), 4, 0),
-    "words divided last": (Mesh(dp_shard=3, tp=3), (*SQUARE, VocabParallel()), 6, 0),
+    "inputs kept": (Mesh(dp_shard=3, tp=3), (TensorParallel2D(regather=False), BATCH_SPLIT, ZeRO()), 6, 1),
+    "with hsdp": (Mesh(dp_replicate=2, dp_shard=2, tp=2), (*HSDP, TensorParallel2D()), 8, 1),
+    "activation_checkpointing": (Mesh(dp_shard=2, tp=2), (*SQUARE, ActivationCheckpointing()), 4, 0),
+    "vocab_parallel": (Mesh(dp_shard=2, tp=2), (VocabParallel(), *SQUARE), 4, 0),
+    "vocab_parallel last": (Mesh(dp_shard=3, tp=3), (*SQUARE, VocabParallel()), 6, 0),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
-    mesh, strategies, rows, micro = CASES[case]
+    mesh, strategies, samples, micro = CASES[case]
     words = {"vocab_size": 73} if VocabParallel() in strategies else {}
-    reading, plan = planned(
-        known_even(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, rows
+    analyzed, plan = planned(
+        analyzed_even_llama(attention_bias=True, mlp_bias=True, **words), mesh, strategies, micro, samples
     )
-    assert_exact(reading, plan, batches(2, rows), fake=case == "run again")
+    assert_exact(analyzed, plan, batches(2, samples), fake=case == "activation_checkpointing")
 
 
 @pytest.mark.parametrize("strategies", [SQUARE, (*SQUARE, VocabParallel())])
-def test_a_tied_head_adds_up_its_slices(strategies: tuple[Strategy, ...]):
-    reading, plan = planned(known_even(tie_word_embeddings=True), Mesh(dp_shard=2, tp=2), strategies)
-    assert_exact(reading, plan, batches(2))
+def test_a_tied_head_sums_the_gradients_of_its_slices(strategies: tuple[Strategy, ...]):
+    analyzed, plan = planned(
+        analyzed_even_llama(tie_word_embeddings=True), Mesh(dp_shard=2, tp=2), strategies
+    )
+    assert_exact(analyzed, plan, batches(2))
 
 
 @pytest.mark.parametrize(
@@ -69,12 +71,12 @@ def test_a_tied_head_adds_up_its_slices(strategies: tuple[Strategy, ...]):
     ],
 )
 def test_packed_and_interleaved_heads_equal_one_device(family: str, more: dict[str, object]):
-    reading = model_families.read_family(family, **more)  # its 61 words do not divide
-    plan = model_families.planned(reading, Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel()))
-    assert_exact(reading, plan, model_families.batches(family, 2))
+    analyzed = model_families.analyze_family(family, **more)  # its 61 words do not divide
+    plan = model_families.planned(analyzed, Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel()))
+    assert_exact(analyzed, plan, model_families.batches(family, 2))
 
 
-def test_a_table_that_is_called_with_more_than_words_equals_one_device():
+def test_an_embedding_called_with_more_than_token_ids_equals_one_device():
     sizes = {
         "vocab_size": 67,
         "hidden_size": 24,
@@ -85,29 +87,32 @@ def test_a_table_that_is_called_with_more_than_words_equals_one_device():
     config = transformers.OPTConfig(
         **sizes, word_embed_proj_dim=24, max_position_embeddings=16, use_cache=False
     )  # positions: a mask
-    reading, plan = planned(
+    analyzed, plan = planned(
         transformers.OPTForCausalLM(config), Mesh(dp_shard=2, tp=2), (*SQUARE, VocabParallel())
     )
-    assert_exact(reading, plan, batches(2))
+    assert_exact(analyzed, plan, batches(2))
 
 
-def test_norms_of_single_heads_are_whole_and_their_gradients_summed():
+def test_norms_of_single_heads_are_replicated_and_their_gradients_summed():
     sizes = {**EVEN, "num_hidden_layers": 2, "use_cache": False, "tie_word_embeddings": False}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-    reading, plan = planned(model, Mesh(dp_shard=2, tp=2), SQUARE)
-    held = {home.param.name: home.param.shape for home in plan.sharding.param_shardings}
+    analyzed, plan = planned(model, Mesh(dp_shard=2, tp=2), SQUARE)
+    held = {
+        param_sharding.param.name: param_sharding.param.shape
+        for param_sharding in plan.sharding.param_shardings
+    }
     assert held["model.layers.0.self_attn.q_norm.weight"] == (2,)
     assert held["model.layers.0.input_layernorm.weight"] == (24,)
-    assert_exact(reading, plan, batches(2))
+    assert_exact(analyzed, plan, batches(2))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, LargestNorm])
-def test_a_norm_takes_the_statistics_of_all_slices_or_gathers_what_it_takes_in(norm: type[nn.Module]):
+def test_a_norm_sums_statistics_over_slices_or_gathers_its_input(norm: type[nn.Module]):
     model = even_llama()
     for layer in model.get_submodule("model.layers").children():
         layer.post_attention_layernorm = norm(48)
-    reading, plan = planned(model, Mesh(dp_shard=3, tp=3), SQUARE, rows=6)
-    assert_exact(reading, plan, batches(2, 6))
+    analyzed, plan = planned(model, Mesh(dp_shard=3, tp=3), SQUARE, samples=6)
+    assert_exact(analyzed, plan, batches(2, 6))
 
 
 def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -115,13 +120,13 @@ def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch
         return torch.cat([tensor] * 2, -1)  # as if the other rank had the same
 
     monkeypatch.setattr(optimus_2d, "redistribute", alone)
-    reading, plan = planned(known_even(), Mesh(dp_shard=2, tp=2), SQUARE)
-    assert not verify(reading, plan, batches(1)).passed
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=2, tp=2), SQUARE)
+    assert not verify(analyzed, plan, batches(1)).passed
 
 
-def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
+def trained(world: World, analyzed: AnalyzedModel, plan: Plan) -> float:
     """The loss of a second step."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         return [engine.step(engine.local_batch(batch)).loss for batch in batches(2)][-1]
 
 
@@ -129,20 +134,20 @@ def trained(world: World, reading: AnalyzedModel, plan: Plan) -> float:
     "precision",
     [PrecisionConfig(compute="bfloat16"), PrecisionConfig("bfloat16", "bfloat16", "float32", "float32")],
 )
-def test_in_half_precision_statistics_travel_in_single(precision: PrecisionConfig):
-    reading, plan = planned(known_even(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
+def test_in_half_precision_statistics_are_sent_in_float32(precision: PrecisionConfig):
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=2, tp=2), SQUARE, precision=precision)
     assert {move.dtype for action in plan.program.actions("pp0") for move in action.inner_transfers} == {
         "bfloat16",
         "float32",
     }
-    assert trace(reading, plan, fake=False).passed
-    losses = set(run_on_threads(lambda world: trained(world, reading, plan), plan.mesh))
+    assert trace(analyzed, plan, fake=False).passed
+    losses = set(run_on_threads(lambda world: trained(world, analyzed, plan), plan.mesh))
     assert len(losses) == 1
     assert torch.tensor(losses.pop()).isfinite()
 
 
-def test_tokens_of_a_sample_on_several_ranks_are_refused():
-    strategies = (TensorParallel2D(), ROWS, Dealt(), ZeRO())
+def test_context_parallelism_is_refused():
+    strategies = (TensorParallel2D(), BATCH_SPLIT, TokenSharding(), ZeRO())
     with pytest.raises(
         PlanError,
         match=(
@@ -150,4 +155,4 @@ def test_tokens_of_a_sample_on_several_ranks_are_refused():
             r"each, and a grid"
         ),
     ):
-        planned(known_even(), Mesh(dp_shard=2, cp=2, tp=2), strategies)
+        planned(analyzed_even_llama(), Mesh(dp_shard=2, cp=2, tp=2), strategies)

@@ -1,5 +1,5 @@
-"""The bytes of a square of ranks are the paper's, stream and weights are 1/q^2, and what cannot be divided is
-refused.
+"""Tensor parallelism, mode 2d: bytes of the paper, stream and weights at 1/q^2, and refusals of what cannot
+be sharded.
 """
 
 from math import prod
@@ -18,41 +18,43 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.tensor.even_llama import WIDTH, inputs, known_even, received, shards
+from tests.parallel.tensor.even_llama import WIDTH, analyzed_even_llama, elements_received, inputs, shards
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned
 
-ROWS = BatchSplit(axis="dp_shard")
-SQUARE = (TensorParallel2D(), ROWS, ZeRO())
+BATCH_SPLIT = BatchSplit(axis="dp_shard")
+SQUARE = (TensorParallel2D(), BATCH_SPLIT, ZeRO())
 LAYERS = 2
 
 
 @pytest.mark.parametrize("q", [2, 3, 4])
 def test_a_layer_receives_the_papers_elements(q: int):
-    reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=q)
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=q)
     statistics = 2 * LAYERS * q * TOKENS  # two norms per layer, a number per token
     taken = LAYERS * sum(inputs(q))
-    forward, backward = (received(plan, kinds, "tp") for kinds in (("F",), ("B",)))
+    forward, backward = (elements_received(plan, kinds, "tp") for kinds in (("F",), ("B",)))
     assert forward == (q - 1) / q**2 * taken + (q - 1) / q * statistics
     assert backward == 2 * (q - 1) / q**2 * taken + (q - 1) / q * statistics
-    assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shards(reading, q**2, "layers")
-
-
-def test_what_is_kept_is_not_gathered_again():
-    strategies = (TensorParallel2D(regather=False), ROWS, ZeRO())
-    _, plan = planned(known_even(), Mesh(dp_shard=3, tp=3), strategies, rows=3)
-    kept, (_, again) = (
-        received(plan, ("B",), "tp"),
-        planned(known_even(), Mesh(dp_shard=3, tp=3), SQUARE, rows=3),
+    assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shards(
+        analyzed, q**2, "layers"
     )
-    assert received(again, ("B",), "tp") - kept == 2 / 9 * LAYERS * sum(inputs(3))
 
 
-def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
+def test_cached_gathers_are_not_repeated():
+    strategies = (TensorParallel2D(regather=False), BATCH_SPLIT, ZeRO())
+    _, plan = planned(analyzed_even_llama(), Mesh(dp_shard=3, tp=3), strategies, samples=3)
+    kept, (_, again) = (
+        elements_received(plan, ("B",), "tp"),
+        planned(analyzed_even_llama(), Mesh(dp_shard=3, tp=3), SQUARE, samples=3),
+    )
+    assert elements_received(again, ("B",), "tp") - kept == 2 / 9 * LAYERS * sum(inputs(3))
+
+
+def stream_shapes_and_weight_bytes(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
     """The shapes in which the stream goes from block to block, and the bytes of the weights that this rank
     keeps.
     """
-    reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
-    with parallelize(reading, plan, world=world) as engine:
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=2 * q)
+    with parallelize(analyzed, plan, world=world) as engine:
         shapes: list[tuple[int, ...]] = []
         for layer in engine.executor.state.trained_module.module.get_submodule("model.layers").children():
             layer.register_forward_hook(lambda layer, args, output: shapes.append(tuple(output.shape)))
@@ -61,15 +63,15 @@ def seen(world: World, q: int) -> tuple[list[tuple[int, ...]], int]:
 
 
 @pytest.mark.parametrize("q", [2, 3])
-def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
-    reading, plan = planned(known_even(), Mesh(dp_shard=q, tp=q), SQUARE, rows=2 * q)
-    for home in plan.sharding.param_shardings:
-        assert prod(home.param.shape) * q == next(
-            w.numel for w in reading.model_spec.params if w.name == home.param.name
+def test_stream_and_weights_are_1_over_q_squared_of_one_device(q: int):
+    analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=q, tp=q), SQUARE, samples=2 * q)
+    for param_sharding in plan.sharding.param_shardings:
+        assert prod(param_sharding.param.shape) * q == next(
+            w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )
-    for shapes, nbytes in run_on_threads(lambda world: seen(world, q), plan.mesh):
+    for shapes, nbytes in run_on_threads(lambda world: stream_shapes_and_weight_bytes(world, q), plan.mesh):
         assert shapes == [(2, TOKENS, WIDTH // q)] * LAYERS
-        assert nbytes == 4 * shards(reading, q**2)
+        assert nbytes == 4 * shards(analyzed, q**2)
 
 
 @pytest.mark.parametrize(
@@ -89,25 +91,25 @@ def test_stream_and_weights_are_a_square_of_what_one_device_has(q: int):
         ),
     ],
 )
-def test_a_grid_that_is_not_square_or_does_not_divide_is_refused(mesh: Mesh, message: str):
+def test_a_mesh_that_is_not_square_or_sizes_that_do_not_divide_are_refused(mesh: Mesh, message: str):
     with pytest.raises(PlanError, match=message):
-        planned(known_even(), mesh, SQUARE, rows=20)
+        planned(analyzed_even_llama(), mesh, SQUARE, samples=20)
 
 
-def test_words_that_do_not_divide_may_be_divided_by_a_strategy_of_their_own():
+def test_a_vocabulary_that_does_not_divide_is_referred_to_vocab_parallel():
     with pytest.raises(
         PlanError, match=(r"67 units.*\n.*a vocabulary may be sharded unevenly: name = " r'"vocab_parallel"')
     ):
-        planned(known_even(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
+        planned(analyzed_even_llama(vocab_size=67), Mesh(dp_shard=2, tp=2), SQUARE)
 
 
-@pytest.mark.parametrize("others", [(ROWS, ZeRO(stage=2)), (ROWS, DDP(axis="dp_shard")), ()])
-def test_rows_that_keep_whole_columns_are_refused(others: tuple[Strategy, ...]):
+@pytest.mark.parametrize("others", [(BATCH_SPLIT, ZeRO(stage=2)), (BATCH_SPLIT, DDP(axis="dp_shard")), ()])
+def test_batch_split_without_sharded_weights_is_refused(others: tuple[Strategy, ...]):
     with pytest.raises(
         PlanError,
         match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"',
     ):
-        planned(known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *others))
+        planned(analyzed_even_llama(), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *others))
 
 
 class Plain(nn.Module):
@@ -123,7 +125,7 @@ class Plain(nn.Module):
         return self.head(self.mix(self.embed(input_ids).mT).mT)
 
 
-def test_what_computes_with_whole_tokens_is_refused():
+def test_layers_that_need_whole_features_are_refused():
     with pytest.raises(
         PlanError, match=r"no rank has all of a token, and \d parameters compute with all of it \(mix.weight"
     ):

@@ -1,6 +1,4 @@
-"""A stream divided by tokens computes what a whole one computes, sends the paper's bytes, and is refused
-where tokens mix.
-"""
+"""Sequence parallelism: results of one device, bytes of the paper, and refusals where blocks mix tokens."""
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, batches, known, planned
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, analyzed_llama, batches, planned
 
 LENGTH = 12
 KEPT, ANEW = (TensorParallel(), SequenceParallel()), (TensorParallel(), SequenceParallel(regather=True))
@@ -36,25 +34,29 @@ SHARDED = BatchSplit(axis="dp_shard")
 CASES = {
     "2 ranks": (Mesh(tp=2), KEPT, 0),
     "3 ranks": (Mesh(tp=3), KEPT, 2),
-    "gathered again": (Mesh(tp=3), ANEW, 2),
-    "named first or last, beside copies": (
+    "regathered": (Mesh(tp=3), ANEW, 2),
+    "named first or last, with ddp": (
         Mesh(dp_replicate=2, tp=2),
         (SequenceParallel(), BatchSplit(), DDP(), TensorParallel()),
         1,
     ),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*KEPT, SHARDED, ZeRO(stage=1)), 0),
     "stage 3": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, ZeRO(stage=3)), 1),
-    "recompute": (Mesh(tp=3), (*KEPT, ActivationCheckpointing()), 2),
-    "recompute and again": (Mesh(dp_shard=2, tp=2), (*ANEW, SHARDED, ZeRO(), ActivationCheckpointing()), 1),
-    "words": (Mesh(tp=2), (*KEPT, VocabParallel()), 0),
-    "words, named first, and again": (Mesh(tp=3), (VocabParallel(), *ANEW), 2),
+    "activation_checkpointing": (Mesh(tp=3), (*KEPT, ActivationCheckpointing()), 2),
+    "activation_checkpointing and regather": (
+        Mesh(dp_shard=2, tp=2),
+        (*ANEW, SHARDED, ZeRO(), ActivationCheckpointing()),
+        1,
+    ),
+    "vocab_parallel": (Mesh(tp=2), (*KEPT, VocabParallel()), 0),
+    "vocab_parallel, named first, and regather": (Mesh(tp=3), (VocabParallel(), *ANEW), 2),
 }
 
 
-def planned_in_slices(
+def planned_sequence_parallel(
     mesh: Mesh, strategies: tuple, micro: int = 0, **more: object
 ) -> tuple[AnalyzedModel, Plan]:
-    return planned(known(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
+    return planned(analyzed_llama(LENGTH, **more), mesh, strategies, micro, length=LENGTH)
 
 
 def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
@@ -70,18 +72,20 @@ def inner(plan: Plan, kind: str, subject: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned_in_slices(
+    analyzed, plan = planned_sequence_parallel(
         mesh, strategies, micro, attention_bias=True, mlp_bias=case == "2 ranks"
     )
-    assert_exact(reading, plan, batches(2, length=LENGTH), fake=case == "recompute and again")
+    assert_exact(
+        analyzed, plan, batches(2, length=LENGTH), fake=case == "activation_checkpointing and regather"
+    )
 
 
-@pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "again"])
+@pytest.mark.parametrize(("strategies", "factor"), [(KEPT, 4), (ANEW, 5)], ids=["kept", "regather"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: int):
-    _, plan = planned_in_slices(Mesh(tp=ranks), strategies)
+    _, plan = planned_sequence_parallel(Mesh(tp=ranks), strategies)
     width, layer = SIZES["hidden_size"], "model.layers.1"
-    k, stream, norm = 2, ROWS * LENGTH * width * 4, width * 4
+    k, stream, norm = 2, NUM_SAMPLES * LENGTH * width * 4, width * 4
     found = inner(plan, "F", layer) + inner(plan, "B", layer)
     moved = [(each, nbytes) for each, nbytes in found if each != "all_reduce"]
     assert len(moved) == factor * k
@@ -94,82 +98,80 @@ def test_a_layer_sends_the_papers_bytes(ranks: int, strategies: tuple, factor: i
     ] * 2  # two norms, each of one weight
 
 
-def test_the_stream_is_cut_at_the_first_layer_and_put_together_behind_the_last_norm():
-    _, plan = planned_in_slices(Mesh(tp=3), KEPT)
-    slice_, norm = ROWS * LENGTH * SIZES["hidden_size"] * 4 // 3, SIZES["hidden_size"] * 4
+def test_the_stream_is_scattered_at_the_first_layer_and_gathered_after_the_last_norm():
+    _, plan = planned_sequence_parallel(Mesh(tp=3), KEPT)
+    slice_, norm = NUM_SAMPLES * LENGTH * SIZES["hidden_size"] * 4 // 3, SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == [("all_gather", slice_)]
     assert inner(plan, "B", "model.norm") == [("all_reduce", norm)]
     assert inner(plan, "B", "model.layers.0")[-1] == ("all_gather", slice_)
     assert inner(plan, "F", "model.embed_tokens") == inner(plan, "F", "lm_head") == []
 
 
-def test_a_head_divided_by_words_takes_slices():
-    _, plan = planned_in_slices(Mesh(tp=3), (*KEPT, VocabParallel()))
-    stream = ROWS * LENGTH * SIZES["hidden_size"] * 4
+def test_a_vocab_parallel_head_takes_slices():
+    _, plan = planned_sequence_parallel(Mesh(tp=3), (*KEPT, VocabParallel()))
+    stream = NUM_SAMPLES * LENGTH * SIZES["hidden_size"] * 4
     assert inner(plan, "F", "model.norm") == []
     assert inner(plan, "F", "lm_head") == [("all_gather", stream // 3)]
     assert inner(plan, "B", "lm_head") == [("reduce_scatter", stream)]
     assert inner(plan, "F", "model.embed_tokens") == [("all_reduce", stream)]
 
 
-@pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "again"])
-def test_half_precision_travels_in_half_but_the_stream_itself_does_not(strategies: tuple):
+@pytest.mark.parametrize("strategies", [KEPT, ANEW], ids=["kept", "regather"])
+def test_half_precision_is_sent_in_half_but_the_stream_itself_is_not(strategies: tuple):
     mesh = Mesh(dp_shard=2, tp=2)
     said = {"length": LENGTH, "precision": PrecisionConfig(compute="bfloat16")}
-    reading, plan = planned(known(LENGTH), mesh, (*strategies, SHARDED, ZeRO()), **said)
+    analyzed, plan = planned(analyzed_llama(LENGTH), mesh, (*strategies, SHARDED, ZeRO()), **said)
     assert dtypes(plan, "model.layers.1") == {"bfloat16", "float32"}  # the latter: of norms
     assert dtypes(plan, "model.norm") == {"float32"}
-    traced = trace(reading, plan, fake=False)
+    traced = trace(analyzed, plan, fake=False)
     assert traced.passed, str(traced)
-    losses = run_on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    losses = run_on_threads(lambda world: losses_of(world, analyzed, plan), mesh)
     assert all(each == losses[0] for each in losses)
-    reading, plan = planned(known(LENGTH), mesh, (TensorParallel(), SHARDED, ZeRO()), **said)
-    whole = run_on_threads(lambda world: losses_of(world, reading, plan), mesh)
+    analyzed, plan = planned(analyzed_llama(LENGTH), mesh, (TensorParallel(), SHARDED, ZeRO()), **said)
+    whole = run_on_threads(lambda world: losses_of(world, analyzed, plan), mesh)
     assert losses[0] == pytest.approx(whole[0], rel=2e-2)
 
 
-def dtypes(plan: Plan, visit: str) -> set[str]:
+def dtypes(plan: Plan, block_call: str) -> set[str]:
     return {
         move.dtype
         for action in plan.program.actions(FIRST_ROLE)
-        if action.subject == visit
+        if action.subject == block_call
         for move in action.inner_transfers
     }
 
 
-def losses_of(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, float]:
+def losses_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> tuple[float, float]:
     """Of a step, and of an evaluation behind it on the same samples."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         batch = batches(1, length=LENGTH)[0]
         first = engine.step(engine.local_batch(batch)).loss
         return first, engine.evaluate([engine.local_batch(batch)]).loss
 
 
-def test_an_evaluation_in_slices_is_that_of_one_device():
+def test_an_evaluation_with_sequence_parallel_equals_one_device():
     found = []
     for mesh, strategies in ((Mesh(tp=3), ANEW), (Mesh(), ())):
-        reading, plan = planned_in_slices(mesh, strategies)
+        analyzed, plan = planned_sequence_parallel(mesh, strategies)
         found += run_on_threads(
-            lambda world, reading=reading, plan=plan: losses_of(world, reading, plan), mesh
+            lambda world, analyzed=analyzed, plan=plan: losses_of(world, analyzed, plan), mesh
         )[:1]
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "again"])
-def test_what_is_kept_for_backward_is_a_slice_but_for_what_columns_layers_take_in(
-    strategies: tuple, whole: int
-):
-    reading, plan = planned(known(15), Mesh(tp=3), strategies, length=15)
+@pytest.mark.parametrize(("strategies", "whole"), [(KEPT, 1 + 2 * 5), (ANEW, 1)], ids=["kept", "regather"])
+def test_saved_activations_are_slices_except_inputs_of_column_parallel_layers(strategies: tuple, whole: int):
+    analyzed, plan = planned(analyzed_llama(15), Mesh(tp=3), strategies, length=15)
     width = SIZES["hidden_size"]
-    for saved in run_on_threads(lambda world: saved_of(world, reading, plan), plan.mesh):
-        assert (ROWS, 5, width) in saved  # by norms
-        assert (ROWS, 15, width) not in saved
+    for saved in run_on_threads(lambda world: saved_of(world, analyzed, plan), plan.mesh):
+        assert (NUM_SAMPLES, 5, width) in saved  # by norms
+        assert (NUM_SAMPLES, 15, width) not in saved
         assert (
-            saved.count((ROWS * 15, width)) == whole
+            saved.count((NUM_SAMPLES * 15, width)) == whole
         )  # by the head, and by q, k, v, gate and up of two layers
 
 
-def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int, ...]]:
+def saved_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[tuple[int, ...]]:
     """The shapes of what autograd keeps in a step of one rank, but for what it is told to make anew."""
     found: list[tuple[int, ...]] = []
 
@@ -178,7 +180,7 @@ def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int
         return tensor
 
     with (
-        parallelize(reading, plan, world=world) as engine,
+        parallelize(analyzed, plan, world=world) as engine,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
     ):
         engine.step(engine.local_batch(batches(1, length=15)[0]))
@@ -187,30 +189,30 @@ def saved_of(world: World, reading: AnalyzedModel, plan: Plan) -> list[tuple[int
 
 def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_sharding, "R", layer_sharding.I)  # what is shared is taken for used alike
-    reading, plan = planned_in_slices(Mesh(tp=2), KEPT)
-    verdict = verify(reading, plan, batches(2, length=LENGTH))
+    analyzed, plan = planned_sequence_parallel(Mesh(tp=2), KEPT)
+    verdict = verify(analyzed, plan, batches(2, length=LENGTH))
     assert not verdict.passed
     assert verdict.first_difference.name.endswith("norm.weight")
 
 
-def test_without_pairs_that_are_divided_it_is_refused():
+def test_without_tensor_parallel_pairs_it_is_refused():
     said = r'no strategy divides those by columns and rows along tp\n.*name = "tensor_parallel" beside it'
     with pytest.raises(PlanError, match=said):
-        planned_in_slices(Mesh(tp=2), (SequenceParallel(),))
+        planned_sequence_parallel(Mesh(tp=2), (SequenceParallel(),))
     with pytest.raises(PlanError, match=said):  # a stream that is divided by width
-        planned_in_slices(Mesh(dp_shard=2, tp=2), (TensorParallel2D(), SequenceParallel()))
+        planned_sequence_parallel(Mesh(dp_shard=2, tp=2), (TensorParallel2D(), SequenceParallel()))
 
 
-def test_a_length_that_does_not_divide_names_those_that_do():
+def test_a_length_that_does_not_divide_is_refused_with_those_that_do():
     with pytest.raises(
         PlanError, match=r"12 tokens do not divide by the 5 ranks of tp\n.*set data.sequence = 10 or 15"
     ):
-        planned_in_slices(Mesh(tp=5), KEPT, num_attention_heads=6, num_key_value_heads=6)
+        planned_sequence_parallel(Mesh(tp=5), KEPT, num_attention_heads=6, num_key_value_heads=6)
 
 
 def test_another_axis_is_refused():
     with pytest.raises(PlanError, match=r"sequence_parallel\.axis: .*; needed is 'tp'\n.*write axis"):
-        planned_in_slices(
+        planned_sequence_parallel(
             Mesh(dp_shard=2, tp=2), (TensorParallel(), SequenceParallel(axis="dp_shard"), SHARDED, ZeRO())
         )
 
@@ -256,11 +258,11 @@ class Mixed(nn.Module):
 def mixed(mixes: str, strategies: tuple = KEPT) -> tuple[AnalyzedModel, Plan]:
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
-    reading = analyze(
+    analyzed = analyze(
         lambda: Model(Mixed(mixes), layer_roles=sockets), {"input_ids": tokens, "labels": tokens}
     )
     job = Job(ModelConfig("mixed"), DataConfig("random", sequence=6), TrainConfig(batch=4))
-    return reading, make_plan(reading, job, Mesh(tp=2), strategies)
+    return analyzed, make_plan(analyzed, job, Mesh(tp=2), strategies)
 
 
 @pytest.mark.parametrize(
@@ -294,14 +296,14 @@ def shared(*, twice: bool = False) -> tuple[AnalyzedModel, Plan, dict[str, torch
     tokens = torch.randint(13, (4, 6), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": tokens, "labels": tokens}
     sockets = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
-    reading = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
+    analyzed = analyze(lambda: Model(Shared(twice=twice), layer_roles=sockets), batch)
     job = Job(ModelConfig("shared"), DataConfig("random", sequence=6), TrainConfig(batch=4))
-    return reading, make_plan(reading, job, Mesh(tp=3), KEPT), batch
+    return analyzed, make_plan(analyzed, job, Mesh(tp=3), KEPT), batch
 
 
 def test_a_norm_that_all_layers_share_is_summed_in_each():
-    reading, plan, batch = shared()
-    assert_exact(reading, plan, [batch, batch])
+    analyzed, plan, batch = shared()
+    assert_exact(analyzed, plan, [batch, batch])
 
 
 def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():

@@ -1,4 +1,4 @@
-"""Unmodified models of nine families with a stream divided by tokens: every number as on one device."""
+"""Unmodified models of nine families with sequence parallelism: every number as on one device."""
 
 import pytest
 
@@ -11,17 +11,17 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.model_families import FAMILIES, batches, loss_of, planned, read_family
+from tests.parallel.tensor.model_families import FAMILIES, analyze_family, batches, loss_of, planned
 
 LENGTH = 12
 DROPPED = {"gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2}, "bert": {"hidden_dropout_prob": 0.2}}
 
 
 def trains(family: str, mesh: Mesh, strategies: tuple[Strategy, ...], micro: int = 0, **more: object) -> None:
-    reading = read_family(family, LENGTH, **more)
-    plan = planned(reading, mesh, strategies, micro)
+    analyzed = analyze_family(family, LENGTH, **more)
+    plan = planned(analyzed, mesh, strategies, micro)
     assert_exact(
-        reading, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new"
+        analyzed, plan, batches(family, 2, length=LENGTH), loss_of(family), fake=family == "falcon, new"
     )
 
 
@@ -32,7 +32,7 @@ def test_it_equals_one_device(family: str):
 
 
 @pytest.mark.parametrize("family", ["falcon", "qwen3", "t5"])
-def test_so_it_does_with_few_keys_and_shards_and_recompute(family: str):
+def test_it_equals_one_device_with_grouped_keys_zero_and_activation_checkpointing(family: str):
     ranks = 2 if family == "t5" else 4
     strategies = (
         TensorParallel(),
@@ -45,10 +45,10 @@ def test_so_it_does_with_few_keys_and_shards_and_recompute(family: str):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_so_it_does_with_a_divided_vocabulary_behind_glue_and_other_layers(family: str):
+def test_it_equals_one_device_with_vocab_parallel_behind_glue_and_other_layers(family: str):
     trains(family, Mesh(tp=2), (TensorParallel(), SequenceParallel(), VocabParallel()))
 
 
 @pytest.mark.parametrize("family", DROPPED)
-def test_masks_of_slices_are_those_of_the_whole_stream(family: str):
+def test_dropout_masks_of_slices_equal_those_of_the_whole_stream(family: str):
     trains(family, Mesh(tp=3), (TensorParallel(), SequenceParallel()), 2, **DROPPED[family])

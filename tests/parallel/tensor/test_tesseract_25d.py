@@ -1,4 +1,4 @@
-"""Squares of ranks one behind the other compute what one device does, with the papers' bytes and memory."""
+"""Tensor parallelism, mode 2.5d: results of one device, and the papers' bytes and memory."""
 
 from math import prod
 
@@ -13,7 +13,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from tests.parallel.tensor.even_llama import inputs, known_even, received, shards
+from tests.parallel.tensor.even_llama import analyzed_even_llama, elements_received, inputs, shards
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import batches, planned
 
@@ -33,36 +33,42 @@ SQUARES = (TensorParallel25D(), *DATA)
     ],
 )
 def test_it_equals_one_device(mesh: Mesh, strategies: tuple[Strategy, ...], micro: int):
-    rows = 2 * mesh.dp_replicate * mesh.dp_shard
-    reading, plan = planned(known_even(tie_word_embeddings=micro == 1), mesh, strategies, micro, rows)
-    assert_exact(reading, plan, batches(2, rows), fake=micro == 0)
+    samples = 2 * mesh.dp_replicate * mesh.dp_shard
+    analyzed, plan = planned(
+        analyzed_even_llama(tie_word_embeddings=micro == 1), mesh, strategies, micro, samples
+    )
+    assert_exact(analyzed, plan, batches(2, samples), fake=micro == 0)
 
 
 @pytest.mark.parametrize(("d", "q"), [(2, 2), (3, 2), (2, 3)])
 def test_a_layer_receives_the_papers_elements(d: int, q: int):
-    reading, plan = planned(known_even(), Mesh(dp_replicate=d, dp_shard=q, tp=q), SQUARES, rows=d * q)
+    analyzed, plan = planned(
+        analyzed_even_llama(), Mesh(dp_replicate=d, dp_shard=q, tp=q), SQUARES, samples=d * q
+    )
     taken, tokens = 2 * sum(inputs(d * q)), 2 * d * q * 9
-    along = received(plan, ("F", "B"), "tp")
+    along = elements_received(plan, ("F", "B"), "tp")
     assert along == pytest.approx(
         3 * (q - 1) / q**2 * taken / d + 2 * 2 * (q - 1) / (d * q) * tokens
     )  # and two norms
-    shard = shards(reading, q**2, "layers")  # |W| / q^2
-    assert received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shard
-    assert received(plan, ("REDUCE",), "dp_replicate") == pytest.approx(2 * (d - 1) / d * shard)
-    for home in plan.sharding.param_shardings:
-        assert prod(home.param.shape) * q == next(
-            w.numel for w in reading.model_spec.params if w.name == home.param.name
+    shard = shards(analyzed, q**2, "layers")  # |W| / q^2
+    assert elements_received(plan, ("UNSHARD", "REDUCE"), "dp_shard") == 3 * (q - 1) * shard
+    assert elements_received(plan, ("REDUCE",), "dp_replicate") == pytest.approx(2 * (d - 1) / d * shard)
+    for param_sharding in plan.sharding.param_shardings:
+        assert prod(param_sharding.param.shape) * q == next(
+            w.numel for w in analyzed.model_spec.params if w.name == param_sharding.param.name
         )
 
 
-def test_squares_that_take_other_slices_of_the_samples_for_theirs_are_noticed(
+def test_squares_that_read_samples_of_another_square_are_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    reading, plan = planned(known_even(), Mesh(dp_replicate=2, dp_shard=2, tp=2), SQUARES, rows=4)
+    analyzed, plan = planned(
+        analyzed_even_llama(), Mesh(dp_replicate=2, dp_shard=2, tp=2), SQUARES, samples=4
+    )
     monkeypatch.setattr(
         TensorParallel2D, "rewrite", lambda square, program, space, job: program
     )  # nothing is said of what travels
-    assert not trace(reading, planned(reading, plan.mesh, SQUARES, rows=4)[1], fake=False).passed
+    assert not trace(analyzed, planned(analyzed, plan.mesh, SQUARES, samples=4)[1], fake=False).passed
 
 
 def test_one_square_and_squares_that_share_samples_are_refused():
@@ -71,14 +77,16 @@ def test_one_square_and_squares_that_share_samples_are_refused():
         match=(r'there is one square.*\n.*name = "tensor_parallel", ' r"mode " r'= "2d" for a single square'),
     ):
         planned(
-            known_even(), Mesh(dp_shard=2, tp=2), (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO())
+            analyzed_even_llama(),
+            Mesh(dp_shard=2, tp=2),
+            (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO()),
         )
     with pytest.raises(
         PlanError,
         match=r'nothing splits samples and replicates shards along dp_replicate.*\n.*"dp_replicate"',
     ):
         planned(
-            known_even(),
+            analyzed_even_llama(),
             Mesh(dp_replicate=2, dp_shard=2, tp=2),
             (TensorParallel25D(), BatchSplit(axis="dp_shard"), ZeRO()),
         )

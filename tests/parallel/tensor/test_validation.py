@@ -1,5 +1,5 @@
-"""What cannot be divided is refused before any process starts: all of it at once, what was given, and the
-repair.
+"""Tensor-parallel plans that cannot work are refused before any process starts, with all diagnostics
+at once.
 """
 
 from pathlib import Path
@@ -90,10 +90,10 @@ class Convolutions(nn.Module):
 def faults(
     model: nn.Module | Model, mesh: Mesh, strategies: tuple = (TensorParallel(),), **job: object
 ) -> tuple[Diagnostic, ...]:
-    reading = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
+    analyzed = analyze(lambda: model, {"input_ids": TOKENS, "labels": TOKENS})
     said = Job(ModelConfig("net"), DataConfig("random", sequence=6), TrainConfig(batch=4), **job)
     with pytest.raises(PlanError) as raised:
-        make_plan(reading, said, mesh, strategies)
+        make_plan(analyzed, said, mesh, strategies)
     return raised.value.diagnostics
 
 
@@ -105,7 +105,7 @@ def test_a_model_of_convolutions_is_refused_by_name():
     assert "meshwright inspect" in said.fix
 
 
-def test_a_role_that_cannot_be_had_is_refused():
+def test_a_layer_role_that_is_impossible_is_refused():
     (said,) = faults(Model(Convolutions(), layer_roles={"layers.*": "colwise"}), Mesh(tp=2))
     assert said.location == "model.layer_roles"
     assert said.problem == (
@@ -123,7 +123,7 @@ def test_widths_with_fewer_features_than_ranks_name_the_plans_that_work():
     assert said.fix == "set mesh.tp to at most 5; mesh.tp = 3 and mesh.dp_shard = 2 are as many ranks"
 
 
-def test_all_faults_are_said_at_once():
+def test_all_diagnostics_are_reported_at_once():
     group = OptimizerConfig("adamw", groups=(ParamGroupConfig("head.*", lr_factor=-1.0),))
     said = faults(
         Convolutions(), Mesh(tp=2, dp_shard=3), (TensorParallel(), SequenceParallel()), optimizer=group
@@ -139,7 +139,7 @@ def test_all_faults_are_said_at_once():
     assert "tp: 2 ranks would do the same work" not in text  # its own strategy has said why
 
 
-def test_slices_of_tokens_without_divided_matrices_are_refused():
+def test_sequence_parallel_without_tensor_parallel_is_refused():
     with pytest.raises(PlanError, match=r"strategies\.sequence_parallel: tokens are sharded between column"):
         planned(llama(), Mesh(tp=3), (SequenceParallel(),))
 
@@ -154,7 +154,7 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("factory", "words", "said"),
+    ("factory", "options", "message"),
     [
         ("Net", ["--mesh.tp", "2"], "layers.*.conv: a convolution"),
         ("Net", ["--mesh.tp", "2"], "layer_roles={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"),
@@ -172,8 +172,10 @@ def config(tmp_path: Path) -> Path:
         ),
     ],
 )
-def test_the_command_says_it_before_anything_starts(config: Path, factory: str, words: list[str], said: str):
+def test_the_command_refuses_before_anything_starts(
+    config: Path, factory: str, options: list[str], message: str
+):
     source = f"{config.parent / 'net.py'}:{factory}"
-    done = CliRunner().invoke(app, ["plan", str(config), "--model.source", source, *words])
+    done = CliRunner().invoke(app, ["plan", str(config), "--model.source", source, *options])
     assert done.exit_code == 2, done.output
-    assert said in " ".join((done.output + done.stderr).split())
+    assert message in " ".join((done.output + done.stderr).split())

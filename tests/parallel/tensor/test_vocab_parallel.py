@@ -1,6 +1,4 @@
-"""A vocabulary divided by words computes what a whole one computes; its bytes are known; what cannot be
-divided stays whole.
-"""
+"""Vocabulary parallelism: results of one device, known bytes, and what cannot be sharded stays whole."""
 
 from dataclasses import replace
 from math import prod
@@ -29,21 +27,29 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
-from tests.parallel.tensor.odd_llama import ROWS, SIZES, TOKENS, batches, known, llama, planned
+from tests.parallel.tensor.odd_llama import (
+    NUM_SAMPLES,
+    SIZES,
+    TOKENS,
+    analyzed_llama,
+    batches,
+    llama,
+    planned,
+)
 
 BOTH = (TensorParallel(), VocabParallel())
 CASES = {
     "2 ranks": (Mesh(tp=2), BOTH, 0),
     "3 ranks": (Mesh(tp=3), BOTH, 2),
     "alone": (Mesh(tp=2), (VocabParallel(),), 0),
-    "beside copies": (
+    "with ddp": (
         Mesh(dp_replicate=2, tp=3),
         (BatchSplit(), DDP(), VocabParallel(), TensorParallel()),
         1,
     ),
     "stage 1": (Mesh(dp_shard=2, tp=2), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=1)), 0),
     "stage 3": (Mesh(dp_shard=2, tp=3), (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(stage=3)), 1),
-    "recompute": (
+    "activation_checkpointing": (
         Mesh(dp_shard=2, tp=2),
         (*BOTH, BatchSplit(axis="dp_shard"), ZeRO(), ActivationCheckpointing()),
         2,
@@ -59,7 +65,7 @@ def uneven(count: int, *, weighted: bool = False) -> list[dict[str, torch.Tensor
         batch["labels"][0, :4] = torch.tensor([0, 33, 34, SIZES["vocab_size"] - 1])
         batch["labels"][1, 2:7], batch["labels"][2] = IGNORE_INDEX, IGNORE_INDEX
         if weighted:
-            batch["loss_weights"] = torch.rand(ROWS, TOKENS, generator=generator, dtype=torch.float64)
+            batch["loss_weights"] = torch.rand(NUM_SAMPLES, TOKENS, generator=generator, dtype=torch.float64)
     return found
 
 
@@ -67,25 +73,27 @@ def uneven(count: int, *, weighted: bool = False) -> list[dict[str, torch.Tensor
 @pytest.mark.parametrize("case", CASES)
 def test_it_equals_one_device(case: str, tied: bool):
     mesh, strategies, micro = CASES[case]
-    reading, plan = planned(known(tie_word_embeddings=tied), mesh, strategies, micro)
-    assert_exact(reading, plan, uneven(2), fake=case == "recompute" and tied)
+    analyzed, plan = planned(analyzed_llama(tie_word_embeddings=tied), mesh, strategies, micro)
+    assert_exact(analyzed, plan, uneven(2), fake=case == "activation_checkpointing" and tied)
 
 
 @pytest.mark.parametrize(
-    "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["words", "both"]
+    "strategies", [(VocabParallel(),), (*BOTH, ActivationCheckpointing())], ids=["vocab_parallel", "both"]
 )
-def test_one_rank_along_the_axis_has_all_and_sends_nothing(strategies):
-    reading, plan = planned(known(), Mesh(dp_replicate=2, tp=1), (BatchSplit(), DDP(), *strategies), 1)
+def test_one_rank_along_the_axis_has_the_whole_vocabulary_and_sends_nothing(strategies):
+    analyzed, plan = planned(
+        analyzed_llama(), Mesh(dp_replicate=2, tp=1), (BatchSplit(), DDP(), *strategies), 1
+    )
     assert not any(action.inner_transfers for action in plan.actions)
-    assert_exact(reading, plan, uneven(2))
+    assert_exact(analyzed, plan, uneven(2))
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_weights_and_smoothing_equal_one_device(smoothing: float):
     loss, data = token_cross_entropy(smoothing), uneven(2, weighted=True)
-    reading = analyze(llama(), data[0], loss=loss)
-    plan = make_plan(reading, planned(known(), Mesh())[1].job, Mesh(tp=3), micro_batch=2)
-    assert_exact(reading, plan, data, loss)
+    analyzed = analyze(llama(), data[0], loss=loss)
+    plan = make_plan(analyzed, planned(analyzed_llama(), Mesh())[1].job, Mesh(tp=3), micro_batch=2)
+    assert_exact(analyzed, plan, data, loss)
 
 
 class Glue(nn.Module):
@@ -128,20 +136,20 @@ class Glue(nn.Module):
 
 @pytest.mark.parametrize("behind", ["capped", "a scale"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str, tied: bool):
-    reading, plan = planned(
+def test_elementwise_operations_on_logits_are_allowed_before_the_loss(behind: str, tied: bool):
+    analyzed, plan = planned(
         Glue(behind, tied=tied),
         Mesh(dp_shard=2, tp=3),
         (VocabParallel(), BatchSplit(axis="dp_shard"), ZeRO()),
         1,
     )
     assert "embedding" in {
-        weight.role for weight in reading.model_spec.params if weight.name == "embed.weight"
+        weight.role for weight in analyzed.model_spec.params if weight.name == "embed.weight"
     }
     assert plan.sharding.logits_layout.placements
     data = uneven(2)
     data[0]["input_ids"][:, :4] = 40  # padding, on the second of three ranks
-    verdict = verify(reading, plan, data)
+    verdict = verify(analyzed, plan, data)
     assert verdict.passed, str(verdict)
 
 
@@ -155,46 +163,48 @@ def test_what_changes_each_logit_by_itself_may_stand_before_the_loss(behind: str
         ("the table again", "the loss takes other tensors than its output"),
     ],
 )
-def test_what_looks_at_all_words_leaves_the_head_whole(behind: str, why: str):
-    reading = analyze(Glue(behind), batches(1)[0])
-    weights = {weight.name: weight for weight in reading.model_spec.params}
+def test_operations_over_the_whole_vocabulary_leave_the_head_whole(behind: str, why: str):
+    analyzed = analyze(Glue(behind), batches(1)[0])
+    weights = {weight.name: weight for weight in analyzed.model_spec.params}
     assert (weights["head.weight"].role, weights["head.weight"].not_shardable_reason) == (
         "lm_head_unsharded",
         why,
     )
-    assert reading.model_spec.logits is None
+    assert analyzed.model_spec.logits is None
     assert (weights["embed.weight"].role == "embedding") is (behind != "the table again")
     both = {
         weight.name: weight for weight in analyze(Glue(behind, tied=True), batches(1)[0]).model_spec.params
     }
-    assert list(unsharded_vocab_notes(reading.model_spec)) == [
+    assert list(unsharded_vocab_notes(analyzed.model_spec)) == [
         f"head.weight stays whole on every rank: {why}"
     ]
     assert both["embed.weight"].role != "embedding", "tied weights are divided together, or not at all"
 
 
-def test_a_table_alone_is_divided_when_the_loss_needs_whole_logits():
+def test_only_the_embedding_is_sharded_when_the_loss_needs_whole_logits():
     loss = Loss(token_cross_entropy().total, token_cross_entropy().count)
-    reading = analyze(llama(), batches(1)[0], loss=loss)
-    plan = make_plan(reading, planned(known(), Mesh())[1].job, Mesh(tp=2))
+    analyzed = analyze(llama(), batches(1)[0], loss=loss)
+    plan = make_plan(analyzed, planned(analyzed_llama(), Mesh())[1].job, Mesh(tp=2))
     assert [strategy.name for strategy in plan.strategies] == ["tensor_parallel", "vocab_parallel"]
-    assert reading.model_spec.logits is None
+    assert analyzed.model_spec.logits is None
     why = next(
-        weight.not_shardable_reason for weight in reading.model_spec.params if weight.name == "lm_head.weight"
+        weight.not_shardable_reason
+        for weight in analyzed.model_spec.params
+        if weight.name == "lm_head.weight"
     )
     assert why == "the loss needs the logits of the whole vocabulary"
-    verdict = verify(reading, plan, uneven(2), loss=loss)
+    verdict = verify(analyzed, plan, uneven(2), loss=loss)
     assert verdict.passed, str(verdict)
     with pytest.raises(
         PlanError, match=r"the loss needs full logits, and the plan shards them(?s:.*)the same loss"
     ):
-        verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1), loss=loss)
+        verify(*planned(analyzed_llama(), Mesh(tp=2), BOTH), uneven(1), loss=loss)
 
 
 @pytest.mark.parametrize("table", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
-def test_a_table_that_looks_beyond_its_rows_stays_whole(table: dict[str, float]):
-    reading = analyze(Glue(**table), batches(1)[0])
-    embed = next(weight for weight in reading.model_spec.params if weight.name == "embed.weight")
+def test_an_embedding_that_couples_its_rows_stays_whole(table: dict[str, float]):
+    analyzed = analyze(Glue(**table), batches(1)[0])
+    embed = next(weight for weight in analyzed.model_spec.params if weight.name == "embed.weight")
     assert embed.role != "embedding"
     assert embed.not_shardable_reason == (f"{next(iter(table))} needs more than the rows of one rank")
 
@@ -206,13 +216,16 @@ def moved(plan: Plan, kind: str) -> list[tuple[str, str, int]]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: int):
-    _, plan = planned(known(), Mesh(tp=ranks), (VocabParallel(),))
-    stream = ROWS * TOKENS * SIZES["hidden_size"] * 4
+    _, plan = planned(analyzed_llama(), Mesh(tp=ranks), (VocabParallel(),))
+    stream = NUM_SAMPLES * TOKENS * SIZES["hidden_size"] * 4
     assert moved(plan, "F") == [("model.embed_tokens", "all_reduce", stream)]
     assert moved(plan, "B") == [("lm_head", "all_reduce", stream)]
-    assert moved(plan, "LOSS") == [("", "all_gather", ROWS * TOKENS * 2 * 4)]
+    assert moved(plan, "LOSS") == [("", "all_gather", NUM_SAMPLES * TOKENS * 2 * 4)]
     shapes = [
-        {home.param.name: home.param.shape for home in plan.for_rank(rank).sharding.param_shardings}
+        {
+            param_sharding.param.name: param_sharding.param.shape
+            for param_sharding in plan.for_rank(rank).sharding.param_shardings
+        }
         for rank in range(ranks)
     ]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -220,17 +233,17 @@ def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: i
         assert {each[name][0] for each in shapes} == ({34, 33} if ranks == 2 else {23, 22})
 
 
-def test_numbers_of_ranks_that_are_added_up_are_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_logit_statistics_that_are_averaged_over_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch):
     def swapped(self: vocab_parallel.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
         told = right(self, numbers)
         return told.mean(0, keepdim=True).expand_as(told)
 
     right = vocab_parallel.VocabParallelLogits._gather_stats
     monkeypatch.setattr(vocab_parallel.VocabParallelLogits, "_gather_stats", swapped)
-    assert not verify(*planned(known(), Mesh(tp=2), BOTH), uneven(1)).passed
+    assert not verify(*planned(analyzed_llama(), Mesh(tp=2), BOTH), uneven(1)).passed
 
 
-def test_more_ranks_than_words_are_refused():
+def test_more_ranks_than_vocabulary_entries_are_refused():
     small = llama(vocab_size=3)
     data = {"input_ids": torch.zeros(4, 9, dtype=torch.long), "labels": torch.zeros(4, 9, dtype=torch.long)}
     job = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
@@ -240,7 +253,7 @@ def test_more_ranks_than_words_are_refused():
         make_plan(analyze(small, data), job, Mesh(tp=4), (VocabParallel(),))
 
 
-def test_a_model_without_words_is_refused():
+def test_a_model_without_a_vocabulary_is_refused():
     data = {"x": torch.randn(4, 3), "y": torch.randn(4, 2)}
     loss = Loss(
         lambda outputs, batch: (outputs - batch["y"]).square().sum(),
@@ -257,9 +270,9 @@ def test_a_model_without_words_is_refused():
         make_plan(analyze(model, data, loss=loss), job, Mesh(tp=2), (VocabParallel(),))
 
 
-def evaluated(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, torch.Tensor, float]:
+def evaluated(world: World, analyzed: AnalyzedModel, plan: Plan) -> tuple[float, torch.Tensor, float]:
     """The loss of an evaluation, logits outside of steps, and the loss of a second step."""
-    with parallelize(reading, plan, world=world) as engine:
+    with parallelize(analyzed, plan, world=world) as engine:
         data = uneven(2)
         found = engine.evaluate([engine.local_batch(batch) for batch in data]).loss
         with engine.full_params() as module:
@@ -268,20 +281,20 @@ def evaluated(world: World, reading: AnalyzedModel, plan: Plan) -> tuple[float, 
 
 
 @pytest.mark.parametrize("mesh", [Mesh(tp=3), Mesh(dp_shard=2, tp=2)])
-def test_evaluations_and_whole_forwards_see_all_words(mesh: Mesh):
-    reading, plan = planned(known(), mesh)
-    _, alone = planned(known(), Mesh())
-    (truth, logits, second), *_ = run_on_threads(lambda world: evaluated(world, reading, alone), Mesh())
-    for mine, found, stepped in run_on_threads(lambda world: evaluated(world, reading, plan), mesh):
+def test_evaluations_and_full_forwards_give_logits_of_the_whole_vocabulary(mesh: Mesh):
+    analyzed, plan = planned(analyzed_llama(), mesh)
+    _, alone = planned(analyzed_llama(), Mesh())
+    (truth, logits, second), *_ = run_on_threads(lambda world: evaluated(world, analyzed, alone), Mesh())
+    for mine, found, stepped in run_on_threads(lambda world: evaluated(world, analyzed, plan), mesh):
         assert mine == pytest.approx(truth, rel=1e-5)
         assert torch.allclose(found, logits, atol=1e-5)
         assert stepped == pytest.approx(second, rel=1e-4)
 
 
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
-def test_the_table_travels_as_wide_as_it_is(compute: str):
-    reading, plan = planned(
-        known(), Mesh(tp=2), (VocabParallel(),), precision=PrecisionConfig(compute=compute)
+def test_the_embedding_output_is_sent_in_its_own_dtype(compute: str):
+    analyzed, plan = planned(
+        analyzed_llama(), Mesh(tp=2), (VocabParallel(),), precision=PrecisionConfig(compute=compute)
     )
     dtypes = {
         action.kind: move.dtype
@@ -289,5 +302,5 @@ def test_the_table_travels_as_wide_as_it_is(compute: str):
         for move in action.inner_transfers
     }
     assert dtypes == {"F": "float32", "LOSS": "float32", "B": compute}
-    assert trace(reading, plan, fake=False).passed
+    assert trace(analyzed, plan, fake=False).passed
     assert replace(plan.sharding.logits_layout).placements

@@ -1,5 +1,5 @@
-"""Published models with a divided vocabulary: odd sizes, scaled tables, tied biases, capped logits, tables
-tied to a head.
+"""Published models with vocabulary parallelism: odd sizes, scaled embeddings, tied biases, capped logits,
+tied heads.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.exactness import assert_exact
 
-ROWS, TOKENS = 4, 6
+NUM_SAMPLES, TOKENS = 4, 6
 SMALL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
@@ -63,10 +63,10 @@ def cohere() -> nn.Module:
 MODELS = {"gpt2": gpt2, "bert": bert, "gemma2": gemma2, "t5": t5, "cohere": cohere}
 
 
-def rows(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
+def samples(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(words, (ROWS, 2 * TOKENS), generator=generator)
-    labels = torch.randint(words, (ROWS, TOKENS), generator=generator)
+    ids = torch.randint(words, (NUM_SAMPLES, 2 * TOKENS), generator=generator)
+    labels = torch.randint(words, (NUM_SAMPLES, TOKENS), generator=generator)
     labels[1, 2:] = IGNORE_INDEX
     found = {"input_ids": ids[:, :TOKENS].contiguous(), "labels": labels}
     return found | ({"decoder_input_ids": ids[:, TOKENS:].contiguous()} if decoder else {})
@@ -77,24 +77,26 @@ def rows(words: int, *, decoder: bool) -> dict[str, torch.Tensor]:
 def test_it_equals_one_device(model: str, ranks: int):
     module = MODELS[model]()
     words = module.get_output_embeddings().weight.shape[0]
-    data = [rows(words, decoder=model == "t5")] * 2
+    data = [samples(words, decoder=model == "t5")] * 2
     job = Job(
         ModelConfig(model),
         DataConfig("example", sequence=TOKENS),
-        TrainConfig(batch=ROWS, clip=0.5),
+        TrainConfig(batch=NUM_SAMPLES, clip=0.5),
         OptimizerConfig(lr=0.1),
     )
-    reading = analyze(module, data[0])
-    logits = reading.model_spec.logits
+    analyzed = analyze(module, data[0])
+    logits = analyzed.model_spec.logits
     assert logits is not None
     assert logits.vocab_size == words
-    plan = make_plan(reading, job, Mesh(tp=ranks), (VocabParallel(),), 2)
-    assert_exact(reading, plan, data)
-    whole = {weight.name: weight.numel for weight in reading.model_spec.params}
-    words_of = [home.param for home in plan.sharding.param_shardings if home.sliced_dims]
+    plan = make_plan(analyzed, job, Mesh(tp=ranks), (VocabParallel(),), 2)
+    assert_exact(analyzed, plan, data)
+    whole = {weight.name: weight.numel for weight in analyzed.model_spec.params}
+    words_of = [
+        param_sharding.param for param_sharding in plan.sharding.param_shardings if param_sharding.sliced_dims
+    ]
     assert words_of
     assert all(weight.numel < 0.6 * whole[weight.name] for weight in words_of)
     table = module.get_input_embeddings().weight.numel()
-    assert not any(home.param.numel == table for home in plan.sharding.param_shardings), (
+    assert not any(param_sharding.param.numel == table for param_sharding in plan.sharding.param_shardings), (
         "no rank has a whole table"
     )

@@ -28,7 +28,7 @@ def test_a_longer_message_is_never_cheaper():
 
 
 @pytest.mark.parametrize(
-    ("bands", "said"),
+    ("bands", "message"),
     [
         ((), "bands up to []"),
         ((SHORT,), "bands up to [1024]"),
@@ -39,9 +39,9 @@ def test_a_longer_message_is_never_cheaper():
         ((SizeBand(0, 0.0, 0.0),), "a rate of 0.0"),
     ],
 )
-def test_bad_bands_are_reported(bands: tuple[SizeBand, ...], said: str):
+def test_bad_bands_are_reported(bands: tuple[SizeBand, ...], message: str):
     (diagnostic,) = LinkCost(bands).diagnostics("network.host")
-    assert said in diagnostic.problem
+    assert message in diagnostic.problem
     assert diagnostic.location.startswith("network.host")
 
 

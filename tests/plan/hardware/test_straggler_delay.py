@@ -1,4 +1,4 @@
-"""The delay of the last of several devices: expected maxima, and interpolation between measured lengths."""
+"""Straggler delay: the expected maximum over devices, and interpolation between measured lengths."""
 
 import random
 from itertools import pairwise
@@ -18,7 +18,7 @@ def test_the_expected_largest_of_draws_is_that_of_the_tables():
     assert expected_maximum(1) == 0.0
 
 
-def test_two_that_meet_lose_the_share_that_was_measured_and_more_lose_more():
+def test_two_ranks_lose_the_measured_fraction_and_more_ranks_lose_more():
     assert straggler_delay(MEASURED, 0.04, 2) == pytest.approx(0.04 * 0.04)
     lost = [straggler_delay(MEASURED, 0.04, ranks) for ranks in (1, 2, 3, 4, 100)]
     assert lost[0] == 0.0
@@ -26,13 +26,13 @@ def test_two_that_meet_lose_the_share_that_was_measured_and_more_lose_more():
     assert straggler_delay((), 0.04, 8) == straggler_delay(MEASURED, 0.0, 8) == 0.0
 
 
-def test_lags_are_interpolated_and_independent_beyond_the_longest():
+def test_delays_are_interpolated_and_independent_beyond_the_longest():
     assert straggler_delay(MEASURED, 0.02, 2) == pytest.approx(0.02 * 0.05)
     assert straggler_delay(MEASURED, 0.001, 2) == pytest.approx(0.001 * 0.06)
     assert straggler_delay(MEASURED, 0.64, 2) == pytest.approx(0.64 * 0.015)
 
 
-def test_it_is_what_ranks_that_meet_really_lose():
+def test_it_equals_the_measured_delay_of_synchronizing_ranks():
     drawn, spread, length = random.Random(0), 0.05, 0.01
     share = spread * expected_maximum(2)  # half the mean distance of two
     for ranks in (2, 3, 6):

@@ -68,7 +68,7 @@ def test_a_mixture_reports_each_error_once():
     ]
 
 
-def test_the_parts_of_a_mixture_are_sources_that_share_what_is_common():
+def test_the_sources_of_a_mixture_share_common_settings():
     source = DataConfig(mixture=TWO, tokenizer="t", sequence=7, epochs=2)
     assert not list(source.diagnostics())
     assert source.part_configs() == (

@@ -41,7 +41,7 @@ def test_the_most_similar_name_is_suggested_or_else_all_names():
     assert suggest_name("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
 
 
-def test_what_is_refused_is_gathered_and_what_is_made_is_handed_on():
+def test_diagnostics_are_collected_and_results_are_returned():
     def half(number: int) -> int:
         raise_diagnostics(Diagnostic(f"{number} is odd", "take an even one") for _ in range(number % 2))
         return number // 2

@@ -61,7 +61,7 @@ def test_a_constraint_allows_its_values_and_no_others(
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"text": ""}, "job.text: text = ''; needed is a text that is not empty\n  repair: write a text"),
         (
@@ -83,9 +83,9 @@ def test_a_constraint_allows_its_values_and_no_others(
         ({"part": Part(nan)}, "job.part.weight: weight = nan"),
     ],
 )
-def test_a_wrong_value_names_its_field_what_is_needed_and_the_repair(changes: dict[str, Any], said: str):
+def test_a_wrong_value_names_its_field_what_is_needed_and_the_repair(changes: dict[str, Any], message: str):
     (diagnostic,) = field_diagnostics(Table(**{"text": "a", **changes}), "job")
-    assert str(diagnostic).startswith(said)
+    assert str(diagnostic).startswith(message)
 
 
 def test_all_wrong_fields_are_found_and_none_is_allowed_where_the_type_says_so():

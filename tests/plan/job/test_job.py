@@ -28,7 +28,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("part", "where", "said"),
+    ("part", "where", "message"),
     [
         ({"model": ModelConfig()}, "model.source", "no model is named"),
         ({"data": DataConfig()}, "data.source", "no data is named"),
@@ -232,10 +232,10 @@ def test_a_job_with_a_model_and_data_is_accepted():
         ),
     ],
 )
-def test_an_invalid_option_is_refused_once_and_by_its_key(part: dict[str, object], where: str, said: str):
+def test_an_invalid_option_is_refused_once_and_by_its_key(part: dict[str, object], where: str, message: str):
     diagnostics = list(replace(GOOD, **part).diagnostics())
     assert [diagnostic.location for diagnostic in diagnostics] == [where]
-    assert diagnostics[0].problem.startswith(said)
+    assert diagnostics[0].problem.startswith(message)
     assert diagnostics[0].fix
 
 

@@ -1,3 +1,5 @@
+"""Time limits of the phases of a run."""
+
 from typing import get_args
 
 import pytest

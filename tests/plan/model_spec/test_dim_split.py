@@ -84,8 +84,8 @@ def test_single_heads_are_distributed_if_groups_are_too_few(groups: int, each: i
         keys = [place // width for first, end in key.ranges(index, ranks) for place in range(first, end)][
             ::width
         ]
-        wanted = [head // each for head in mine]
-        assert keys in (wanted, list(dict.fromkeys(wanted)))  # with every head, or once for all of them
+        expected = [head // each for head in mine]
+        assert keys in (expected, list(dict.fromkeys(expected)))  # with every head, or once for all of them
         assert len(mine) % len(keys) == 0
 
 

@@ -49,7 +49,7 @@ def test_a_scalar_has_one_element():
     assert GLUE.numel == 1
 
 
-def test_a_tied_parameter_lies_in_the_modules_of_all_its_names():
+def test_a_tied_parameter_belongs_to_the_modules_of_all_its_names():
     assert TIED.names == ("embed.weight", "head.weight")
     assert TIED.layers == ("embed", "head")
     assert GLUE.layers == ("",)

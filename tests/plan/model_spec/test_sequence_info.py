@@ -1,10 +1,10 @@
-"""Tokens of a rank: each on one rank, as even as possible, and balanced under a causal mask."""
+"""Sequence sharding: each token on one rank, as even as possible, and balanced under a causal mask."""
 
 import pytest
 
 from meshwright.plan.model_spec.sequence_info import PADDING_RANGE, SequenceSharding, TokenRange, with_padding
 
-DEALS = [
+SHARDINGS = [
     SequenceSharding(1),
     SequenceSharding(2),
     SequenceSharding(3),
@@ -14,49 +14,51 @@ DEALS = [
     SequenceSharding(4, 4, zigzag=False),
     SequenceSharding(3, zigzag=False),
 ]
-DEALS += [SequenceSharding(3, striped=True), SequenceSharding(6, 2, striped=True)]
+SHARDINGS += [SequenceSharding(3, striped=True), SequenceSharding(6, 2, striped=True)]
 
 
 def positions(spans: tuple[TokenRange, ...]) -> list[int]:
     return [position for begin, end in spans for position in range(begin, end)]
 
 
-@pytest.mark.parametrize("deal", DEALS, ids=str)
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 12, 13, 64])
-def test_every_token_is_on_one_rank(deal: SequenceSharding, length: int):
-    dealt = [positions(deal.token_ranges(length, index)) for index in range(deal.num_ranks)]
+def test_every_token_is_on_one_rank(sharding: SequenceSharding, length: int):
+    dealt = [positions(sharding.token_ranges(length, index)) for index in range(sharding.num_ranks)]
     assert sorted(position for mine in dealt for position in mine) == list(range(length))
     assert all(mine == sorted(mine) for mine in dealt)
     assert [len(mine) for mine in dealt] == [
-        deal.num_tokens(length, index) for index in range(deal.num_ranks)
+        sharding.num_tokens(length, index) for index in range(sharding.num_ranks)
     ]
 
 
-@pytest.mark.parametrize("deal", DEALS, ids=str)
-def test_a_length_that_divides_is_split_evenly(deal: SequenceSharding):
-    assert {deal.num_tokens(48, index) for index in range(deal.num_ranks)} == {48 // deal.num_ranks}
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
+def test_a_length_that_divides_is_split_evenly(sharding: SequenceSharding):
+    assert {sharding.num_tokens(48, index) for index in range(sharding.num_ranks)} == {
+        48 // sharding.num_ranks
+    }
 
 
 def test_neighbouring_inner_ranks_share_a_contiguous_range():
-    deal = SequenceSharding(6, num_inner_ranks=3)
+    sharding = SequenceSharding(6, num_inner_ranks=3)
     for first in (0, 3):
         together = [
             position
             for index in range(first, first + 3)
-            for position in positions(deal.token_ranges(13, index))
+            for position in positions(sharding.token_ranges(13, index))
         ]
-        assert together == positions(deal.inner_group_ranges(13, first))
+        assert together == positions(sharding.inner_group_ranges(13, first))
 
 
-def pairs(deal: SequenceSharding, length: int) -> list[int]:
+def pairs(sharding: SequenceSharding, length: int) -> list[int]:
     """How many tokens the queries of each rank look at, in all, under a causal mask."""
     return [
-        sum(position + 1 for position in positions(deal.token_ranges(length, index)))
-        for index in range(deal.num_ranks)
+        sum(position + 1 for position in positions(sharding.token_ranges(length, index)))
+        for index in range(sharding.num_ranks)
     ]
 
 
-def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most():
+def test_zigzag_balances_causal_attention_and_contiguous_gives_the_last_rank_most():
     length = 4096
     folded, straight = pairs(SequenceSharding(4), length), pairs(SequenceSharding(4, zigzag=False), length)
     assert max(folded) <= 1.001 * sum(folded) / 4
@@ -64,22 +66,22 @@ def test_folded_every_rank_looks_at_as_many_tokens_and_straight_the_last_at_most
 
 
 @pytest.mark.parametrize(
-    "deal", [SequenceSharding(4, striped=True), SequenceSharding(8, 2, striped=True)], ids=str
+    "sharding", [SequenceSharding(4, striped=True), SequenceSharding(8, 2, striped=True)], ids=str
 )
-def test_striped_every_rank_has_a_share_of_each_range(deal: SequenceSharding):
-    firsts = range(0, deal.num_ranks, deal.num_inner_ranks)
+def test_striped_every_rank_has_tokens_of_each_range(sharding: SequenceSharding):
+    firsts = range(0, sharding.num_ranks, sharding.num_inner_ranks)
     for begin, end in ((0, 100), (37, 41), (300, 512)):
         shares = [
-            sum(begin <= at < end for at in positions(deal.inner_group_ranges(512, first)))
+            sum(begin <= at < end for at in positions(sharding.inner_group_ranges(512, first)))
             for first in firsts
         ]
         assert max(shares) - min(shares) <= 1
 
 
 def test_a_rank_with_fewer_than_two_tokens_runs_stand_ins():
-    deal = SequenceSharding(4)
-    assert sorted(deal.num_tokens(3, index) for index in range(4)) == [0, 1, 1, 1]
-    assert {deal.num_padded_tokens(3, index) for index in range(4)} == {2}
+    sharding = SequenceSharding(4)
+    assert sorted(sharding.num_tokens(3, index) for index in range(4)) == [0, 1, 1, 1]
+    assert {sharding.num_padded_tokens(3, index) for index in range(4)} == {2}
     assert with_padding(()) == (PADDING_RANGE, PADDING_RANGE)
     assert with_padding(((4, 5),)) == ((4, 5), PADDING_RANGE)
     assert with_padding(((4, 6),)) == ((4, 6),)

@@ -5,18 +5,19 @@ import pytest
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_boundaries import ClosedBoundary, StageBoundaries, StageValue
 
-VISITS = ("embed", "layer.0", "layer.1", "layer.2", "head")
+BLOCK_CALLS = ("embed", "layer.0", "layer.1", "layer.2", "head")
 X = StageValue("embed", "embed", ("layer.0", "layer.2"), ((0, 1), (8, 0)), "float32")
 Y = StageValue("layer.0", "layer.0", ("layer.1",), ((0, 1), (8, 0)), "bfloat16")
 Z = StageValue(
     "layer.1+0", "layer.1", ("layer.2", "head"), ((0, 2), (0, 1)), "int64", False, "argmax", "model.py:7"
 )
-BORDERS = StageBoundaries(VISITS, (X, Y, Z), (ClosedBoundary("head", "it reads a number", "do not"),))
+BOUNDARIES = StageBoundaries(BLOCK_CALLS, (X, Y, Z), (ClosedBoundary("head", "it reads a number", "do not"),))
 
 
 def test_a_value_is_live_from_where_it_is_made_to_where_it_is_used_last():
     live = {
-        block_call: [value.name for value in BORDERS.live_values(block_call)] for block_call in VISITS[1:]
+        block_call: [value.name for value in BOUNDARIES.live_values(block_call)]
+        for block_call in BLOCK_CALLS[1:]
     }
     assert live == {
         "layer.0": ["embed"],
@@ -27,9 +28,9 @@ def test_a_value_is_live_from_where_it_is_made_to_where_it_is_used_last():
 
 
 def test_a_stage_receives_what_it_uses_and_sends_what_others_use():
-    first, middle, last = BORDERS.stages(["layer.1", "layer.2"])
+    first, middle, last = BOUNDARIES.stages(["layer.1", "layer.2"])
     assert (first.block_calls, first.inputs, first.outputs, first.is_first, first.is_last) == (
-        VISITS[:2],
+        BLOCK_CALLS[:2],
         (),
         (X, Y),
         True,
@@ -40,8 +41,8 @@ def test_a_stage_receives_what_it_uses_and_sends_what_others_use():
 
 
 def test_one_stage_is_the_whole_model():
-    (whole,) = BORDERS.stages([])
-    assert (whole.block_calls, whole.inputs, whole.outputs) == (VISITS, (), ())
+    (whole,) = BOUNDARIES.stages([])
+    assert (whole.block_calls, whole.inputs, whole.outputs) == (BLOCK_CALLS, (), ())
 
 
 def test_sizes_follow_the_samples_of_a_micro_batch():
@@ -51,17 +52,17 @@ def test_sizes_follow_the_samples_of_a_micro_batch():
 
 
 def test_diagnostics_name_the_closed_boundary_and_open_ones():
-    assert BORDERS.open_boundaries() == ("layer.0", "layer.1", "layer.2")
+    assert BOUNDARIES.open_boundaries() == ("layer.0", "layer.1", "layer.2")
     text = "no stage can begin with 'head', after 'layer.2': it reads a number"
     text += r"\n  repair: begin it with 'layer.2'; or do not"
     with pytest.raises(PlanError, match=text):
-        BORDERS.stages(["head"])
+        BOUNDARIES.stages(["head"])
     with pytest.raises(
         PlanError, match=r"'layer\.9' is not a block call\n  repair: did you mean 'layer\.[0-2]'\?"
     ):
-        BORDERS.stages(["layer.9"])
-    for borders in (["layer.2", "layer.1"], ["layer.1", "layer.1"], ["embed"]):
+        BOUNDARIES.stages(["layer.9"])
+    for boundaries in (["layer.2", "layer.1"], ["layer.1", "layer.1"], ["embed"]):
         with pytest.raises(
             PlanError, match="are not in the order of the forward, each once and after its first block call"
         ):
-            BORDERS.stages(borders)
+            BOUNDARIES.stages(boundaries)

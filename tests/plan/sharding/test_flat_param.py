@@ -52,7 +52,7 @@ def test_shards_by_element_pad_less_than_one_element_per_rank(numel: int, ranks:
     assert FlatParamSpec.build("v", weights_of([(numel,)]), ("dp_shard",), ranks).shard_numel == shard
 
 
-def test_full_matrices_go_to_the_rank_with_the_least():
+def test_full_matrices_go_to_the_least_loaded_rank():
     flat_param = FlatParamSpec.build("v", weights_of([(3,), (10,), (4,), (4,)]), ("dp_shard",), 2, "matrix")
     assert [[piece.name for piece in flat_param.param_shards(index)] for index in (0, 1)] == [
         ["w1"],

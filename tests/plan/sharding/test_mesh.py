@@ -83,7 +83,7 @@ def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "world", "said"),
+    ("sizes", "world", "message"),
     [
         (
             {"dp_replica": 2},
@@ -114,10 +114,10 @@ def test_an_axis_of_minus_one_becomes_what_fits_the_world(mesh: Mesh, axis: str)
         ),
     ],
 )
-def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, said: str):
+def test_sizes_that_cannot_be_are_refused(sizes: dict[str, int], world: int | None, message: str):
     with pytest.raises(PlanError) as caught:
         Mesh.infer(sizes, world)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_all_errors_of_the_sizes_are_reported_at_once():
@@ -147,7 +147,7 @@ def test_an_index_counts_along_the_axes_it_is_given_the_last_one_innermost():
 
 @settings(deadline=None)
 @given(MESHES, SOME_AXES)
-def test_an_index_is_the_place_among_the_peers(mesh: Mesh, axes: list[str]):
+def test_an_index_is_the_position_among_the_peers(mesh: Mesh, axes: list[str]):
     axes = [axis for axis in AXES if axis in axes]
     rank = mesh.world_size - 1
     assert mesh.index(mesh.coordinate(rank), axes) == mesh.peers(rank, axes).index(rank)

@@ -25,7 +25,7 @@ TABLES = st.dictionaries(st.sampled_from(AXES), PLACES)
 
 @settings(deadline=None)
 @given(PLACES)
-def test_the_adjoint_of_the_adjoint_is_the_place_itself(place: Placement):
+def test_the_adjoint_of_the_adjoint_is_the_placement_itself(place: Placement):
     assert place.adjoint.adjoint == place
 
 
@@ -62,14 +62,14 @@ def test_another_dim_needs_an_exchange():
     assert redistribution_name(S(0), S(1)) == "all_to_all"
 
 
-def test_only_a_pending_sum_or_a_shard_needs_the_wire():
+def test_only_partial_and_shard_need_communication():
     letters = "RISP"
     wired = {(src, dst) for src, dst in product(letters, letters) if REDISTRIBUTIONS[src, dst] in COLLECTIVES}
     assert wired == {("P", "I"), ("P", "R"), ("P", "S"), ("S", "R"), ("S", "I"), ("S", "S")}
 
 
 @pytest.mark.parametrize(("letter", "dim"), [("S", None), ("R", 0), ("P", 1), ("I", 0)])
-def test_a_place_with_a_wrong_dim_is_refused(letter: str, dim: int | None):
+def test_a_placement_with_a_wrong_dim_is_refused(letter: str, dim: int | None):
     with pytest.raises(
         ValueError, match=rf"{letter} came with dim {dim}; S needs a dim, the others have none"
     ):
@@ -78,7 +78,7 @@ def test_a_place_with_a_wrong_dim_is_refused(letter: str, dim: int | None):
 
 @settings(deadline=None)
 @given(TABLES)
-def test_layouts_are_equal_when_their_places_are(table: dict[str, Placement]):
+def test_layouts_are_equal_when_their_placements_are(table: dict[str, Placement]):
     reordered = Layout.from_dict(dict(reversed(table.items())))
     spelled_out = Layout.from_dict({**dict.fromkeys(AXES, I), **table})
     assert Layout.from_dict(table) == reordered == spelled_out
@@ -87,7 +87,7 @@ def test_layouts_are_equal_when_their_places_are(table: dict[str, Placement]):
 
 @settings(deadline=None)
 @given(TABLES)
-def test_a_layout_gives_back_its_places(table: dict[str, Placement]):
+def test_a_layout_returns_its_placements(table: dict[str, Placement]):
     layout = Layout.from_dict(table)
     assert all(layout.placement(axis) == table.get(axis, I) for axis in AXES)
     assert all(axis in layout.axes_with(place.letter) for axis, place in table.items() if place != I)
@@ -95,7 +95,7 @@ def test_a_layout_gives_back_its_places(table: dict[str, Placement]):
 
 @settings(deadline=None)
 @given(TABLES, st.sampled_from(AXES), PLACES)
-def test_with_place_changes_one_axis_and_no_other_layout(
+def test_with_placement_changes_one_axis_and_no_other_layout(
     table: dict[str, Placement], axis: str, place: Placement
 ):
     before = Layout.from_dict(table)
@@ -106,6 +106,6 @@ def test_with_place_changes_one_axis_and_no_other_layout(
     assert after.with_placement(axis, before.placement(axis)) == before
 
 
-def test_a_layout_prints_its_places():
+def test_a_layout_prints_its_placements():
     assert str(Layout.from_dict({"tp": S(1), "dp_replicate": R})) == "dp_replicate:R tp:S(1)"
     assert str(Layout()) == "I"

@@ -15,7 +15,7 @@ from meshwright.plan.sharding.rank_share import (
 )
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
-VISITS = (
+BLOCK_CALLS = (
     BlockSequenceInfo("patches"),
     BlockSequenceInfo("encoder", ((1,),), ((1,),)),
     BlockSequenceInfo(
@@ -28,11 +28,11 @@ VISITS = (
     ),
     BlockSequenceInfo("whole", ((),), ((1,),), is_replicated=True),
 )
-TOKENS = SequenceInfo(13, ("ids",), (), VISITS)
+TOKENS = SequenceInfo(13, ("ids",), (), BLOCK_CALLS)
 
 
 def space(rank: int, tokens: SequenceInfo | None = TOKENS) -> ShardingPlan:
-    names = tuple(each.block_call for each in VISITS)
+    names = tuple(each.block_call for each in BLOCK_CALLS)
     whole = ShardingPlan.one_device(
         Mesh(cp=2), ModelSpec("tiny", names, (), (1,) * 4, (1,) * 4, sequence_info=tokens)
     )
@@ -40,15 +40,15 @@ def space(rank: int, tokens: SequenceInfo | None = TOKENS) -> ShardingPlan:
 
 
 def test_fractions_follow_the_tokens_of_a_block_call_and_of_its_module():
-    deal = SequenceSharding(2)
+    sharding = SequenceSharding(2)
     for rank in range(2):
         here = space(rank)
-        most, few = (Fraction(deal.num_tokens(length, rank), length) for length in (13, 9))
+        most, few = (Fraction(sharding.num_tokens(length, rank), length) for length in (13, 9))
         assert (local_token_fraction(here), local_fractions_by_length(here)) == (
             most,
             ((most, most), (few, few)),
         )
-        found = [local_fraction(here, each.block_call) for each in VISITS]
+        found = [local_fraction(here, each.block_call) for each in BLOCK_CALLS]
         assert found == [1, most, few, 1]
         assert local_fraction(here, "decoder", "decoder.keys") == most
         assert local_fraction(here, "decoder", "decoder.queries") == few

@@ -1,4 +1,6 @@
-"""The share of a block call on a rank: sharded layers by their weights, the rest in full or by slices."""
+"""The fraction of a block call that one rank computes: sharded layers by their weights, the rest in full or
+by slices.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +25,7 @@ MODEL = ModelSpec(
 )
 
 
-def seen(
+def fraction_of(
     rank: int, *, stream: bool = False, logits: bool = False, through: tuple[str, ...] = ()
 ) -> dict[str, BlockShare]:
     sharding = ShardingPlan(
@@ -42,7 +44,7 @@ def seen(
 
 
 def test_sharded_amounts_follow_the_local_share():
-    first, second = seen(0)["layer"], seen(1)["layer"]
+    first, second = fraction_of(0)["layer"], fraction_of(1)["layer"]
     assert first == BlockShare(
         flops=20 + 30 * 2 // 3,
         saved_numel=16 + 6,
@@ -57,20 +59,20 @@ def test_sharded_amounts_follow_the_local_share():
         deferred_grad_numel=20,
         weight_grad_flops=30,
     )
-    assert seen(0)["head"] == BlockShare(
+    assert fraction_of(0)["head"] == BlockShare(
         flops=40, saved_numel=4, output_numel=8, deferred_grad_numel=8, weight_grad_flops=40
     )  # whoever divides no logits hands on all of them
 
 
 def test_all_else_is_a_slice_where_the_stream_goes_in_slices():
-    assert seen(0, stream=True)["layer"] == BlockShare(
+    assert fraction_of(0, stream=True)["layer"] == BlockShare(
         flops=10 + 20, saved_numel=8 + 6, output_numel=10, deferred_grad_numel=10, weight_grad_flops=30
     )
-    assert seen(0, stream=True, through=("head",))["layer"] == seen(0)["layer"]
+    assert fraction_of(0, stream=True, through=("head",))["layer"] == fraction_of(0)["layer"]
 
 
-def test_divided_logits_are_handed_on_as_they_are():
-    assert seen(0, logits=True)["head"].output_numel == 4
+def test_sharded_logits_are_passed_on_sharded():
+    assert fraction_of(0, logits=True)["head"].output_numel == 4
 
 
 def test_one_device_has_all():

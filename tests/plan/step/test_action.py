@@ -44,7 +44,7 @@ def test_a_wait_is_added_once():
     assert action.waits == ("x", "y")
 
 
-def test_what_moves_within_an_action_along_an_axis_of_one_rank_is_nothing():
+def test_transfers_within_an_action_along_an_axis_of_one_rank_are_dropped():
     moves = (
         Transfer("all_reduce", ("tp",), 8),
         Transfer("shift", ("cp",), 8),

@@ -13,18 +13,18 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Program, program_from_dict, program_to_dict
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 
 def program(*strategies, ranks: int = 3) -> Program:
     job = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(batch=12))
-    return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 2).program
+    return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, 2).program
 
 
 @pytest.mark.parametrize(
     "made",
     [program(BatchSplit(), DDP()), program(BatchSplit(), NaiveDDP()), program(ranks=1)],
-    ids=["replicate", "naive", "alone"],
+    ids=["ddp", "naive_ddp", "alone"],
 )
 def test_what_is_written_is_read_back(made: Program):
     nameless = made.edit(lambda actions: [replace(action, tensors=()) for action in actions])

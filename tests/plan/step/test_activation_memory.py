@@ -1,4 +1,6 @@
-"""Measured memory is divided among ranks as elements are, and scratch is counted beside new gradients."""
+"""Measured activation memory is divided among ranks as elements are; scratch is counted beside new
+gradients.
+"""
 
 from dataclasses import replace
 
@@ -35,7 +37,7 @@ LOADS = (
 WEIGHED = replace(PLAIN, memory=ModelMemory(LOADS, glue=LinearInSamples(7, 1), loss=LinearInSamples(0, 64)))
 
 
-def test_bytes_that_are_there_once_and_those_of_each_row_add_up_and_go_nowhere_below_zero():
+def test_fixed_and_per_sample_bytes_add_up_and_never_go_below_zero():
     line = LinearInSamples(10, 10)
     assert (
         line.total(1),
@@ -46,7 +48,7 @@ def test_bytes_that_are_there_once_and_those_of_each_row_add_up_and_go_nowhere_b
     assert LinearInSamples(-5, 1).total(2) == 0
 
 
-def test_without_measured_memory_a_block_call_takes_its_elements_in_the_dtype_of_compute():
+def test_without_measurements_memory_is_elements_in_the_compute_dtype():
     found = activation_memory(
         ShardingPlan.one_device(Mesh(), PLAIN), Job(precision=PrecisionConfig("float32", "bfloat16")), 3
     )
@@ -56,7 +58,7 @@ def test_without_measured_memory_a_block_call_takes_its_elements_in_the_dtype_of
     }
 
 
-def test_measured_memory_counts_instead_and_glue_lasts_from_the_first_block_call_to_its_backward():
+def test_measured_memory_is_used_and_glue_lasts_from_the_first_block_call_to_its_backward():
     found = activation_memory(ShardingPlan.one_device(Mesh(), WEIGHED), Job(), 3)
     assert found == {"body": ActivationMemory(240 + 10, 312, 600, 630), "head": ActivationMemory(96, 48)}
 
@@ -72,7 +74,7 @@ def test_measured_memory_counts_instead_and_glue_lasts_from_the_first_block_call
         "and one is added",
     ],
 )
-def test_a_backward_has_for_itself_what_was_weighed_less_the_gradients_that_it_leaves(
+def test_backward_scratch_is_the_measured_memory_minus_the_gradients_it_leaves(
     added: int, new: int, scratch: int
 ):
     assert (
@@ -81,7 +83,7 @@ def test_a_backward_has_for_itself_what_was_weighed_less_the_gradients_that_it_l
     )
 
 
-def test_what_is_as_large_as_weights_is_divided_as_they_are_whatever_becomes_of_the_rest():
+def test_tensors_of_weight_size_are_sharded_like_the_weights():
     head = replace(HEAD, dim_splits=(DimSplit(0, 5, (5,)),))
     load = BlockMemory(
         "head",
@@ -106,7 +108,7 @@ def test_what_is_as_large_as_weights_is_divided_as_they_are_whatever_becomes_of_
     assert second["head"] == ActivationMemory(96, 48 + 16, 12 + 16, 13 + 32)
 
 
-def test_the_program_holds_what_was_weighed():
+def test_the_program_holds_the_measured_memory():
     actions = single_device_program(
         ShardingPlan.one_device(Mesh(), WEIGHED), Job(), 2, sequential_stage_calls(WEIGHED.block_calls, 2)
     ).actions("pp0")

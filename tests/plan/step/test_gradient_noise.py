@@ -15,12 +15,12 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from tests.engine.two_tower_model import reading_of_towers, towers_plan
-from tests.parallel.data.tokenwise_model import Dealt
-from tests.tiny_model import plan_of, reading_of, tiny_job
+from tests.engine.two_tower_model import analyzed_towers, towers_plan
+from tests.parallel.data.tokenwise_model import TokenSharding
+from tests.tiny_model import analyzed_model, plan_of, tiny_job
 
 KINDS = ("GRAD_SQNORM", "REDUCE_SQNORM", "NOISE_SCALE")
-READING = reading_of()
+ANALYZED = analyzed_model()
 STORED = [(BatchSplit(), DDP()), (BatchSplit(), DDP(bucket_mb=1e-4)), (BatchSplit(), NaiveDDP())]
 
 
@@ -38,8 +38,8 @@ def actions(plan: Plan) -> list[Action]:
 def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_changes(
     strategies, ranks: int, micro_batch: int
 ):
-    plain = plan_of(READING, ranks, strategies, micro_batch)
-    plan = plan_of(READING, ranks, strategies, micro_batch, noisy())
+    plain = plan_of(ANALYZED, ranks, strategies, micro_batch)
+    plan = plan_of(ANALYZED, ranks, strategies, micro_batch, noisy())
     assert not any(action.kind in KINDS for action in actions(plain))
     rest = [
         replace(action, waits=tuple(wait for wait in action.waits if not wait.startswith(KINDS)))
@@ -52,10 +52,10 @@ def test_without_it_the_program_has_no_such_action_and_with_it_nothing_else_chan
 
 @pytest.mark.parametrize("strategies", STORED)
 def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
-    listed = actions(plan_of(READING, 3, strategies, 2, noisy()))
+    listed = actions(plan_of(ANALYZED, 3, strategies, 2, noisy()))
     places = {action.name: place for place, action in enumerate(listed)}
     measured = [name for action in listed if action.kind == "GRAD_SQNORM" for name in action.tensors]
-    assert sorted(measured) == sorted(param.name for param in READING.model_spec.trainable)
+    assert sorted(measured) == sorted(param.name for param in ANALYZED.model_spec.trainable)
     for action in listed:
         if action.kind == "REDUCE":
             assert f"GRAD_SQNORM({action.subject})" in action.waits
@@ -64,7 +64,7 @@ def test_each_gradient_is_measured_once_and_before_it_is_summed(strategies):
 
 
 def test_a_single_rank_measures_after_the_first_micro_batch_and_sends_nothing():
-    listed = actions(plan_of(READING, 1, micro_batch=4, job=noisy()))
+    listed = actions(plan_of(ANALYZED, 1, micro_batch=4, job=noisy()))
     names = [action.name for action in listed]
     assert names.index("GRAD_SQNORM()") == names.index("B(embed, 0)") + 1 == names.index("F(embed, 1)") - 1
     assert not any(action.transfer for action in listed)
@@ -73,7 +73,7 @@ def test_a_single_rank_measures_after_the_first_micro_batch_and_sends_nothing():
 def test_one_batch_size_alone_is_refused():
     for micro_batch in (0, 12):
         with pytest.raises(PlanError) as caught:
-            plan_of(READING, 1, micro_batch=micro_batch, job=noisy())
+            plan_of(ANALYZED, 1, micro_batch=micro_batch, job=noisy())
         text = str(caught.value)
         assert (
             "one data rank runs the 12 samples of a step as one microbatch: there is no smaller batch" in text
@@ -86,19 +86,19 @@ def test_a_rank_that_steps_for_others_is_refused():
         PlanError,
         match=r'train\.noise_scale(?s:.*)use the strategy "ddp", or set train\.noise_scale = false',
     ):
-        plan_of(READING, 3, (BatchSplit(), DataParallelMaster()), job=noisy())
+        plan_of(ANALYZED, 3, (BatchSplit(), DataParallelMaster()), job=noisy())
 
 
 def test_a_loss_of_the_whole_batch_is_refused():
     with pytest.raises(PlanError, match="the gradient of a part is not that of a smaller batch"):
-        towers_plan(reading_of_towers(), Mesh(dp_replicate=3), job=noisy())
+        towers_plan(analyzed_towers(), Mesh(dp_replicate=3), job=noisy())
 
 
-def test_ranks_with_some_of_the_tokens_of_a_sample_are_refused():
-    strategies = (BatchSplit(), Dealt(), DDP())
+def test_context_parallelism_is_refused():
+    strategies = (BatchSplit(), TokenSharding(), DDP())
     with pytest.raises(
         PlanError,
         match=r"ranks along cp have different tokens.*: no rank has the gradient of a part of the batch",
     ):
-        make_plan(READING, noisy(), Mesh(dp_replicate=2, cp=2), strategies)
-    make_plan(READING, noisy(), Mesh(dp_replicate=2), strategies)
+        make_plan(ANALYZED, noisy(), Mesh(dp_replicate=2, cp=2), strategies)
+    make_plan(ANALYZED, noisy(), Mesh(dp_replicate=2), strategies)

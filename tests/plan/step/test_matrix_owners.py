@@ -1,4 +1,4 @@
-"""Owners of sliced matrices: one per matrix, even loads, and the communication in the program."""
+"""Owners of sliced matrices: one per matrix, even loads, and their messages in the program."""
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -13,19 +13,24 @@ from meshwright.planner.program_cost.memory import state_bytes
 from tests.plan.test_optimizer_spec import Rows
 from tests.tiny_model import tiny_job
 
-VISITS = ("first", "second")
+BLOCK_CALLS = ("first", "second")
 SIZES = {"a": (7, 4), "b": (9, 3), "c": (5, 5), "d": (10, 2)}
 WEIGHTS = tuple(
-    ParamSpec(f"{visit}.{name}", shape, (visit,)) for visit in VISITS for name, shape in SIZES.items()
+    ParamSpec(f"{block_call}.{name}", shape, (block_call,))
+    for block_call in BLOCK_CALLS
+    for name, shape in SIZES.items()
 )
-ANATOMY = ModelSpec("paper", VISITS, WEIGHTS, (4, 4), (8, 8))
+MODEL_SPEC = ModelSpec("paper", BLOCK_CALLS, WEIGHTS, (4, 4), (8, 8))
 SHARDS = (Rows(), BatchSplit(axis="dp_shard"), ZeRO(stage=2))
 
 
-def plan_of(rule: str = "adafactor", mesh: Mesh | None = None, anatomy: ModelSpec = ANATOMY) -> Plan:
+def plan_of(rule: str = "adafactor", mesh: Mesh | None = None, model_spec: ModelSpec = MODEL_SPEC) -> Plan:
     mesh = mesh or Mesh(tp=3)
     return Plan.make(
-        tiny_job(optimizer=OptimizerConfig(rule)), mesh, anatomy, SHARDS if mesh.dp_shard > 1 else (Rows(),)
+        tiny_job(optimizer=OptimizerConfig(rule)),
+        mesh,
+        model_spec,
+        SHARDS if mesh.dp_shard > 1 else (Rows(),),
     )
 
 
@@ -75,12 +80,12 @@ def test_slices_are_gathered_before_the_clip_and_scattered_after_the_step():
     )
 
 
-def test_rules_of_single_elements_and_uncut_weights_have_no_owners():
+def test_elementwise_optimizers_and_unsliced_weights_have_no_owners():
     assert matrix_parcels(plan_of("adamw").sharding) == ()
-    assert matrix_parcels(ShardingPlan.one_device(Mesh(), ANATOMY)) == ()
+    assert matrix_parcels(ShardingPlan.one_device(Mesh(), MODEL_SPEC)) == ()
 
 
-def test_owned_copies_and_their_moments_are_in_the_plans_bytes():
+def test_owned_matrices_and_their_optimizer_states_are_in_the_planned_bytes():
     plan = plan_of("lion"), plan_of("adamw_8bit")
     elements, blocks = (sum(state_bytes(each, rank).master for rank in range(3)) for each in plan)
     assert elements == 0
@@ -88,7 +93,7 @@ def test_owned_copies_and_their_moments_are_in_the_plans_bytes():
 
 
 def test_coordinates_are_counted_as_groups_are():
-    sharding = ShardingPlan.one_device(Mesh(dp_shard=2, tp=3), ANATOMY)
+    sharding = ShardingPlan.one_device(Mesh(dp_shard=2, tp=3), MODEL_SPEC)
     found = [owner_coordinate(sharding, ("tp", "dp_shard"), index) for index in range(6)]
     assert [(each["dp_shard"], each["tp"]) for each in found] == [
         (0, 0),

@@ -1,4 +1,6 @@
-"""The simulator: list order within a stream, streams side by side, waits between roles, and deadlocks."""
+"""The simulator of a program: list order within a stream, concurrent streams, waits between roles, and
+deadlocks.
+"""
 
 import pytest
 
@@ -31,7 +33,7 @@ def stuck(roles: dict[str, list[Action]]) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_a_lane_runs_its_actions_in_list_order():
+def test_a_stream_runs_its_actions_in_list_order():
     assert times({"r": [compute("A"), compute("B"), compute("C")]}) == {
         "r/A": (0, 1),
         "r/B": (1, 2),
@@ -50,15 +52,15 @@ def test_communication_runs_beside_compute():
     assert seen == {"r/A": (0, 1), "r/W": (1, 6), "r/B": (1, 2), "r/C": (6, 7)}
 
 
-def test_a_wire_action_starts_after_the_compute_action_listed_before_it():
+def test_a_comm_action_starts_after_the_compute_action_listed_before_it():
     assert times({"r": [compute("A"), wire("W")]}, {"A": 3})["r/W"] == (3, 4)
 
 
-def test_a_compute_action_listed_later_does_not_delay_the_wire():
+def test_a_compute_action_listed_later_does_not_delay_the_comm_stream():
     assert times({"r": [wire("V"), wire("W"), compute("A")]}, {"A": 9})["r/W"] == (1, 2)
 
 
-def test_wire_actions_of_one_role_run_one_after_another():
+def test_comm_actions_of_one_role_run_one_after_another():
     assert times({"r": [wire("V"), wire("W")]}, {"V": 4})["r/W"] == (4, 5)
 
 
@@ -72,7 +74,7 @@ def test_a_slash_in_a_subject_is_no_role():
     assert [simulated.end for simulated in simulate(program)] == [1, 2]
 
 
-def test_a_main_thread_does_not_stand_still_for_a_message_on_the_wire():
+def test_a_main_thread_is_not_blocked_by_a_message_in_flight():
     """Each posts its receive first and sends what it computes meanwhile: nobody is stuck."""
     seen = times(
         {
@@ -114,7 +116,7 @@ def test_only_what_is_missing_is_named():
     assert lines[1] == "  r: action 2 of 3, C()  <-- waits for NONE()"
 
 
-def test_the_wire_and_the_main_thread_are_both_shown():
+def test_the_comm_stream_and_the_main_thread_are_both_shown():
     lines = stuck({"r": [wire("W", "s/NONE()"), compute("A", "W()")], "s": []})
     assert lines[1:3] == [
         "  r: action 0 of 2, W()  <-- waits for s/NONE()",

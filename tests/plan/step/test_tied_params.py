@@ -1,4 +1,4 @@
-"""The position of tied-gradient reductions in a list, and what waits for what."""
+"""Reductions of tied gradients: their position in the program, and the waits before and after them."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from tests.tiny_model import TOKENS, reading_of
+from tests.tiny_model import TOKENS, analyzed_model
 
 SHARD = BatchSplit(axis="dp_shard")
 NAME = "embed+head over pp 0+2"
@@ -31,7 +31,7 @@ def plan_of(mesh: Mesh, *strategies: Strategy, precision: PrecisionConfig | None
         OptimizerConfig(lr=0.1),
     )
     job = job if precision is None else replace(job, precision=precision)
-    return make_plan(reading_of(tied=True), job, mesh, (Pipeline(), *strategies), 2)
+    return make_plan(analyzed_model(tied=True), job, mesh, (Pipeline(), *strategies), 2)
 
 
 def end(plan: Plan, role: str = "pp0") -> list[str]:
@@ -49,7 +49,7 @@ def of_kind(plan: Plan, kind: str, role: str = "pp0") -> Action:
     return found
 
 
-def test_it_follows_all_other_communication_and_precedes_what_reads_gradients():
+def test_it_follows_all_other_communication_and_precedes_readers_of_gradients():
     plan = plan_of(Mesh(pp=3))
     tail = [
         "LOSS_SUM()",
@@ -114,7 +114,7 @@ def test_a_sharded_group_sends_a_shard_in_the_dtype_of_gradients():
 @pytest.mark.parametrize(
     ("mesh", "store"), [(Mesh(pp=3), ()), (Mesh(pp=3, dp_replicate=2), (BatchSplit(), DDP()))]
 )
-def test_of_narrow_gradients_it_is_the_wider_buffer_that_is_summed(mesh: Mesh, store: tuple[Strategy, ...]):
+def test_for_half_precision_gradients_the_wider_buffer_is_summed(mesh: Mesh, store: tuple[Strategy, ...]):
     plan = plan_of(mesh, *store, precision=WIDE)
     tie, actions = of_kind(plan, "REDUCE_TIED"), plan.program.actions("pp0")
     assert tie.transfer is not None

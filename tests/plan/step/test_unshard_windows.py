@@ -1,4 +1,6 @@
-"""Unshard windows: what is joined, how early it is gathered, and that overlapping groups share no buffer."""
+"""Unshard windows: which uses share one, how early weights are gathered, and that overlapping groups share no
+buffer.
+"""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +15,7 @@ def spans(found: list[UnshardWindow]) -> list[tuple[str, int, int]]:
     return [(stay.param_group, stay.first_use, stay.last_use) for stay in found]
 
 
-def test_uses_that_follow_each_other_are_one_stay():
+def test_consecutive_uses_share_one_unshard_window():
     assert spans(unshard_windows(CHAIN, ONES)) == [
         ("a", 0, 0),
         ("b", 1, 1),
@@ -45,7 +47,7 @@ def test_a_budget_joins_the_shortest_gaps_first():
     assert spans(unshard_windows(CHAIN, ONES, budget=2)) == [("a", 0, 5), ("b", 1, 4), ("c", 2, 3)]
 
 
-def test_nothing_is_fetched_before_it_has_been_let_go_of():
+def test_nothing_is_gathered_before_it_was_freed():
     found = {
         (stay.param_group, stay.first_use): stay.fetch_use
         for stay in unshard_windows(CHAIN, ONES, prefetch=9)

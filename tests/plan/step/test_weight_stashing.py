@@ -1,4 +1,6 @@
-"""Weight versions of microbatches, read from a list, and lists in which a microbatch has several."""
+"""Weight versions of microbatches, derived from a program, and programs in which a microbatch uses
+several.
+"""
 
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
@@ -35,14 +37,14 @@ RIGHT = listed(
 )
 
 
-def test_a_forward_meets_the_weights_after_the_steps_before_it():
+def test_a_forward_uses_the_weights_of_the_steps_before_it():
     assert forward_versions(RIGHT) == {0: 0, 1: 0, 2: 1}
     assert stepped_microbatches(RIGHT) == (0, 1)
     assert staleness(RIGHT) == 1
     assert not list(version_conflicts(RIGHT))
 
 
-def test_one_step_with_all_micro_batches_is_none_of_their_own():
+def test_one_step_for_all_micro_batches_needs_no_versions():
     actions = listed("F0", "F1", "B0", "B1", "STEP")
     assert stepped_microbatches(actions) == ()
     assert staleness(actions) == 0

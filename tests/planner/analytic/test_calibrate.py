@@ -1,5 +1,5 @@
-"""Rates learnt from measured steps: planted ones are found again,
-and one disturbed step does not bend them.
+"""Rates fitted to measured steps: planted rates are recovered, and one disturbed step does not change
+them.
 """
 
 from dataclasses import replace
@@ -62,16 +62,16 @@ def test_a_disturbed_step_does_not_bend_the_rest():
     assert off[len(off) // 2] < 0.05
 
 
-def test_without_steps_nothing_is_learnt():
+def test_without_steps_nothing_is_calibrated():
     assert calibrate(MACHINE.rates, []) is MACHINE.rates
 
 
-def test_rates_that_no_step_tells_anything_of_stay():
+def test_rates_that_no_step_depends_on_are_unchanged():
     found = calibrate(MACHINE.rates, steps(PLANTED))
     assert found.eager_score_passes == pytest.approx(MACHINE.rates.eager_score_passes)
 
 
-def test_the_file_of_rates_says_known_ones_for_known_devices():
+def test_the_file_of_rates_has_known_rates_for_known_devices():
     assert set(vars(load_rates("A100"))) == set(RATE_NAMES)
     assert load_rates("a device that nobody has fitted") == load_rates("another one")
 
@@ -79,7 +79,7 @@ def test_the_file_of_rates_says_known_ones_for_known_devices():
 @pytest.mark.parametrize(
     ("kind", "other"), [("GH200", "H100"), ("H100 96GB", "H100"), ("H200", "H100"), ("V100 16GB", "V100")]
 )
-def test_kinds_of_one_die_reach_alike(kind: str, other: str):
+def test_kinds_of_one_die_reach_similar_rates(kind: str, other: str):
     """One slow code base alone had run on GH200: a planner said that it takes three times as
     long as an H100.
     """

@@ -1,4 +1,4 @@
-"""Bytes of a rank from sizes: the papers' tables, and what each technique saves."""
+"""Memory of a rank from sizes: the tables of the papers, and what each strategy saves."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_activations_of_a_layer_are_those_of_the_table(tp: int):
     assert found.activations / unit == pytest.approx(34 - 2)
 
 
-def test_scores_are_kept_unless_a_kernel_is_fused_or_they_are_rerun():
+def test_attention_scores_are_saved_unless_a_kernel_is_fused_or_they_are_recomputed():
     shape = ModelShape("gpt", 10, 1024, 16, vocab=1)
     fused, one, torch, again = (
         estimate_memory(shape, ParallelConfig(attention_kernel=kernel, recompute=reruns))
@@ -70,7 +70,7 @@ def test_scores_are_kept_unless_a_kernel_is_fused_or_they_are_rerun():
     )  # those of the block that is rerun
 
 
-def test_what_is_rerun_keeps_the_inputs_of_layers():
+def test_activation_checkpointing_keeps_the_inputs_of_layers():
     """2 s b h per layer, and one layer's inside."""
     shape = ModelShape("gpt", 24, 1024, 16, vocab=1)
     kept, again = (
@@ -95,7 +95,7 @@ def test_the_fullest_rank_along_pp_is_the_one_with_most():
     )
 
 
-def test_the_loss_and_a_blocks_backward_are_not_there_at_once():
+def test_the_loss_and_a_blocks_backward_do_not_overlap():
     narrow, words = (
         estimate_memory(ModelShape("s", 2, 512, 8, vocab=vocab), ParallelConfig()) for vocab in (128, 100_000)
     )
@@ -103,7 +103,7 @@ def test_the_loss_and_a_blocks_backward_are_not_there_at_once():
     assert words.block_backward == 0 < words.logits
 
 
-def test_copies_in_groups_divide_states_by_the_group():
+def test_hsdp_divides_states_by_the_group_size():
     whole, groups = (
         estimate_memory(BLOCKS, ParallelConfig(dp=64, zero_stage=3, zero_group_size=within))
         for within in (0, 8)
@@ -111,7 +111,7 @@ def test_copies_in_groups_divide_states_by_the_group():
     assert states(groups) == pytest.approx(8 * states(whole))
 
 
-def test_parts_that_lie_on_two_ranks_are_held_twice_and_one_order_holds_all_micro_batches():
+def test_stages_on_two_ranks_are_held_twice_and_gpipe_holds_all_micro_batches():
     plain, both, whole = (
         estimate_memory(BLOCKS, ParallelConfig(pp=4, num_microbatches=12, schedule_profile=order))
         for order in (ScheduleProfile(), DUALPIPE, GPIPE)
@@ -121,7 +121,7 @@ def test_parts_that_lie_on_two_ranks_are_held_twice_and_one_order_holds_all_micr
     assert whole.activations == pytest.approx(plain.activations * 12 / 4)
 
 
-def test_weights_in_shards_need_room_for_layers_that_are_gathered():
+def test_sharded_weights_need_memory_for_gathered_layers():
     third, second = (
         estimate_memory(BLOCKS, ParallelConfig(dp=64, zero_stage=shards)).gathered_params for shards in (3, 2)
     )
@@ -135,7 +135,7 @@ def test_weights_in_shards_need_room_for_layers_that_are_gathered():
     assert piped.gathered_params == pytest.approx((2 + 2) * 9 * BLOCKS.layer_numel, rel=1e-4)
 
 
-def test_inputs_that_are_gathered_are_not_divided_by_tensor_ranks():
+def test_gathered_inputs_are_not_divided_by_tensor_parallel_ranks():
     shape = ModelShape("gpt", 1, 1024, 16, vocab=1)
     once, whole = (
         estimate_memory(shape, ParallelConfig(tp=4, sequence_parallel=True), habits).activations
@@ -144,7 +144,7 @@ def test_inputs_that_are_gathered_are_not_divided_by_tensor_ranks():
     assert whole - once == pytest.approx(4 * shape.sequence * shape.hidden * 3 / 4)
 
 
-def test_chunks_that_logits_do_not_fit_into_are_reserved_too_and_more_of_them_where_scores_are_kept_apart():
+def test_allocator_segments_too_small_for_logits_are_reserved_and_more_with_saved_scores():
     shape, habits = (
         ModelShape("gpt", 2, 1024, 16, vocab=500_000),
         FrameworkMemory(logits_fragmentation=8, score_fragmentation=4, fragmentation=1.0),
@@ -164,7 +164,7 @@ def test_chunks_that_logits_do_not_fit_into_are_reserved_too_and_more_of_them_wh
     )
 
 
-def test_logits_that_every_tensor_rank_has_whole_are_not_divided():
+def test_logits_without_vocab_parallel_are_not_divided():
     shape = ModelShape("words", 2, 512, 8, vocab=200_000)
     divided, whole = (
         estimate_memory(shape, ParallelConfig(tp=4), habits)
@@ -173,7 +173,7 @@ def test_logits_that_every_tensor_rank_has_whole_are_not_divided():
     assert whole.logits == 4 * divided.logits
 
 
-def test_what_a_device_shows_is_more_than_torch_counts():
+def test_device_memory_is_more_than_torch_counts():
     alone, found = (
         estimate_memory(BLOCKS, ParallelConfig()),
         estimate_memory(BLOCKS, ParallelConfig(tp=2, pp=2)),
@@ -184,7 +184,7 @@ def test_what_a_device_shows_is_more_than_torch_counts():
 
 
 @pytest.mark.parametrize("shards", [0, 1, 2, 3])
-def test_it_is_what_a_plan_of_this_library_holds(shards: int):
+def test_it_equals_the_memory_of_a_plan_of_this_library(shards: int):
     """Sizes alone against the program of a small model on four ranks, whose every tensor is counted: within 5
     %.
     """
@@ -195,7 +195,7 @@ def test_it_is_what_a_plan_of_this_library_holds(shards: int):
     )
     strategies = [BatchSplit(axis="dp_shard"), ZeRO(axis="dp_shard", stage=shards)] if shards else None
     mesh, copies = (Mesh(dp_shard=4), 4) if shards else (Mesh(), 1)
-    _, plan = planned(llama(**sizes), mesh, strategies, rows=8, length=128, precision=narrow)
+    _, plan = planned(llama(**sizes), mesh, strategies, samples=8, length=128, precision=narrow)
     shape = ModelShape("llama", 6, 256, 4, 2, 704, 1000, 128, gated=True)
     layout = ParallelConfig(dp=copies, zero_stage=shards, micro_batch=8 / copies, fused_norms=False)
     assert estimate_memory(shape, layout).allocated == pytest.approx(peak_nbytes(plan, 0), rel=0.05)

@@ -1,6 +1,4 @@
-"""What ranks along pp have: their layers by how code bases cut, and the microbatches under way by how they
-take turns.
-"""
+"""Pipeline ranks: their layers, and the microbatches in flight under each schedule."""
 
 from dataclasses import replace
 
@@ -32,7 +30,7 @@ ZB = ScheduleProfile(1.0, 1.0, -1.0, uniform_memory=True)
         (ParallelConfig(pp=8, num_microbatches=64, schedule_profile=replace(ZB, in_flight=2.0)), 16, 16),
     ],
 )
-def test_micro_batches_under_way_are_those_of_the_papers(layout: ParallelConfig, first: float, last: float):
+def test_micro_batches_in_flight_are_those_of_the_papers(layout: ParallelConfig, first: float, last: float):
     """1F1B holds min(m, p - rank) of them, with chunks 1 + (p - 1) / (p v) times as many on the first (arXiv
     2205.05198).
     """
@@ -49,7 +47,7 @@ def test_every_layer_is_on_one_rank_and_ends_are_at_the_ends(cut: LayerSplit, pp
     assert [part.has_head for part in parts] == [*[False] * (pp - 1), True]
 
 
-def test_parts_that_are_folded_give_the_first_rank_both_ends_and_no_layer_more():
+def test_v_shaped_stages_give_the_first_rank_both_ends_and_no_more_layers():
     layout = ParallelConfig(
         pp=3, virtual_stages=2, num_microbatches=16, schedule_profile=replace(ZB, is_folded=True)
     )
@@ -60,7 +58,7 @@ def test_parts_that_are_folded_give_the_first_rank_both_ends_and_no_layer_more()
     ]
 
 
-def test_layers_are_dealt_as_code_bases_do():
+def test_layers_are_split_as_code_bases_do():
     by_cut = {
         cut: [stage_layers(SHAPE, ParallelConfig(pp=4), rank, cut).layers for rank in range(4)]
         for cut in ("layers", "ends", "norm")
@@ -82,7 +80,7 @@ def test_layers_are_dealt_as_code_bases_do():
 
 @pytest.mark.parametrize("cut", ["layers", "ends", "norm"])
 @pytest.mark.parametrize("order", [ScheduleProfile(), ZB])
-def test_no_rank_has_more_than_those_that_are_asked(cut: LayerSplit, order: ScheduleProfile):
+def test_the_ranks_considered_include_the_fullest(cut: LayerSplit, order: ScheduleProfile):
     for pp in (2, 3, 4, 7, 8, 14, 16):
         layout = ParallelConfig(pp=pp, num_microbatches=16, schedule_profile=order)
         asked = set(fullest_pp_ranks(layout, cut))

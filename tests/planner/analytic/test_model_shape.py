@@ -1,4 +1,4 @@
-"""Shapes: their weights against real models, their FLOPs against the paper's, and what is wrong with them."""
+"""Model shapes: weights against real models, FLOPs against the paper, and all errors of a shape at once."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_sizes_are_read_in_any_order_and_spelling():
     assert said == ModelShape("mine", 4, 512, 8, 2, 1408, gated=True, tied=True)
 
 
-def test_all_that_is_wrong_with_a_shape_is_said_at_once():
+def test_all_errors_of_a_shape_are_reported_at_once():
     with pytest.raises(PlanError) as raised:
         parse_shape("bad: layer 4 hidden many heads 3")
     text = str(raised.value)
@@ -75,7 +75,7 @@ def test_sizes_that_no_model_has_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("twice: layers 2 hidden 96 heads 3 layers 4", "layers is given twice"),
         ("less: layers -2 hidden 96 heads 3", "layers without a whole number after it, but '-2'"),
@@ -83,10 +83,10 @@ def test_sizes_that_no_model_has_are_refused():
         ("under: layers 2_ hidden 96 heads 3", "layers without a whole number after it, but '2_'"),
     ],
 )
-def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, said: str):
+def test_a_size_that_is_no_number_or_is_said_twice_is_refused(text: str, message: str):
     with pytest.raises(PlanError) as raised:
         parse_shape(text)
-    assert raised.value.diagnostics[0].problem == said
+    assert raised.value.diagnostics[0].problem == message
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_capitals_and_commas_are_read(text: str):
     assert parse_shape(f"{text} sequence 1,048,576").sequence == 1 << 20
 
 
-def test_a_head_that_is_wider_than_its_share_counts_as_wide_as_it_is():
+def test_a_head_wider_than_hidden_over_heads_counts_with_its_width():
     usual = parse_shape("a: layers 4 hidden 2560 heads 32 kv_heads 8")
     same, wide = replace(usual, head=80), parse_shape("a: layers 4 hidden 2560 heads 32 kv_heads 8 head 128")
     assert (same.layer_numel, same.flops(8)) == (usual.layer_numel, usual.flops(8))
@@ -119,5 +119,5 @@ def test_a_head_that_is_wider_than_its_share_counts_as_wide_as_it_is():
     assert scores[1] / scores[0] == pytest.approx(1.6, rel=0.01)
 
 
-def test_heads_of_a_said_width_need_not_divide_the_hidden_size():
+def test_heads_of_a_given_width_need_not_divide_the_hidden_size():
     assert parse_shape("a: layers 4 hidden 100 heads 8 head 16").attention_dim == 128

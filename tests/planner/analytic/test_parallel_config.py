@@ -1,4 +1,4 @@
-"""Layouts: what follows from their sizes, and what keeps them from being plans."""
+"""Parallel layouts: what follows from their sizes, and errors of invalid ones."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from meshwright.planner.analytic.parallel_config import DUALPIPE, ParallelConfig
 SHAPE = ModelShape("gpt", 60, 6656, 52)
 
 
-def test_ranks_multiply_and_copies_along_two_axes_share_weights():
+def test_ranks_multiply_and_both_data_axes_shard_weights():
     layout = ParallelConfig(dp=3, tp=2, pp=5, cp=7)
     assert layout.num_ranks == 210
     assert layout.data_parallel_size == 21
@@ -24,7 +24,7 @@ def test_the_fullest_rank_has_the_layers_that_do_not_come_out_even():
     )  # 30 layers, the embedding and the head
 
 
-def test_a_layout_that_no_plan_can_have_is_told_with_the_repair():
+def test_an_invalid_layout_is_reported_with_the_repair():
     layout = ParallelConfig(tp=8, pp=31, virtual_stages=2, num_microbatches=3)
     said = [str(fault) for fault in layout.diagnostics(SHAPE)]
     assert len(said) == 3
@@ -35,7 +35,7 @@ def test_a_layout_that_no_plan_can_have_is_told_with_the_repair():
     assert not list(ParallelConfig(tp=4, pp=4, virtual_stages=3, num_microbatches=8).diagnostics(SHAPE))
 
 
-def test_groups_and_directions_that_no_plan_can_have_are_told():
+def test_invalid_groups_and_directions_are_reported():
     said = " ".join(
         str(fault)
         for fault in ParallelConfig(
@@ -57,7 +57,7 @@ def test_groups_and_directions_that_no_plan_can_have_are_told():
     )
 
 
-def test_groups_of_copies_hold_the_same_shares():
+def test_replica_groups_hold_the_same_shards():
     layout = ParallelConfig(dp=8, cp=2, tp=2, zero_stage=3, zero_group_size=4)
     assert (layout.data_parallel_size, layout.zero_shard_size) == (16, 8)
     assert (layout.tp_stride, layout.dp_stride) == (1, 2)

@@ -1,6 +1,4 @@
-"""A step from sizes: the closed forms of the papers, and that each technique costs and saves
-what it should.
-"""
+"""Step time from sizes: the closed forms of the papers, and what each strategy costs and saves."""
 
 from dataclasses import replace
 
@@ -43,7 +41,7 @@ def made(**said: object) -> StepTime:
     return step_time(SHAPE, ParallelConfig(**{"num_microbatches": 16, **said}), FREE)
 
 
-def test_the_parts_add_up():
+def test_the_terms_add_up():
     found = step_time(SHAPE, ParallelConfig(dp=4, tp=4, pp=4, num_microbatches=16), MACHINE)
     parts = (found.compute, found.tp_comm, found.pipeline_wait, found.dp_comm, found.optimizer, found.fixed)
     assert found.seconds == pytest.approx(sum(parts))
@@ -51,17 +49,17 @@ def test_the_parts_add_up():
 
 
 @pytest.mark.parametrize(("pp", "micros"), [(2, 8), (3, 12), (8, 64)])
-def test_ranks_along_pp_wait_as_the_paper_says(pp: int, micros: int):
+def test_the_pipeline_bubble_is_that_of_the_paper(pp: int, micros: int):
     """(p - 1) / m of what they compute (arXiv 2104.04473, section 2.2.1)."""
     found = made(pp=pp, num_microbatches=micros)
     assert found.pipeline_wait / found.compute == pytest.approx((pp - 1) / micros, rel=0.02)
 
 
-def test_chunks_divide_what_they_wait():
+def test_virtual_stages_divide_the_bubble():
     assert made(pp=4, virtual_stages=3).pipeline_wait == pytest.approx(made(pp=4).pipeline_wait / 3, rel=1e-6)
 
 
-def test_an_order_that_fills_its_gaps_with_halves_waits_less():
+def test_a_zero_bubble_schedule_waits_less():
     """ZB-H1: (p - 1)(F + I - W), where W is nothing but products (arXiv 2401.10241)."""
     one = layer_compute(SHAPE, ParallelConfig(), FREE)
     plain, filled = made(pp=8), made(pp=8, schedule_profile=ZB_H1)
@@ -75,7 +73,7 @@ def test_an_order_that_fills_its_gaps_with_halves_waits_less():
     ("schedule", "order", "chunks"), [("1f1b", ScheduleProfile(), 1), ("zb_h1", ZB_H1, 1), ("zb_v", ZB_V, 2)]
 )
 @pytest.mark.parametrize("pp", [2, 4, 8])
-def test_what_ranks_wait_is_what_their_lists_on_paper_wait_however_few_micro_batches(
+def test_the_bubble_equals_that_of_the_simulated_schedule_for_any_number_of_micro_batches(
     schedule: str, order: ScheduleProfile, chunks: int, pp: int
 ):
     found = find_schedule(schedule)
@@ -89,7 +87,7 @@ def test_what_ranks_wait_is_what_their_lists_on_paper_wait_however_few_micro_bat
         assert waits(layout, one, (pp - 1) * one.total) == pytest.approx(waited)
 
 
-def test_what_is_rerun_is_computed_once_more():
+def test_activation_checkpointing_adds_one_forward():
     one = layer_compute(SHAPE, ParallelConfig(), FREE)
     plain, again, half = made(), made(recompute="layers"), made(recompute="layers", recompute_fraction=0.5)
     assert again.compute - plain.compute == pytest.approx(16 * 48 * one.forward, rel=1e-6)
@@ -105,7 +103,7 @@ def test_attention_that_writes_its_scores_out_takes_longer():
     assert seconds[0] < seconds[-1]
 
 
-def test_tensor_ranks_divide_the_work_and_meet_for_it():
+def test_tensor_parallel_ranks_divide_the_work_and_all_reduce():
     """Their all-reduces send 8 b s h (t - 1) / t elements per layer and microbatch (arXiv 2104.04473,
     section 3.2).
     """
@@ -125,7 +123,7 @@ def test_tensor_ranks_divide_the_work_and_meet_for_it():
     )
 
 
-def test_copies_sum_once_per_step_and_weights_in_shards_are_gathered_per_micro_batch():
+def test_ddp_reduces_once_per_step_and_zero_gathers_weights_per_micro_batch():
     slow = replace(MACHINE, rates=replace(MACHINE.rates, nic=1e-3))
     kept, shards = (
         step_time(SHAPE, ParallelConfig(dp=64, num_microbatches=4, zero_stage=stage), slow)
@@ -136,18 +134,18 @@ def test_copies_sum_once_per_step_and_weights_in_shards_are_gathered_per_micro_b
     assert shards.compute > 10 * kept.compute  # each layer waits for its weights
 
 
-def test_a_head_of_many_words_falls_on_the_last_rank_along_pp():
+def test_the_head_of_a_large_vocabulary_is_on_the_last_pipeline_rank():
     wide = replace(SHAPE, vocab=128_000)
     alone = head_time(wide, ParallelConfig(), FREE).total
     found = step_time(wide, ParallelConfig(pp=4, num_microbatches=16), FREE)
     assert found.compute == pytest.approx(made(pp=4).compute + 16 * alone, rel=0.01)
 
 
-def test_moments_in_shards_are_stepped_by_their_owners_alone():
+def test_sharded_optimizer_states_are_stepped_by_their_owners_only():
     assert made(dp=8, zero_stage=1).optimizer < made(dp=8).optimizer / 3
 
 
-def test_parts_that_are_folded_have_both_ends_on_one_rank():
+def test_v_shaped_stages_have_embedding_and_head_on_one_rank():
     """Embedding and head of the same rank: each microbatch pays for both there."""
     wide = replace(SHAPE, vocab=128_000)
     ends = (head_time(wide, ParallelConfig(), FREE) + embedding_time(wide, ParallelConfig(), FREE)).total
@@ -213,7 +211,7 @@ def test_weights_that_are_gathered_in_few_bits_are_waited_for_less():
     assert one < 0.8 * two
 
 
-def test_ranks_that_swap_tokens_for_heads_send_what_their_paper_says():
+def test_ulysses_sends_the_bytes_of_the_paper():
     """(2 + 2 k / a) B N h / P (P - 1) / P elements forward and as many backward (arXiv 2309.14509, section
     3.2).
     """
@@ -232,7 +230,7 @@ def test_ranks_that_swap_tokens_for_heads_send_what_their_paper_says():
     )  # half of the ranks, (u - 1) / u of 1 / 2
 
 
-def test_shares_of_gradients_are_summed_behind_every_micro_batch():
+def test_zero_2_reduces_gradients_after_every_micro_batch():
     """(m + 1) a of stage 2 where stage 1 sends 2 a (strategies/data/zero.py)."""
     for micros in (1, 8):
         first, second = (
@@ -244,7 +242,7 @@ def test_shares_of_gradients_are_summed_behind_every_micro_batch():
         assert second / first == pytest.approx((micros + 1) / 2)
 
 
-def test_groups_that_share_among_a_host_gather_inside_it_and_sum_shares_across():
+def test_hsdp_gathers_inside_a_host_and_reduces_shards_across():
     slow = replace(MACHINE, rates=replace(MACHINE.rates, nic=1e-2))
     whole, hosts = (
         step_time(
@@ -262,7 +260,7 @@ def test_groups_that_share_among_a_host_gather_inside_it_and_sum_shares_across()
     assert fewer == pytest.approx(more)  # once per step
 
 
-def test_copies_inside_hosts_leave_the_slow_links_to_tensor_ranks():
+def test_replicas_inside_hosts_leave_the_slow_links_to_tensor_parallel_ranks():
     tensor, copies = (
         step_time(SHAPE, ParallelConfig(dp=8, tp=8, num_microbatches=4, tp_across_hosts=each), MACHINE)
         for each in (False, True)
@@ -271,7 +269,7 @@ def test_copies_inside_hosts_leave_the_slow_links_to_tensor_ranks():
     assert copies.dp_comm < tensor.dp_comm
 
 
-def test_parts_that_lie_on_two_ranks_are_summed_between_them():
+def test_stages_on_two_ranks_are_reduced_between_them():
     plain, both = (
         step_time(SHAPE, ParallelConfig(pp=4, num_microbatches=16, schedule_profile=order), MACHINE)
         for order in (ScheduleProfile(), DUALPIPE)
@@ -330,7 +328,7 @@ def test_code_that_hides_half_of_its_transfers_lies_between_all_and_nothing():
     assert seen[1] == pytest.approx((seen[0] + seen[2]) / 2)
 
 
-def test_a_scale_per_row_costs_casts_and_not_products():
+def test_a_scale_per_token_costs_casts_and_not_products():
     """What it adds grows with tokens and sizes, not with their products: a wider model pays less of its step
     for it.
     """
@@ -356,7 +354,7 @@ def test_kernels_written_for_the_device_attend_faster_than_older_ones():
 
 
 @pytest.mark.parametrize("pp", [3, 4, 7])
-def test_a_head_heavier_than_layers_is_waited_for_where_parts_are_uneven(pp: int):
+def test_a_head_heavier_than_layers_is_waited_for_where_stages_are_uneven(pp: int):
     """The last rank has a layer less, and a head of many layers: no step is shorter than what it is busy."""
     shape = ModelShape("wide", 26, 1152, 4, ffn=6912, vocab=262144, sequence=4096)
     layout = ParallelConfig(pp=pp, num_microbatches=16, micro_batch=2)
@@ -366,7 +364,7 @@ def test_a_head_heavier_than_layers_is_waited_for_where_parts_are_uneven(pp: int
     assert found.compute >= 16 * ((26 // pp) * one.total + last.total)
 
 
-def test_ranks_along_pp_never_wait_less_than_not_at_all():
+def test_the_pipeline_bubble_is_never_negative():
     """Where small products make W long, it fills all that there is to wait, and gives nobody time back."""
     shape, given = ModelShape("thin", 4, 256, 4, vocab=512, sequence=64), make_machine("V100", 8)
     layout = ParallelConfig(pp=2, tp=4, num_microbatches=16, schedule_profile=ZB_H1, sequence_parallel=True)

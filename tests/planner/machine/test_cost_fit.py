@@ -8,19 +8,19 @@ COSTS = (1e-5, 2e-11, 3e-9)
 SIZES = [(n, k) for n in (16, 64, 256, 1024) for k in (8, 128, 2048)]
 
 
-def causes(n: float, k: float) -> tuple[float, ...]:
+def features(n: float, k: float) -> tuple[float, ...]:
     return 1.0, n * k, n + k
 
 
 def seen(n: float, k: float, times: float = 1.0) -> Sample:
-    took = sum(cost * amount for cost, amount in zip(COSTS, causes(n, k), strict=True))
-    return Sample((n, k), causes(n, k), times * took)
+    took = sum(cost * amount for cost, amount in zip(COSTS, features(n, k), strict=True))
+    return Sample((n, k), features(n, k), times * took)
 
 
-def test_what_made_the_points_is_found_again():
+def test_the_formula_of_the_samples_is_recovered():
     fit = CostFit(tuple(seen(*size) for size in SIZES))
     assert fit.coefficients == pytest.approx(COSTS, rel=1e-3)
-    assert fit.seconds((100_000, 300), causes(100_000, 300)) == pytest.approx(
+    assert fit.seconds((100_000, 300), features(100_000, 300)) == pytest.approx(
         seen(100_000, 300).seconds, rel=1e-3
     )
 
@@ -29,9 +29,11 @@ def test_the_fit_is_corrected_near_a_sample_and_not_far_from_it():
     odd = seen(64, 128, times=2.0)
     fit = CostFit((*(seen(*size) for size in SIZES if size != (64, 128)), odd))
     plain = CostFit(tuple(seen(*size) for size in SIZES if size != (64, 128)))
-    assert 1.6 < fit.seconds((64, 128), causes(64, 128)) / plain.seconds((64, 128), causes(64, 128)) < 2.05
-    assert fit.seconds((1 << 20, 4), causes(1 << 20, 4)) < 1.3 * plain.seconds(
-        (1 << 20, 4), causes(1 << 20, 4)
+    assert (
+        1.6 < fit.seconds((64, 128), features(64, 128)) / plain.seconds((64, 128), features(64, 128)) < 2.05
+    )
+    assert fit.seconds((1 << 20, 4), features(1 << 20, 4)) < 1.3 * plain.seconds(
+        (1 << 20, 4), features(1 << 20, 4)
     )
 
 

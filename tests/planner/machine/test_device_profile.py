@@ -41,7 +41,7 @@ def test_attention_of_any_size_takes_what_the_device_takes():
     assert FOUND.attention_seconds(size, backward=True) == pytest.approx(2.5 * attention_s(*size), rel=0.1)
 
 
-def test_what_is_moved_lies_between_the_sizes_measured_and_goes_on_beyond_them():
+def test_memory_times_are_interpolated_and_extrapolated():
     assert FOUND.memory_op_seconds(1) == FOUND.memory_op_seconds(4096) == pytest.approx(CALL_S)
     assert FOUND.memory_op_seconds(1 << 20) == pytest.approx((1 << 20) / 20e9)
     assert (1 << 20) / 20e9 < FOUND.memory_op_seconds(8 << 20) < (64 << 20) / 5e9
@@ -61,7 +61,7 @@ def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
     assert "tanh" in next(wrong.diagnostics()).fix
 
 
-def test_lag_samples_are_given_in_rising_lengths():
+def test_delay_samples_are_in_increasing_lengths():
     assert FOUND.straggler_seconds(0.01, 4) == 0.0  # nobody measured it
     uneven = replace(FOUND, lag_samples=(LagSample(0.01, 0.05), LagSample(0.04, 0.0)))
     assert uneven.straggler_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
@@ -70,7 +70,7 @@ def test_lag_samples_are_given_in_rising_lengths():
     assert [diagnostic.location for diagnostic in wrong.diagnostics()] == ["lag_samples.2.lag", "lag_samples"]
 
 
-def test_halves_stand_for_each_other_and_other_dtypes_are_refused():
+def test_half_dtypes_substitute_for_each_other_and_other_dtypes_are_refused():
     assert FOUND.matmul_seconds(128, 512, 256, dtype="float16") == FOUND.matmul_seconds(
         128, 512, 256, dtype="bfloat16"
     )
@@ -98,7 +98,7 @@ def test_every_error_is_reported():
         memory_ops=(FOUND.memory_ops[1], FOUND.memory_ops[0]),
     )
     messages = [str(diagnostic) for diagnostic in wrong.diagnostics()]
-    wanted = [
+    expected = [
         "version 7",
         "of kind 'tpu'",
         "threads 0",
@@ -106,6 +106,6 @@ def test_every_error_is_reported():
         "matmuls.0.m",
         "flops_per_s of -1.0",
     ]
-    wanted += ["5 of float32; a fit needs at least 6", "0 were measured; needed are 6", "in rising order"]
-    assert all(any(part in each for each in messages) for part in wanted), messages
+    expected += ["5 of float32; a fit needs at least 6", "0 were measured; needed are 6", "in rising order"]
+    assert all(any(part in each for each in messages) for part in expected), messages
     assert all(diagnostic.fix for diagnostic in wrong.diagnostics())

@@ -1,6 +1,4 @@
-"""Rates of a machine from what was measured on one device and on some links; what does not fit together is
-refused.
-"""
+"""Machine rates from measurements of one device and of some links; inconsistent measurements are refused."""
 
 from dataclasses import replace
 from math import log2

@@ -1,4 +1,4 @@
-"""What a run taught: one factor on all that is computed, one on all that is sent."""
+"""Factors fitted to a run: one on all computation, one on all communication."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_everything_that_is_sent_takes_so_many_times_as_long_inside_a_host_and_b
     assert before.dp_comm < inside.dp_comm < between.dp_comm
 
 
-def test_what_was_learnt_is_told_in_words():
+def test_fitted_factors_are_reported():
     assert "computation took 1.7 times as long as planned, communication 2 times" in str(
         RunCalibration("runs/a", 20, 1.7, 2.0, is_traced=True)
     )

@@ -1,4 +1,4 @@
-"""Machines: facts of their devices, shares of links, and names that nobody knows."""
+"""Machines: device facts, fractions of link rates, and unknown names."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_a_device_that_is_not_known_takes_five_lines():
         Machine(mine, 16, MachineRates()).peak_flops("float8")
 
 
-def test_a_crowded_fabric_gives_half_at_the_hosts_that_its_rate_says():
+def test_an_oversubscribed_fabric_gives_half_at_its_number_of_hosts():
     given = replace(
         make_machine("A100", 8), rates=MachineRates(nic=0.5, fabric_half_hosts=32, fabric_exponent=3)
     )

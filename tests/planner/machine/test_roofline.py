@@ -1,4 +1,4 @@
-"""Seconds of products, attention, memory and gathers: what the formulas say, at their ends."""
+"""Time of products, attention, memory operations and gathers: the formulas at their limits."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""What an action costs: its own operations at the speed of the device,
-as much of them as falls to the rank.
+"""Cost of an action: its own operations at the speed of the device, for the fraction that the rank
+computes.
 """
 
 from dataclasses import replace
@@ -18,10 +18,10 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost import action_cost
 from meshwright.planner.program_cost.action_cost import ActionCosts
 from meshwright.planner.program_cost.device_time import ExecutionTarget
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
-ROWS, TOKENS = 6, 9
+NUM_SAMPLES, TOKENS = 6, 9
 ALONE = Mesh()
 SIZES = {
     "hidden_size": 48,
@@ -37,7 +37,7 @@ PAIRS = 4 * 6 * TOKENS * TOKENS * 8 / 2  # of attention, half of whose pairs the
 
 @cache
 def plan_of(mesh: Mesh = ALONE, micro: int = 0) -> Plan:
-    return planned(known(**SIZES), mesh, micro=micro, rows=ROWS)[1]
+    return planned(analyzed_llama(**SIZES), mesh, micro=micro, samples=NUM_SAMPLES)[1]
 
 
 def priced(plan: Plan, on: ExecutionTarget, rank: int = 0) -> dict[str, float]:
@@ -52,20 +52,22 @@ def priced(plan: Plan, on: ExecutionTarget, rank: int = 0) -> dict[str, float]:
 
 def test_a_layer_takes_its_products_and_its_attention_at_the_speed_of_the_device():
     found = priced(plan_of(), ground(flops=1e9))
-    assert found["F(model.layers.0, 0)"] == pytest.approx(ROWS * (LAYER + PAIRS) / 1e9)
-    assert found["B(model.layers.0, 0)"] == pytest.approx(ROWS * (2 * LAYER + 2.5 * PAIRS) / 1e9)
-    assert found["F(lm_head, 0)"] == pytest.approx(ROWS * 2 * TOKENS * 48 * 68 / 1e9)
+    assert found["F(model.layers.0, 0)"] == pytest.approx(NUM_SAMPLES * (LAYER + PAIRS) / 1e9)
+    assert found["B(model.layers.0, 0)"] == pytest.approx(NUM_SAMPLES * (2 * LAYER + 2.5 * PAIRS) / 1e9)
+    assert found["F(lm_head, 0)"] == pytest.approx(NUM_SAMPLES * 2 * TOKENS * 48 * 68 / 1e9)
 
 
 @pytest.mark.parametrize("micro", [0, 2])
 def test_the_operations_of_all_forwards_are_those_of_the_model(micro: int):
     plan = plan_of(micro=micro)
-    left_out = 2 * ROWS * PAIRS  # attention's formula counts all pairs
-    assert priced(plan, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.model_spec.flops) - left_out)
+    left_out = 2 * NUM_SAMPLES * PAIRS  # attention's formula counts all pairs
+    assert priced(plan, ground(flops=1.0))["F"] == pytest.approx(
+        NUM_SAMPLES * sum(plan.model_spec.flops) - left_out
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_divide_matrices_do_together_what_one_device_does(ranks: int):
+def test_tensor_parallel_ranks_together_do_the_work_of_one_device(ranks: int):
     alone, plan = priced(plan_of(), ground(flops=1.0)), plan_of(Mesh(tp=ranks))
     each = [priced(plan, ground(flops=1.0), rank)["F(model.layers.1, 0)"] for rank in range(ranks)]
     assert sum(each) == pytest.approx(alone["F(model.layers.1, 0)"])
@@ -76,49 +78,56 @@ def test_a_kernel_leaves_out_whole_blocks_of_keys_alone():
         priced(plan_of(), replace(ground(flops=1.0), attention_block=block))["F(model.layers.0, 0)"]
         for block in (0, 512)
     )
-    assert coarse - plain == pytest.approx(ROWS * PAIRS)  # rows shorter than a block are computed whole
+    assert coarse - plain == pytest.approx(
+        NUM_SAMPLES * PAIRS
+    )  # rows shorter than a block are computed whole
 
 
-def test_what_lies_between_products_passes_through_memory():
+def test_operations_between_products_are_bound_by_memory():
     plan = plan_of()
     done = plan.model_spec.memory.ops.by_block_call["model.layers.0"]
     found = priced(plan, ground(moved=1e9))
-    assert found["F(model.layers.0, 0)"] == pytest.approx(done.forward.memory_op_nbytes(ROWS) / 1e9, rel=1e-3)
+    assert found["F(model.layers.0, 0)"] == pytest.approx(
+        done.forward.memory_op_nbytes(NUM_SAMPLES) / 1e9, rel=1e-3
+    )
     states = 28 * sum(
         weight.numel for weight in plan.model_spec.trainable
     )  # gradient; weights and two moments, read and written
     assert found["STEP()"] == pytest.approx(states / 1e9, rel=0.01)
 
 
-def test_what_computes_much_is_told_apart():
+def test_expensive_elementwise_operations_are_priced_separately():
     plan = plan_of()
     passed = plan.model_spec.memory.ops.loss.memory_ops
-    numbers = sum(each.count * each.output_numel.total(ROWS) for each in passed)
+    numbers = sum(each.count * each.output_numel.total(NUM_SAMPLES) for each in passed)
     assert {each.operation for each in passed} == {"", "_log_softmax", "_log_softmax_backward_data"}
-    assert numbers == 2 * ROWS * TOKENS * 68
+    assert numbers == 2 * NUM_SAMPLES * TOKENS * 68
     assert priced(plan, ground(rich=1e-9))["LOSS"] == pytest.approx(1e-9 * numbers)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
+def test_the_vocab_parallel_loss_reads_local_logits_only(ranks: int):
     """engine/logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp
     among them.
     """
-    plan = planned(known(**SIZES), Mesh(tp=ranks), rows=ROWS, strategies=(TensorParallel(), VocabParallel()))[
-        1
-    ]
+    plan = planned(
+        analyzed_llama(**SIZES),
+        Mesh(tp=ranks),
+        samples=NUM_SAMPLES,
+        strategies=(TensorParallel(), VocabParallel()),
+    )[1]
     each = [priced(plan, ground(moved=1e9), rank)["LOSS"] for rank in range(ranks)]
     told = (
-        ranks * 2 * (ranks * 2 * ROWS * TOKENS * 4)
+        ranks * 2 * (ranks * 2 * NUM_SAMPLES * TOKENS * 4)
     )  # what each rank gathers, two numbers per token, is read and written once
-    assert sum(each) == pytest.approx((18 * 4 * ROWS * TOKENS * 68 + told) / 1e9)
+    assert sum(each) == pytest.approx((18 * 4 * NUM_SAMPLES * TOKENS * 68 + told) / 1e9)
     rich = [priced(plan, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)]
-    assert sum(rich) == pytest.approx(2 * ROWS * TOKENS * 68 * 1e-9)
+    assert sum(rich) == pytest.approx(2 * NUM_SAMPLES * TOKENS * 68 * 1e-9)
     assert priced(plan, ground(call_s=1.0))["LOSS"] == pytest.approx(action_cost.LOGITS_CALLS_PER_CHUNK)
     tiled = planned(
-        known(**SIZES),
+        analyzed_llama(**SIZES),
         Mesh(tp=ranks),
-        rows=ROWS,
+        samples=NUM_SAMPLES,
         strategies=(TensorParallel(), VocabParallel(), ChunkedLoss(2)),
     )[1]
     assert sum(priced(tiled, ground(rich=1e-9), rank)["LOSS"] for rank in range(ranks)) == pytest.approx(
@@ -126,9 +135,9 @@ def test_the_loss_of_divided_words_looks_at_those_that_are_here(ranks: int):
     )
 
 
-def test_what_is_exchanged_within_a_block_is_put_in_order_before_and_after(monkeypatch: pytest.MonkeyPatch):
+def test_exchanged_tensors_are_permuted_before_and_after(monkeypatch: pytest.MonkeyPatch):
     strategies = (Ulysses(), DDP(axis="cp"))
-    plan = planned(known(**SIZES), Mesh(cp=3), rows=ROWS, strategies=strategies)[1]
+    plan = planned(analyzed_llama(**SIZES), Mesh(cp=3), samples=NUM_SAMPLES, strategies=strategies)[1]
     inner = next(
         action for action in plan.for_rank(0).actions if action.name == "F(model.layers.0, 0)"
     ).inner_transfers
@@ -152,7 +161,11 @@ def test_short_operations_take_a_call_each():
 def test_both_halves_of_a_backward_take_what_the_whole_does():
     whole = priced(plan_of(Mesh(pp=2), 2), ground(flops=1.0))
     halves = planned(
-        known(**SIZES), Mesh(pp=2), micro=2, rows=ROWS, strategies=(Pipeline(schedule="zb_h1"),)
+        analyzed_llama(**SIZES),
+        Mesh(pp=2),
+        micro=2,
+        samples=NUM_SAMPLES,
+        strategies=(Pipeline(schedule="zb_h1"),),
     )[1]
     found = priced(halves, ground(flops=1.0))
     assert found["I(model.layers.0, 0)"] + found["W(model.layers.0, 0)"] == pytest.approx(
@@ -178,11 +191,13 @@ def test_an_operation_taken_for_another_size_is_noticed():
     works = replace(
         weighed.ops, block_calls=tuple(wrong if each is done else each for each in weighed.ops.block_calls)
     )
-    anatomy = replace(plan.model_spec, memory=replace(weighed, ops=works))
+    changed_spec = replace(plan.model_spec, memory=replace(weighed, ops=works))
     bad = replace(
         plan,
         sharding=replace(
-            plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
+            plan.sharding,
+            model_spec=changed_spec,
+            all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec),
         ),
     )
     assert priced(bad, ground(flops=1.0))["F"] != pytest.approx(priced(plan, ground(flops=1.0))["F"])
@@ -190,12 +205,14 @@ def test_an_operation_taken_for_another_size_is_noticed():
 
 def test_without_its_operations_a_block_is_one_square_product():
     plan = plan_of()
-    anatomy = replace(plan.model_spec, memory=None)
+    changed_spec = replace(plan.model_spec, memory=None)
     bare = replace(
         plan,
         sharding=replace(
-            plan.sharding, model_spec=anatomy, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)
+            plan.sharding,
+            model_spec=changed_spec,
+            all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec),
         ),
     )
     assert not ActionCosts(bare, 0, ground()).ops_known
-    assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(ROWS * sum(plan.model_spec.flops))
+    assert priced(bare, ground(flops=1.0))["F"] == pytest.approx(NUM_SAMPLES * sum(plan.model_spec.flops))

@@ -1,4 +1,4 @@
-"""Acts that last longer while more is done than there are cores for."""
+"""Core contention: actions last longer while more threads run than there are cores."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""The plan's peak is what ranks hold at their fullest moment, every tensor counted: also where matrices are
-divided.
-"""
+"""The planned peak equals the memory of ranks at their fullest moment, with tensor parallelism too."""
 
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.testing.ranks import run_on_threads
-from tests.parallel.tensor.odd_llama import batches, known, llama, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama, planned
 
 WORDS = {
     "vocab_size": 1999,
@@ -34,14 +32,14 @@ DEEP = {"num_hidden_layers": 7, "intermediate_size": 301, "tie_word_embeddings":
 ALLOWED, HALF = 0.05, PrecisionConfig("float32", "bfloat16")
 
 
-def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
+def measured(analyzed: AnalyzedModel, plan: Plan, samples: int) -> list[int]:
     """The most bytes that each rank holds in a third step; moments are made in the first."""
 
     def on_rank(world: World) -> int:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             module = engine.executor.state.trained_module.module
             with PeakLive([*module.parameters(), *module.buffers()]) as live:
-                for batch in batches(3, rows):
+                for batch in batches(3, samples):
                     live.reset_peak()
                     engine.step(engine.local_batch(batch))
             return live.peak
@@ -52,57 +50,57 @@ def measured(reading: AnalyzedModel, plan: Plan, rows: int) -> list[int]:
 @pytest.mark.parametrize(
     ("mesh", "micro", "sizes"),
     [(Mesh(tp=2), 0, WORDS), (Mesh(tp=2), 4, WORDS), (Mesh(tp=3), 0, DEEP), (Mesh(), 4, DEEP)],
-    ids=["words", "words, microbatches", "layers", "one device"],
+    ids=["vocabulary", "vocabulary, microbatches", "layers", "one device"],
 )
-def test_the_fullest_moment_is_the_plans(mesh: Mesh, micro: int, sizes: dict[str, int]):
-    reading, plan = planned(llama(**sizes), mesh, micro=micro, rows=8)
-    for rank, peak in enumerate(measured(reading, plan, 8)):
+def test_the_peak_equals_the_planned_peak(mesh: Mesh, micro: int, sizes: dict[str, int]):
+    analyzed, plan = planned(llama(**sizes), mesh, micro=micro, samples=8)
+    for rank, peak in enumerate(measured(analyzed, plan, 8)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_the_gradient_of_a_table_is_as_large_as_a_rank_s_words(tied: bool, ranks: int):
-    reading, plan = planned(llama(**TABLES, tie_word_embeddings=tied), Mesh(tp=ranks), rows=2)
-    for rank, peak in enumerate(measured(reading, plan, 2)):
+def test_the_gradient_of_an_embedding_is_as_large_as_a_ranks_vocabulary_shard(tied: bool, ranks: int):
+    analyzed, plan = planned(llama(**TABLES, tie_word_embeddings=tied), Mesh(tp=ranks), samples=2)
+    for rank, peak in enumerate(measured(analyzed, plan, 2)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize("precision", [PrecisionConfig(), HALF], ids=["float32", "half"])
-def test_tiles_of_divided_logits_are_as_narrow_as_the_plan_says(precision: PrecisionConfig):
+def test_chunks_of_vocab_parallel_logits_have_the_planned_size(precision: PrecisionConfig):
     tiled = TensorParallel(), VocabParallel(), ChunkedLoss(2)
-    reading, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, rows=8, precision=precision)
-    for rank, peak in enumerate(measured(reading, plan, 8)):
+    analyzed, plan = planned(llama(**WORDS), Mesh(tp=2), tiled, samples=8, precision=precision)
+    for rank, peak in enumerate(measured(analyzed, plan, 8)):
         assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED), rank
 
 
 @pytest.mark.parametrize(
     "rule", ["sgd", "adamw", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
 )
-def test_what_a_rule_has_while_it_steps_is_in_the_peak(rule: str):
+def test_temporary_memory_of_the_optimizer_is_in_the_peak(rule: str):
     plan, rank, peak = stepped_with(rule)
     assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=0.02)
 
 
-def test_gradients_that_are_cast_for_a_master_are_in_the_peak():
+def test_gradients_cast_for_master_weights_are_in_the_peak():
     plan, rank, peak = stepped_with("adamw", PrecisionConfig("bfloat16", "bfloat16", master="float32"))
     assert peak_nbytes(plan, rank) == pytest.approx(peak, rel=ALLOWED)
 
 
 def stepped_with(rule: str, precision: PrecisionConfig | None = None) -> tuple[Plan, int, int]:
     optimizer = OptimizerConfig(rule, lr=1e-3, betas=(0.9, 0.95), momentum=0.95 if rule == "muon" else 0.0)
-    reading = known(**TABLES)
+    analyzed = analyzed_llama(**TABLES)
     job = Job(
         ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=1, clip=0.5), optimizer
     )
-    plan = make_plan(reading, replace(job, precision=precision or PrecisionConfig()), Mesh())
-    return plan, 0, measured(reading, plan, 1)[0]
+    plan = make_plan(analyzed, replace(job, precision=precision or PrecisionConfig()), Mesh())
+    return plan, 0, measured(analyzed, plan, 1)[0]
 
 
-def test_blocks_taken_for_whole_would_be_noticed():
-    reading, plan = planned(llama(**DEEP), Mesh(tp=2), rows=8)
-    calls = tuple(replace(call, saved_numel=0) for call in reading.model_spec.layer_calls)
+def test_counting_sharded_blocks_as_whole_is_noticed():
+    analyzed, plan = planned(llama(**DEEP), Mesh(tp=2), samples=8)
+    calls = tuple(replace(call, saved_numel=0) for call in analyzed.model_spec.layer_calls)
     whole = make_plan(
-        replace(reading, model_spec=replace(reading.model_spec, layer_calls=calls)), plan.job, plan.mesh
+        replace(analyzed, model_spec=replace(analyzed.model_spec, layer_calls=calls)), plan.job, plan.mesh
     )
     assert peak_nbytes(whole, 0) > (1 + 2 * ALLOWED) * peak_nbytes(plan, 0)

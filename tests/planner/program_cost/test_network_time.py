@@ -1,4 +1,4 @@
-"""What messages cost: by what was measured of a cluster, and by the rates of a kind of device."""
+"""Message costs: from measurements of a cluster, and from the rates of a kind of device."""
 
 import pytest
 
@@ -78,7 +78,7 @@ def test_a_shift_moves_what_half_a_sum_of_as_many_bytes_per_rank_does():
     )
 
 
-def test_between_hosts_the_card_decides():
+def test_between_hosts_the_network_card_decides():
     network = NetworkModel((), LINK, LINK, None, LinkCost((SizeBand(0, 1e-3, 1e8),)))
     assert message_seconds(network, 10**6, crosses_hosts=True) == pytest.approx(1e-3 + 1e-2)
 
@@ -94,5 +94,5 @@ def test_devices_of_a_kind_have_its_links():
 @pytest.mark.parametrize(
     "wire", [MeasuredNetworkTime(CLUSTER), RatedNetworkTime(make_machine("h100", 8)), UnknownNetworkTime()]
 )
-def test_nobody_sends_anything_alone(wire: MeasuredNetworkTime | RatedNetworkTime | UnknownNetworkTime):
+def test_a_single_rank_sends_nothing(wire: MeasuredNetworkTime | RatedNetworkTime | UnknownNetworkTime):
     assert wire.seconds(move("all_reduce", 1 << 20), (0,)) == 0

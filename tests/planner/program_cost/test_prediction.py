@@ -1,5 +1,5 @@
-"""Seconds of a step from those of its actions: against pipelines drawn by hand, and with a place for every
-second.
+"""Predicted step time from the times of actions: against pipelines computed by hand, with every second
+attributed.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from meshwright.planner.program_cost.prediction import (
     step_breakdown,
     with_collective_waits,
 )
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
 MOVE = Transfer("send", ("pp",), 8, peer=1)
@@ -47,7 +47,7 @@ def costs(program: Program, seconds: dict[str, ActionCost]) -> dict[int, ActionC
     }
 
 
-def test_two_stages_take_what_a_drawing_of_them_says():
+def test_two_stages_take_the_time_computed_by_hand():
     program = two_stages(3)
     #   pp0   F F F . . . . B B B        one second each, two of a backward; nothing for messages
     # pp1   . F F F B B B . .          the last backward comes home after 1 + 3 + 3 x 2 seconds, and takes 2
@@ -112,7 +112,7 @@ def test_roles_that_meet_against_their_order_are_left_as_they_are():
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(pp=2), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_every_second_of_every_role_has_its_place(mesh: Mesh):
-    plan = planned(known(), mesh, micro=2 if mesh.pp > 1 else 0, rows=6)[1]
+    plan = planned(analyzed_llama(), mesh, micro=2 if mesh.pp > 1 else 0, samples=6)[1]
     on = ground(flops=1e9, moved=1e9, links=1e8, call_s=1e-5, cores=2)
     found = predict_step(plan, on)
     assert found.step_s > 0
@@ -122,7 +122,7 @@ def test_every_second_of_every_role_has_its_place(mesh: Mesh):
 
 
 def test_a_plan_on_one_device_takes_the_sum_of_its_actions_and_faster_links_change_nothing():
-    plan = planned(known(), Mesh(), rows=6)[1]
+    plan = planned(analyzed_llama(), Mesh(), samples=6)[1]
     found = predict_step(plan, ground(flops=1e9))
     assert found.roles["pp0"] == StepBreakdown(compute_s=pytest.approx(found.step_s))
     assert predict_step(plan, ground(flops=2e9)).step_s == pytest.approx(found.step_s / 2)
@@ -130,12 +130,12 @@ def test_a_plan_on_one_device_takes_the_sum_of_its_actions_and_faster_links_chan
 
 
 def test_ranks_that_share_cores_wait_for_each_other():
-    plan = planned(known(), Mesh(dp_replicate=4), rows=8)[1]
+    plan = planned(analyzed_llama(), Mesh(dp_replicate=4), samples=8)[1]
     alone, crowded = (predict_step(plan, ground(flops=1e9, cores=cores)).step_s for cores in (4, 2))
     assert crowded == pytest.approx(2 * alone)
 
 
-def test_a_pipeline_whose_ranks_take_turns_needs_one_core():
+def test_a_pipeline_whose_ranks_alternate_needs_one_core():
     program = two_stages(1)
     seconds = costs(program, {"F": ActionCost(1.0), "B": ActionCost(2.0)})
     assert step_breakdown(program, seconds, SharedCores(1, {"pp0": 1, "pp1": 1}))[0] == pytest.approx(

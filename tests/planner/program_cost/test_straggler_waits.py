@@ -1,4 +1,4 @@
-"""What ranks wait where they meet: for what was done since they were last level."""
+"""Straggler waits at collectives: for the work done since the ranks were last synchronized."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores
 from meshwright.planner.program_cost.prediction import predict_step, step_breakdown
 from meshwright.planner.program_cost.straggler_waits import with_straggler_waits
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
 LATE = 0.1
@@ -35,7 +35,7 @@ class Priced(ActionCosts):
         return frozenset(transfer.axes)
 
 
-def lags(actions: Sequence[Action], seconds: Mapping[str, float]) -> dict[str, float]:
+def wait_times(actions: Sequence[Action], seconds: Mapping[str, float]) -> dict[str, float]:
     """How late each of these starts, or what it waits within."""
     found = with_straggler_waits(Priced(seconds), actions)
     return {action.name: found[id(action)].comm_delay_s + found[id(action)].comm_s for action in actions}
@@ -53,13 +53,13 @@ def test_a_sum_of_gradients_waits_for_all_that_was_done_before_it():
         Action("STEP", waits=("REDUCE(a)",)),
         wire("GATHER", "a"),
     ]
-    found = lags(actions, {"F": 2.0, "B": 4.0, "STEP": 1.0})
+    found = wait_times(actions, {"F": 2.0, "B": 4.0, "STEP": 1.0})
     assert found["REDUCE(a)"] == pytest.approx(LATE * 6.0)
     assert found["GATHER(a)"] == pytest.approx(LATE * 1.0)  # behind the sum they were level
     assert found["F(a, 0)"] == found["B(a, 0)"] == found["STEP()"] == 0.0
 
 
-def test_what_was_sent_ahead_is_level_only_up_to_where_it_was_sent():
+def test_a_prefetched_message_synchronizes_only_up_to_its_start():
     actions = [
         wire("UNSHARD", "a"),
         Action("F", "a", 0, waits=("UNSHARD(a)",)),
@@ -68,28 +68,28 @@ def test_what_was_sent_ahead_is_level_only_up_to_where_it_was_sent():
         Action("F", "c", 0, waits=("UNSHARD(b)",)),
         wire("UNSHARD", "d"),
     ]
-    found = lags(actions, {"F": 2.0})
+    found = wait_times(actions, {"F": 2.0})
     assert found["UNSHARD(a)"] == 0.0
     assert found["UNSHARD(b)"] == pytest.approx(LATE * 2.0)
     assert found["UNSHARD(d)"] == pytest.approx(LATE * 4.0)
 
 
-def test_a_block_that_meets_within_waits_once_for_each_of_its_collectives():
+def test_a_block_with_collectives_waits_once_for_each():
     actions = [
         Action("F", "a", 0, inner_transfers=(WITHIN, WITHIN)),
         Action("F", "b", 0, inner_transfers=(WITHIN,)),
     ]
-    found = lags(actions, {"F": 2.0})
+    found = wait_times(actions, {"F": 2.0})
     assert found["F(a, 0)"] == pytest.approx(2 * LATE * 1.0)
     assert found["F(b, 0)"] == pytest.approx(LATE * 2.0)
 
 
-def test_copies_do_not_meet_where_their_tensor_ranks_do_and_all_do_where_all_meet():
+def test_replicas_do_not_synchronize_at_collectives_of_tensor_parallel_ranks():
     blocks = [Action("F", "a", 0, inner_transfers=(WITHIN,)), Action("B", "a", 0, inner_transfers=(WITHIN,))]
-    alone = lags([*blocks, wire("REDUCE", "a", "B(a, 0)")], {"F": 2.0, "B": 4.0})
+    alone = wait_times([*blocks, wire("REDUCE", "a", "B(a, 0)")], {"F": 2.0, "B": 4.0})
     assert alone["REDUCE(a)"] == pytest.approx(LATE * 6.0)
     norm = wire("GLOBAL_NORM", "", "B(a, 0)", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
-    found = lags(
+    found = wait_times(
         [*blocks, norm, Action("CLIP", waits=("GLOBAL_NORM()",)), wire("REDUCE", "a")],
         {"F": 2.0, "B": 4.0, "CLIP": 1.0},
     )
@@ -97,7 +97,7 @@ def test_copies_do_not_meet_where_their_tensor_ranks_do_and_all_do_where_all_mee
     assert found["REDUCE(a)"] == pytest.approx(LATE * 1.0)
 
 
-def test_all_were_level_as_early_as_along_the_axis_along_which_they_met_longer_ago():
+def test_ranks_are_synchronized_since_the_oldest_collective_of_the_two_axes():
     norm = wire("GLOBAL_NORM", "", "LOCAL_NORM()", move=Transfer("all_reduce", ("dp_shard", "tp"), 8))
     actions = [
         Action("B", "a", 0, inner_transfers=(WITHIN,)),
@@ -106,7 +106,7 @@ def test_all_were_level_as_early_as_along_the_axis_along_which_they_met_longer_a
         Action("LOCAL_NORM", waits=("REDUCE(a)",)),
         norm,
     ]
-    found = lags(actions, {"B": 4.0, "F": 2.0, "LOCAL_NORM": 1.0})
+    found = wait_times(actions, {"B": 4.0, "F": 2.0, "LOCAL_NORM": 1.0})
     assert found["REDUCE(a)"] == pytest.approx(LATE * 4.0)
     assert found["GLOBAL_NORM()"] == pytest.approx(3 * LATE * 3.0)  # not of the whole step again
 
@@ -133,7 +133,7 @@ def test_two_sums_behind_each_other_wait_once_and_one_that_is_hidden_costs_nothi
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(dp_shard=3), Mesh(tp=2), Mesh(cp=2)], ids=str)
 def test_uneven_devices_take_longer_where_they_meet_and_one_alone_does_not(mesh: Mesh):
-    _, plan = planned(known(), mesh, rows=6)
+    _, plan = planned(analyzed_llama(), mesh, samples=6)
     even, uneven = (
         predict_step(plan, ground(flops=1e9, moved=1e9, late=late)).step_s for late in (0.0, LATE)
     )

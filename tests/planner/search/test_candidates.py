@@ -1,4 +1,4 @@
-"""What there is to choose from: every share, order, method and placement, and nothing that cannot be."""
+"""Candidate layouts: every stage of ZeRO, schedule, method and placement, and no invalid one."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def wish(shape: ModelShape = SMALL, devices: int = 8, batch: int = 16, **said: o
     return replace(SearchRequest(shape, make_machine("A100", devices), batch, ORDERS), **said)
 
 
-def test_all_that_may_be_chosen_is_looked_at():
+def test_every_allowed_choice_is_a_candidate():
     """Every kind of share, order, method and placement is among the layouts of some mesh."""
     asked = replace(
         wish(replace(SMALL, sequence=32_768), batch=16),
@@ -67,7 +67,7 @@ def test_an_axis_that_is_fixed_is_no_choice():
     assert {layout.pp for layout in candidate_meshes(wish(fixed={"pp": 4}))} == {4}
 
 
-def test_of_all_orders_those_that_were_allowed_are_laid():
+def test_only_allowed_schedules_are_candidates():
     asked = wish()
     sized = next(
         sized for mesh in candidate_meshes(asked) if mesh.pp == 4 for sized in with_micro_batches(asked, mesh)
@@ -80,7 +80,7 @@ def test_of_all_orders_those_that_were_allowed_are_laid():
     assert not list(configs_on_mesh(asked, sized, []))
 
 
-def test_no_layout_holds_less_than_the_leanest_and_more_rows_hold_more():
+def test_no_layout_holds_less_than_the_leanest_and_more_samples_hold_more():
     """Also where microbatches enter at both ends of a pipeline, on meshes that have none: nothing lies there
     twice.
     """

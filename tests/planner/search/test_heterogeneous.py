@@ -1,4 +1,6 @@
-"""Unlike devices: who does how much, that everybody waits for the slowest, and that no group mixes kinds."""
+"""Heterogeneous devices: how work is divided, that a step takes as long as its slowest rank, and that groups
+do not mix kinds.
+"""
 
 from dataclasses import replace
 from math import inf
@@ -38,7 +40,7 @@ def test_two_halves_of_one_kind_are_that_kind():
     assert found.best[0].seconds == pytest.approx(whole.best[0].seconds, rel=0.02)
 
 
-def test_the_slow_ones_have_fewer_layers_in_the_measure_of_their_pace():
+def test_slow_devices_have_fewer_layers_in_proportion_to_their_speed():
     kinds = [make_machine("H100", 8), make_machine("A100", 8)]
     found = search_heterogeneous(wish(kinds, fixed={"pp": 2, "tp": 1}), kinds, 1).best[0]
     counts = dict(found.layer_assignment)
@@ -71,7 +73,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank():
     )
 
 
-def test_memory_bounds_what_a_kind_takes():
+def test_memory_bounds_the_layers_of_a_kind():
     small = make_machine("H100", 2)
     small = replace(small, device=replace(small.device, memory=30 * 2**30))
     kinds = (DeviceKind(make_machine("A100", 2), 0, 2), DeviceKind(small, 2, 2))
@@ -82,7 +84,7 @@ def test_memory_bounds_what_a_kind_takes():
     assert assign_layers(replace(SHAPE, layers=300), ParallelConfig(pp=4, num_microbatches=8), kinds) is None
 
 
-def test_copies_wait_for_the_slowest_and_fit_on_the_smallest():
+def test_replicas_wait_for_the_slowest_and_fit_on_the_smallest():
     kinds = [make_machine("H100", 8), make_machine("A100 40GB", 8)]
     found = search_heterogeneous(wish(kinds, fixed={"pp": 1}), kinds, 3)
     assert all(each.memory.total <= USABLE_MEMORY_FRACTION * 40 * 2**30 for each in found.best)
@@ -91,7 +93,7 @@ def test_copies_wait_for_the_slowest_and_fit_on_the_smallest():
     assert found.best[0].seconds >= 0.99 * slow.seconds
 
 
-def test_each_kind_alone_is_told():
+def test_each_kind_alone_is_reported():
     kinds = [make_machine("H100", 8), make_machine("V100", 8)]
     found = {kind.device.name: each for kind, each in search_each_kind(wish(kinds), kinds)}
     fast, slow = found["H100"], found["V100"]
@@ -101,7 +103,7 @@ def test_each_kind_alone_is_told():
 
 @pytest.mark.parametrize("sequence", [2048, 131_072])
 @pytest.mark.parametrize("counts", [(8, 8), (4, 8), (6, 12)])
-def test_the_winner_on_unlike_devices_is_that_of_all_layouts(sequence: int, counts: tuple[int, int]):
+def test_the_winner_on_heterogeneous_devices_is_that_of_all_layouts(sequence: int, counts: tuple[int, int]):
     kinds = [make_machine("H100", counts[0]), make_machine("A100 40GB", counts[1])]
     shape = ModelShape("3b", 13, 2048, 16, vocab=32_000, sequence=sequence)
     asked = replace(wish(kinds), shape=shape, devices_by_kind=counts, batch=24)
@@ -113,7 +115,7 @@ def test_the_winner_on_unlike_devices_is_that_of_all_layouts(sequence: int, coun
     assert short.num_priced < whole.num_priced * 0.75
 
 
-def test_no_deal_takes_less_than_is_said_of_its_mesh():
+def test_no_split_takes_less_than_the_lower_bound_of_its_mesh():
     kinds = [make_machine("H100", 4), make_machine("V100", 8), make_machine("A100", 4)]
     shape = ModelShape("1b", 9, 1024, 8, vocab=32_000, sequence=16_384)
     ground, dealt = (
@@ -133,7 +135,7 @@ def test_no_deal_takes_less_than_is_said_of_its_mesh():
     assert dealt > 50
 
 
-def test_thousands_of_unlike_devices_take_few_layouts():
+def test_thousands_of_heterogeneous_devices_price_few_layouts():
     """Of 82,000 layouts with long rows, 2 in a hundred are priced."""
     kinds = [make_machine("H100", 2048), make_machine("H200", 2048)]
     shape = ModelShape("8b", 32, 4096, 32, kv_heads=8, ffn=14_336, gated=True, sequence=131_072)

@@ -1,4 +1,4 @@
-"""What is said to be least: less than any layout takes, and not much less."""
+"""Lower bounds of a mesh: below the time of any layout, and close to it."""
 
 from dataclasses import replace
 from math import inf
@@ -27,7 +27,7 @@ SMALL = ModelShape("small", 7, 1536, 12, kv_heads=4, vocab=32_000, sequence=8192
 @pytest.mark.parametrize(
     ("kind", "start", "latency"), [("A100", 4e-6, 3e-5), ("V100", 1e-3, 0.0), ("H100", 4e-6, 1e-2)]
 )
-def test_no_layout_takes_less_than_is_said_of_its_mesh(
+def test_no_layout_takes_less_than_the_lower_bound_of_its_mesh(
     sequence: int, kind: str, start: float, latency: float
 ):
     """Parts that do not come out even, every order, kernels that start slowly, and links that answer late or
@@ -53,7 +53,7 @@ def test_no_layout_takes_less_than_is_said_of_its_mesh(
     assert median(close) > 0.9
 
 
-def test_a_row_among_many_takes_no_more_than_one_of_few():
+def test_a_sample_of_a_large_batch_takes_no_more_than_one_of_a_small():
     given = make_machine("H100", 8)
     for mesh in candidate_meshes(SearchRequest(SMALL, given, 64, SCHEDULES, min_tokens_per_rank=512)):
         row, before = sample_bound(SMALL, mesh, given), inf

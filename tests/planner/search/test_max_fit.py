@@ -1,4 +1,6 @@
-"""Limits: what is told to fit fits, one step more does not, and what stops it is where the memory is."""
+"""Limits: the reported size fits, the next one does not, and the limiting rank is the one with most
+memory.
+"""
 
 from dataclasses import replace
 
@@ -39,7 +41,7 @@ def test_one_step_more_fits_nowhere(what: str, step: int):
         assert bool(search(asked, 1).best) == (not more)
 
 
-def test_rows_go_as_far_as_positions_were_learnt_and_memory_before_them():
+def test_sequence_length_is_limited_by_learned_positions_or_by_memory():
     far = find_max_fit(WISH, "sequence")
     assert far is not None
     near = find_max_fit(replace(WISH, max_positions=1000), "sequence")
@@ -74,7 +76,7 @@ def test_the_largest_batch_is_that_of_no_other_layout_at_once():
         ).best
 
 
-def test_the_fewest_devices_are_told_with_those_that_are_too_few():
+def test_the_fewest_devices_are_reported_with_a_number_that_is_too_small():
     found = find_max_fit(
         replace(WISH, shape=parse_shape("70b: layers 80 hidden 8192 heads 64"), batch=64), "devices"
     )
@@ -87,7 +89,7 @@ def test_the_fewest_devices_are_told_with_those_that_are_too_few():
     assert found.nearest_miss.largest_category == "optimizer_states"
 
 
-def test_what_is_given_stays_at_the_limit():
+def test_fixed_sizes_are_kept_at_the_limit():
     found = find_max_fit(replace(WISH, fixed={"tp": 2, "shards": 1}, recompute_modes=("none",)), "layers")
     free = find_max_fit(WISH, "layers")
     assert found is not None
@@ -101,7 +103,7 @@ def test_what_is_given_stays_at_the_limit():
     }
 
 
-def test_where_not_even_the_least_fits_there_is_no_limit():
+def test_without_any_size_that_fits_there_is_no_limit():
     wide = replace(
         WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=make_machine("V100", 2)
     )
@@ -110,7 +112,7 @@ def test_where_not_even_the_least_fits_there_is_no_limit():
     assert find_max_fit(wide, "batch") is None
 
 
-def test_what_stops_is_the_leanest_layout_and_its_fullest_rank():
+def test_the_limiting_layout_is_the_leanest_and_its_fullest_rank():
     tight = replace(WISH, shape=replace(SHAPE, layers=400))
     found = find_nearest_miss(tight)
     assert found is not None
@@ -125,7 +127,7 @@ def test_what_stops_is_the_leanest_layout_and_its_fullest_rank():
 
 
 @pytest.mark.parametrize(("kind", "devices", "batch", "heads"), [("H100", 12, 24, 16), ("A100", 12, 12, 12)])
-def test_no_longer_row_fits_though_what_fits_does_not_fall_evenly(
+def test_no_longer_sequence_fits_although_fit_is_not_monotonic(
     kind: str, devices: int, batch: int, heads: int
 ):
     """Of 12 devices 3 divide a row: lengths of which tensor ranks have equal parts fit where shorter ones do

@@ -1,4 +1,4 @@
-"""The search: the winner of all that there is, only what fits, what is fixed, and in time."""
+"""The search: the best of all layouts, only those that fit, with fixed choices, and in bounded time."""
 
 from dataclasses import replace
 from math import inf
@@ -30,7 +30,7 @@ def wish(
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "changes"),
     [
         (1, {}),
         (6, {}),
@@ -42,12 +42,12 @@ def wish(
         (12, {"sequence": 131_072}),
     ],
 )
-def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[str, int]):
+def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, changes: dict[str, int]):
     small_hosts = make_machine(
         "A100", devices, host_size_override=2
     )  # so that groups of copies that share states are searched too
     for given in (make_machine("A100", devices), small_hosts):
-        asked = replace(wish(replace(SMALL, **said), batch=24 if devices < 16 else 32), machine=given)
+        asked = replace(wish(replace(SMALL, **changes), batch=24 if devices < 16 else 32), machine=given)
         short, whole = search(asked), search(asked, prune=False)
         assert [each.config for each in short.best] == [each.config for each in whole.best]
         assert short.num_priced < whole.num_priced
@@ -64,7 +64,7 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, said: dict[
         ("H100", 110_880, 15_523_200, 131_072),
     ],
 )
-def test_numbers_with_many_divisors_and_long_rows_take_few_layouts(
+def test_sizes_with_many_divisors_and_long_sequences_price_few_layouts(
     kind: str, devices: int, batch: int, sequence: int
 ):
     """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where
@@ -81,14 +81,14 @@ def test_numbers_with_many_divisors_and_long_rows_take_few_layouts(
     assert all(each.seconds < found.best[0].seconds for each in faster.best)
 
 
-def test_a_search_below_some_seconds_finds_what_is_faster_and_nothing_else():
+def test_a_search_below_a_given_time_finds_only_faster_layouts():
     best = search(wish()).best
     middle = best[4].seconds
     assert search(wish(), max_seconds=middle).best == tuple(each for each in best if each.seconds <= middle)
     assert not search(wish(), max_seconds=0.999 * best[0].seconds).best
 
 
-def test_layouts_that_nobody_could_tell_apart_are_shown_once():
+def test_indistinguishable_layouts_are_shown_once():
     """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told,
     the better one.
     """
@@ -105,7 +105,7 @@ def test_layouts_that_nobody_could_tell_apart_are_shown_once():
     assert len({each.display_key for each in found}) == len(found) > 1
 
 
-def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
+def test_equivalent_splits_of_replicas_and_sequences_are_shown_once():
     """4 copies x 16 ranks of a row and 2 x 32 with 2 rows at once: the same tokens on a rank, in the same
     seconds.
     """
@@ -123,7 +123,7 @@ def test_fewer_copies_of_rows_that_are_cut_finer_are_shown_once():
     assert best[0].config.micro_batch == 1
 
 
-def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
+def test_a_cache_key_without_the_micro_batch_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """What a layer takes is counted once for all that lies over it: a key that forgets something gives other
     winners.
     """
@@ -136,7 +136,7 @@ def test_a_search_that_counted_parts_of_another_micro_batch_would_be_noticed(mon
     assert [each.seconds for each in search(asked).best] != right
 
 
-def test_what_does_not_fit_is_not_found_and_the_nearest_is_told():
+def test_layouts_that_do_not_fit_are_excluded_and_the_nearest_is_reported():
     found = search(wish(parse_shape("175b: layers 96 hidden 12288 heads 96"), "V100", 8, 8))
     assert not found.best
     assert found.nearest_miss is not None
@@ -162,14 +162,14 @@ def test_an_axis_that_is_fixed_stays():
     assert all(each.config.tp == 2 for each in search(wish(fixed={"tp": 2})).best)
 
 
-def test_what_contradicts_itself_is_told():
+def test_contradicting_constraints_are_reported():
     said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).diagnostics()]
     assert "a batch of 0 samples" in said[0]
     assert "'xp' is not a setting of the search\n  repair: did you mean 'tp'?" in said[1]
     assert "tp 3 does not divide 8 devices" in said[2]
 
 
-def test_a_device_without_memory_for_more_sharers_makes_the_search_share():
+def test_devices_with_little_memory_make_the_search_shard():
     """The same cluster with a sixth of the memory: states lie in shards."""
     shape = parse_shape("7b: layers 32 hidden 4096 heads 32")
     large = make_machine("A100", 64)

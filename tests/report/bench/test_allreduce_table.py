@@ -1,4 +1,6 @@
-"""The lecture's table: counts as the formulas of the lesson say, times beside the formula's."""
+"""The table of all-reduce algorithms: counts by the formulas of the lecture, and measured times beside the
+formula.
+"""
 
 from fractions import Fraction
 from io import StringIO

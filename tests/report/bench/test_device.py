@@ -1,4 +1,6 @@
-"""The table of a measured device: its best, how far the law is off, and a doubt where figures scatter."""
+"""The table of a device benchmark: best rates, deviation of the fit, and a warning where measurements
+scatter.
+"""
 
 from dataclasses import replace
 from io import StringIO
@@ -17,7 +19,7 @@ def shown(found: DeviceProfile) -> str:
     return file.getvalue()
 
 
-def test_every_point_is_shown_beside_the_law():
+def test_every_measurement_is_shown_beside_the_fit():
     text = shown(profile())
     assert "Abacus 7, 2 threads, torch 2.13" in text
     assert "2 us, 3 us backward" in text
@@ -36,13 +38,13 @@ def test_every_point_is_shown_beside_the_law():
     ]
 
 
-def test_figures_that_scatter_are_doubted_and_several_processes_are_told():
+def test_scattered_measurements_are_warned_of_and_several_processes_are_reported():
     wide = replace(profile(), matmuls=tuple(replace(each, spread=0.9) for each in profile().matmuls), ranks=3)
     text = shown(wide)
     assert "measure again when it is idle" in text
     assert "3 processes of 2 threads at once" in text
 
 
-def test_how_evenly_it_goes_is_told():
+def test_jitter_is_reported():
     text = shown(replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))))
     assert "the later of two ranks is behind by 5 % of 4 ms, 4 % of 16 ms" in text

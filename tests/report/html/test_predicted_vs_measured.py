@@ -1,4 +1,4 @@
-"""Predicted figures beside measured ones: seconds and where they went, weights, moments, bytes sent."""
+"""Predicted beside measured values: seconds by category, weights, optimizer states, bytes sent."""
 
 from io import StringIO
 
@@ -73,10 +73,10 @@ def test_on_a_gpu_the_peak_is_that_of_the_allocator():
 
 
 @pytest.mark.parametrize(
-    ("predicted", "measured", "words"), [(1.1, 1.0, "+10.0 %"), (0.5, 1.0, "-50.0 %"), (1.0, 0.0, "")]
+    ("predicted", "measured", "message"), [(1.1, 1.0, "+10.0 %"), (0.5, 1.0, "-50.0 %"), (1.0, 0.0, "")]
 )
-def test_a_prediction_is_off_by_a_share_of_what_was_measured(predicted: float, measured: float, words: str):
-    assert PredictionComparison("a step", predicted, measured, "s").cells[3] == words
+def test_a_prediction_is_off_by_a_share_of_what_was_measured(predicted: float, measured: float, message: str):
+    assert PredictionComparison("a step", predicted, measured, "s").cells[3] == message
 
 
 def test_without_hardware_bytes_alone_are_compared_and_without_a_prediction_nothing():

@@ -1,6 +1,4 @@
-"""The page: read in a browser without a network, for one run and for two, for whole runs and for those that
-recorded little.
-"""
+"""The HTML page of a run: readable offline, for one run and for two, for complete and for sparse records."""
 
 import html
 import json
@@ -15,7 +13,7 @@ import pytest
 from meshwright.report.html.charts import curves_figure
 from meshwright.report.html.run_page import run_page
 from meshwright.report.timeline.run_record import RunRecord, read_run_record
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 QUIET = (
@@ -32,12 +30,14 @@ CURVE = r'class="js-line"[^>]* d="M[^"]+L[^"]+"'  # the sample in a legend has n
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> RunRecord:
-    return read_run_record(course(tmp_path_factory.mktemp("runs") / "one"))
+    return read_run_record(train_small_run(tmp_path_factory.mktemp("runs") / "one"))
 
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory) -> RunRecord:
-    return read_run_record(course(tmp_path_factory.mktemp("runs") / "other", ranks=1, lr=0.5, trace_steps=0))
+    return read_run_record(
+        train_small_run(tmp_path_factory.mktemp("runs") / "other", ranks=1, lr=0.5, trace_steps=0)
+    )
 
 
 def rendered(folder: Path, *records: RunRecord) -> str:

@@ -1,4 +1,4 @@
-"""The survey as tables, and as JSON."""
+"""The model report as tables and as JSON."""
 
 import json
 from dataclasses import replace
@@ -67,7 +67,7 @@ def test_an_undeclared_layer_says_what_it_costs_on_every_rank():
     assert "none: 1.95 KiB on every rank" in shown(SURVEY, width=2)
 
 
-def test_what_was_not_understood_comes_with_the_lines_that_declare_it():
+def test_unrecognized_layers_come_with_the_lines_that_declare_them():
     text = shown(SURVEY)
     lines = [line.rstrip() for line in text[text.index("not recognised") :].splitlines()]
     assert lines[1:] == [

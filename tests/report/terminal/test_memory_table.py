@@ -1,5 +1,5 @@
-"""The two tables: categories add up, ranks that differ stand side by side, and messages are those of the
-program.
+"""The memory and message tables of a plan: categories add up, different ranks have columns, messages are
+those of the program.
 """
 
 import re
@@ -17,14 +17,16 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.memory import state_bytes
 from meshwright.report.terminal.memory_table import sent_table, state_nbytes_by_role, states_table
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
 
 
 def plan_of(zero: ZeRO, ranks: int = 4, layers: int = 4, numel: int = 2**20) -> Plan:
     job = replace(JOB, train=replace(JOB.train, batch=ranks))
-    return Plan.make(job, Mesh(dp_shard=ranks), Paper(layers, numel).anatomy, (BatchSplit("dp_shard"), zero))
+    return Plan.make(
+        job, Mesh(dp_shard=ranks), SyntheticModel(layers, numel).model_spec, (BatchSplit("dp_shard"), zero)
+    )
 
 
 def shown(table: object) -> str:
@@ -62,7 +64,7 @@ def test_messages_are_counted_by_kind_and_move():
 
 
 def test_one_device_sends_nothing():
-    assert sent_table(Plan.make(JOB, Mesh(), Paper().anatomy)) is None
+    assert sent_table(Plan.make(JOB, Mesh(), SyntheticModel().model_spec)) is None
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -11,15 +11,15 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.terminal.plan_notes import precision_table, precision_text
 from meshwright.report.terminal.plan_table import plan_view
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.tiny_model import tiny_job
 
 MIXED = PrecisionConfig("bfloat16", "bfloat16", "float32", master="float32")
 
 
-def on_paper(precision: PrecisionConfig, optimizer: OptimizerConfig | None = None) -> Plan:
+def synthetic_plan(precision: PrecisionConfig, optimizer: OptimizerConfig | None = None) -> Plan:
     job = replace(tiny_job(), precision=precision, optimizer=optimizer or OptimizerConfig())
-    return Plan.make(job, Mesh(), Paper().anatomy)
+    return Plan.make(job, Mesh(), SyntheticModel().model_spec)
 
 
 def shown(view: object) -> str:
@@ -29,17 +29,17 @@ def shown(view: object) -> str:
 
 
 def test_the_table_has_a_row_for_each_role():
-    lines = shown(precision_table(on_paper(MIXED))).splitlines()
+    lines = shown(precision_table(synthetic_plan(MIXED))).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [
         *(["parameters", "bfloat16"], ["master", "float32"], ["compute", "bfloat16"]),
         *(["gradients", "bfloat16"], ["reduce", "float32"], ["optimizer_states", "float32"]),
     ]
-    assert "the parameters themselves" in shown(precision_table(on_paper(PrecisionConfig())))
-    assert "the parameters themselves" not in shown(precision_table(on_paper(MIXED)))
+    assert "the parameters themselves" in shown(precision_table(synthetic_plan(PrecisionConfig())))
+    assert "the parameters themselves" not in shown(precision_table(synthetic_plan(MIXED)))
 
 
 @pytest.mark.parametrize(
-    ("precision", "said"),
+    ("precision", "message"),
     [
         (PrecisionConfig(), "float32 parameters, compute, gradients, reduce, optimizer_states"),
         (MIXED, "bfloat16 parameters, compute, gradients; float32 master, reduce, optimizer_states"),
@@ -50,15 +50,15 @@ def test_the_table_has_a_row_for_each_role():
     ],
     ids=str,
 )
-def test_a_line_says_the_roles_by_dtype(precision: PrecisionConfig, said: str):
-    assert precision_text(on_paper(precision)) == said
-    assert said in shown(plan_view(on_paper(precision)))
+def test_a_line_lists_the_roles_by_dtype(precision: PrecisionConfig, message: str):
+    assert precision_text(synthetic_plan(precision)) == message
+    assert message in shown(plan_view(synthetic_plan(precision)))
 
 
-def test_moments_are_told_as_the_rule_keeps_them():
+def test_optimizer_states_are_shown_in_the_dtype_of_the_optimizer():
     assert "bfloat16 optimizer_states" in precision_text(
-        on_paper(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95)))
+        synthetic_plan(PrecisionConfig(), OptimizerConfig("adamw_bf16", betas=(0.9, 0.95)))
     )
     assert "8 bits, scales float32 optimizer_states" in precision_text(
-        on_paper(PrecisionConfig(), OptimizerConfig("adamw_8bit"))
+        synthetic_plan(PrecisionConfig(), OptimizerConfig("adamw_8bit"))
     )

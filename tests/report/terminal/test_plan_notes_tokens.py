@@ -1,4 +1,4 @@
-"""The plan says in words who has which tokens, and how evenly attention is dealt."""
+"""Notes of a plan on sequence sharding: which rank has which tokens, and the balance of attention."""
 
 from dataclasses import replace
 
@@ -13,20 +13,20 @@ from meshwright.plan.model_spec.sequence_info import GlueGather, SequenceShardin
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.report.terminal.plan_notes import max_over_mean_attention, sequence_sharding_text
-from tests.parallel.tensor.odd_llama import known
+from tests.parallel.tensor.odd_llama import analyzed_llama
 
 JOB = Job(ModelConfig("llama"), DataConfig("random", sequence=9), TrainConfig(batch=4))
 
 
 def words(mesh: Mesh, *strategies: Strategy) -> dict[str, str]:
-    return sequence_sharding_text(make_plan(known(), JOB, mesh, strategies))
+    return sequence_sharding_text(make_plan(analyzed_llama(), JOB, mesh, strategies))
 
 
-def test_of_all_tokens_on_every_rank_nothing_is_said():
+def test_without_sequence_sharding_there_is_no_note():
     assert words(Mesh()) == {}
 
 
-def test_counts_and_balance_are_said():
+def test_counts_and_balance_are_shown():
     assert words(Mesh(cp=2), RingAttention(), DDP(axis="cp"))["tokens"] == (
         "9 of each sample, sharded over 2 ranks: 4 to 5 each; "
         "causal attention: the busiest rank has 1.11 x the mean"
@@ -34,9 +34,9 @@ def test_counts_and_balance_are_said():
 
 
 @pytest.mark.parametrize("looks", [False, True])
-def test_what_glue_brings_together_is_said(looks: bool):
-    plan = make_plan(known(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
-    anatomy = replace(
+def test_gathers_of_glue_are_shown(looks: bool):
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+    changed_spec = replace(
         plan.model_spec,
         sequence_info=replace(
             plan.model_spec.sequence_info, gathers=(GlueGather("model.norm", 432),), reads_values=looks
@@ -45,7 +45,9 @@ def test_what_glue_brings_together_is_said(looks: bool):
     told = sequence_sharding_text(
         replace(
             plan,
-            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+            sharding=replace(
+                plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec)
+            ),
         )
     )["tokens"]
     said = "; glue after model.norm needs the tokens of other ranks: 432 elements per sample are gathered"
@@ -69,7 +71,7 @@ def test_what_glue_brings_together_is_said(looks: bool):
     ],
     ids=str,
 )
-def test_folded_chunks_are_even_and_straight_ones_are_not(deal: SequenceSharding, share: float):
+def test_zigzag_is_balanced_and_contiguous_is_not(deal: SequenceSharding, share: float):
     assert max_over_mean_attention(deal, 4080) == pytest.approx(share, abs=1e-3)
 
 
@@ -96,21 +98,23 @@ def test_pairs_in_documents_are_counted_one_by_one(deal: SequenceSharding, ends:
 
 
 def planned(balance: str, length: int, **more: bool) -> str:
-    plan = make_plan(known(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=4), (RingAttention(load_balance=balance), DDP(axis="cp")))
     attends = tuple(replace(attend, **more) for attend in plan.model_spec.sequence_info.attention_calls)
-    anatomy = replace(
+    changed_spec = replace(
         plan.model_spec,
         sequence_info=replace(plan.model_spec.sequence_info, length=length, attention_calls=attends),
     )
     return sequence_sharding_text(
         replace(
             plan,
-            sharding=replace(plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=anatomy)),
+            sharding=replace(
+                plan.sharding, all_ranks=replace(plan.sharding.all_ranks, model_spec=changed_spec)
+            ),
         )
     )["tokens"]
 
 
-def test_what_is_uneven_is_said_with_the_better_way():
+def test_imbalance_is_shown_with_the_better_load_balance():
     mask = (
         "attention under a mask, such as documents of a sixth, a third and a half of a sequence: "
         "the busiest rank has"

@@ -1,4 +1,4 @@
-"""What a plan says of itself where every microbatch is an update of its own."""
+"""Notes of a plan with asynchronous updates: how old weights are, and which versions are kept."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.terminal.plan_table import plan_summary
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 JOB = replace(tiny_job(), train=TrainConfig(batch=12, clip=0.0))
 
 
 def test_it_says_how_old_weights_are_and_what_is_kept_of_them():
-    summary = plan_summary(make_plan(reading_of(), JOB, Mesh(pp=3), (PipeDream(),), 1))
+    summary = plan_summary(make_plan(analyzed_model(), JOB, Mesh(pp=3), (PipeDream(),), 1))
     assert summary["not exact"] == "pipedream does not compute the same as one device"
     updates = "12, one per microbatch, with gradients at weights that are up to 2, 1, 0 updates old, by stage"
     assert summary["updates per step"] == updates
@@ -23,5 +23,5 @@ def test_it_says_how_old_weights_are_and_what_is_kept_of_them():
 
 
 def test_an_exact_plan_says_nothing_of_it():
-    summary = plan_summary(make_plan(reading_of(), JOB, Mesh(pp=3), (Pipeline(),), 1))
+    summary = plan_summary(make_plan(analyzed_model(), JOB, Mesh(pp=3), (Pipeline(),), 1))
     assert not {"not exact", "updates per step", "stashed weights"} & summary.keys()

@@ -1,4 +1,4 @@
-"""A plan as a table: whole at 80 columns, with every strategy, kind of action and number of bytes in it."""
+"""The plan table: complete at 80 columns, with every strategy, kind of action and number of bytes."""
 
 import re
 from dataclasses import replace
@@ -43,10 +43,10 @@ from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.report.terminal.plan_table import KIND_TEXTS, plan_view, verdict_view
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, Difference, Verdict
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
 DEEP = tuple(
@@ -54,27 +54,29 @@ DEEP = tuple(
     for i in range(3)
 )
 STORES = {
-    "replicate": DDP(),
+    "ddp": DDP(),
     "many buckets": DDP(bucket_mb=1e-9),
-    "naive": NaiveDDP(),
-    "master": DataParallelMaster(),
+    "naive_ddp": NaiveDDP(),
+    "data_parallel_master": DataParallelMaster(),
 }
 
 
 def plan_of(
     store: Strategy | None = None,
-    anatomy: ModelSpec | None = None,
+    model_spec: ModelSpec | None = None,
     precision: PrecisionConfig | None = None,
     ranks: int = 3,
 ) -> Plan:
     strategies = (BatchSplit(), store or DDP()) if ranks > 1 else ()
     job = replace(JOB, precision=precision or PrecisionConfig())
     micro_batch = 0 if isinstance(store, DataParallelMaster) else 2
-    return Plan.make(job, Mesh(dp_replicate=ranks), anatomy or Paper().anatomy, strategies, micro_batch)
+    return Plan.make(
+        job, Mesh(dp_replicate=ranks), model_spec or SyntheticModel().model_spec, strategies, micro_batch
+    )
 
 
 def deep_anatomy() -> ModelSpec:
-    weights = tuple(ParamSpec(f"{visit}.weight", (10,), (visit,)) for visit in DEEP)
+    weights = tuple(ParamSpec(f"{block_call}.weight", (10,), (block_call,)) for block_call in DEEP)
     return ModelSpec(
         "deep",
         DEEP,
@@ -99,11 +101,13 @@ def words(text: str) -> str:
 
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize(
-    "anatomy", [Paper().anatomy, Paper(layers=40).anatomy, deep_anatomy()], ids=["small", "tall", "deep"]
+    "model_spec",
+    [SyntheticModel().model_spec, SyntheticModel(layers=40).model_spec, deep_anatomy()],
+    ids=["small", "tall", "deep"],
 )
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_nothing_is_cut_off_at_80_columns(store: Strategy, anatomy: ModelSpec, every: bool):
-    text = shown(plan_of(store, anatomy), every=every)
+def test_nothing_is_cut_off_at_80_columns(store: Strategy, model_spec: ModelSpec, every: bool):
+    text = shown(plan_of(store, model_spec), every=every)
     assert "\u2026" not in text
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
 
@@ -119,19 +123,22 @@ def columns(text: str) -> list[str]:
 def test_long_names_are_folded_not_lost():
     text = shown(plan_of(NaiveDDP(), deep_anatomy()), every=True)
     _, actions, details = columns(text)
-    for visit in DEEP:
-        assert f"forwardof{visit}" in details
-        assert f"REDUCE{visit}.weight" in actions
+    for block_call in DEEP:
+        assert f"forwardof{block_call}" in details
+        assert f"REDUCE{block_call}.weight" in actions
     assert words(deep_anatomy().notes[0]) in words(text)
 
 
 def test_names_in_brackets_are_names_not_markup():
     """A ModuleDict may have any text as a key."""
-    visits = ("experts.[red]", "experts.[/b]")
-    weights = tuple(ParamSpec(f"{visit}.weight", (10,), (visit,)) for visit in visits)
-    anatomy = ModelSpec("[bold]", visits, weights, (1, 1), (1, 1), notes=("see [/i]",))
-    text = shown(plan_of(NaiveDDP(), anatomy), 200, every=True)
-    assert all(f"REDUCE {visit}.weight" in text and f"forward of {visit}" in text for visit in visits)
+    block_calls = ("experts.[red]", "experts.[/b]")
+    weights = tuple(ParamSpec(f"{block_call}.weight", (10,), (block_call,)) for block_call in block_calls)
+    model_spec = ModelSpec("[bold]", block_calls, weights, (1, 1), (1, 1), notes=("see [/i]",))
+    text = shown(plan_of(NaiveDDP(), model_spec), 200, every=True)
+    assert all(
+        f"REDUCE {block_call}.weight" in text and f"forward of {block_call}" in text
+        for block_call in block_calls
+    )
     assert "[bold]: 20 parameters" in text
     assert "see [/i]" in text
 
@@ -144,7 +151,7 @@ def test_every_strategy_stands_with_its_fields(store: Strategy):
 
 
 @cache
-def divided_programs() -> tuple[Plan, ...]:
+def tensor_and_context_parallel_programs() -> tuple[Plan, ...]:
     """Of a small Llama: the stream in slices of tokens, over a square, squares and a cube of ranks, and its
     tokens dealt.
     """
@@ -170,11 +177,11 @@ def divided_programs() -> tuple[Plan, ...]:
 
 
 @cache
-def parted_programs() -> tuple[Plan, ...]:
+def pipeline_programs() -> tuple[Plan, ...]:
     """Of models in parts: backwards whole and in halves, a weight that two parts share, values that are sent
     in pieces.
     """
-    tiny, tied, llama = reading_of(), reading_of(tied=True), even_llama(num_hidden_layers=2)
+    tiny, tied, llama = analyzed_model(), analyzed_model(tied=True), even_llama(num_hidden_layers=2)
     halves = make_plan(tiny, tiny_job(), Mesh(pp=2), (Pipeline(schedule="zb_h1"),), 4)
     plans = [make_plan(each, tiny_job(), Mesh(pp=2), (Pipeline(),), 4) for each in (tiny, tied)]
     stale = make_plan(tiny, tiny_job(train=TrainConfig(batch=12, clip=0.0)), Mesh(pp=2), (PipeDream(),), 2)
@@ -191,20 +198,27 @@ def listed(plan: Plan) -> list[Action]:
 
 
 def all_programs() -> list[Plan]:
-    papers = [Paper(), Paper(tied=True)]
+    papers = [SyntheticModel(), SyntheticModel(tied=True)]
     precisions = [PrecisionConfig(), PrecisionConfig(reduce="bfloat16")]
-    plans = [plan_of(store, paper.anatomy) for store in STORES.values() for paper in papers]
+    plans = [plan_of(store, paper.model_spec) for store in STORES.values() for paper in papers]
     noisy_job = replace(JOB, train=replace(JOB.train, noise_scale=True))
-    noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DDP()))
-    cut = Plan.make(JOB, Mesh(dp_shard=3), Paper().anatomy, (BatchSplit(axis="dp_shard"), ZeRO()), 2)
-    rooted = replace(Paper().anatomy, params=(*Paper().anatomy.params, ParamSpec("scale", (3,), (ROOT,))))
+    noisy = Plan.make(noisy_job, Mesh(dp_replicate=3), SyntheticModel().model_spec, (BatchSplit(), DDP()))
+    cut = Plan.make(
+        JOB, Mesh(dp_shard=3), SyntheticModel().model_spec, (BatchSplit(axis="dp_shard"), ZeRO()), 2
+    )
+    rooted = replace(
+        SyntheticModel().model_spec,
+        params=(*SyntheticModel().model_spec.params, ParamSpec("scale", (3,), (ROOT,))),
+    )
     glued = Plan.make(JOB, Mesh(dp_shard=3), rooted, (BatchSplit(axis="dp_shard"), ZeRO()), 2)
     up, down = (
         ParamSpec("up", (4, 2), ("layer0",), role="colwise", dim_splits=(DimSplit(0, 4, (4,)),)),
         ParamSpec("down", (2, 4), ("layer0",), role="rowwise", dim_splits=(DimSplit(1, 4, (4,), "in"),)),
     )
     pair = LayerCall("up", "layer0", "colwise", 0, 2, 4), LayerCall("down", "layer0", "rowwise", 1, 4, 2)
-    divided = replace(Paper().anatomy, params=(*Paper().anatomy.params, up, down), layer_calls=pair)
+    divided = replace(
+        SyntheticModel().model_spec, params=(*SyntheticModel().model_spec.params, up, down), layer_calls=pair
+    )
     return [
         *plans,
         Plan.make(JOB, Mesh(tp=3), divided, (TensorParallel(),)),
@@ -215,12 +229,15 @@ def all_programs() -> list[Plan]:
         cut,
         glued,
         Plan.make(
-            JOB, Mesh(dp_replicate=3), Paper().anatomy, (BatchSplit(), DDP(), ActivationCheckpointing())
+            JOB,
+            Mesh(dp_replicate=3),
+            SyntheticModel().model_spec,
+            (BatchSplit(), DDP(), ActivationCheckpointing()),
         ),
-        *(plan_of(DDP(), Paper().anatomy, precision) for precision in precisions),
+        *(plan_of(DDP(), SyntheticModel().model_spec, precision) for precision in precisions),
         plan_of(ranks=1),
-        *divided_programs(),
-        *parted_programs(),
+        *tensor_and_context_parallel_programs(),
+        *pipeline_programs(),
     ]
 
 
@@ -231,7 +248,7 @@ def test_every_kind_that_a_program_can_hold_has_a_meaning():
     assert kinds_listed == set(KIND_TEXTS)
 
 
-def test_every_kind_that_the_house_knows_has_a_meaning():
+def test_every_kind_of_action_has_a_meaning():
     """COMPARE apart: the verifier puts it in when it plays a program, and no plan shows it."""
     assert {kind.name for kind in kinds(essays())} - {"COMPARE"} == set(KIND_TEXTS)
 
@@ -247,7 +264,7 @@ def test_every_action_is_drawn_with_its_meaning(plan: Plan):
 
 
 def test_one_row_per_action_or_one_per_run_of_blocks():
-    plan = plan_of(anatomy=Paper(layers=40).anatomy)
+    plan = plan_of(model_spec=SyntheticModel(layers=40).model_spec)
     assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(FIRST_ROLE))
     assert len(shown(plan, 200).splitlines()) < 50
     assert "F x40 microbatch 0" in shown(plan, 200)
@@ -256,9 +273,9 @@ def test_one_row_per_action_or_one_per_run_of_blocks():
 
 
 def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
-    paper = Paper(layers=40, numel=2**20)
+    paper = SyntheticModel(layers=40, numel=2**20)
     plan = Plan.make(
-        JOB, Mesh(dp_shard=3), paper.anatomy, (BatchSplit(axis="dp_shard"), ZeRO(gather="microbatch")), 2
+        JOB, Mesh(dp_shard=3), paper.model_spec, (BatchSplit(axis="dp_shard"), ZeRO(gather="microbatch")), 2
     )
     text = shown(plan, 200)
     assert len(text.splitlines()) < 80
@@ -268,7 +285,7 @@ def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
 
 
 def test_bytes_are_those_of_the_program():
-    plan = plan_of(anatomy=Paper(layers=4, numel=2**20).anatomy)
+    plan = plan_of(model_spec=SyntheticModel(layers=4, numel=2**20).model_spec)
     text = shown(plan, 200)
     assert "all_reduce 16 MiB float32 over dp_replicate (backend)" in text
     assert re.search(r"sent per rank and step +21.3 MiB", text), "2 (n-1)/n of 16 MiB over 3 ranks"
@@ -278,7 +295,7 @@ def test_bytes_are_those_of_the_program():
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "said"),
+    ("algorithm", "message"),
     [
         ("ring", "21.3 MiB"),
         ("halving", "21.3 MiB"),
@@ -287,13 +304,14 @@ def test_bytes_are_those_of_the_program():
         ("doubling", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
     ],
 )
-def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, said: str):
+def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, message: str):
     plan = plan_of(
-        DDP(algorithm=f"{algorithm} <= 16 MiB, else ring"), anatomy=Paper(layers=4, numel=2**20).anatomy
+        DDP(algorithm=f"{algorithm} <= 16 MiB, else ring"),
+        model_spec=SyntheticModel(layers=4, numel=2**20).model_spec,
     )
     text = shown(plan, 200)
     assert f"all_reduce 16 MiB float32 over dp_replicate ({algorithm})" in text
-    assert re.search(rf"sent per rank and step +{said}\n", re.sub(r" +\n", "\n", text))
+    assert re.search(rf"sent per rank and step +{message}\n", re.sub(r" +\n", "\n", text))
 
 
 @pytest.mark.parametrize(
@@ -304,8 +322,10 @@ def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, sa
         (OptimizerConfig(), "64 MiB"),
     ],
 )
-def test_states_count_the_moments_of_the_optimizer(optimizer: OptimizerConfig, states: str):
-    plan = Plan.make(replace(JOB, optimizer=optimizer), Mesh(), Paper(layers=4, numel=2**20).anatomy)
+def test_state_bytes_include_the_optimizer_states(optimizer: OptimizerConfig, states: str):
+    plan = Plan.make(
+        replace(JOB, optimizer=optimizer), Mesh(), SyntheticModel(layers=4, numel=2**20).model_spec
+    )
     assert re.search(rf"states per rank +{states} ", shown(plan, 200))
 
 
@@ -325,7 +345,7 @@ def test_a_row_says_what_waits_for_the_other_stream():
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "said"),
+    ("nbytes", "message"),
     [
         (0, "0 B"),
         (1000, "1e+03 B"),
@@ -336,8 +356,8 @@ def test_a_row_says_what_waits_for_the_other_stream():
         (2**51, "2.05e+03 TiB"),
     ],
 )
-def test_sizes_have_units(nbytes: int, said: str):
-    assert format_nbytes(nbytes) == said
+def test_sizes_have_units(nbytes: int, message: str):
+    assert format_nbytes(nbytes) == message
 
 
 def drawn(verdict: Verdict) -> str:

@@ -10,14 +10,14 @@ from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.planner.program_cost.prediction import predict_step
 from meshwright.report.terminal.memory_table import first_ranks
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict, prediction_view
-from tests.parallel.tensor.odd_llama import known, planned
+from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground
 
 ON = ground(flops=1e9, moved=1e9, links=1e6)
 
 
 def shown(mesh: Mesh, micro: int = 0) -> list[str]:
-    plan = planned(known(), mesh, micro=micro, rows=6)[1]
+    plan = planned(analyzed_llama(), mesh, micro=micro, samples=6)[1]
     console = Console(width=120, record=True, file=StringIO())
     console.print(prediction_view(plan, predict_step(plan, ON)))
     return console.export_text().splitlines()
@@ -44,7 +44,7 @@ def test_every_role_has_a_column():
 
 
 def test_bytes_are_kept_without_hardware_and_seconds_with_it():
-    plan = planned(known(), Mesh(pp=2), micro=2, rows=6)[1]
+    plan = planned(analyzed_llama(), Mesh(pp=2), micro=2, samples=6)[1]
     plain = prediction_dict(plan, None)
     assert set(plain) == {"held", "sent"}
     for (role, _), rank in zip(plan.program.roles, first_ranks(plan), strict=True):

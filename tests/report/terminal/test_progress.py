@@ -1,4 +1,4 @@
-"""A run as it goes on: aligned lines with units, a table and a bar on a terminal, and no made-up share of a
+"""Progress of a run: aligned lines with units, a table and a bar on a terminal, and no MFU without a known
 peak.
 """
 
@@ -88,6 +88,6 @@ def test_a_terminal_of_80_columns_shows_every_figure():
     assert "\u2026" not in text
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0:00:00"), (125, "0:02:05"), (90000, "1 day, 1:00:00")])
-def test_durations_are_in_hours_minutes_and_seconds(seconds: float, said: str):
-    assert format_duration(seconds) == said
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00:00"), (125, "0:02:05"), (90000, "1 day, 1:00:00")])
+def test_durations_are_in_hours_minutes_and_seconds(seconds: float, text: str):
+    assert format_duration(seconds) == text

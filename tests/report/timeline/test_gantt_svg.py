@@ -1,6 +1,4 @@
-"""A schedule as an SVG: a box per act, at its place, with a title; grounds for bubbles; hills for what is
-held.
-"""
+"""A schedule as SVG: a titled box per action, shaded bubbles, and memory as areas."""
 
 import re
 from xml.etree import ElementTree
@@ -52,7 +50,7 @@ def test_every_act_is_a_box_at_its_time_and_in_its_colour(parts):
         assert f"{span.begin:.4g} ms .. {span.end:.4g} ms" in title
 
 
-def test_parts_stand_below_each_other_with_their_words_and_fit_the_frame(parts):
+def test_panels_are_stacked_with_their_captions_and_fit_the_frame(parts):
     svg = drawn(parts, width=800)
     texts = [text.text for text in svg.iter(f"{SVG}text")]
     (first, second) = [text for text in texts if "bubble" in text and ":" in text]
@@ -64,7 +62,7 @@ def test_parts_stand_below_each_other_with_their_words_and_fit_the_frame(parts):
     assert len(list(svg.iter(f"{SVG}path"))) == 6
 
 
-def test_a_hill_is_as_high_as_what_is_held(parts):
+def test_a_memory_area_is_as_high_as_the_memory(parts):
     svg = drawn({"planned": parts["planned"]})
     heights = []
     for path in (path.get("d") for path in svg.iter(f"{SVG}path")):
@@ -74,7 +72,7 @@ def test_a_hill_is_as_high_as_what_is_held(parts):
     assert heights[2] == pytest.approx((MEMORY_HEIGHT - 1) / 3, abs=0.01)
 
 
-def test_later_parts_of_a_rank_are_darker_and_names_are_escaped():
+def test_later_virtual_stages_of_a_rank_are_darker_and_names_are_escaped():
     row = [
         TimelineSpan("F", 0, 1, 0),
         TimelineSpan("F", 1, 2, 0, virtual_stage=1),

@@ -1,5 +1,5 @@
-"""The drawing of a run's turns: of a run in parts alone, planned alone where nothing was traced, and none of
-a damaged file.
+"""The schedule drawing of a run: only for pipelines, planned only without a trace, and none for a damaged
+file.
 """
 
 from dataclasses import replace
@@ -11,13 +11,13 @@ from meshwright.plan.step.action import Program
 from meshwright.report.timeline.gantt_svg import schedule_svg
 from meshwright.report.timeline.run_record import RunRecord
 from meshwright.report.timeline.stage_table import stage_block_calls
-from tests.tiny_model import plan_of, reading_of, tiny_job
+from tests.tiny_model import analyzed_model, plan_of, tiny_job
 
-READING = reading_of()
+ANALYZED = analyzed_model()
 
 
 def record() -> RunRecord:
-    plan = make_plan(READING, tiny_job(batch=4), Mesh(pp=2), (Pipeline(),), 1)
+    plan = make_plan(ANALYZED, tiny_job(batch=4), Mesh(pp=2), (Pipeline(),), 1)
     about = {"world": 2, "stages": [list(part) for part in stage_block_calls(plan)]}
     return RunRecord("run", [], [], {}, about, plan.program)
 
@@ -30,7 +30,7 @@ def test_without_a_trace_the_plan_is_drawn_to_the_scale_of_its_operations():
 
 
 def test_whole_models_and_older_runs_have_no_drawing():
-    whole = plan_of(READING, 2)
+    whole = plan_of(ANALYZED, 2)
     assert schedule_svg(replace(record(), program=whole.program)) == ""
     assert schedule_svg(replace(record(), run_info={"world": 2})) == ""
     assert schedule_svg(replace(record(), program=None)) == ""

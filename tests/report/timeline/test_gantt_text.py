@@ -1,6 +1,4 @@
-"""A schedule as text: acts where they are in time, bubbles as dots, messages that all wait for, what is held
-below.
-"""
+"""A schedule as text: actions at their times, bubbles as dots, waits for messages, memory below."""
 
 from io import StringIO
 
@@ -37,7 +35,7 @@ def test_a_cell_is_a_unit_dots_are_bubbles_and_memory_stands_below():
     ]
 
 
-def test_later_parts_of_a_rank_are_in_lower_case_and_halves_have_letters_of_their_own():
+def test_later_virtual_stages_are_in_lower_case_and_halves_have_their_own_letters():
     drawn = "\n".join(
         lines({"planned": rows(interleaved.interleaved_schedule(2, 2, 2), StageCosts.uniform(4))}, 150)
     )

@@ -1,4 +1,4 @@
-"""Memory of a program at its fullest, and bytes by action beside the ledger."""
+"""Peak memory of a program, and bytes by action beside the ledger."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +9,12 @@ from meshwright.plan.step.action import Action, Allocation, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.memory_and_bytes import planned_memory, sent_by_action
 from meshwright.report.timeline.run_record import read_run_record
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return read_run_record(course(tmp_path_factory.mktemp("run")))
+    return read_run_record(train_small_run(tmp_path_factory.mktemp("run")))
 
 
 def test_memory_is_that_of_the_moment_when_all_of_it_is_largest():
@@ -49,7 +49,7 @@ def test_what_each_action_sends_equals_what_its_ledger_has(record):
 
 @pytest.mark.parametrize(("algorithm", "share"), [("tree", 2), ("root", 2), ("ring", 4 / 3), ("parallel", 2)])
 def test_an_algorithm_sends_what_its_busiest_rank_sends(tmp_path: Path, algorithm: str, share: float):
-    record = read_run_record(course(tmp_path, steps=2, algorithm=algorithm))
+    record = read_run_record(train_small_run(tmp_path, steps=2, algorithm=algorithm))
     found = {each.action: each for each in sent_by_action(record)}
     (move,) = (action.transfer for action in record.program.actions(FIRST_ROLE) if action.kind == "REDUCE")
     assert found["REDUCE(0)"].planned == pytest.approx(

@@ -1,6 +1,4 @@
-"""What a run's folder holds: read when the run was killed, is still going, or never wrote some of it; others
-are refused.
-"""
+"""Reading a run's folder: of a killed, a running or an incomplete run; other folders are refused."""
 
 import json
 
@@ -9,12 +7,12 @@ import pytest
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import plan_differences, read_run_record
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return course(tmp_path_factory.mktemp("runs") / "one")
+    return train_small_run(tmp_path_factory.mktemp("runs") / "one")
 
 
 def test_a_whole_run_is_read_whole(folder):
@@ -34,7 +32,7 @@ def with_metrics(tmp_path, *lines: object):
     return read_run_record(tmp_path)
 
 
-def test_of_several_lines_of_a_step_the_last_counts_and_other_kinds_are_apart(tmp_path):
+def test_of_several_lines_of_a_step_the_last_counts_and_other_kinds_are_separate(tmp_path):
     record = with_metrics(
         tmp_path,
         {"step": 1, "loss": 3.0},
@@ -99,7 +97,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder):
 
 
 def test_two_plans_differ_in_what_was_changed_and_not_in_their_folders(tmp_path, folder):
-    other = course(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
+    other = train_small_run(tmp_path / "other", ranks=1, lr=0.5, trace_steps=0)
     found = {
         key: (mine, theirs)
         for key, mine, theirs in plan_differences(read_run_record(folder), read_run_record(other))

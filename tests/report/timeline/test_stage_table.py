@@ -1,5 +1,5 @@
-"""The tables and the drawing of a plan in parts: blocks, shares of the work, what crosses borders, who works
-when.
+"""The stage table of a pipeline plan: blocks, fractions of the work, values across boundaries, and the
+schedule.
 """
 
 from io import StringIO
@@ -19,7 +19,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.memory_table import busiest_rank, first_ranks, states_table, states_text
 from meshwright.report.timeline.stage_table import stages_view
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 
 class Skipping(nn.Module):
@@ -43,26 +43,26 @@ def shown(view: object, width: int = 100) -> str:
 
 
 def planned(mesh: Mesh, *strategies: object, micro_batch: int = 1) -> Plan:
-    return make_plan(reading_of(), tiny_job(), mesh, strategies, micro_batch)
+    return make_plan(analyzed_model(), tiny_job(), mesh, strategies, micro_batch)
 
 
-def test_a_value_that_passes_several_parts_stands_at_each_border_that_it_crosses():
+def test_a_value_that_skips_stages_is_listed_at_each_boundary_that_it_crosses():
     loss = mw.Loss(
         lambda outputs, batch: outputs.square().sum(), lambda batch: torch.tensor(len(batch["y"])), ("y",)
     )
-    reading = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
-    text = shown(stages_view(make_plan(reading, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
+    analyzed = analyze(Skipping, {"x": torch.zeros(2, 4), "y": torch.zeros(2)}, loss=loss)
+    text = shown(stages_view(make_plan(analyzed, tiny_job(), Mesh(pp=4), (Pipeline(),), 2)))
     lines = [line.split() for line in text.splitlines() if " | " in line]
     assert [line[:3] for line in lines if line[3] == "layers.0"] == [["0", "|", "1"], ["1", "|", "2"]]
     assert "0 > 1 > 2" in text, "part 1 uses it and hands it on; the sum is glue behind the block of part 2"
     assert "2 x 4 float32" in text or "2 x 4 float64" in text
 
 
-def test_a_plan_of_whole_models_has_no_parts():
+def test_a_plan_without_a_pipeline_has_no_stages():
     assert stages_view(planned(Mesh(dp_replicate=2), BatchSplit(), DDP())) is None
 
 
-def test_the_table_says_what_lies_where_and_how_much_work_it_is():
+def test_the_table_shows_the_blocks_and_the_work_of_each_stage():
     plan = planned(Mesh(pp=2), Pipeline(schedule="gpipe", split_points=("layers.2",)), micro_batch=4)
     text = shown(stages_view(plan))
     rows = [line.split() for line in text.splitlines() if line[:1].isdigit() and "|" not in line]
@@ -78,7 +78,7 @@ def test_few_micro_batches_are_warned_of_and_enough_are_not():
     assert "pipeline stages" not in shown(stages_view(planned(Mesh(pp=3), Pipeline())))
 
 
-def test_rows_are_stages_where_several_ranks_play_the_same_list():
+def test_rows_are_stages_where_several_ranks_run_the_same_program():
     text = shown(stages_view(planned(Mesh(pp=2, dp_replicate=2), Pipeline(), BatchSplit(), DDP())))
     assert "stage  pp rank  blocks" in text
     assert "pp rank 1" in text

@@ -1,6 +1,4 @@
-"""Turns: a program on paper becomes the schedule that it was made from; a traced step the times that were
-seen.
-"""
+"""Schedule actions: a program becomes the schedule it was made from; a traced step has the measured times."""
 
 import pytest
 
@@ -19,14 +17,14 @@ from meshwright.report.timeline.stage_turns import (
     simulated_actions,
     traced_actions,
 )
-from tests.tiny_model import reading_of, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job
 
 PARTS = [["a"], ["b"]]
 
 
 def planned(schedule: str, ranks: int = 2, chunks: int = 0, *others: object) -> Plan:
     return make_plan(
-        reading_of(),
+        analyzed_model(),
         tiny_job(batch=4),
         Mesh(pp=ranks),
         (Pipeline(schedule=schedule, virtual_stages=chunks), *others),
@@ -60,7 +58,7 @@ def test_a_program_is_drawn_as_the_schedule_that_it_was_made_from(
     assert labels(planned(schedule, 2, chunks)) == expected
 
 
-def test_what_is_run_once_more_belongs_to_the_backward_behind_it():
+def test_recomputation_belongs_to_the_backward_after_it():
     assert labels(planned("1f1b", 2, 0, ActivationCheckpointing())) == labels(planned("1f1b"))
 
 
@@ -123,5 +121,5 @@ def test_a_traced_step_is_that_of_the_first_rank_of_each_role_with_the_glue_of_i
     ]
 
 
-def test_halves_of_a_backward_are_turns_of_their_own():
+def test_halves_of_a_backward_are_separate_actions():
     assert labels(planned("zb_h1"))[1].startswith("F0 I0")

@@ -1,6 +1,4 @@
-"""A step as bars: planned from the program with measured times, measured from the traces, both of the same
-acts.
-"""
+"""The timeline of a step: planned from the program with measured times, and measured from traces."""
 
 from dataclasses import replace
 
@@ -9,12 +7,12 @@ import pytest
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.run_record import read_run_record
 from meshwright.report.timeline.step_timeline import MAX_RANKS_DRAWN, event_durations_ms, step_timeline
-from tests.report.small_runs import course
+from tests.report.small_runs import train_small_run
 
 
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
-    return read_run_record(course(tmp_path_factory.mktemp("run")))
+    return read_run_record(train_small_run(tmp_path_factory.mktemp("run")))
 
 
 def test_every_action_is_planned_once_and_measured_once_per_rank(record):
@@ -39,7 +37,7 @@ def test_measured_bars_begin_at_zero_and_planned_ones_have_measured_lengths(reco
     assert all(bar.length == pytest.approx(known[bar.name]) for bar in found.planned)
 
 
-def test_an_act_takes_its_mean_and_a_message_its_least():
+def test_an_action_takes_its_mean_and_a_message_its_minimum():
     def event(name: str, row: int, milliseconds: float) -> dict:
         return {"args": {"action": name}, "tid": row, "dur": 1e3 * milliseconds}
 

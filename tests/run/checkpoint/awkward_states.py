@@ -1,4 +1,4 @@
-"""A state with all that is awkward to save, and checkpoints of it, for the tests of checkpoints."""
+"""A state with values that are hard to save, and checkpoints of it, for the tests of checkpoints."""
 
 from pathlib import Path
 

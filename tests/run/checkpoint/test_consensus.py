@@ -1,4 +1,6 @@
-"""Acts of all ranks: what fails on one is an error on all, with its reason, and nobody waits for ever."""
+"""Operations of all ranks together: a failure on one rank is an error on all, with its reason, and no rank
+hangs.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +26,7 @@ from tests.run.checkpoint.awkward_states import (
 from tests.run.checkpoint.failing_disk import WRITES, Machine
 
 
-def test_ranks_that_hold_different_states_are_named(tmp_path):
+def test_ranks_with_different_states_are_named(tmp_path):
     def body(world: World) -> str:
         tensors = {"model/w": torch.zeros(3 if world.rank == 1 else 2)}
         with pytest.raises(CheckpointError) as caught:
@@ -73,7 +75,7 @@ def test_a_disk_that_is_full_under_one_rank_is_an_error_on_all(culprit: int, tmp
     assert at > (10 if culprit == 0 else 5)
 
 
-def test_an_error_that_is_none_of_the_system_is_told_to_all_ranks_too(tmp_path, monkeypatch):
+def test_an_error_that_is_no_os_error_reaches_all_ranks_too(tmp_path, monkeypatch):
     def broken(path: Path, tensors: Mapping[str, torch.Tensor]) -> ShardFile:
         if path.name == "rank-00001.safetensors":
             raise RuntimeError("the device is gone")

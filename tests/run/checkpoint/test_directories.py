@@ -1,5 +1,5 @@
-"""Folders of checkpoints: which stay, which go, and what is left when a save is stopped at any call to the
-system.
+"""Checkpoint directories: which stay, which are removed, and what is left when a save stops at any system
+call.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""Checkpoints that ranks look through together: every file is read once, and what one rank finds all of them
-know.
-"""
+"""Distributed integrity check of a checkpoint: every file is read once, and all ranks learn the result."""
 
 import shutil
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Manifests: what is written is read back, and what a stranger or a flipped bit wrote is refused in words."""
+"""Manifests: read back as written; hostile and corrupted ones are refused with a message."""
 
 import json
 from contextlib import suppress
@@ -115,9 +115,9 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("path", "value", "words"), HOSTILE)
-def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, words: str):
-    with pytest.raises(CheckpointError, match=words) as caught:
+@pytest.mark.parametrize(("path", "value", "message"), HOSTILE)
+def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, message: str):
+    with pytest.raises(CheckpointError, match=message) as caught:
         Manifest.parse(seal_json(changed(path, value)))
     assert "resume from another checkpoint" in caught.value.diagnostics[0].fix
 
@@ -217,14 +217,14 @@ def test_scalars_and_empty_tensors_are_entries_too():
     sizes=st.tuples(st.integers(4, 9), st.integers(4, 9)),
     data=st.data(),
 )
-def test_a_grid_of_slices_tiles_and_any_moved_or_dropped_one_is_noticed(
+def test_a_grid_of_slices_covers_a_tensor_and_a_moved_or_missing_one_is_noticed(
     cuts: tuple[int, int], sizes: tuple[int, int], data
 ):
-    def borders(size: int, num: int) -> list[tuple[int, int]]:
+    def boundaries(size: int, num: int) -> list[tuple[int, int]]:
         ends = [size * i // num for i in range(num + 1)]
         return [(start, end - start) for start, end in pairwise(ends)]
 
-    spans = [(a, b) for a in borders(sizes[0], cuts[0]) for b in borders(sizes[1], cuts[1])]
+    spans = [(a, b) for a in boundaries(sizes[0], cuts[0]) for b in boundaries(sizes[1], cuts[1])]
     boxes = [StoredSlice(FILE, str(i), (a[0], b[0]), (a[1], b[1])) for i, (a, b) in enumerate(spans)]
     files = {FILE: ShardFile(10_000, "0" * 64)}
     shuffled = data.draw(st.permutations(boxes))

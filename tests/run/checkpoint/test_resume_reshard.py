@@ -1,5 +1,5 @@
-"""Checkpoints reshard: what is saved under any plan is taken up under any other, moments included, to the
-last bit.
+"""Resharding: a checkpoint saved under any plan is loaded under any other, optimizer states included,
+bitwise.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import bits
-from tests.tiny_model import reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
 HYBRID = (BatchSplit(), SHARD)
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
     "stage 3 on 2 x 3": (Mesh(dp_replicate=2, dp_shard=3), (*HYBRID, ZeRO(replicate_axis="dp_replicate"))),
 }
 OPTIMIZERS = {"sgd": OptimizerConfig("sgd", lr=0.1, momentum=0.9), "adamw": OptimizerConfig("adamw", lr=0.01)}
-READING = reading_of(tied=True, spare=True)
+ANALYZED = analyzed_model(tied=True, spare=True)
 SAVED, LAST = 2, 4  # steps
 
 
@@ -61,15 +61,15 @@ def job_of(optimizer: str) -> Job:
     return tiny_job(optimizer=OPTIMIZERS[optimizer])
 
 
-def plan_of(layout: str, job: Job, reading: AnalyzedModel = READING) -> Plan:
+def plan_of(layout: str, job: Job, analyzed: AnalyzedModel = ANALYZED) -> Plan:
     mesh, strategies = LAYOUTS[layout]
     return make_plan(
-        reading, job, mesh, strategies, 1 if mesh.world_size == 4 else 2
+        analyzed, job, mesh, strategies, 1 if mesh.world_size == 4 else 2
     )  # of 4 ranks each has 3 rows
 
 
 def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
-    feed = open_feed(ExampleDataset(rows()), plan, world.rank)
+    feed = open_feed(ExampleDataset(token_samples()), plan, world.rank)
     while engine.steps_done < last:
         engine.step(feed.batch(engine.steps_done))
 
@@ -99,7 +99,7 @@ def left(
         plan, folder = plan_of(layout, job_of(request.param)), tmp_path_factory.mktemp("run")
 
         def rank(world: World, plan: Plan = plan, folder: Path = folder) -> Left:
-            with parallelize(READING, plan, world=world) as engine:
+            with parallelize(ANALYZED, plan, world=world) as engine:
                 play(engine, plan, world, SAVED)
                 middle = engine.save(folder)
                 play(engine, plan, world, LAST)
@@ -110,7 +110,7 @@ def left(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_never_stopped(
+def test_a_checkpoint_of_any_layout_is_loaded_bitwise_and_training_continues_unchanged(
     layout: str, left, tmp_path: Path
 ):
     optimizer, runs = left
@@ -119,7 +119,7 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
 
     def rank(world: World) -> list[tuple[str, set[str], Path]]:
         found = []
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             for other, run in runs.items():
                 assert engine.load(run.middle) == SAVED
                 names = assert_holds(engine, load_tensors(run.middle)[0].items())
@@ -136,18 +136,18 @@ def test_what_any_layout_saved_is_taken_up_to_the_last_bit_and_goes_on_as_if_nev
         if other == layout:
             assert compare_checkpoints(place, runs[layout].end) == []
         for name, tensor in load_tensors(place)[0].items():
-            wanted = ended[name].double()
-            error = (tensor.double() - wanted).abs().max().item()
-            assert error <= 1e-10 * max(wanted.abs().max().item(), 1e-3), (other, name)
+            expected = ended[name].double()
+            error = (tensor.double() - expected).abs().max().item()
+            assert error <= 1e-10 * max(expected.abs().max().item(), 1e-3), (other, name)
 
 
-def test_moments_that_are_forgotten_are_noticed(left, monkeypatch: pytest.MonkeyPatch):
+def test_missing_optimizer_states_are_noticed(left, monkeypatch: pytest.MonkeyPatch):
     _, runs = left
     monkeypatch.setattr(executor, "load_optimizer_state", lambda *_: None)
     plan = plan_of("stage 3 on 2", job_of("adamw"))
 
     def rank(world: World) -> bool:
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             engine.load(runs["one device"].middle)
             names = assert_holds(engine, load_tensors(runs["one device"].middle)[0].items())
             return any(name.startswith("optimizer/") for name in names)
@@ -168,11 +168,11 @@ def test_a_checkpoint_of_shards_is_judged_like_any_other(left):
 
 
 def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: Path):
-    reading = reading_of(frozen=True)
-    first, then = (plan_of(layout, job_of("adamw"), reading) for layout in ("stage 3 on 3", "stage 3 on 2"))
+    analyzed = analyzed_model(frozen=True)
+    first, then = (plan_of(layout, job_of("adamw"), analyzed) for layout in ("stage 3 on 3", "stage 3 on 2"))
 
     def save(world: World) -> Path:
-        with parallelize(reading, first, world=world) as engine:
+        with parallelize(analyzed, first, world=world) as engine:
             play(engine, first, world, 1)
             return engine.save(tmp_path)
 
@@ -180,7 +180,7 @@ def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: 
     assert tuple(read_manifest(place).entries["model/embed.weight"].shape) == (13, 6)
 
     def resume(world: World) -> dict[str, torch.Tensor]:
-        with parallelize(reading, then, world=world) as engine:
+        with parallelize(analyzed, then, world=world) as engine:
             engine.load(place)
             return engine.executor.gather_parameters()
 
@@ -191,14 +191,14 @@ def test_frozen_weights_and_buffers_of_nobody_in_particular_come_back(tmp_path: 
 
 def on_a_process(world: World, folder: Path, layout: str, start: Path | None) -> Path:
     plan = plan_of(layout, job_of("adamw"))
-    with parallelize(READING, plan, world=world) as engine:
+    with parallelize(ANALYZED, plan, world=world) as engine:
         if start is not None:
             engine.load(start)
         play(engine, plan, world, engine.steps_done + SAVED)
         return engine.save(folder)
 
 
-def test_processes_save_and_take_up_the_same(tmp_path: Path, process_pool: ProcessPool, left):
+def test_processes_save_and_load_the_same(tmp_path: Path, process_pool: ProcessPool, left):
     optimizer, runs = left
     if optimizer != "adamw":
         return
@@ -214,7 +214,7 @@ def test_a_rank_asks_for_one_tensor_at_a_time_and_for_none_of_which_it_keeps_not
     """Stage 3 on 12 ranks: most have a piece of few weights."""
     _, runs = left
     job = replace(job_of("adamw"), train=replace(job_of("adamw").train, batch=24))
-    plan = make_plan(READING, job, Mesh(dp_shard=12), (SHARD, ZeRO()))
+    plan = make_plan(ANALYZED, job, Mesh(dp_shard=12), (SHARD, ZeRO()))
     whole, _ = load_tensors(runs["one device"].middle)
 
     def rank(world: World) -> list[str]:
@@ -225,7 +225,7 @@ def test_a_rank_asks_for_one_tensor_at_a_time_and_for_none_of_which_it_keeps_not
                 asked.append(name)
                 return whole[name]
 
-        with parallelize(READING, plan, world=world) as engine:
+        with parallelize(ANALYZED, plan, world=world) as engine:
             engine.executor.load_state_dict(Noting(dict.fromkeys(whole)), SAVED)
             assert_holds(engine, whole.items())
         return asked

@@ -1,4 +1,4 @@
-"""Checkpoints reshard whatever is kept: moments with a scale per block, whole matrices, masters, a loss
+"""Resharding of all kinds of state: quantized optimizer states, whole matrices, master weights, a loss
 scale.
 """
 
@@ -17,9 +17,9 @@ from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import Wide
 from tests.run.checkpoint.test_resume_reshard import LAST, LAYOUTS, SAVED, Left, assert_holds, play
-from tests.tiny_model import rows, tiny_job
+from tests.tiny_model import tiny_job, token_samples
 
-READING = analyze(Wide, rows(2))
+ANALYZED = analyze(Wide, token_samples(2))
 WIDE = PrecisionConfig("float64", "float64", "float64")
 JOBS = {
     **{
@@ -41,13 +41,11 @@ SOME = ("one device", "stage 1 on 2", "stage 2 on 2 x 2", "stage 3 on 3")
 
 def plan_of(layout: str, job: Job) -> Plan:
     mesh, strategies = LAYOUTS[layout]
-    return make_plan(READING, job, mesh, strategies, 1 if mesh.world_size == 4 else 2)
+    return make_plan(ANALYZED, job, mesh, strategies, 1 if mesh.world_size == 4 else 2)
 
 
 @pytest.mark.parametrize("kept", JOBS)
-def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_own_as_if_never_stopped(
-    kept: str, tmp_path: Path
-):
+def test_all_state_is_loaded_bitwise_and_training_continues_unchanged(kept: str, tmp_path: Path):
     optimizer, precision = JOBS[kept]
     job = replace(tiny_job(), optimizer=optimizer, precision=precision)
     runs = {}
@@ -55,7 +53,7 @@ def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_ow
         plan = plan_of(layout, job)
 
         def rank(world: World, plan: Plan = plan, layout: str = layout) -> Left:
-            with parallelize(READING, plan, world=world) as engine:
+            with parallelize(ANALYZED, plan, world=world) as engine:
                 play(engine, plan, world, SAVED)
                 middle = engine.save(tmp_path / layout)
                 play(engine, plan, world, LAST)
@@ -67,7 +65,7 @@ def test_what_is_kept_is_taken_up_to_the_last_bit_and_a_plan_goes_on_from_its_ow
         plan = plan_of(layout, job)
 
         def again(world: World, plan: Plan = plan, layout: str = layout) -> tuple[list[set[str]], Path]:
-            with parallelize(READING, plan, world=world) as engine:
+            with parallelize(ANALYZED, plan, world=world) as engine:
                 names = []
                 for run in (*(runs[other] for other in SOME if other != layout), runs[layout]):
                     assert engine.load(run.middle) == SAVED

@@ -1,5 +1,5 @@
-"""Ranks that go on together: each file of the checkpoint is read for its sum once, and all of them take the
-same one.
+"""Ranks that resume together: each checkpoint file is verified once, and all ranks take the same
+checkpoint.
 """
 
 import shutil
@@ -16,8 +16,8 @@ from meshwright.run.checkpoint.resume import ResumeResult, resume
 from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import names
 from tests.run.checkpoint.test_integrity import FILES, flip, read_since
-from tests.run.training.small_run import DATA, READING, Course
-from tests.tiny_model import player_of
+from tests.run.training.small_run import ANALYZED, DATA, SmallRun
+from tests.tiny_model import executor_of
 
 RUN = {"save_every": 4, "keep": 9, "keep_best": False}
 
@@ -25,59 +25,61 @@ RUN = {"save_every": 4, "keep": 9, "keep_best": False}
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of three ranks, with checkpoints of steps 4, 8 and 12."""
-    course = Course(tmp_path_factory.mktemp("ended"), ranks=3, run=RUN)
-    course.play()
-    assert course.kept() == [4, 8, 12]
-    assert sorted(path.name for path in course.at(12).glob("*.safetensors")) == FILES
-    return course.folder
+    small_run = SmallRun(tmp_path_factory.mktemp("ended"), ranks=3, run=RUN)
+    small_run.play()
+    assert small_run.kept() == [4, 8, 12]
+    assert sorted(path.name for path in small_run.at(12).glob("*.safetensors")) == FILES
+    return small_run.folder
 
 
 @pytest.fixture
-def course(ended: Path, tmp_path: Path) -> Course:
+def small_run(ended: Path, tmp_path: Path) -> SmallRun:
     """That run, to be spoilt."""
     shutil.copytree(ended, tmp_path / "run")
-    return Course(tmp_path / "run", ranks=3, run=RUN)
+    return SmallRun(tmp_path / "run", ranks=3, run=RUN)
 
 
-def go_on(course: Course, step: int | None = None) -> list[ResumeResult | str]:
+def go_on(small_run: SmallRun, step: int | None = None) -> list[ResumeResult | str]:
     """What resuming gives every rank, or its error."""
 
     def rank(world: World) -> ResumeResult | str:
-        player = player_of(READING, course.plan, world)
+        executor = executor_of(ANALYZED, small_run.plan, world)
         try:
-            return resume(player, course.plan, world, DATA.digest, step)
+            return resume(executor, small_run.plan, world, DATA.digest, step)
         except PlanError as error:
             return str(error)
         finally:
-            player.close()
+            executor.close()
 
-    return run_on_threads(rank, course.plan.mesh)
+    return run_on_threads(rank, small_run.plan.mesh)
 
 
-def test_a_run_that_goes_on_reads_each_file_of_its_checkpoint_for_its_sum_once(course: Course, monkeypatch):
+def test_a_run_that_goes_on_reads_each_file_of_its_checkpoint_for_its_sum_once(
+    small_run: SmallRun, monkeypatch
+):
     read = read_since(monkeypatch)
-    for found in go_on(course):
+    for found in go_on(small_run):
         assert isinstance(found, ResumeResult)
         assert (found.step, found.notes) == (12, ("resumed from step 12",))
-    assert Counter(path for _, path in read) == {course.at(12) / file: 1 for file in FILES}
+    assert Counter(path for _, path in read) == {small_run.at(12) / file: 1 for file in FILES}
     assert {rank for rank, _ in read} == {"rank 0", "rank 1", "rank 2"}
 
 
-def test_an_engine_that_loads_does_likewise(course: Course, monkeypatch):
+def test_an_engine_that_loads_does_likewise(small_run: SmallRun, monkeypatch):
     read = read_since(monkeypatch)
 
     def rank(world: World) -> int:
-        with parallelize(READING, course.plan, world=world) as engine:
-            return engine.load(course.at(8))
+        with parallelize(ANALYZED, small_run.plan, world=world) as engine:
+            return engine.load(small_run.at(8))
 
-    assert run_on_threads(rank, course.plan.mesh) == [8] * 3
-    assert Counter(path for _, path in read) == {course.at(8) / file: 1 for file in FILES}
+    assert run_on_threads(rank, small_run.plan.mesh) == [8] * 3
+    assert Counter(path for _, path in read) == {small_run.at(8) / file: 1 for file in FILES}
 
 
 @pytest.mark.parametrize("file", [*FILES, MANIFEST_FILE])
-def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: str, course: Course):
-    flip(course.at(12) / file)
-    told = go_on(course)
+def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: str, small_run: SmallRun):
+    flip(small_run.at(12) / file)
+    told = go_on(small_run)
     assert told == [told[0]] * 3
     assert isinstance(told[0], ResumeResult)
     assert told[0].step == 8
@@ -88,10 +90,10 @@ def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: s
     )
 
 
-def test_when_every_checkpoint_is_damaged_all_ranks_say_so(course: Course):
+def test_when_every_checkpoint_is_damaged_all_ranks_say_so(small_run: SmallRun):
     for step, file in zip((4, 8, 12), FILES, strict=True):
-        flip(course.at(step) / file)
-    told = go_on(course)
+        flip(small_run.at(step) / file)
+    told = go_on(small_run)
     assert told == [told[0]] * 3
     assert "none of the 3 checkpoints here can be used" in str(told[0])
     assert all(f"{file}: bit-flipped" in str(told[0]) for file in FILES)
@@ -99,12 +101,12 @@ def test_when_every_checkpoint_is_damaged_all_ranks_say_so(course: Course):
 
 @pytest.mark.parametrize("step", [5, 8, 12])
 def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_all(
-    step: int, course: Course
+    step: int, small_run: SmallRun
 ):
-    flip(course.at(8) / FILES[1])
-    shutil.rmtree(course.at(12))
-    course.at(4).rename(course.at(12))
-    told = go_on(course, step)
+    flip(small_run.at(8) / FILES[1])
+    shutil.rmtree(small_run.at(12))
+    small_run.at(4).rename(small_run.at(12))
+    told = go_on(small_run, step)
     assert told == [told[0]] * 3
     words = {
         5: "there is no checkpoint of step 5",
@@ -115,6 +117,6 @@ def test_a_step_that_is_asked_for_and_missing_damaged_or_misnamed_is_refused_by_
 
 
 def test_a_folder_with_nothing_in_it_starts_from_step_0_on_all_ranks(tmp_path: Path):
-    course = Course(tmp_path, ranks=3)
-    assert go_on(course) == [ResumeResult(0, ("starting from step 0",))] * 3
+    small_run = SmallRun(tmp_path, ranks=3)
+    assert go_on(small_run) == [ResumeResult(0, ("starting from step 0",))] * 3
     assert names(tmp_path) == []

@@ -1,5 +1,5 @@
-"""Checkpoints: what is saved is loaded bit for bit, by any number of ranks, and damage is passed over with
-its reason.
+"""Checkpoints are loaded bitwise as saved, by any number of ranks, and damaged ones are skipped with a
+reason.
 """
 
 import logging
@@ -71,7 +71,7 @@ def test_processes_write_one_checkpoint_too_and_fail_together(tmp_path, process_
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_the_largest_tensors_are_dealt_first_so_that_ranks_write_alike(tmp_path):
+def test_the_largest_tensors_are_assigned_first_so_that_ranks_write_equal_amounts(tmp_path):
     tensors = {f"model/{i}": torch.zeros(2**i) for i in range(4, 14)} | {
         f"model/x{i}": torch.zeros(5000) for i in range(4)
     }

@@ -1,6 +1,4 @@
-"""Files of a checkpoint: anybody's safetensors, written in pieces, read back by slices, and believed only
-when checked.
-"""
+"""Checkpoint files: plain safetensors, written in pieces, read by slices, and verified before use."""
 
 import os
 
@@ -40,7 +38,7 @@ def test_a_view_is_saved_as_its_own_elements_only(tmp_path):
     assert sum(shard.nbytes for shard in read_manifest(path).files.values()) < 500
 
 
-def test_a_tensor_of_many_pieces_survives_short_writes(tmp_path, monkeypatch):
+def test_a_tensor_of_many_chunks_survives_short_writes(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(1, len(data) // 2)]))
     tensors = {"model/w": torch.arange(3_000_001, dtype=torch.float32)}

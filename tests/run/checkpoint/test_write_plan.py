@@ -1,4 +1,4 @@
-"""Stretches of flattened tensors as boxes: every element once, in order."""
+"""Ranges of flattened tensors as boxes: every element once, in order."""
 
 import numpy as np
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""Config files: parsing, defaults, relative paths, and round trips."""
+
 import errno
 import math
 import os

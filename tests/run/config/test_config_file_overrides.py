@@ -1,3 +1,5 @@
+"""Overrides from the command line: precedence over the file, and errors named as typed."""
+
 import pytest
 
 from tests.run.config.configs import CONFIG, Copies, read, refusal
@@ -78,7 +80,7 @@ def test_a_faulty_override_is_named_as_it_was_typed(tmp_path, words, message):
     assert message in refusal(tmp_path, CONFIG, *words)
 
 
-def test_a_fault_of_the_file_is_not_blamed_on_an_override_of_another_key(tmp_path):
+def test_an_error_in_the_file_is_not_attributed_to_an_override_of_another_key(tmp_path):
     assert "run.toml: train.bach" in refusal(tmp_path, "[train]\nbach = 1", "--train.batch", "2")
 
 

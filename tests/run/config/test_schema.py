@@ -1,3 +1,5 @@
+"""Config values against the schema: conversions, and errors with location and repair."""
+
 import pytest
 
 from meshwright.plan.job.errors import PlanError
@@ -113,11 +115,11 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ("", "run.toml: the file is empty: it sets no key"),
     ],
 )
-def test_a_fault_names_its_place_and_its_repair(tmp_path, text, message):
+def test_a_diagnostic_names_its_location_and_its_repair(tmp_path, text, message):
     assert message in refusal(tmp_path, text)
 
 
-def test_all_faults_are_reported_at_once(tmp_path):
+def test_all_diagnostics_are_reported_at_once(tmp_path):
     text = (
         "[train]\nbach = 1\nsteps = '3'\n[optimizer]\nlr = 'x'\n[mesh]\nfoo = "
         "2\n[[strategies]]\nname = 'nope'"

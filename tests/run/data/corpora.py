@@ -1,4 +1,4 @@
-"""Small data of every kind, and tokenizers that are trained from scratch: what the tests of data share."""
+"""Small data of every kind, and tokenizers trained from scratch, for the tests of data."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.feed import Dataset, Feed, open_dataset, open_feed
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 END, CUE = "<|end|>", "<|assistant|>"
 # The same conversation format twice: once it tells what the assistant says, once it does not.
@@ -86,5 +86,5 @@ def feeds_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) 
     """The feed of each of `ranks` data-parallel ranks over `data`."""
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
     job = Job(ModelConfig("m.py:f"), source, train)
-    plan = Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, 0)
+    plan = Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, 0)
     return [open_feed(data, plan, rank) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""Conversations as tokens: what is learnt is what the assistant says, found exactly or not at all."""
+"""Conversations as tokens: the loss covers what the assistant says, found exactly or refused."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def encoded(with_: PretrainedTokenizer, messages: object) -> EncodedDocument | D
     return encode_conversation(with_, has_generation_tag(get_chat_template(with_)), messages, "a.jsonl:4")
 
 
-def learnt(with_: PretrainedTokenizer, messages: object) -> str:
+def trained_text(with_: PretrainedTokenizer, messages: object) -> str:
     found = encoded(with_, messages)
     assert isinstance(found, EncodedDocument)
     assert found.label_mask is not None
@@ -43,10 +43,10 @@ def refusal(with_: PretrainedTokenizer, messages: object) -> str:
 
 
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_exactly_what_the_assistant_says_is_learnt(tmp_path, template: str):
+def test_the_loss_covers_exactly_what_the_assistant_says(tmp_path, template: str):
     with_ = codec(tmp_path, template)
-    assert learnt(with_, TALKS[3]) == "It is 6.<|end|>"
-    assert learnt(with_, LONG) == "  1, and \u4e00.\n<|end|>2<|end|>"
+    assert trained_text(with_, TALKS[3]) == "It is 6.<|end|>"
+    assert trained_text(with_, LONG) == "  1, and \u4e00.\n<|end|>2<|end|>"
 
 
 def test_both_ways_find_the_same_tokens(tmp_path):
@@ -69,7 +69,7 @@ def test_marks_are_found_in_every_spelling():
 
 def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path):
     with_ = codec(tmp_path, FORGETFUL)
-    assert learnt(with_, TALKS[0]) == "It is 0.<|end|>", "one answer is never rewritten"
+    assert trained_text(with_, TALKS[0]) == "It is 0.<|end|>", "one answer is never rewritten"
     assert "has no generation marks, and writes message 2 differently" in refusal(with_, LONG)
 
 

@@ -1,5 +1,5 @@
-"""Documents become samples: every token of every text, one row per conversation, and every fault with its
-place.
+"""Documents become samples: every token of every text, one sample per conversation, and errors with their
+location.
 """
 
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Which samples are evaluated and which are left to train on, and what follows from the results."""
+"""The evaluation split: which samples are evaluated, which are trained on, and early stopping by the
+results.
+"""
 
 from math import inf, nan
 
@@ -12,14 +14,14 @@ from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples, eval_source, split_held_out
 from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.data.mixture import Mixture
-from tests.tiny_model import plan_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, plan_of, tiny_job, token_samples
 
-READING = reading_of()
-DATA = ExampleDataset({**rows(31), "id": torch.arange(31)})
+ANALYZED = analyzed_model()
+DATA = ExampleDataset({**token_samples(31), "id": torch.arange(31)})
 
 
 def plan(ranks: int, micro_batch: int = 0, batch: int = 12, **spec: int):
-    return plan_of(READING, ranks, micro_batch=micro_batch, job=tiny_job(batch, evaluate=EvalConfig(**spec)))
+    return plan_of(ANALYZED, ranks, micro_batch=micro_batch, job=tiny_job(batch, evaluate=EvalConfig(**spec)))
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 0), (2, 0), (2, 3), (3, 0), (3, 2), (4, 1)])
@@ -88,7 +90,10 @@ def test_results_on_other_samples_are_not_compared():
         EvalSamples(DATA, plan(2, hold_out=7, samples=3), 0),
     ):
         assert done.for_samples(other).best_loss is None
-    assert done.for_samples(EvalSamples(ExampleDataset(rows(31)), plan(2, hold_out=7), 0)).best_loss is None
+    assert (
+        done.for_samples(EvalSamples(ExampleDataset(token_samples(31)), plan(2, hold_out=7), 0)).best_loss
+        is None
+    )
 
 
 def after(*losses: float, min_delta: float = 0.0) -> EvalHistory:

@@ -1,4 +1,4 @@
-"""The rows of each rank: under every plan the same samples make up a step, and each sample is played once per
+"""The samples of each rank: a step has the same samples under every plan, and each sample is read once per
 epoch.
 """
 
@@ -17,7 +17,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.documents import PackedTexts
 from meshwright.run.data.feed import ExampleDataset, Feed, open_dataset, open_feed
 from meshwright.run.data.text import TextDataset
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 from tests.run.data.corpora import jsonl
 
 BATCH, ROWS = 12, 31
@@ -29,7 +29,7 @@ def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
         ModelConfig("model.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5)
     )
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
-    return Plan.make(job, Mesh(dp_replicate=ranks), Paper().anatomy, strategies, micro_batch)
+    return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, micro_batch)
 
 
 def feeds(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[Feed]:
@@ -44,7 +44,7 @@ def played(rows: list[dict[str, torch.Tensor] | None]) -> list[int]:
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 5 - 1), (2, 0), (2, 3), (3, 2), (4, 1), (6, 2)])
 @pytest.mark.parametrize("step", [0, 1, 2, 7, 1000])
-def test_a_step_holds_the_same_samples_under_every_plan(ranks, micro_batch, step):
+def test_a_step_has_the_same_samples_under_every_plan(ranks, micro_batch, step):
     mine = played([feed.batch(step) for feed in feeds(ranks, micro_batch)])
     assert mine == played([feeds(1)[0].batch(step)])
     assert len(mine) == BATCH
@@ -64,7 +64,7 @@ def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epoc
     assert [feed.batch(steps) for feed in each] == [None] * ranks
 
 
-def test_what_does_not_fit_is_said_with_the_faults_of_the_source_and_before_anything_is_tokenised(tmp_path):
+def test_size_errors_are_reported_with_those_of_the_source_and_before_tokenizing(tmp_path):
     odd = Diagnostic("too many tokens", "take fewer")
     rows = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(PlanError, match="too many tokens"):
@@ -89,7 +89,7 @@ def test_data_without_end_has_no_last_step():
     assert feeds(2)[0].num_steps is None
 
 
-def test_a_short_step_gives_the_first_micro_batches_rows_first():
+def test_a_short_step_fills_the_first_micro_batches_first():
     """31 rows in steps of 12: the third step has 7. Four shares of 3: two ranks, two microbatches."""
     order = feeds(1, epochs=1)[0].batch(2)
     assert order is not None
@@ -101,7 +101,7 @@ def test_a_short_step_gives_the_first_micro_batches_rows_first():
     assert right["labels"].tolist() == samples[3:6]
 
 
-def test_rows_keep_all_their_keys_together():
+def test_samples_keep_all_their_keys():
     batch = feeds(3)[1].batch(4)
     assert batch is not None
     assert torch.equal(batch["x"], EXAMPLE["x"][batch["labels"]])

@@ -1,5 +1,5 @@
-"""Mixtures: every source has its share of any first k samples,
-whoever plays them and wherever a run goes on.
+"""Mixtures: every source has its fraction of any first k samples, on any number of ranks and after any
+resume.
 """
 
 from collections import Counter
@@ -162,7 +162,7 @@ def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with
     assert all(feed.batch(steps) is None for feed in many) == bool(epochs)
 
 
-def test_rows_come_from_the_parts_that_their_ids_name(tmp_path):
+def test_samples_come_from_the_sources_that_their_ids_name(tmp_path):
     data = open_dataset(source(tmp_path), None, tmp_path / "cache")
     assert isinstance(data, Mixture)
     assert data.shares == (5, 3, 2)
@@ -182,7 +182,7 @@ def test_rows_come_from_the_parts_that_their_ids_name(tmp_path):
         data.batch([len(data)])
 
 
-def test_the_digest_names_the_parts_and_their_weights(tmp_path):
+def test_the_digest_covers_the_sources_and_their_weights(tmp_path):
     one = source(tmp_path)
     lighter = tuple(MixturePart(part.source, 1.0, column=part.column, chat=part.chat) for part in one.mixture)
     other = DataConfig(mixture=lighter, tokenizer=one.tokenizer, sequence=24)
@@ -199,7 +199,7 @@ def test_bytes_of_files_and_of_rows_are_mixed_too(tmp_path):
     assert bytes(samples(data, [4])[0][0]) == b"text i"
 
 
-def test_the_faults_of_all_parts_are_said_at_once(tmp_path):
+def test_errors_of_all_sources_are_reported_at_once(tmp_path):
     mixed = DataConfig(
         mixture=(MixturePart(str(tmp_path / "no.jsonl")), MixturePart(jsonl(tmp_path / "b.jsonl", ["{"])))
     )

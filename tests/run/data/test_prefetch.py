@@ -1,4 +1,4 @@
-"""Batches made ahead: the same batches in the same order, errors where they belong, and no thread left."""
+"""Prefetched batches: the same batches in the same order, errors in their step, and no thread left."""
 
 import threading
 import time
@@ -16,14 +16,14 @@ from meshwright.run.data import prefetch
 from meshwright.run.data.feed import ExampleDataset, Feed, open_feed
 from meshwright.run.data.prefetch import PrefetchedFeed
 from meshwright.run.data.prefetch import prefetch as ahead
-from tests.paper_model import Paper
+from tests.paper_model import SyntheticModel
 
 ROWS = {"labels": torch.arange(31)}
 
 
 def feed(data=None, epochs: int = 0) -> Feed:
     job = Job(ModelConfig("m.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=4, seed=5))
-    return open_feed(data or ExampleDataset(ROWS), Plan.make(job, Mesh(), Paper().anatomy), 0)
+    return open_feed(data or ExampleDataset(ROWS), Plan.make(job, Mesh(), SyntheticModel().model_spec), 0)
 
 
 def rows(batch) -> list[int] | None:
@@ -106,7 +106,7 @@ def test_an_error_is_raised_by_its_own_step_with_the_place_where_it_happened():
     assert threads() == []
 
 
-def test_an_error_is_told_though_a_thread_waits_and_what_has_not_begun_is_dropped(monkeypatch):
+def test_an_error_is_raised_although_a_thread_waits_and_pending_batches_are_dropped(monkeypatch):
     monkeypatch.setattr(prefetch, "FAILURE_WAIT_S", 0.0)
     gate = threading.Event()
     data = Watched(gate=gate)

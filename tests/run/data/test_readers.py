@@ -1,6 +1,4 @@
-"""Rows of files and data sets: what is read, from where it is said to be,
-and what is refused in which words.
-"""
+"""Rows of files and data sets: what is read, from which location, and refusals."""
 
 import gzip
 import json

@@ -104,11 +104,11 @@ def test_a_cursor_far_away_is_as_near_as_the_first():
 
 
 @pytest.mark.parametrize(
-    ("num", "epochs", "words"),
+    ("num", "epochs", "message"),
     [(0, 0, "0 samples"), (2**60 + 1, 0, "samples; needed are 1 to"), (3, -1, "-1 epochs")],
 )
-def test_an_impossible_order_is_refused(num: int, epochs: int, words: str):
-    with pytest.raises(PlanError, match=words):
+def test_an_impossible_order_is_refused(num: int, epochs: int, message: str):
+    with pytest.raises(PlanError, match=message):
         ShuffledOrder(num, 0, epochs)
 
 

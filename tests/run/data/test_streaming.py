@@ -1,4 +1,4 @@
-"""Streams: sample k is element k of the stream, for every rank, and after going on anywhere."""
+"""Streams: sample k is element k of the stream, on every rank, and after a resume at any step."""
 
 from collections import Counter
 from itertools import islice

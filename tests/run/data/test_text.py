@@ -1,4 +1,4 @@
-"""Text becomes samples: what is read, in which order, and what is refused with which words."""
+"""Text becomes samples: which files are read, in which order, and refusals."""
 
 import logging
 import os
@@ -140,7 +140,7 @@ def test_a_large_text_is_judged_in_pieces_without_breaking_characters(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "source", "words"),
+    ("files", "source", "message"),
     [
         ({}, "nowhere", "there is no such file or folder"),
         ({"a.csv": b"1,2"}, "", r"no file in .* matches include = \['\*.txt'"),
@@ -148,8 +148,8 @@ def test_a_large_text_is_judged_in_pieces_without_breaking_characters(tmp_path):
         ({"a.txt": b"x"}, "a.txt", "holds 1 bytes in all"),
     ],
 )
-def test_data_that_is_not_there_is_refused(files: dict[str, bytes], source: str, words: str, tmp_path):
-    with pytest.raises(PlanError, match=words):
+def test_data_that_is_not_there_is_refused(files: dict[str, bytes], source: str, message: str, tmp_path):
+    with pytest.raises(PlanError, match=message):
         TextDataset(DataConfig(str(written(tmp_path, files) / source)))
 
 

@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, mapped afterwards, never half-made under a good name."""
+"""The token cache: written once, memory-mapped afterwards, and never visible half-written."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -79,7 +79,7 @@ def test_ids_of_large_vocabularies_are_kept_whole(tmp_path):
     ).tokens.tolist() == [65_535]
 
 
-def test_the_digest_sees_ids_borders_and_what_is_wanted(tmp_path):
+def test_the_digest_covers_ids_boundaries_and_labels(tmp_path):
     moved = [
         EncodedDocument(np.array([5, 6])),
         EncodedDocument(np.array([7, 8])),

@@ -93,14 +93,14 @@ def test_a_tokenizer_without_an_end_of_text_packs_nothing(tmp_path):
     assert not list(tokenizer_diagnostics(ByteTokenizer(), is_packed=True))
 
 
-def test_windows_share_the_token_at_their_border():
+def test_windows_share_the_token_at_their_boundary():
     batch = cut_windows(np.arange(10, 18), [0, 1, 2, -1], 3, pad_id=0)
     assert batch["input_ids"].tolist() == [[10, 11, 12], [13, 14, 15], [16, 17, 0], [0, 0, 0]]
     assert batch["labels"].tolist() == [[11, 12, 13], [14, 15, 16], [17, -100, -100], [-100] * 3]
     assert batch["labels"].dtype == torch.int64
 
 
-def test_rows_are_filled_up_or_cut_and_unwanted_tokens_have_no_label():
+def test_sequences_are_padded_or_cut_and_masked_tokens_have_no_label():
     long = EncodedDocument(np.arange(1, 8), np.array([0, 0, 1, 1, 0, 1, 1]))
     short = EncodedDocument(np.array([5, 6]))
     batch = pad_documents([long, short, None], 4, pad_id=9)

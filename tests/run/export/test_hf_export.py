@@ -1,4 +1,4 @@
-"""A model becomes a folder: what stands in it, that it is bounded and whole, and that it comes back."""
+"""Export to a Hugging Face folder: its files, bounded memory, and a round trip."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.export import hf_export as export_module
 from meshwright.run.export.hf_export import ExportableModel, check_round_trip, export_model, initial_model
 from meshwright.run.export.roundtrip_check import RoundTripResult
-from tests.model.published_models import FAMILIES, logits, made, published, taken_up
+from tests.model.published_models import FAMILIES, load_published, logits, made, published
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -33,7 +33,7 @@ def test_every_family_goes_out_and_comes_back(tmp_path: Path, family: str):
 @pytest.mark.parametrize("family", ["mixtral", "gpt2"])
 def test_the_names_in_the_file_are_those_that_transformers_writes(tmp_path: Path, family: str):
     published(tmp_path / "theirs", family)
-    export_model(initial_model(taken_up(tmp_path / "theirs").deferred_init), tmp_path / "ours")
+    export_model(initial_model(load_published(tmp_path / "theirs").deferred_init), tmp_path / "ours")
     theirs, ours = load_file(tmp_path / "theirs" / SINGLE_FILE), load_file(tmp_path / "ours" / SINGLE_FILE)
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
@@ -42,7 +42,7 @@ def test_the_names_in_the_file_are_those_that_transformers_writes(tmp_path: Path
 def test_files_are_cut_at_the_size_and_the_index_is_read_by_transformers(tmp_path: Path):
     theirs = published(tmp_path / "in", "mixtral")
     made_ = export_model(
-        initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out", max_shard_nbytes=9000
+        initial_model(load_published(tmp_path / "in").deferred_init), tmp_path / "out", max_shard_nbytes=9000
     )
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(shards) > 3
@@ -58,7 +58,7 @@ def test_files_are_cut_at_the_size_and_the_index_is_read_by_transformers(tmp_pat
 def test_a_narrower_dtype_is_written_said_and_measured(tmp_path: Path):
     theirs = published(tmp_path / "in")
     made_ = export_model(
-        initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out", torch.bfloat16
+        initial_model(load_published(tmp_path / "in").deferred_init), tmp_path / "out", torch.bfloat16
     )
     assert {stored.dtype for stored in list_tensors(tmp_path / "out").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -73,7 +73,7 @@ def test_the_tokenizer_and_the_generation_config_come_along_and_the_cache_is_use
     for name in ("tokenizer.json", "tokenizer_config.json", "notes.txt"):
         (tmp_path / "in" / name).write_text("{}")
     (tmp_path / "in" / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
-    trained = initial_model(taken_up(tmp_path / "in").deferred_init)
+    trained = initial_model(load_published(tmp_path / "in").deferred_init)
     files = export_model(
         ExportableModel(trained.deferred_init, trained.read_value, tmp_path / "in"), tmp_path / "out"
     ).files
@@ -85,7 +85,7 @@ def test_the_tokenizer_and_the_generation_config_come_along_and_the_cache_is_use
 
 def test_one_group_of_tensors_is_held_at_a_time(tmp_path: Path):
     published(tmp_path / "in", "mixtral")
-    trained = initial_model(taken_up(tmp_path / "in").deferred_init)
+    trained = initial_model(load_published(tmp_path / "in").deferred_init)
     alive, most = [], []
 
     def value(name: str) -> torch.Tensor:
@@ -131,14 +131,14 @@ def test_a_module_of_anybody_is_written_under_logical_names(tmp_path: Path):
 def test_a_failed_comparison_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     published(tmp_path / "in")
     monkeypatch.setattr(export_module, "compare_logits", lambda *given: RoundTripResult("planted", 1.0, 1e-6))
-    made_ = export_model(initial_model(taken_up(tmp_path / "in").deferred_init), tmp_path / "out")
+    made_ = export_model(initial_model(load_published(tmp_path / "in").deferred_init), tmp_path / "out")
     assert not made_.round_trip.passed
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     published(tmp_path / "in")
-    trained = initial_model(taken_up(tmp_path / "in").deferred_init)
+    trained = initial_model(load_published(tmp_path / "in").deferred_init)
     usual = export_module._write_tensors
 
     def shifted(folder, slots, begins, conversions, module, value) -> None:
@@ -157,7 +157,7 @@ def test_a_tensor_that_is_written_wrongly_is_noticed(tmp_path: Path, monkeypatch
 
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path):
     published(tmp_path / "in")
-    trained = initial_model(taken_up(tmp_path / "in").deferred_init)
+    trained = initial_model(load_published(tmp_path / "in").deferred_init)
     with pytest.raises(PlanError, match="exists and is not an empty folder"):
         export_model(trained, tmp_path / "in")
     (tmp_path / "file").write_text("x")
@@ -165,4 +165,6 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path):
         export_model(trained, tmp_path / "file" / "out")
     (tmp_path / "empty").mkdir()
     assert export_model(trained, tmp_path / "empty").round_trip.passed
-    assert torch.equal(logits(made(taken_up(tmp_path / "empty"))), logits(made(taken_up(tmp_path / "in"))))
+    assert torch.equal(
+        logits(made(load_published(tmp_path / "empty"))), logits(made(load_published(tmp_path / "in")))
+    )

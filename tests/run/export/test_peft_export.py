@@ -1,4 +1,4 @@
-"""An adapter becomes a folder of peft: under every way of storing weights the same, whole, and loaded by peft
+"""Export of a PEFT adapter: the same under every data-parallel strategy, complete, and loadable by peft
 alone.
 """
 
@@ -26,11 +26,11 @@ from meshwright.run.export.hf_export import ExportableModel, ExportResult, expor
 from meshwright.run.export.peft_export import ADAPTER_FILE
 from meshwright.run.training.train_loop import save_run_checkpoint
 from meshwright.testing.ranks import run_on_threads
-from tests.command_line import lay_out, said
+from tests.command_line import invoke, lay_out
 from tests.model.hf.lora_models import QUIET, adapted, adapted_reading, base, stirred, stored_base
 from tests.model.hf.test_peft import planned
 from tests.model.published_models import logits
-from tests.tiny_model import rows
+from tests.tiny_model import token_samples
 
 pytestmark = QUIET
 CONFIG = "adapter_config.json"
@@ -50,13 +50,13 @@ def of_peft(folder: Path, adapter: Path) -> nn.Module:
     return peft.PeftModel.from_pretrained(theirs, str(adapter)).eval()
 
 
-def trained(reading: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResult, dict[str, torch.Tensor]]:
+def trained(analyzed: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResult, dict[str, torch.Tensor]]:
     """Two steps on every rank of `plan`, and what was written; the values that were trained."""
 
     def rank(world: World) -> tuple[ExportResult | None, dict[str, torch.Tensor]]:
-        with parallelize(reading, plan, world=world) as engine:
+        with parallelize(analyzed, plan, world=world) as engine:
             for _ in range(2):
-                engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+                engine.step(engine.local_batch({key: value[:12] for key, value in token_samples().items()}))
             return engine.export(out), {
                 name: value.clone() for name, value in engine.executor.gather_parameters().items()
             }
@@ -66,37 +66,37 @@ def trained(reading: AnalyzedModel, plan: Plan, out: Path) -> tuple[ExportResult
 
 def stirred_up(folder: Path, **lora: object) -> ExportableModel:
     """An adapted model on the stored base, whose trained parts are not at rest."""
-    reading = adapted_reading(weights=folder, **lora)
-    module = reading.deferred_init.instantiate()
-    reading.deferred_init.materialize(module)
+    analyzed = adapted_reading(weights=folder, **lora)
+    module = analyzed.deferred_init.instantiate()
+    analyzed.deferred_init.materialize(module)
     held = dict(stirred(module).state_dict())
-    return ExportableModel(reading.deferred_init, held.__getitem__)
+    return ExportableModel(analyzed.deferred_init, held.__getitem__)
 
 
 @pytest.mark.parametrize("lora", [{}, {"modules_to_save": ["lm_head"]}], ids=["plain", "with a trained head"])
-def test_the_adapter_is_whole_and_the_same_under_every_stage(
+def test_the_adapter_is_complete_and_the_same_under_every_zero_stage(
     tmp_path: Path, folder: Path, lora: dict[str, object]
 ):
-    reading = adapted_reading(weights=folder, **lora)
-    alone, values = trained(reading, planned(reading, 1, "whole"), tmp_path / "alone")
+    analyzed = adapted_reading(weights=folder, **lora)
+    alone, values = trained(analyzed, planned(analyzed, 1, "whole"), tmp_path / "alone")
     assert alone.round_trip.passed, str(alone.round_trip)
     assert alone.files == (CONFIG, ADAPTER_FILE)
-    wanted = load_file(tmp_path / "alone" / ADAPTER_FILE)
-    assert all(tensor.numel() for tensor in wanted.values())
-    assert any("lora_B" in name and tensor.any() for name, tensor in wanted.items())
+    expected = load_file(tmp_path / "alone" / ADAPTER_FILE)
+    assert all(tensor.numel() for tensor in expected.values())
+    assert any("lora_B" in name and tensor.any() for name, tensor in expected.items())
     for store, ranks in (("whole", 2), (1, 3), (2, 2), (3, 2), (3, 3)):
         out = tmp_path / f"{store} on {ranks}"
-        written, mine = trained(reading, planned(reading, ranks, store), out)
+        written, mine = trained(analyzed, planned(analyzed, ranks, store), out)
         assert written.round_trip.passed, str(written.round_trip)
         found = load_file(out / ADAPTER_FILE)
         assert {name: tensor.shape for name, tensor in found.items()} == {
-            name: t.shape for name, t in wanted.items()
+            name: t.shape for name, t in expected.items()
         }
         for name, tensor in found.items():
-            assert (tensor - wanted[name]).abs().max() < 1e-12, name
+            assert (tensor - expected[name]).abs().max() < 1e-12, name
         assert mine.keys() == values.keys()
         assert (out / CONFIG).read_text() == (tmp_path / "alone" / CONFIG).read_text()
-    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in wanted
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in expected
 
 
 VARIANTS = [
@@ -263,11 +263,11 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
             save_run_checkpoint(engine.executor, ready.plan, world, ready.dataset.digest)
 
     run_on_threads(rank, ready.plan.mesh)
-    code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "adapter")
+    code, out, err = invoke(capsys, "export", tmp_path / "job" / "run", tmp_path / "adapter")
     assert (code, err) == (0, "")
     assert "adapter_config.json, adapter_model.safetensors" in out
     assert "round trip  the outputs for 2 x 8 tokens differ by" in out
-    code, out, err = said(capsys, "export", tmp_path / "job" / "run", tmp_path / "whole", "--merge")
+    code, out, err = invoke(capsys, "export", tmp_path / "job" / "run", tmp_path / "whole", "--merge")
     assert (code, err) == (0, "")
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(
@@ -278,13 +278,13 @@ def test_a_run_on_shards_leaves_as_an_adapter_and_as_a_whole_model(
 
 
 def test_adam_keeps_moments_of_adapters_only(folder: Path):
-    reading = adapted_reading(weights=folder)
-    plan = planned(reading, 2, 3, optimizer=OptimizerConfig("adamw", lr=0.1))
+    analyzed = adapted_reading(weights=folder)
+    plan = planned(analyzed, 2, 3, optimizer=OptimizerConfig("adamw", lr=0.1))
     names = {weight.name for weight in plan.model_spec.trainable}
 
     def rank(world: World) -> set[str]:
-        with parallelize(reading, plan, world=world) as engine:
-            engine.step(engine.local_batch({key: value[:12] for key, value in rows().items()}))
+        with parallelize(analyzed, plan, world=world) as engine:
+            engine.step(engine.local_batch({key: value[:12] for key, value in token_samples().items()}))
             return {
                 name.split("/", 2)[2]
                 for name in engine.executor.state_dict()

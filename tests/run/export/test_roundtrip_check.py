@@ -1,4 +1,4 @@
-"""Two models beside each other: equal ones pass, a change of one value does not."""
+"""The round-trip check of an export: equal models pass, a change of one value does not."""
 
 from math import nan
 from pathlib import Path
@@ -12,7 +12,7 @@ from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_logits, probe_inputs
-from tests.model.published_models import FAMILIES, published, taken_up
+from tests.model.published_models import FAMILIES, load_published, published
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -26,7 +26,7 @@ def test_a_folder_of_transformers_is_loaded_as_transformers_loads_it(tmp_path: P
 
 def test_one_changed_value_is_noticed(tmp_path: Path):
     published(tmp_path)
-    print_ = taken_up(tmp_path).deferred_init
+    print_ = load_published(tmp_path).deferred_init
 
     def wrong(name: str) -> torch.Tensor:
         value = print_.initial_value(name)
@@ -83,7 +83,7 @@ def test_a_model_whose_inputs_cannot_be_guessed_is_compared_by_its_parameters(tm
     )
     transformers.utils.logging.disable_progress_bar()
     transformers.WhisperForConditionalGeneration(config).save_pretrained(tmp_path)
-    print_ = taken_up(tmp_path).deferred_init
+    print_ = load_published(tmp_path).deferred_init
     assert probe_inputs(print_.instantiate()) is None
     trip = compare_logits(print_, print_.initial_value, tmp_path)
     assert trip.description == "all parameters"
@@ -98,7 +98,7 @@ def test_a_model_of_anybody_cannot_be_compared_with_transformers(tmp_path: Path)
         check_import(ModelConfig(f"{tmp_path}/net.py:net", weights=str(tmp_path)))
 
 
-def test_a_blueprint_without_weights_is_compared_by_its_initial_values(tmp_path: Path):
+def test_a_deferred_model_without_weights_is_compared_by_its_initial_values(tmp_path: Path):
     published(tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     print_ = defer_init(lambda: transformers.LlamaForCausalLM(config), 0)

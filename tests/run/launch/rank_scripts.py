@@ -1,4 +1,4 @@
-"""Ranks as real processes: small scripts that say where they are, and a parent that can be sent signals."""
+"""Ranks as real processes: small scripts that report their state, and a parent that can be sent signals."""
 
 import json
 import os

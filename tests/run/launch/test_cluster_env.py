@@ -1,4 +1,4 @@
-"""What launchers say of a process, as each of them says it; and what is refused."""
+"""Environment variables of launchers: how each describes a rank, and refusals."""
 
 import pytest
 

@@ -1,3 +1,5 @@
+"""Slurm node lists and task counts."""
+
 import pytest
 
 from meshwright.run.launch.cluster_env import first_host, tasks_per_host

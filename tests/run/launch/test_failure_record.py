@@ -1,3 +1,5 @@
+"""Failure records of ranks: kind, cause and round trip."""
+
 import json
 import os
 
@@ -73,7 +75,7 @@ def fail(progress: RankProgress) -> None:
         raise ValueError("\u00fcber") from error
 
 
-def test_a_record_holds_the_whole_story(tmp_path, monkeypatch):
+def test_a_record_contains_the_whole_chain_of_causes(tmp_path, monkeypatch):
     def ended(code: int) -> None:
         raise SystemExit(code)
 

@@ -1,4 +1,4 @@
-"""What the doctor says of a host: each question answered well, and badly, with its repair."""
+"""The doctor's host checks: each with a good and a bad result, and its repair."""
 
 import os
 import socket

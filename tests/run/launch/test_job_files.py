@@ -1,6 +1,4 @@
-"""Job files are read by those who will read them: bash, a YAML parser, and our own reading of the
-environment.
-"""
+"""Job files, read by their consumers: bash, a YAML parser, and our own reader of the environment."""
 
 import re
 import shlex
@@ -25,7 +23,7 @@ JOB = JobFile(WORDS, "mine", num_hosts=3, ranks_per_host=2, image="registry/mesh
 
 
 @pytest.mark.parametrize("write", [slurm_script, torchrun_command])
-def test_bash_reads_the_script_and_the_words_arrive_as_given(write):
+def test_bash_reads_the_script_and_the_arguments_arrive_unchanged(write):
     text = write(JOB)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     line = next(line for line in text.splitlines() if "train" in line and not line.startswith("#"))
@@ -56,7 +54,7 @@ def test_the_batch_script_starts_one_task_per_rank_and_queues_again_what_was_sto
     assert {code: done.stdout for code, done in ended.items()} == {0: "", 1: "", 2: "", 143: "requeue 7\n"}
 
 
-def test_torchrun_gets_a_line_per_host_and_none_of_the_meeting_on_one():
+def test_torchrun_gets_a_line_per_host_and_no_rendezvous_on_a_single_one():
     lines = [line for line in torchrun_command(JOB).splitlines() if line.startswith("torchrun")]
     assert [re.search(r"--nnodes=3 --node-rank=(\d)", line)[1] for line in lines] == ["0", "1", "2"]
     assert all("--nproc-per-node=2 --max-restarts=3 -m meshwright train" in line for line in lines)

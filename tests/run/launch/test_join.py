@@ -1,4 +1,4 @@
-"""Ranks joined to a world: which device each takes, and what every rank must have in common."""
+"""Joining a world: the device of each rank, and settings that all ranks must share."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.join import _gpu, check_same_plan, join_world
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import plan_of, reading_of
+from tests.tiny_model import analyzed_model, plan_of
 
 
 def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees():
@@ -40,7 +40,7 @@ def test_a_rank_that_nobody_told_where_to_meet_is_refused():
 
 def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
     mesh = Mesh(dp_replicate=3)
-    plan = plan_of(reading_of(), 3)
+    plan = plan_of(analyzed_model(), 3)
     other = replace(plan, run=replace(plan.run, save_every=plan.run.save_every + 1))
 
     def start(world: World) -> str:

@@ -1,3 +1,5 @@
+"""The local launcher: places of ranks, the failure that is reported, and cleanup of all processes."""
+
 import json
 import os
 import re
@@ -13,7 +15,7 @@ from meshwright.run.launch.local_launcher import LaunchResult
 from tests.run.launch.rank_scripts import ENV, PATIENT, run
 
 
-def test_ranks_learn_their_place_and_write_where_they_should(tmp_path, capfd):
+def test_ranks_get_their_rank_variables_and_log_files(tmp_path, capfd):
     body = """
 keys = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
 keys += ["OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "MESHWRIGHT_STORE"]

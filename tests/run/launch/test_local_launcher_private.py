@@ -1,4 +1,4 @@
-"""Temporary folders: gone with their process, and those of a killed process gone with the next one."""
+"""Private temporary folders: removed with their process, and those of a killed process by the next one."""
 
 import os
 import signal

@@ -1,3 +1,5 @@
+"""Signals to the local launcher: saving, stopping, and killing of ranks."""
+
 import os
 import signal
 import time

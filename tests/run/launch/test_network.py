@@ -1,6 +1,4 @@
-"""The network of the host that runs the tests: it has a loopback, and whatever else it has is told
-consistently.
-"""
+"""Network interfaces of the host that runs the tests."""
 
 from ipaddress import ip_address
 

@@ -1,4 +1,4 @@
-"""Ctrl-C that somebody has swallowed is still known when ranks are about to start."""
+"""A swallowed Ctrl-C is still noticed when ranks are about to start."""
 
 import signal
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The folder of a run that never was: what `train` leaves of its steps, written by hand."""
+"""The folder of a run that was never executed: files as `train` leaves them, written by hand."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Each operation that `bench device` times is noted under the same name when a model runs it, with as many
-numbers.
-"""
+"""Operations timed by `bench device` have the names and sizes that a trial counts."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Measuring a device: real figures of tiny sizes, which make a profile."""
+"""A real device measurement at tiny sizes, which gives a profile."""
 
 import pytest
 import torch

@@ -1,6 +1,4 @@
-"""What --hardware names: a kind, a file in five lines, a measured device; what is wrong with one is told at
-once.
-"""
+"""The argument of --hardware: a kind, a short file, or a measured device; all errors of a file at once."""
 
 from pathlib import Path
 
@@ -83,7 +81,7 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
             "-1\n[rates]\nmatmuls = 1.0\n"
         ),
     )
-    wanted = [
+    expected = [
         "'h1000' is no device",
         "did you mean 'H100'?",
         "no dtype 'bf16' in plans",
@@ -91,8 +89,8 @@ def test_all_that_is_wrong_with_a_file_is_told_at_once(tmp_path: Path):
         "nic_gb_s = -1",
         "no rate 'matmuls'",
     ]
-    wanted += ["did you mean 'bfloat16'?", "did you mean 'matmul'?", "more than 1e6", "989 for an H100"]
-    assert all(part in told for part in wanted), told
+    expected += ["did you mean 'bfloat16'?", "did you mean 'matmul'?", "more than 1e6", "989 for an H100"]
+    assert all(part in told for part in expected), told
 
 
 def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
@@ -101,7 +99,7 @@ def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
         '"x"\nattention = 2\n'
     )
     told = refused(tmp_path, text)
-    wanted = [
+    expected = [
         "'h1000' is no device",
         "device.per_host: given is 2.5",
         "units = -3",
@@ -109,8 +107,8 @@ def test_figures_are_judged_beside_values_of_another_type(tmp_path: Path):
         "rates.matmul: given",
         "attention = 2",
     ]
-    assert all(part in told for part in wanted), told
-    assert told.count("repair:") == len(wanted)
+    assert all(part in told for part in expected), told
+    assert told.count("repair:") == len(expected)
     told = refused(tmp_path, '[device]\nname = "X"\ntflops = {bfloat16 = "many"}\nmemory_gb = -1\n')
     assert "tflops: this key is missing" not in told
     assert all(
@@ -207,14 +205,14 @@ def test_rates_that_no_device_has_are_refused(tmp_path: Path):
             "1e-9\nlatency_s = 30\nloss_passes = 5e9\n"
         ),
     )
-    wanted = [
+    expected = [
         "attention_backward = 100",
         "write 0.01 to 5",
         "fabric_half_hosts = 1e-09; needed is a number of hosts",
         "latency_s = 30",
         "loss_passes = 5e+09",
     ]
-    assert all(part in told for part in wanted), told
+    assert all(part in told for part in expected), told
 
 
 def test_rates_that_are_shipped_are_none_that_are_refused(tmp_path: Path):

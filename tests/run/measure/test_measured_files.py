@@ -1,4 +1,4 @@
-"""device.toml is written for people, read with all its faults at once, and read as it was written."""
+"""device.toml: round trip, and all errors of a file at once."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_profile_that_has_answered_is_written_as_one_that_has_not(tmp_path: Pa
     assert write_profile(found, tmp_path / "a.toml") == write_profile(profile(), tmp_path / "b.toml")
 
 
-def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
+def test_every_error_of_a_file_is_reported_at_once(tmp_path: Path):
     path = tmp_path / "device.toml"
     write_profile(profile(), path)
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""cluster.toml is written for people, read with all its faults at once, and read as it was written."""
+"""cluster.toml: round trip, and all errors of a file at once."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,14 +40,14 @@ def test_what_is_read_is_what_was_written(cluster: Cluster, tmp_path: Path):
     assert read_cluster(path) == cluster
 
 
-def test_figures_are_written_with_four_digits_and_read_so_by_whoever_wrote_them(tmp_path: Path):
+def test_measurements_are_written_with_four_digits_and_read_back_the_same(tmp_path: Path):
     exact = replace(CLUSTER, measurements=(AllReduceSeries("ring", 2, (1024,), (1.23456e-4,), (0.1,)),))
     written = write_cluster(exact, tmp_path / "cluster.toml")
     assert written.measurements[0].seconds == (1.235e-4,)
     assert written == read_cluster(tmp_path / "cluster.toml")
 
 
-def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path):
+def test_every_error_of_a_file_is_reported_at_once(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     write_cluster(CLUSTER, path)
     text = path.read_text()
@@ -93,7 +93,7 @@ def test_a_file_that_is_none_is_refused_with_a_repair(text: str | bytes | None, 
     assert all(fault.fix for fault in raised.value.diagnostics)
 
 
-def test_the_file_of_a_device_is_told_from_that_of_a_cluster(tmp_path: Path):
+def test_a_device_file_is_distinguished_from_a_cluster_file(tmp_path: Path):
     (tmp_path / "device.toml").write_text('device = "Abacus 7"\n')
     with pytest.raises(PlanError, match="describes a device, not links"):
         read_cluster(tmp_path / "device.toml")

@@ -1,5 +1,5 @@
-"""What a run's folder tells: steps without the first, the slowest rank's computing, the shortest time of a
-message.
+"""Measurements from a run's folder: steps without the first, computation of the slowest rank, shortest time
+of a message.
 """
 
 import json
@@ -24,7 +24,7 @@ def test_steps_and_where_they_went_are_read(tmp_path: Path):
     assert found.collectives[0].seconds == pytest.approx(SENT_S)
 
 
-def test_a_run_that_was_not_traced_tells_its_steps_alone(tmp_path: Path):
+def test_a_run_without_a_trace_gives_step_times_only(tmp_path: Path):
     found = read_previous_run(run_folder(tmp_path / "run", traced=False, device="NVIDIA H100 80GB HBM3"))
     assert (found.compute_s, found.collectives) == (None, ())
     assert found.device == "NVIDIA H100 80GB HBM3"
@@ -51,7 +51,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("content", "message"),
     [
         ({}, "there is no machine"),
         ({"machine": {"device": "cpu"}}, "there is no processor"),
@@ -59,17 +59,17 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
         ([], "[] is written where a table with machine is needed"),
     ],
 )
-def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, said: object, told: str):
+def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, content: object, message: str):
     folder = run_folder(tmp_path / "run")
-    (folder / "run_info.json").write_text(json.dumps(said))
+    (folder / "run_info.json").write_text(json.dumps(content))
     with pytest.raises(PlanError, match=r"run_info.json: it does not say which device computed: ") as raised:
         read_previous_run(folder)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "name a run of this version" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ('{"seconds": 1.0}', "there is no data_s, there is no skipped"),
         ('{"seconds": "1", "data_s": 0, "skipped": false}', 'seconds is "1"'),
@@ -78,13 +78,13 @@ def test_a_run_that_does_not_say_what_computed_is_refused(tmp_path: Path, said: 
         ("3", "3 is written where a table with seconds, data_s, skipped is needed"),
     ],
 )
-def test_a_line_that_no_journal_writes_is_named_by_its_number(tmp_path: Path, line: str, told: str):
+def test_a_line_that_no_journal_writes_is_named_by_its_number(tmp_path: Path, line: str, message: str):
     folder = run_folder(tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:5], line, *lines[5:]]))
     with pytest.raises(PlanError, match="line 6 is no step as `train` writes it: ") as raised:
         read_previous_run(folder)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "remove the line, or name another run" in str(raised.value)
 
 
@@ -92,7 +92,7 @@ PARTS = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.1)
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("content", "message"),
     [
         ({"traceEvents": []}, "there is no otherData"),
         (
@@ -116,12 +116,12 @@ PARTS = dict.fromkeys(("forward", "backward", "optimizer", "other"), 0.1)
         ),
     ],
 )
-def test_a_trace_that_is_damaged_is_named_and_may_be_left_away(tmp_path: Path, said: object, told: str):
+def test_a_trace_that_is_damaged_is_named_and_may_be_left_away(tmp_path: Path, content: object, message: str):
     folder = run_folder(tmp_path / "run")
-    (folder / "trace" / "rank-0.json").write_text(json.dumps(said))
+    (folder / "trace" / "rank-0.json").write_text(json.dumps(content))
     with pytest.raises(PlanError, match=r"rank-0.json: no trace as `train` writes it: ") as raised:
         read_previous_run(folder)
-    assert told in str(raised.value)
+    assert message in str(raised.value)
     assert "or remove the folder trace" in str(raised.value)
 
 

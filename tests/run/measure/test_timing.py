@@ -1,6 +1,4 @@
-"""How evenly a device goes: lengths of which there are enough,
-and the distance of two stretches found again.
-"""
+"""Jitter of a device: stretches of enough slices, and differences between stretches."""
 
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ from meshwright.run.measure.timing import (
 )
 
 
-def test_slices_that_all_take_the_same_are_even():
+def test_equal_slices_have_no_jitter():
     found = timing_windows([[0.004] * (3 * SLICES_PER_BATCH)])
     assert [each.seconds for each in found] == pytest.approx([0.004, 0.016, 0.064])
     assert [each.lag for each in found] == pytest.approx([0.0] * 3, abs=1e-12)

@@ -1,4 +1,4 @@
-"""Timing one operation after another: on a clock that is made up, and what is too slow left out."""
+"""Sampling of operation times on a synthetic clock, with slow operations left out."""
 
 import torch
 

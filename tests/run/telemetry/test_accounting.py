@@ -1,5 +1,5 @@
-"""What a rank used: seconds, memory and bytes in its file, exact where they can be, and speeds only where
-they are known.
+"""Resource records of a rank: seconds, memory and bytes, exact where possible, and speeds only where
+known.
 """
 
 import json
@@ -18,9 +18,9 @@ from meshwright.run.telemetry.accounting import RankAccounting, accounting_path
 from meshwright.run.telemetry.trace import trace_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
-READING = reading_of()
+ANALYZED = analyzed_model()
 STEPS = 4
 
 
@@ -28,12 +28,15 @@ def trained(folder: Path, ranks: int, **run: object) -> Plan:
     """A plan that `ranks` threads have trained in `folder`."""
     job = tiny_job()
     job = replace(job, train=replace(job.train, steps=STEPS))
-    plan = replace(plan_of(READING, ranks, job=job), run=RunConfig(str(folder), save_every=2, **run))
+    plan = replace(plan_of(ANALYZED, ranks, job=job), run=RunConfig(str(folder), save_every=2, **run))
 
     def rank(world):
-        player, feed = player_of(READING, plan, world), open_feed(ExampleDataset(rows()), plan, world.rank)
-        train_loop(player, plan, feed, world, lambda: False)
-        player.close()
+        executor, feed = (
+            executor_of(ANALYZED, plan, world),
+            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+        )
+        train_loop(executor, plan, feed, world, lambda: False)
+        executor.close()
 
     run_on_threads(rank, plan.mesh)
     return plan
@@ -55,7 +58,7 @@ def test_every_rank_says_what_it_used(plan):
     for rank, said in enumerate(accounts(plan)):
         assert (said["rank"], said["device"], said["steps"], said["last_step"]) == (rank, "cpu", STEPS, STEPS)
         assert all(said["seconds"][phase] > 0 for phase in ("data", "step", "save"))
-        assert said["memory"]["parameters"] == READING.model_spec.numel * 8
+        assert said["memory"]["parameters"] == ANALYZED.model_spec.numel * 8
         assert said["memory"]["peak"] > said["memory"]["parameters"]
 
 
@@ -79,7 +82,7 @@ def test_lines_of_metrics_say_what_waiting_for_data_and_saving_took(plan):
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(0 < line["data_s"] < line["seconds"] for line in lines)
     assert [line["save_s"] > 0 for line in lines] == [False, False, True, False]
-    flops = 3 * sum(READING.model_spec.flops) * 12
+    flops = 3 * sum(ANALYZED.model_spec.flops) * 12
     assert all(line["flops_per_s"] == pytest.approx(flops / line["seconds"]) for line in lines)
     assert all(line["mfu"] is None for line in lines)
 
@@ -92,20 +95,20 @@ def test_a_run_that_is_not_traced_writes_no_trace(tmp_path):
 
 def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
     monkeypatch.setattr(account_module, "peak_flops", lambda device, dtype: {"float64": 1e12}.get(dtype))
-    plan = replace(plan_of(READING, 3), run=RunConfig(str(tmp_path)))
+    plan = replace(plan_of(ANALYZED, 3), run=RunConfig(str(tmp_path)))
 
     def speeds(world) -> tuple[float | None, float | None]:
-        return RankAccounting(player_of(READING, plan, world), plan, world, 1).throughput(12, 0.5)
+        return RankAccounting(executor_of(ANALYZED, plan, world), plan, world, 1).throughput(12, 0.5)
 
     for flops, mfu in run_on_threads(speeds, plan.mesh):
-        assert flops == 3 * sum(READING.model_spec.flops) * 12 / 0.5
+        assert flops == 3 * sum(ANALYZED.model_spec.flops) * 12 / 0.5
         assert mfu == pytest.approx(flops / 3e12)
 
 
 def test_with_tf32_there_is_no_peak(monkeypatch):
     monkeypatch.setattr(account_module, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
     plan = plan_of(
-        READING,
+        ANALYZED,
         1,
         job=replace(
             tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32")

@@ -1,6 +1,4 @@
-"""Logs of ranks: the rank in every record, warnings where they are seen, and the rest of the process as it
-was.
-"""
+"""Logs of ranks: the rank in every record, visible warnings, and restored logging."""
 
 import logging
 import warnings

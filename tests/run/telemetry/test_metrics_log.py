@@ -1,4 +1,4 @@
-"""The journal of a run: replays are held against it, and what a kill cut off is removed."""
+"""The metrics log of a run: repeated steps are compared with it, and a truncated last line is removed."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a run says of itself: enough to draw its program elsewhere, and nobody's name."""
+"""run_info.json: enough to draw the program elsewhere, and no host or user name."""
 
 import getpass
 import json
@@ -11,11 +11,11 @@ from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.step.action import program_from_dict
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.telemetry.run_info import write_run_info
-from tests.tiny_model import plan_of, reading_of
+from tests.tiny_model import analyzed_model, plan_of
 
 
 def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
-    plan = replace(plan_of(reading_of(), 3), run=RunConfig(str(tmp_path / "run")))
+    plan = replace(plan_of(analyzed_model(), 3), run=RunConfig(str(tmp_path / "run")))
     path = write_run_info(plan, {"model": "a model"}, {FIRST_ROLE: {"parameters": 8}}, torch.device("cpu"))
     said = json.loads(path.read_text())
     assert path == tmp_path / "run" / "run_info.json"
@@ -34,7 +34,7 @@ def test_about_holds_the_plan_its_program_versions_and_machine(tmp_path):
 
 
 def test_about_names_no_host_and_no_user(tmp_path):
-    plan = replace(plan_of(reading_of(), 1), run=RunConfig(str(tmp_path / "run")))
+    plan = replace(plan_of(analyzed_model(), 1), run=RunConfig(str(tmp_path / "run")))
     said = json.loads(write_run_info(plan, {}, {}, torch.device("cpu"), {"step_s": 2.0}).read_text())
     machine = said["machine"]
     assert said["prediction"] == {"step_s": 2.0}

@@ -1,6 +1,4 @@
-"""The trace of a run: which steps it holds, that viewers can read it, and where it says the time of a step
-went.
-"""
+"""The trace of a run: its steps, the Chrome format, and the time of a step by category."""
 
 import json
 from pathlib import Path
@@ -84,7 +82,7 @@ def test_a_trace_is_in_the_format_of_chrome(tmp_path):
     ]
 
 
-def test_messages_that_overlap_stand_on_rows_of_their_own(tmp_path):
+def test_overlapping_messages_are_on_separate_tracks(tmp_path):
     tracer = StepTracer(tmp_path, 0, CPU, 1, 0, 1)
     watch = tracer.start_step(1)
     move = Transfer("all_reduce", ("dp_replicate",), 24, dtype="float64")

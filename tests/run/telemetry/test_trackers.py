@@ -1,6 +1,4 @@
-"""The adapters: TensorBoard's files read back; the others against small fakes that record what they are asked
-to do.
-"""
+"""Tracker adapters: TensorBoard files read back; other trackers against small fakes that record calls."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Trackers that fail in every way: none stops a run, keeps it waiting, or goes unsaid."""
+"""Trackers that fail in every way: none stops a run, delays it, or fails silently."""
 
 import math
 from dataclasses import dataclass, field
@@ -80,18 +80,18 @@ def test_a_tracker_is_told_every_step_and_evaluation_in_order_and_closed(caplog)
 
 
 @pytest.mark.parametrize(
-    ("fails_at", "said", "told"),
+    ("fails_at", "message", "told"),
     [
         ("start", "the tracker bad is off: ConnectionError: no route to host. The run goes on", []),
         (2, "the tracker bad is off: ValueError: planted. The run goes on", [1]),
         ("close", "the tracker bad is off: SystemExit: 3. The run goes on", [1, 2, 3, 3]),
     ],
 )
-def test_a_tracker_that_raises_is_said_once_and_the_others_go_on(caplog, fails_at, said, told):
+def test_a_tracker_that_raises_is_said_once_and_the_others_go_on(caplog, fails_at, message, told):
     bad, good = Recorder(fails_at), Recorder()
     play(["bad", "good"], {"bad": bad.start, "good": good.start})
     assert [record.getMessage() for record in caplog.records] == [
-        f"{said}, and its metrics are in metrics.jsonl"
+        f"{message}, and its metrics are in metrics.jsonl"
     ]
     assert [step for step, _ in bad.lines] == told
     assert [step for step, _ in good.lines] == [1, 2, 3, 3]

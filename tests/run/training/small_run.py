@@ -1,4 +1,4 @@
-"""A small run that evaluates, on threads, for tests to stop, spoil and repeat."""
+"""A small run with evaluations, on threads, for tests that stop, corrupt and repeat it."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -21,15 +21,15 @@ from meshwright.run.data.feed import ExampleDataset, open_feed
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
-READING = reading_of(p=0.1)
-DATA = ExampleDataset(rows(31))
+ANALYZED = analyzed_model(p=0.1)
+DATA = ExampleDataset(token_samples(31))
 
 
 @dataclass(frozen=True)
-class Course:
-    """A run in `folder`; `change(rank, player)` may spoil it, `stop(rank, steps_done)` is asked before each
+class SmallRun:
+    """A run in `folder`; `change(rank, executor)` may spoil it, `stop(rank, steps_done)` is asked before each
     step.
     """
 
@@ -41,7 +41,7 @@ class Course:
     guard: LossGuard = field(default_factory=LossGuard)
     run: Mapping[str, Any] = field(default_factory=lambda: {"save_every": 4, "keep": 2})
     stop: Callable[[int, int], bool] = lambda rank, done: False
-    change: Callable[[int, Any], None] = lambda rank, player: None
+    change: Callable[[int, Any], None] = lambda rank, executor: None
     callbacks: tuple[Callback, ...] = ()
     noise_scale: bool = False
     strategies: tuple[Strategy, ...] | None = None  # those of the mesh
@@ -55,7 +55,7 @@ class Course:
         }
         job = tiny_job(evaluate=self.evaluate, guard=self.guard, **parts)
         spec = replace(job.train, steps=self.steps, noise_scale=self.noise_scale)
-        made = plan_of(READING, self.ranks, self.strategies, job=replace(job, train=spec))
+        made = plan_of(ANALYZED, self.ranks, self.strategies, job=replace(job, train=spec))
         return replace(made, run=RunConfig(str(self.folder), **self.run))
 
     def play(self, step: int | None = None) -> list[TrainResult]:
@@ -63,25 +63,25 @@ class Course:
         plan = self.plan
 
         def rank(world: World) -> TrainResult:
-            player = player_of(READING, plan, world)
-            self.change(world.rank, player)
+            executor = executor_of(ANALYZED, plan, world)
+            self.change(world.rank, executor)
             training, held = split_held_out(DATA, plan.job.evaluate)
-            resumed = resume(player, plan, world, DATA.digest, step)
+            resumed = resume(executor, plan, world, DATA.digest, step)
             evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
             feed = open_feed(training, plan, world.rank)
             try:
                 return train_loop(
-                    player,
+                    executor,
                     plan,
                     feed,
                     world,
-                    lambda: self.stop(world.rank, player.steps_done),
+                    lambda: self.stop(world.rank, executor.steps_done),
                     self.callbacks,
                     eval_samples=evaluating,
                     eval_history=resumed.eval_history,
                 )
             finally:
-                player.close()
+                executor.close()
 
         return run_on_threads(rank, plan.mesh)
 
@@ -105,14 +105,14 @@ class Course:
 def rises(after: int) -> Callable[[int, Any], None]:
     """The loss of evaluations rises from step `after` on; before, it falls. Training sees no difference."""
 
-    def change(rank: int, player: Any) -> None:
-        usual = player.state.loss
+    def change(rank: int, executor: Any) -> None:
+        usual = executor.state.loss
 
         def total(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
             found = usual.total(outputs, batch)
-            away = abs(player.steps_done - after)
+            away = abs(executor.steps_done - after)
             return found if torch.is_grad_enabled() else 0 * found + (1 + away) * usual.count(batch)
 
-        player.state.loss = replace(usual, total=total)
+        executor.state.loss = replace(usual, total=total)
 
     return change

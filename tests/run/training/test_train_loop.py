@@ -1,6 +1,4 @@
-"""The loop round the step, ranks as threads: what it saves, where it goes on, and that it does so bit for
-bit.
-"""
+"""The training loop, ranks as threads: what it saves, where it resumes, and that it does so bitwise."""
 
 import json
 from collections.abc import Callable
@@ -27,15 +25,15 @@ from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop
 from meshwright.testing.ranks import run_on_threads
-from tests.tiny_model import plan_of, player_of, reading_of, rows, tiny_job
+from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
 STEPS = 12
-READING = reading_of(p=0.1)
-SPARE = reading_of(spare=True)
+ANALYZED = analyzed_model(p=0.1)
+SPARE = analyzed_model(spare=True)
 
 
 @dataclass(frozen=True)
-class Course:
+class SmallRun:
     """A run of `ranks` threads in `folder`; `stop(rank, steps_done)` is asked before each step."""
 
     folder: Path
@@ -43,7 +41,7 @@ class Course:
     epochs: int = 0
     save_every: int = 4
     lr: float = 1e-2
-    reading: AnalyzedModel = READING
+    analyzed: AnalyzedModel = ANALYZED
     count: int = 24
     keep: int = 9
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -57,21 +55,26 @@ class Course:
             precision=self.precision,
             data=DataConfig("example", epochs=self.epochs),
         )
-        made = plan_of(self.reading, self.ranks, job=replace(job, train=replace(job.train, steps=STEPS)))
+        made = plan_of(self.analyzed, self.ranks, job=replace(job, train=replace(job.train, steps=STEPS)))
         return replace(made, run=RunConfig(str(self.folder), save_every=self.save_every, keep=self.keep))
 
     def play(self, step: int | None = None) -> list[tuple[ResumeResult, TrainResult, list[StepRecord]]]:
         """Resume (from `step`) and train to the end; what each rank got back, and the lines it was shown."""
-        data, plan = ExampleDataset(rows(self.count)), self.plan
+        data, plan = ExampleDataset(token_samples(self.count)), self.plan
 
         def rank(world: World) -> tuple[ResumeResult, TrainResult, list[StepRecord]]:
-            player, lines = player_of(self.reading, plan, world), []
-            resumed = resume(player, plan, world, data.digest, step)
+            executor, lines = executor_of(self.analyzed, plan, world), []
+            resumed = resume(executor, plan, world, data.digest, step)
             feed = open_feed(data, plan, world.rank)
             ended = train_loop(
-                player, plan, feed, world, lambda: self.stop(world.rank, player.steps_done), (listing(lines),)
+                executor,
+                plan,
+                feed,
+                world,
+                lambda: self.stop(world.rank, executor.steps_done),
+                (listing(lines),),
             )
-            player.close()
+            executor.close()
             return resumed, ended, lines
 
         return run_on_threads(rank, plan.mesh)
@@ -99,45 +102,45 @@ def at(folder: Path, step: int) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Course:
+def whole(tmp_path_factory) -> SmallRun:
     """A run of two ranks that nobody disturbed."""
-    course = Course(tmp_path_factory.mktemp("whole"))
-    course.play()
-    return course
+    small_run = SmallRun(tmp_path_factory.mktemp("whole"))
+    small_run.play()
+    return small_run
 
 
 def test_a_run_saves_every_few_steps_and_at_the_end(tmp_path, whole):
     assert whole.kept() == ["step-00000004", "step-00000008", "step-00000012"]
-    rare = Course(tmp_path / "rare", save_every=0)
+    rare = SmallRun(tmp_path / "rare", save_every=0)
     (_, ended, _), _ = rare.play()
     assert rare.kept() == ["step-00000012"]
     assert ended.checkpoint == at(rare.folder, STEPS)
     assert not ended.stopped
-    few = Course(tmp_path / "few", save_every=5, keep=2)
+    few = SmallRun(tmp_path / "few", save_every=5, keep=2)
     few.play()
     assert few.kept() == ["step-00000010", "step-00000012"]
 
 
 def test_rank_0_is_shown_every_step_and_the_journal_holds_the_same(tmp_path):
-    course = Course(tmp_path)
-    (_, ended, lines), (_, _, others) = course.play()
+    small_run = SmallRun(tmp_path)
+    (_, ended, lines), (_, _, others) = small_run.play()
     assert [line.step for line in lines] == list(range(1, STEPS + 1))
     assert others == []
-    assert {line.step: (line.loss, line.grad_norm, line.tokens) for line in lines} == course.journal()
+    assert {line.step: (line.loss, line.grad_norm, line.tokens) for line in lines} == small_run.journal()
     assert all(line.tokens_per_s == pytest.approx(line.tokens / line.seconds) for line in lines)
-    assert lines[0].lr == pytest.approx(course.lr / 3), "the first of two steps on the way up"
+    assert lines[0].lr == pytest.approx(small_run.lr / 3), "the first of two steps on the way up"
     assert (ended.step, ended.loss) == (STEPS, lines[-1].loss)
 
 
 @pytest.mark.parametrize("last", [1, 4, 7, 11])
 def test_a_run_that_one_rank_asks_to_stop_stops_everywhere_and_goes_on_bit_for_bit(tmp_path, whole, last):
-    course = Course(tmp_path, stop=lambda rank, done: rank == 1 and done == last - 1)
-    for _, ended, _ in course.play():
+    small_run = SmallRun(tmp_path, stop=lambda rank, done: rank == 1 and done == last - 1)
+    for _, ended, _ in small_run.play():
         assert (ended.step, ended.stopped, ended.checkpoint) == (last, True, at(tmp_path, last))
-    for resumed, ended, _ in Course(tmp_path).play():
+    for resumed, ended, _ in SmallRun(tmp_path).play():
         assert (resumed.step, resumed.notes[0]) == (last, f"resumed from step {last}")
         assert (ended.step, ended.stopped) == (STEPS, False)
-    assert course.journal() == whole.journal()
+    assert small_run.journal() == whole.journal()
     assert compare_checkpoints(at(tmp_path, STEPS), at(whole.folder, STEPS)) == []
 
 
@@ -145,9 +148,9 @@ def test_a_run_that_one_rank_asks_to_stop_stops_everywhere_and_goes_on_bit_for_b
 def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(
     tmp_path, monkeypatch, ranks, told
 ):
-    Course(tmp_path, ranks=ranks, stop=lambda rank, done: done == 6).play()
+    SmallRun(tmp_path, ranks=ranks, stop=lambda rank, done: done == 6).play()
     monkeypatch.setattr(ThreadGroup, "transport", "pigeons")
-    (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
+    (resumed, _, _), *_ = SmallRun(tmp_path, ranks=ranks).play()
     words = (
         "sums over dp_replicate went through threads and now go through pigeons: from here on the last "
         "bits may differ"
@@ -157,11 +160,11 @@ def test_sums_over_another_transport_are_said_where_more_than_two_ranks_add(
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path, whole, ranks):
-    Course(tmp_path, stop=lambda rank, done: done == 6).play()
-    (resumed, _, _), *_ = Course(tmp_path, ranks=ranks).play()
+    SmallRun(tmp_path, stop=lambda rank, done: done == 6).play()
+    (resumed, _, _), *_ = SmallRun(tmp_path, ranks=ranks).play()
     assert resumed.step == 7
     assert any(f"mesh.dp_replicate was 2, is {ranks}" in note for note in resumed.notes)
-    mine, theirs = Course(tmp_path).journal(), whole.journal()
+    mine, theirs = SmallRun(tmp_path).journal(), whole.journal()
     assert mine.keys() == theirs.keys()
     assert all(mine[step][2] == theirs[step][2] for step in theirs), "the same tokens count"
     assert all(mine[step][0] == pytest.approx(theirs[step][0], abs=1e-5) for step in theirs)
@@ -170,23 +173,24 @@ def test_another_number_of_ranks_goes_on_with_the_same_samples(tmp_path, whole, 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_finite_data_ends_the_run_with_a_short_batch(tmp_path, ranks):
     """31 rows in steps of 12: the third step has 7, and with three ranks the last rank has none of them."""
-    course = Course(tmp_path, ranks=ranks, epochs=1, count=31)
-    for _, ended, _ in course.play():
+    small_run = SmallRun(tmp_path, ranks=ranks, epochs=1, count=31)
+    for _, ended, _ in small_run.play():
         assert (ended.step, ended.stopped) == (3, False)
-    assert course.kept() == ["step-00000003"]
-    assert sum(tokens for _, _, tokens in course.journal().values()) == int(
-        (rows(31)["labels"] != -100).sum()
+    assert small_run.kept() == ["step-00000003"]
+    assert sum(tokens for _, _, tokens in small_run.journal().values()) == int(
+        (token_samples(31)["labels"] != -100).sum()
     )
-    alone = Course(tmp_path / "alone", ranks=1, epochs=1, count=31)
+    alone = SmallRun(tmp_path / "alone", ranks=1, epochs=1, count=31)
     alone.play()
     assert all(
-        course.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5) for step in (1, 2, 3)
+        small_run.journal()[step][0] == pytest.approx(alone.journal()[step][0], abs=1e-5)
+        for step in (1, 2, 3)
     )
 
 
 def test_a_run_whose_data_changed_says_so(tmp_path):
-    Course(tmp_path, stop=lambda rank, done: done == 3).play()
-    (resumed, _, _), _ = Course(tmp_path, count=25).play()
+    SmallRun(tmp_path, stop=lambda rank, done: done == 3).play()
+    (resumed, _, _), _ = SmallRun(tmp_path, count=25).play()
     assert resumed.notes == ("resumed from step 4", "the data changed since that checkpoint")
 
 
@@ -199,18 +203,18 @@ def test_a_checkpoint_that_is_not_there_is_refused_with_those_that_are(tmp_path,
 
 
 def test_going_back_without_a_change_leaves_later_checkpoints_where_they_are(tmp_path):
-    course = Course(tmp_path)
-    course.play()
+    small_run = SmallRun(tmp_path)
+    small_run.play()
     before = {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()}
-    (resumed, ended, _), _ = course.play(step=4)
+    (resumed, ended, _), _ = small_run.play(step=4)
     assert resumed.notes == ("resumed from step 4",)
     assert str(ended.replay) == "8 steps were repeated from step 5: all are bit-identical"
     assert {path: path.stat().st_mtime_ns for path in at(tmp_path, 8).iterdir()} == before
 
 
-def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
-    Course(tmp_path).play()
-    other = Course(tmp_path, lr=0.3)
+def test_going_back_to_another_history_replaces_no_checkpoint_silently(tmp_path):
+    SmallRun(tmp_path).play()
+    other = SmallRun(tmp_path, lr=0.3)
     (resumed, _, _), _ = other.play(step=4)
     assert any(
         note.startswith("later checkpoints were retired: step-00000008.aside-") for note in resumed.notes
@@ -226,11 +230,11 @@ def test_going_back_to_another_course_replaces_no_checkpoint_silently(tmp_path):
 
 
 def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
-    Course(tmp_path, stop=lambda rank, done: done == 3).play()
-    foreign = Course(tmp_path / "foreign", reading=SPARE, stop=lambda rank, done: done == 5)
+    SmallRun(tmp_path, stop=lambda rank, done: done == 3).play()
+    foreign = SmallRun(tmp_path / "foreign", analyzed=SPARE, stop=lambda rank, done: done == 5)
     foreign.play()
     at(tmp_path / "foreign", 6).rename(at(tmp_path, 6))
-    (resumed, _, _), _ = Course(tmp_path, stop=lambda rank, done: done == 4).play()
+    (resumed, _, _), _ = SmallRun(tmp_path, stop=lambda rank, done: done == 4).play()
     assert resumed.step == 4
     assert resumed.notes[1].startswith(
         "skipped step-00000006: it is of another model: model/layers.3.linear.bias: (6,) saved"
@@ -238,17 +242,17 @@ def test_newer_checkpoints_of_another_model_are_passed_over(tmp_path):
 
 
 def test_a_failure_can_say_where_it_happened(tmp_path):
-    course = Course(tmp_path, ranks=1, save_every=2)
-    data, progress, seen = ExampleDataset(rows()), RankProgress(), []
+    small_run = SmallRun(tmp_path, ranks=1, save_every=2)
+    data, progress, seen = ExampleDataset(token_samples()), RankProgress(), []
 
     def rank(world: World) -> None:
-        player = player_of(course.reading, course.plan, world)
-        feed = open_feed(data, course.plan, 0)
+        executor = executor_of(small_run.analyzed, small_run.plan, world)
+        feed = open_feed(data, small_run.plan, 0)
         watch = Callback(on_step_end=lambda moment: seen.append((moment.step, progress.step, progress.phase)))
-        train_loop(player, course.plan, feed, world, lambda: False, (watch,), progress)
-        player.close()
+        train_loop(executor, small_run.plan, feed, world, lambda: False, (watch,), progress)
+        executor.close()
 
-    run_on_threads(rank, course.plan.mesh)
+    run_on_threads(rank, small_run.plan.mesh)
     assert seen == [(step, step, "training") for step in range(1, STEPS + 1)]
     assert (progress.step, progress.phase) == (STEPS, "ending")
 
@@ -257,31 +261,35 @@ def test_steps_whose_gradients_overflow_are_counted_and_a_resumed_run_knows_the_
     precision = PrecisionConfig(
         "float16", "float16", "float16", master="float32", loss_scale=2.0**20, loss_scale_window=3
     )
-    (_, ended, lines), (_, other, _) = Course(tmp_path / "whole", precision=precision).play()
+    (_, ended, lines), (_, other, _) = SmallRun(tmp_path / "whole", precision=precision).play()
     left_out = [line for line in lines if line.overflow]
     assert ended.num_overflows == other.num_overflows == len(left_out) > 1
     assert all(line.skipped for line in left_out)
     assert ended.num_skipped == 0
-    parts = Course(tmp_path / "parts", precision=precision)
+    parts = SmallRun(tmp_path / "parts", precision=precision)
     replace(parts, stop=lambda rank, done: done == 4).play()
     (resumed, _, later), _ = parts.play()
     assert [line.loss_scale for line in later] == [line.loss_scale for line in lines[resumed.step :]]
-    assert parts.journal() == Course(tmp_path / "whole").journal()
+    assert parts.journal() == SmallRun(tmp_path / "whole").journal()
     assert compare_checkpoints(at(parts.folder, STEPS), at(tmp_path / "whole", STEPS)) == []
 
 
 def test_a_checkpoint_names_its_plan_and_its_data(tmp_path):
-    course = Course(tmp_path, ranks=1)
+    small_run = SmallRun(tmp_path, ranks=1)
 
     def rank(world: World) -> Path:
-        player = player_of(course.reading, course.plan, world)
-        place = save_run_checkpoint(player, course.plan, world, "d" * 64)
-        player.close()
+        executor = executor_of(small_run.analyzed, small_run.plan, world)
+        place = save_run_checkpoint(executor, small_run.plan, world, "d" * 64)
+        executor.close()
         return place
 
-    (place,) = run_on_threads(rank, course.plan.mesh)
+    (place,) = run_on_threads(rank, small_run.plan.mesh)
     meta = json.loads((place / "manifest.json").read_text())["meta"]
-    assert (meta["plan_hash"], meta["data"], meta["torch"]) == (course.plan.hash, "d" * 64, torch.__version__)
+    assert (meta["plan_hash"], meta["data"], meta["torch"]) == (
+        small_run.plan.hash,
+        "d" * 64,
+        torch.__version__,
+    )
     assert meta["plan"]["job"]["optimizer"]["name"] == "adamw"
 
 
@@ -290,17 +298,17 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
     """Steps in which nothing counts are skipped and journalled; a single token in the whole data makes the
     loss defined.
     """
-    course = Course(tmp_path, ranks=3)
-    labels = torch.full_like(rows()["labels"], IGNORE_INDEX)
+    small_run = SmallRun(tmp_path, ranks=3)
+    labels = torch.full_like(token_samples()["labels"], IGNORE_INDEX)
     labels[:valid, 0] = 1
-    data, plan = ExampleDataset({**rows(), "labels": labels}), course.plan
+    data, plan = ExampleDataset({**token_samples(), "labels": labels}), small_run.plan
 
     def rank(world: World) -> TrainResult:
-        player = player_of(READING, plan, world)
+        executor = executor_of(ANALYZED, plan, world)
         try:
-            return train_loop(player, plan, open_feed(data, plan, world.rank), world, lambda: False)
+            return train_loop(executor, plan, open_feed(data, plan, world.rank), world, lambda: False)
         finally:
-            player.close()
+            executor.close()
 
     if valid:
         assert [ended.step for ended in run_on_threads(rank, plan.mesh)] == [STEPS] * 3

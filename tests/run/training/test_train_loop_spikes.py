@@ -1,6 +1,4 @@
-"""Runs under guard: harmful steps are skipped, or end the run, and a resumed run judges as one that was never
-stopped.
-"""
+"""Runs with a loss guard: harmful steps are skipped or end the run, and a resumed run decides the same."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -17,20 +15,20 @@ from meshwright.run.checkpoint.save_load import compare_checkpoints
 from meshwright.run.data.eval_split import split_held_out
 from meshwright.run.data.feed import open_feed
 from meshwright.run.telemetry.callbacks import Callback
-from tests.run.training.small_run import DATA, Course
+from tests.run.training.small_run import DATA, SmallRun
 
 
 def poisoned(at: int) -> Callable[[int, Any], None]:
     """The loss of rank 1 is NaN in step `at`."""
 
-    def change(rank: int, player: Any) -> None:
-        usual = player.state.loss
+    def change(rank: int, executor: Any) -> None:
+        usual = executor.state.loss
 
         def total(outputs: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-            bad = rank == 1 and player.steps_done == at - 1 and torch.is_grad_enabled()
+            bad = rank == 1 and executor.steps_done == at - 1 and torch.is_grad_enabled()
             return usual.total(outputs, batch) * (nan if bad else 1)
 
-        player.state.loss = replace(usual, total=total)
+        executor.state.loss = replace(usual, total=total)
 
     return change
 
@@ -38,54 +36,54 @@ def poisoned(at: int) -> Callable[[int, Any], None]:
 def test_a_skipped_step_is_counted_and_written_down_with_its_samples(tmp_path):
     told: list[str] = []
     spy = Callback(on_step_end=lambda moment: told.append(moment.spike))
-    course = Course(tmp_path, guard=LossGuard("skip"), change=poisoned(5), callbacks=(spy,))
-    for ended in course.play():
+    run = SmallRun(tmp_path, guard=LossGuard("skip"), change=poisoned(5), callbacks=(spy,))
+    for ended in run.play():
         assert (ended.step, ended.num_skipped) == (12, 1)
-    (line,) = course.lines("spike").values()
+    (line,) = run.lines("spike").values()
     assert (line["step"], line["action"], line["reasons"][0]) == (5, "skip", "the loss is nan")
-    plan = course.plan
+    plan = run.plan
     feed = open_feed(split_held_out(DATA, plan.job.evaluate)[0], plan, 0)
     assert [rank["samples"] for rank in line["ranks"]] == feed.sample_ids(4)
     assert [rank["phase"] for rank in line["ranks"]] == ["", "loss"]
-    assert course.lines()[5]["skipped"]
+    assert run.lines()[5]["skipped"]
     assert [step for step, spike in enumerate(told, start=1) if spike] == [5]
 
 
 def test_a_run_that_stops_at_a_spike_saves_nothing_new(tmp_path):
-    course = Course(tmp_path, guard=LossGuard("stop"), change=poisoned(7))
+    run = SmallRun(tmp_path, guard=LossGuard("stop"), change=poisoned(7))
     with pytest.raises(Exception, match="step 7: the loss is nan") as caught:
-        course.play()
+        run.play()
     error = caught.value if isinstance(caught.value, LossSpikeError) else caught.value.__cause__
     assert isinstance(error, LossSpikeError)
-    samples = open_feed(split_held_out(DATA, course.plan.job.evaluate)[0], course.plan, 0).sample_ids(6)[1]
+    samples = open_feed(split_held_out(DATA, run.plan.job.evaluate)[0], run.plan, 0).sample_ids(6)[1]
     assert (
         f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; samples "
         f"{samples[0]}, "
     ) in str(error)
-    assert max(course.kept()) == 6
-    assert max(course.lines()) == 6
-    assert list(course.lines("spike")) == [7]
+    assert max(run.kept()) == 6
+    assert max(run.lines()) == 6
+    assert list(run.lines("spike")) == [7]
 
 
 @pytest.mark.parametrize("last", [3, 6, 8])
 def test_the_guard_judges_after_a_resume_as_if_nothing_had_happened(tmp_path, last):
     """With a low factor many steps are skipped, and which ones depends on the whole window."""
     guard = LossGuard("skip", factor=1.02, window=3)
-    straight = Course(tmp_path / "straight", guard=guard)
+    straight = SmallRun(tmp_path / "straight", guard=guard)
     (ended, *_) = straight.play()
     assert 0 < ended.num_skipped < 9
-    course = replace(straight, folder=tmp_path / "stopped", stop=lambda rank, done: done == last - 1)
-    course.play()
-    replace(course, stop=lambda rank, done: False).play()
-    assert {step for step, line in course.lines().items() if line["skipped"]} == {
+    run = replace(straight, folder=tmp_path / "stopped", stop=lambda rank, done: done == last - 1)
+    run.play()
+    replace(run, stop=lambda rank, done: False).play()
+    assert {step for step, line in run.lines().items() if line["skipped"]} == {
         step for step, line in straight.lines().items() if line["skipped"]
     }
-    assert compare_checkpoints(course.at(12), straight.at(12)) == []
+    assert compare_checkpoints(run.at(12), straight.at(12)) == []
 
 
 def test_without_a_guard_the_first_step_that_is_not_finite_is_named_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="meshwright.run.training.train_loop"):
-        Course(tmp_path, evaluate=EvalConfig(), change=poisoned(5)).play()
+        SmallRun(tmp_path, evaluate=EvalConfig(), change=poisoned(5)).play()
     (record,) = [record for record in caplog.records if record.name == "meshwright.run.training.train_loop"]
     assert record.getMessage().startswith(
         "step 5: the loss is nan and the gradient norm nan; the parameters are unusable"
