@@ -264,7 +264,7 @@ def sides(workload: Workload) -> Iterator[list[Turn]]:
         yield [Turn(name, ranks, bool(workload.calls)) for name in SIDES]
 
 
-def judge(workload: Workload, rounds: Rounds, figure: Figure) -> Finding:
+def decide(workload: Workload, rounds: Rounds, figure: Figure) -> Finding:
     """Compares `ours` with `bare` in every clean round, and the twin with `bare`."""
     if not workload.calls:
         values, noise = (rounds.ratios(name, "bare", figure) for name in ("ours", "twin"))
@@ -297,7 +297,7 @@ def main(quick: bool) -> None:
     for name, workload in workloads(quick).items():
         with sides(workload) as turns:
             rounds = measure(turns, workload.window)
-        cpu, wall = judge(workload, rounds, "cpu_s"), judge(workload, rounds, "wall_s")
+        cpu, wall = decide(workload, rounds, "cpu_s"), decide(workload, rounds, "wall_s")
         medians = {side: median(rounds.figures(side)) for side in SIDES}
         if workload.build is steps:
             step_us = medians["ours"] * 1e6 / workload.num_ranks

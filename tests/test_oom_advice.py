@@ -133,10 +133,10 @@ def test_context_parallelism_is_not_advised_where_impossible_or_in_use():
         [],
         sequence_shardable=can_shard_sequence(ANALYZED),
     )
-    dealt = make_plan(analyzed_llama(), tiny_job(), Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
+    sharded = make_plan(analyzed_llama(), tiny_job(), Mesh(cp=2), (RingAttention(), DDP(axis="cp")))
     assert not any(
         "cp" in change.description
-        for change in plan_changes(analyzed_llama(), dealt, 0)
+        for change in plan_changes(analyzed_llama(), sharded, 0)
         if "zero" not in change.description
     )
 

@@ -176,7 +176,7 @@ def cells_of_auto(cluster: Cluster, cells: Cells) -> list[dict[str, object]]:
     return found
 
 
-def judge(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
+def decide(transport: str, timings: Sequence[AllReduceTiming]) -> Result:
     """Returns the result of the claim for `timings`."""
     cells = {(cell.algorithm, cell.ranks, cell.nbytes): cell for cell in timings}
     cluster = half_fitted(transport, timings)
@@ -273,13 +273,13 @@ def markdown_table(path: Path) -> str:
 
 
 def main() -> None:
-    """Measure, judge, print; write the result unless it is a quick trial."""
+    """Measure, decide, print; write the result unless it is a quick trial."""
     if "--lesson" in sys.argv[1:]:
         print(markdown_table(RESULTS / f"{NAME}.json"))
         return
     quick = "--quick" in sys.argv[1:]
     settings = (QUICK_RANKS, QUICK_SIZES, QUICK_S, QUICK_LEAST) if quick else (RANKS, SIZES, BUDGET_S, LEAST)
-    result = judge(*measure_cells(*settings))
+    result = decide(*measure_cells(*settings))
     for name, row in result.detail["algorithms"].items():  # pyrefly: ignore[missing-attribute]  a mapping of rows
         print(f"{name:<12}" + "   ".join(f"{key} {value:6.1%}" for key, value in row.items()))
     auto = result.detail["auto"]

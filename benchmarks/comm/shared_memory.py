@@ -190,7 +190,7 @@ def run(case: Case, window: Window) -> Rounds:
         return measure(sides, window)
 
 
-def judge(case: Case, rounds: Rounds) -> tuple[Comparison, bool | str]:
+def decide(case: Case, rounds: Rounds) -> tuple[Comparison, bool | str]:
     """Returns the comparison by wall time, and whether it holds.
 
     gloo's own times scatter by more than 3 %, at which the method resolves nothing. But a bar that is further
@@ -227,7 +227,7 @@ def main() -> None:
     discarded = 0
     for case in cases():
         rounds = run(case, QUICK if quick else BUSY if case.busy else WINDOW)
-        found, holds = judge(case, rounds)
+        found, holds = decide(case, rounds)
         rows[str(case)] = row(case, rounds, found, holds)
         figures.append((case, found, holds))
         discarded += rounds.discarded

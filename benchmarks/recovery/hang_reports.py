@@ -147,11 +147,11 @@ def run_trial(trial: Trial, folder: Path) -> str:
             trial.failures.append(f"the command did not end within {END_S:.0f} s")
     text = (folder / "output").read_text(errors="replace")
     trial.seconds = round(time.time() - float(mark.read_text()), 2) if mark.exists() else -1.0
-    judge(trial, text, _kill_leftovers(folder))
+    decide(trial, text, _kill_leftovers(folder))
     return text
 
 
-def judge(trial: Trial, text: str, left: list[str]) -> None:
+def decide(trial: Trial, text: str, left: list[str]) -> None:
     """Adds to `trial` the failures of the command's output, exit code, time and leftover processes."""
     trial.named = next((line for line in text.splitlines() if re.search(VERDICT, line)), "")
     ranks = {

@@ -180,7 +180,7 @@ class Trial:
             default=0,
         )
 
-    def judge_published(self) -> None:
+    def check_published(self) -> None:
         """Checks that every published checkpoint loads, and equals that of the undisturbed run at its
         step.
         """
@@ -197,7 +197,7 @@ class Trial:
         except CheckpointError as error:
             return [str(error)]
 
-    def judge_end(self) -> None:
+    def check_end(self) -> None:
         """Checks that every step and the last checkpoint are present and exact, and that nothing is left
         behind.
         """

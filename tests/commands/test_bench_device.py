@@ -38,8 +38,8 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 
 def test_without_options_one_process_with_all_cores_measures():
-    wish = verb.parse_request("cpu", 0, 1, quick=False)
-    assert (wish.kind, wish.num_threads, wish.num_ranks) == ("cpu", available_cores(), 1)
+    request = verb.parse_request("cpu", 0, 1, quick=False)
+    assert (request.kind, request.num_threads, request.num_ranks) == ("cpu", available_cores(), 1)
     assert verb.parse_request("cpu", 0, 2, quick=False).num_threads == max(1, available_cores() // 2)
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
-from benchmarks.comm.allreduce_model import NAMES, cells_of_auto, errors, half_fitted, halves, judge, noise
+from benchmarks.comm.allreduce_model import NAMES, cells_of_auto, decide, errors, half_fitted, halves, noise
 from meshwright.comm.algorithms import BACKEND, get_algorithm
 from meshwright.comm.algorithms.cost_model import all_reduce_seconds
 from meshwright.plan.hardware.network_model import (
@@ -48,7 +48,7 @@ def test_the_model_is_fitted_to_every_other_size_only():
 
 
 def test_the_claim_holds_on_times_that_a_network_made():
-    result = judge("gloo", timings(0.01))
+    result = decide("gloo", timings(0.01))
     assert result.holds is True
     assert result.median < 0.05
     assert result.repeats == 6
@@ -61,7 +61,7 @@ def test_an_algorithm_that_is_not_as_predicted_makes_the_claim_fail():
         else cell
         for cell in timings()
     ]
-    result = judge("gloo", odd)
+    result = decide("gloo", odd)
     assert result.holds is False
     assert result.median > 0.4
 
@@ -69,7 +69,7 @@ def test_an_algorithm_that_is_not_as_predicted_makes_the_claim_fail():
 def test_noise_above_the_bar_leaves_the_claim_unresolved():
     random = Random(1)
     noisy = [replace(cell, seconds=cell.seconds * random.uniform(0.3, 3)) for cell in timings(0.9)]
-    assert judge("gloo", noisy).holds != True  # noqa: E712  "unresolved" is true too
+    assert decide("gloo", noisy).holds != True  # noqa: E712  "unresolved" is true too
 
 
 def test_a_pick_that_is_not_the_best_is_no_hit():

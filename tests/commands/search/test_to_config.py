@@ -53,13 +53,19 @@ WISHES = {
 KINDS = {"replicas": "v100"}  # which has no bfloat16
 
 
-def chosen(folder: Path, config: dict[str, Any], wish: str, batch: int = 12) -> SearchOutcome:
+def chosen(folder: Path, config: dict[str, Any], search_request: str, batch: int = 12) -> SearchOutcome:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
-    devices, words = WISHES[wish]
+    devices, words = WISHES[search_request]
     return run_search(
         SearchOptions(
-            str(folder / "model"), devices, KINDS.get(wish, "a100"), batch, 24, constraints=words, num_kept=1
+            str(folder / "model"),
+            devices,
+            KINDS.get(search_request, "a100"),
+            batch,
+            24,
+            constraints=words,
+            num_kept=1,
         )
     )
 
@@ -78,9 +84,9 @@ def written(found: SearchOutcome, folder: Path) -> tuple[Path, list[str]]:
     ]
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
-    found = chosen(tmp_path, LLAMA, wish)
+@pytest.mark.parametrize("search_request", WISHES)
+def test_plan_takes_what_was_chosen(tmp_path: Path, search_request: str):
+    found = chosen(tmp_path, LLAMA, search_request)
     path, rest = written(found, tmp_path)
     plan = resolve_config(path, rest, None)[1].plan
     layout: ParallelConfig = found.result.best[0].config
@@ -95,9 +101,9 @@ def test_plan_takes_what_was_chosen(tmp_path: Path, wish: str):
     assert plan.job.train.batch == 12
 
 
-@pytest.mark.parametrize("wish", ["hsdp", "zb_v"])
-def test_what_was_chosen_equals_one_device(tmp_path: Path, wish: str):
-    path, rest = written(chosen(tmp_path, LLAMA, wish), tmp_path)
+@pytest.mark.parametrize("search_request", ["hsdp", "zb_v"])
+def test_what_was_chosen_equals_one_device(tmp_path: Path, search_request: str):
+    path, rest = written(chosen(tmp_path, LLAMA, search_request), tmp_path)
     verdict, _ = verify(path, rest, 1, None, None, None, shrink=False)
     assert verdict.passed
 

@@ -20,7 +20,7 @@ DATA = token_samples(31)
 
 
 def rank_batches(data: Batch, ranks: int, size: int) -> list[list[Batch | None]]:
-    """The rows of `data` dealt to `ranks` in batches of `size` rows each; the last ranks run out first."""
+    """The rows of `data` sharded to `ranks` in batches of `size` rows each; the last ranks run out first."""
     total = len(data["labels"])
     starts = range(0, total, ranks * size)
     mine = [
@@ -42,16 +42,16 @@ def single_device_loss(done: object, data: Batch) -> float:
 def test_every_rank_finds_the_loss_that_one_device_finds(ranks: int, micro_batch: int):
     analyzed = analyzed_model(p=0.3)
     plan = plan_of(analyzed, ranks, micro_batch=micro_batch)
-    dealt = rank_batches(DATA, ranks, plan.local_batch)
+    sharded = rank_batches(DATA, ranks, plan.local_batch)
     assert (
         ranks == 1
-        or any(batch is None for batch in dealt[-1])
-        or len(dealt[-1][-1]["labels"]) < plan.local_batch
+        or any(batch is None for batch in sharded[-1])
+        or len(sharded[-1][-1]["labels"]) < plan.local_batch
     )
 
     def rank(world: World) -> Evaluation:
         executor = executor_of(analyzed, plan, world)
-        found = executor.evaluate(dealt[world.rank])
+        found = executor.evaluate(sharded[world.rank])
         executor.close()
         return found
 

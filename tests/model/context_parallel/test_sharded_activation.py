@@ -118,11 +118,11 @@ def test_a_block_gets_its_rows_of_masks_and_tables_and_returns_a_sharded_activat
 
 
 def test_inputs_shared_by_layers_are_sliced_once():
-    mask, learnt = torch.ones(1, 1, LENGTH, LENGTH), torch.ones(1, LENGTH, 3, requires_grad=True)
+    mask, learned = torch.ones(1, 1, LENGTH, LENGTH), torch.ones(1, LENGTH, 3, requires_grad=True)
     first = SHARE.take_padded(mask, 2)
     assert SHARE.take_padded(mask, 2) is first
     assert SHARE.take_padded(mask, 3) is not first
-    assert SHARE.take_padded(learnt, 1) is not SHARE.take_padded(learnt, 1)
+    assert SHARE.take_padded(learned, 1) is not SHARE.take_padded(learned, 1)
     mask[..., 0] = 5.0
     assert SHARE.take_padded(mask, 2) is not first
     assert (SHARE.take_padded(mask, 2)[..., 0] == 5.0).all()

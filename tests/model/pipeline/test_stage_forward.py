@@ -205,8 +205,8 @@ def test_an_output_that_the_loss_ignores_is_not_sent_and_raises_when_read():
         first = model.layers[0](x)
         return {"y": model.head(model.layers[1](first)), "first": first}
 
-    judge = LossSpec(lambda outputs, batch: outputs["y"].sum(), ())
-    analyzed = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), judge)
+    decide = LossSpec(lambda outputs, batch: outputs["y"].sum(), ())
+    analyzed = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), decide)
     graph = ForwardGraphCache(analyzed).get(X)
     assert [value.name for value in graph.boundaries.live_values("head")] == ["layers.1"]
     module, blocks, _ = analyzed.make_module("cpu", torch.float32)

@@ -222,17 +222,17 @@ def test_dropout_masks_are_those_of_the_whole_model():
     sizes = {**GPT2, **HEAD, "resid_pdrop": 0.1, "embd_pdrop": 0.2, "attn_pdrop": 0.1}
     analyzed = analyze_model(build("GPT2", "LMHeadModel", sizes), {"input_ids": TOKENS})
     graph = ForwardGraphCache(analyzed, torch.float64).get({"input_ids": TOKENS})
-    dice = StatelessRNG(3, analyzed.draw_sites)
+    rng = StatelessRNG(3, analyzed.draw_sites)
     module, blocks, _ = analyzed.make_module("cpu", torch.float64)
     drive = ForwardDriver(blocks)
     store: dict[str, torch.Tensor] = {}
-    with StatelessDropout(dice):
-        dice.begin_forward(0, torch.tensor([4, 9]))
-        expected = drive.forward(dice.enter_block, lambda: module(input_ids=TOKENS))[0].logits
+    with StatelessDropout(rng):
+        rng.begin_forward(0, torch.tensor([4, 9]))
+        expected = drive.forward(rng.enter_block, lambda: module(input_ids=TOKENS))[0].logits
         for part in graph.boundaries.stages(
             ["transformer.wpe", "transformer.h.0", "transformer.h.2", "lm_head"]
         ):
-            dice.begin_forward(0, torch.tensor([4, 9]))
+            rng.begin_forward(0, torch.tensor([4, 9]))
             ran = run_stage(
                 lambda: module(input_ids=TOKENS),
                 drive,
@@ -240,8 +240,8 @@ def test_dropout_masks_are_those_of_the_whole_model():
                 part,
                 2,
                 store,
-                before_block=dice.enter_block,
-                on_skipped_call=dice.enter_block,
+                before_block=rng.enter_block,
+                on_skipped_call=rng.enter_block,
             )
             store |= ran.sent_values
     assert torch.equal(ran.outputs.logits, expected)

@@ -45,8 +45,8 @@ class Case:
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """What has gradients."""
-        learnt = (self.mask,) if self.mask is not None and self.mask.requires_grad else ()
-        return (self.query, self.key, self.value, *learnt)
+        learned = (self.mask,) if self.mask is not None and self.mask.requires_grad else ()
+        return (self.query, self.key, self.value, *learned)
 
     @property
     def attend(self) -> AttentionSpec:

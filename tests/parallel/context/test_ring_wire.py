@@ -17,15 +17,15 @@ EACH = 4 * 2.0**-9  # for a call of attention
 
 
 @pytest.mark.parametrize(
-    ("ranks", "deals"),
+    ("ranks", "strategy"),
     [
         (2, RingAttention(comm_dtype="bfloat16")),
         (3, RingAttention(comm_dtype="bfloat16")),
         (4, HybridContextParallel(comm_dtype="bfloat16")),
     ],
 )
-def test_the_rounding_of_the_comm_dtype_is_allowed_and_no_more(ranks: int, deals: Strategy) -> None:
-    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=ranks), (deals, REPLICAS))
+def test_the_rounding_of_the_comm_dtype_is_allowed_and_no_more(ranks: int, strategy: Strategy) -> None:
+    plan = make_plan(analyzed_llama(), JOB, Mesh(cp=ranks), (strategy, REPLICAS))
     assert (plan.exact, plan.tolerance) == (False, 2 * EACH)
     verdict = verify(analyzed_llama(), plan, batches(2, NUM_SAMPLES))
     assert verdict.passed, verdict

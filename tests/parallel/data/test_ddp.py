@@ -194,8 +194,8 @@ def test_parameter_groups_are_coalesced_in_order_and_up_to_the_limit(sizes: list
         for i, size in enumerate(sizes)
     ]
     runs = coalesce(bundles, limit)
-    assert [bundle for run in runs for bundle in run] == bundles
-    totals = [sum(bundle.numel for bundle in run) for run in runs]
+    assert [param_group for run in runs for param_group in run] == bundles
+    totals = [sum(param_group.numel for param_group in run) for run in runs]
     assert all(total <= limit or len(run) == 1 for run, total in zip(runs, totals, strict=True))
     assert all(total + after[0].numel > limit for total, after in zip(totals, runs[1:], strict=False))
 

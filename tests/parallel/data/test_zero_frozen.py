@@ -139,7 +139,7 @@ def test_a_model_made_in_one_dtype_follows_the_job():
 
 
 def test_parameter_groups_of_frozen_weights_have_one_dtype_each():
-    names = [bundle.name for bundle in planned(mixed(), 2, 3).sharding.param_groups(frozen=True)]
+    names = [param_group.name for param_group in planned(mixed(), 2, 3).sharding.param_groups(frozen=True)]
     assert sorted(names) == sorted(
         [
             "embed+head frozen",
@@ -158,12 +158,12 @@ def test_frozen_weights_are_sharded_and_gathered_in_their_own_dtype(ranks: int):
         for action in plan.program.actions(FIRST_ROLE)
         if action.kind == "UNSHARD"
     }
-    for bundle in plan.sharding.param_groups(frozen=True):
-        move = moves[tuple(weight.name for weight in bundle.params)]
-        width = {"int8": 1, "bool": 1, "bfloat16": 2, "int64": 8, "": 4}[bundle.params[0].dtype]
+    for param_group in plan.sharding.param_groups(frozen=True):
+        move = moves[tuple(weight.name for weight in param_group.params)]
+        width = {"int8": 1, "bool": 1, "bfloat16": 2, "int64": 8, "": 4}[param_group.params[0].dtype]
         assert (move.dtype, move.nbytes) == (
-            bundle.params[0].dtype or "float32",
-            -(-bundle.numel // ranks) * width,
+            param_group.params[0].dtype or "float32",
+            -(-param_group.numel // ranks) * width,
         )
     frozen = {weight.name for weight in plan.model_spec.params if not weight.trainable}
     assert not any(
@@ -197,12 +197,12 @@ def test_a_traced_rank_sends_what_the_program_states(stage: int):
 def test_corrupted_integer_weights_are_noticed(monkeypatch: pytest.MonkeyPatch):
     usual = FlatParams._make_sharded
 
-    def cast(self: FlatParams, arena, buffer, nbytes):
+    def cast(self: FlatParams, flat_param, buffer, nbytes):
         parameters = self._state.trained_module.parameters
-        for name, _, _ in arena.params:
+        for name, _, _ in flat_param.params:
             if parameters[name].dtype == torch.int8:
                 parameters[name].data = parameters[name].data.clamp(-7, 7)  # as four bits would hold it
-        return usual(self, arena, buffer, nbytes)
+        return usual(self, flat_param, buffer, nbytes)
 
     monkeypatch.setattr(FlatParams, "_make_sharded", cast)
     analyzed = mixed()
@@ -252,8 +252,12 @@ def test_a_tie_of_a_frozen_and_a_trained_name_is_one_parameter():
         weight = next(weight for weight in analyzed.model_spec.params if weight.name == "embed.weight")
         assert (weight.trainable, weight.aliases) == (not last, ("head.weight",))
         plan = planned(analyzed, 3, 3)
-        bundle = next(bundle for bundle in plan.sharding.param_groups(frozen=last) if weight in bundle.params)
-        assert bundle.block_calls == ("embed", "head")
+        param_group = next(
+            param_group
+            for param_group in plan.sharding.param_groups(frozen=last)
+            if weight in param_group.params
+        )
+        assert param_group.block_calls == ("embed", "head")
         verdict = verdict_of(case_of(analyzed, plan))
         assert verdict.passed, str(verdict)
 

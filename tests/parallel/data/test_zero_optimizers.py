@@ -63,8 +63,8 @@ def test_flat_params_are_sharded_at_the_alignment_of_the_optimizer(analyzed: Ana
     plan = plan_of(analyzed, rule, 3)
     weights = {weight.name: weight for weight in plan.model_spec.params}
     found = set()
-    for arena in plan.sharding.flat_param_specs().values():
-        for piece in (piece for index in range(3) for piece in arena.param_shards(index)):
+    for flat_param in plan.sharding.flat_param_specs().values():
+        for piece in (piece for index in range(3) for piece in flat_param.param_shards(index)):
             grain, numel = shard_alignment_of(RULES[rule], weights[piece.name]), weights[piece.name].numel
             step = {"element": 1, "block": QUANT_BLOCK_NUMEL, "matrix": numel}[grain]
             assert piece.begin % step == 0

@@ -95,8 +95,8 @@ def gathered_masters(engine: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("zero", STAGES, ids=lambda zero: str(zero.stage))
 def test_states_take_two_and_two_and_twelve_bytes_over_the_ranks(zero: ZeRO, ranks: int):
     plan = sharded(zero, ranks, job_in(MIXED))
-    padded = sum(arena.numel for arena in plan.sharding.flat_param_specs().values())
-    largest = max(arena.shard_numel for arena in plan.sharding.flat_param_specs().values())
+    padded = sum(flat_param.numel for flat_param in plan.sharding.flat_param_specs().values())
+    largest = max(flat_param.shard_numel for flat_param in plan.sharding.flat_param_specs().values())
 
     def sizes(engine: Trainer) -> dict[str, int]:
         step(engine)

@@ -156,7 +156,7 @@ def test_ddp_sends_two_n_minus_one_nths_over_both_axes():
 def test_zero_sends_n_minus_one_shards_each_way(stage: int):
     analyzed = analyzed_model()
     plan = of(analyzed, BOTH, (SHARD, SHARDED, ZeRO(stage=stage)))
-    shards = sum(arena.shard_numel for arena in plan.sharding.flat_param_specs().values()) * 8
+    shards = sum(flat_param.shard_numel for flat_param in plan.sharding.flat_param_specs().values()) * 8
     gathers = sum(action.kind == "UNSHARD" for action in plan.actions) / len(plan.sharding.flat_param_specs())
     for summed, gathered in run_on_threads(lambda world: sent_both(analyzed, plan, world), plan.mesh):
         assert summed == 5 * shards
@@ -189,10 +189,11 @@ def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float
 
 def test_flat_params_are_sharded_over_both_axes_in_rank_order():
     plan = synthetic_plan(BOTH, SHARD, SHARDED, ZeRO(), paper=SyntheticModel(layers=2, numel=100))
-    for arena in plan.sharding.flat_param_specs().values():
-        assert (arena.axes, arena.num_ranks, arena.shard_numel) == (("dp_shard", "cp"), 6, 17)
+    for flat_param in plan.sharding.flat_param_specs().values():
+        assert (flat_param.axes, flat_param.num_ranks, flat_param.shard_numel) == (("dp_shard", "cp"), 6, 17)
         pieces = [
-            arena.param_shards(plan.mesh.index(plan.mesh.coordinate(rank), arena.axes)) for rank in range(6)
+            flat_param.param_shards(plan.mesh.index(plan.mesh.coordinate(rank), flat_param.axes))
+            for rank in range(6)
         ]
         assert [(piece.begin, piece.end) for (piece,) in pieces] == [
             (0, 17),
@@ -205,9 +206,13 @@ def test_flat_params_are_sharded_over_both_axes_in_rank_order():
 
 
 def test_parameter_groups_are_named_as_without_context_parallelism():
-    names = [bundle.name for bundle in synthetic_plan(BOTH, SHARD, SHARDED, ZeRO()).sharding.param_groups()]
+    names = [
+        param_group.name
+        for param_group in synthetic_plan(BOTH, SHARD, SHARDED, ZeRO()).sharding.param_groups()
+    ]
     assert names == [
-        bundle.name for bundle in synthetic_plan(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
+        param_group.name
+        for param_group in synthetic_plan(Mesh(dp_shard=2), SHARD, ZeRO()).sharding.param_groups()
     ]
 
 

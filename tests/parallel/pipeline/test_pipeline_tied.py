@@ -224,7 +224,7 @@ def sent(world: World, plan: Plan) -> float:
         (Mesh(pp=3, dp_shard=4), (SHARD, ZeRO(stage=2)), -(-TABLE // 4) * 4),
     ],
 )
-def test_owners_send_2_times_k_minus_1_over_k_of_the_bundle_and_others_nothing(
+def test_owners_send_2_times_k_minus_1_over_k_of_the_tied_group_and_others_nothing(
     mesh: Mesh, store: tuple[Strategy, ...], nbytes: int
 ):
     micro_batch = NUM_SAMPLES // mesh.dp_replicate if mesh.dp_shard == 1 else 1

@@ -14,13 +14,13 @@ from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 )
 def test_every_element_goes_to_one_rank_and_units_stay_whole(units: int, widths: list[int], ranks: int):
     cut = DimSplit(0, units, tuple(units * width for width in widths))
-    dealt = [
+    sharded = [
         element
         for index in range(ranks)
         for first, end in cut.ranges(index, ranks)
         for element in range(first, end)
     ]
-    assert sorted(dealt) == list(range(sum(cut.sections)))
+    assert sorted(sharded) == list(range(sum(cut.sections)))
     for index in range(ranks):
         first, end = cut.units_of(index, ranks)
         assert cut.size(index, ranks) == (end - first) * sum(widths)
@@ -70,13 +70,13 @@ def test_single_heads_are_distributed_if_groups_are_too_few(groups: int, each: i
     key = DimSplit(0, groups, (groups * width,), num_heads=heads, per_head_numel=(0,))
     assert (query.max_ranks, query.overlaps(ranks)) == (heads, False)
     assert key.overlaps(ranks) == (ranks > groups)
-    dealt = [
+    sharded = [
         place
         for index in range(ranks)
         for first, end in query.ranges(index, ranks)
         for place in range(first, end)
     ]
-    assert dealt == list(range(heads * width))
+    assert sharded == list(range(heads * width))
     for index in range(min(ranks, heads)):
         mine = [place // width for first, end in query.ranges(index, ranks) for place in range(first, end)][
             ::width

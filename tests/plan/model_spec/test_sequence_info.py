@@ -24,10 +24,10 @@ def positions(spans: tuple[TokenRange, ...]) -> list[int]:
 @pytest.mark.parametrize("sharding", SHARDINGS, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 5, 7, 12, 13, 64])
 def test_every_token_is_on_one_rank(sharding: SequenceSharding, length: int):
-    dealt = [positions(sharding.token_ranges(length, index)) for index in range(sharding.num_ranks)]
-    assert sorted(position for mine in dealt for position in mine) == list(range(length))
-    assert all(mine == sorted(mine) for mine in dealt)
-    assert [len(mine) for mine in dealt] == [
+    sharded = [positions(sharding.token_ranges(length, index)) for index in range(sharding.num_ranks)]
+    assert sorted(position for mine in sharded for position in mine) == list(range(length))
+    assert all(mine == sorted(mine) for mine in sharded)
+    assert [len(mine) for mine in sharded] == [
         sharding.num_tokens(length, index) for index in range(sharding.num_ranks)
     ]
 

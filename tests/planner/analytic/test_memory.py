@@ -138,27 +138,27 @@ def test_sharded_weights_need_memory_for_gathered_layers():
 def test_gathered_inputs_are_not_divided_by_tensor_parallel_ranks():
     shape = ModelShape("gpt", 1, 1024, 16, vocab=1)
     once, whole = (
-        estimate_memory(shape, ParallelConfig(tp=4, sequence_parallel=True), habits).activations
-        for habits in (FrameworkMemory(), FrameworkMemory(keeps_gathered_inputs=True))
+        estimate_memory(shape, ParallelConfig(tp=4, sequence_parallel=True), framework).activations
+        for framework in (FrameworkMemory(), FrameworkMemory(keeps_gathered_inputs=True))
     )
     assert whole - once == pytest.approx(4 * shape.sequence * shape.hidden * 3 / 4)
 
 
 def test_allocator_segments_too_small_for_logits_are_reserved_and_more_with_saved_scores():
-    shape, habits = (
+    shape, framework = (
         ModelShape("gpt", 2, 1024, 16, vocab=500_000),
         FrameworkMemory(logits_fragmentation=8, score_fragmentation=4, fragmentation=1.0),
     )
     logits = 4 * shape.sequence * shape.vocab
     for kernel, each in (("flash2", 8), ("softmax", 12), ("eager", 12)):
         found = estimate_memory(
-            shape, ParallelConfig(attention_kernel=kernel, micro_batch=4, recompute="layers"), habits
+            shape, ParallelConfig(attention_kernel=kernel, micro_batch=4, recompute="layers"), framework
         )
         assert found.fragmentation == pytest.approx(each * logits)
     narrow = replace(shape, vocab=100)
     assert (
         estimate_memory(
-            narrow, ParallelConfig(attention_kernel="eager", micro_batch=4, recompute="layers"), habits
+            narrow, ParallelConfig(attention_kernel="eager", micro_batch=4, recompute="layers"), framework
         ).fragmentation
         == 0.0
     )
@@ -167,8 +167,8 @@ def test_allocator_segments_too_small_for_logits_are_reserved_and_more_with_save
 def test_logits_without_vocab_parallel_are_not_divided():
     shape = ModelShape("words", 2, 512, 8, vocab=200_000)
     divided, whole = (
-        estimate_memory(shape, ParallelConfig(tp=4), habits)
-        for habits in (FrameworkMemory(), FrameworkMemory(shards_logits=False))
+        estimate_memory(shape, ParallelConfig(tp=4), framework)
+        for framework in (FrameworkMemory(), FrameworkMemory(shards_logits=False))
     )
     assert whole.logits == 4 * divided.logits
 

@@ -25,14 +25,14 @@ ORDERS = {
 SMALL = ModelShape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
 
 
-def wish(shape: ModelShape = SMALL, devices: int = 8, batch: int = 16, **said: object) -> SearchRequest:
+def request(shape: ModelShape = SMALL, devices: int = 8, batch: int = 16, **said: object) -> SearchRequest:
     return replace(SearchRequest(shape, make_machine("A100", devices), batch, ORDERS), **said)
 
 
 def test_every_allowed_choice_is_a_candidate():
     """Every kind of share, order, method and placement is among the layouts of some mesh."""
     asked = replace(
-        wish(replace(SMALL, sequence=32_768), batch=16),
+        request(replace(SMALL, sequence=32_768), batch=16),
         machine=make_machine("A100", 16, host_size_override=4),
     )
     laid = [
@@ -60,15 +60,15 @@ def test_every_allowed_choice_is_a_candidate():
 
 
 def test_tensor_ranks_stay_on_a_host():
-    assert max(layout.tp for layout in candidate_meshes(wish(devices=64))) <= 8
+    assert max(layout.tp for layout in candidate_meshes(request(devices=64))) <= 8
 
 
 def test_an_axis_that_is_fixed_is_no_choice():
-    assert {layout.pp for layout in candidate_meshes(wish(fixed={"pp": 4}))} == {4}
+    assert {layout.pp for layout in candidate_meshes(request(fixed={"pp": 4}))} == {4}
 
 
 def test_only_allowed_schedules_are_candidates():
-    asked = wish()
+    asked = request()
     sized = next(
         sized for mesh in candidate_meshes(asked) if mesh.pp == 4 for sized in with_micro_batches(asked, mesh)
     )
@@ -85,7 +85,7 @@ def test_no_layout_holds_less_than_the_leanest_and_more_samples_hold_more():
     twice.
     """
     for orders in (ORDERS, {"dualpipe": (DUALPIPE, 1)}):
-        asked = wish(schedules=orders)
+        asked = request(schedules=orders)
         for mesh in candidate_meshes(asked):
             before = 0.0
             for sized in with_micro_batches(asked, mesh):

@@ -28,13 +28,13 @@ SHAPE = ModelShape("7b", 32, 4096, 32, vocab=32_000)
 ORDERS = {"1f1b": (ScheduleProfile(), 1), "zb_h1": (ZB_H1, 1), "zb_v": (ZB_V, 2)}
 
 
-def wish(machines: list[Machine], **said: object) -> SearchRequest:
+def request(machines: list[Machine], **said: object) -> SearchRequest:
     return SearchRequest(SHAPE, weakest_machine(machines), 64, ORDERS, **said)
 
 
 def test_two_halves_of_one_kind_are_that_kind():
     halves = [make_machine("A100", 8), make_machine("A100", 8)]
-    given = replace(wish(halves), devices_by_kind=(8, 8))
+    given = replace(request(halves), devices_by_kind=(8, 8))
     one = replace(given, machine=make_machine("A100", 16))
     found, whole = search_heterogeneous(given, halves, 3), search(one, 3)
     assert found.best[0].seconds == pytest.approx(whole.best[0].seconds, rel=0.02)
@@ -42,7 +42,7 @@ def test_two_halves_of_one_kind_are_that_kind():
 
 def test_slow_devices_have_fewer_layers_in_proportion_to_their_speed():
     kinds = [make_machine("H100", 8), make_machine("A100", 8)]
-    found = search_heterogeneous(wish(kinds, fixed={"pp": 2, "tp": 1}), kinds, 1).best[0]
+    found = search_heterogeneous(request(kinds, fixed={"pp": 2, "tp": 1}), kinds, 1).best[0]
     counts = dict(found.layer_assignment)
     assert sum(count for _, count in found.layer_assignment) == 32
     paces = {}
@@ -59,7 +59,7 @@ def test_slow_devices_have_fewer_layers_in_proportion_to_their_speed():
 
 def test_a_step_takes_as_long_as_its_slowest_rank():
     kinds = [make_machine("H100", 8), make_machine("A100", 8)]
-    found = search_heterogeneous(wish(kinds, fixed={"pp": 4}), kinds, 1).best[0]
+    found = search_heterogeneous(request(kinds, fixed={"pp": 4}), kinds, 1).best[0]
     busy = [
         step_time(
             replace(SHAPE, layers=4 * count),
@@ -77,16 +77,16 @@ def test_memory_bounds_the_layers_of_a_kind():
     small = make_machine("H100", 2)
     small = replace(small, device=replace(small.device, memory=30 * 2**30))
     kinds = (DeviceKind(make_machine("A100", 2), 0, 2), DeviceKind(small, 2, 2))
-    dealt = assign_layers(SHAPE, ParallelConfig(pp=4, num_microbatches=8), kinds)
-    assert dealt is not None
-    assert sum(sum(kind.layers_by_rank) for kind in dealt) == 32
-    assert dealt[1].max_layers < dealt[0].max_layers  # though it is three times as fast
+    assigned = assign_layers(SHAPE, ParallelConfig(pp=4, num_microbatches=8), kinds)
+    assert assigned is not None
+    assert sum(sum(kind.layers_by_rank) for kind in assigned) == 32
+    assert assigned[1].max_layers < assigned[0].max_layers  # though it is three times as fast
     assert assign_layers(replace(SHAPE, layers=300), ParallelConfig(pp=4, num_microbatches=8), kinds) is None
 
 
 def test_replicas_wait_for_the_slowest_and_fit_on_the_smallest():
     kinds = [make_machine("H100", 8), make_machine("A100 40GB", 8)]
-    found = search_heterogeneous(wish(kinds, fixed={"pp": 1}), kinds, 3)
+    found = search_heterogeneous(request(kinds, fixed={"pp": 1}), kinds, 3)
     assert all(each.memory.total <= USABLE_MEMORY_FRACTION * 40 * 2**30 for each in found.best)
     assert all(8 % (each.config.tp * each.config.cp) == 0 for each in found.best)
     slow = search(SearchRequest(SHAPE, make_machine("A100 40GB", 16), 64, ORDERS, fixed={"pp": 1}), 1).best[0]
@@ -95,7 +95,7 @@ def test_replicas_wait_for_the_slowest_and_fit_on_the_smallest():
 
 def test_each_kind_alone_is_reported():
     kinds = [make_machine("H100", 8), make_machine("V100", 8)]
-    found = {kind.device.name: each for kind, each in search_each_kind(wish(kinds), kinds)}
+    found = {kind.device.name: each for kind, each in search_each_kind(request(kinds), kinds)}
     fast, slow = found["H100"], found["V100"]
     assert fast is not None
     assert slow is None or fast.seconds < slow.seconds
@@ -106,7 +106,7 @@ def test_each_kind_alone_is_reported():
 def test_the_winner_on_heterogeneous_devices_is_that_of_all_layouts(sequence: int, counts: tuple[int, int]):
     kinds = [make_machine("H100", counts[0]), make_machine("A100 40GB", counts[1])]
     shape = ModelShape("3b", 13, 2048, 16, vocab=32_000, sequence=sequence)
-    asked = replace(wish(kinds), shape=shape, devices_by_kind=counts, batch=24)
+    asked = replace(request(kinds), shape=shape, devices_by_kind=counts, batch=24)
     short, whole = search_heterogeneous(asked, kinds), search_heterogeneous(asked, kinds, prune=False)
     assert [(each.config, each.layer_assignment) for each in short.best] == [
         (each.config, each.layer_assignment) for each in whole.best
@@ -118,28 +118,28 @@ def test_the_winner_on_heterogeneous_devices_is_that_of_all_layouts(sequence: in
 def test_no_split_takes_less_than_the_lower_bound_of_its_mesh():
     kinds = [make_machine("H100", 4), make_machine("V100", 8), make_machine("A100", 4)]
     shape = ModelShape("1b", 9, 1024, 8, vocab=32_000, sequence=16_384)
-    ground, dealt = (
-        HeterogeneousPricer(replace(wish(kinds), shape=shape, devices_by_kind=(4, 8, 4), batch=16), kinds),
+    ground, assigned = (
+        HeterogeneousPricer(replace(request(kinds), shape=shape, devices_by_kind=(4, 8, 4), batch=16), kinds),
         0,
     )
     for mesh in ground.meshes():
         for sized in with_micro_batches(ground.request, mesh):
             best = TopCandidates(1000)
             ground.price(sized, best, inf)
-            dealt += len(best.candidates)
+            assigned += len(best.candidates)
             for each in best.candidates:
                 order, chunks = ground.request.schedules[each.schedule]
                 assert ground.mesh_bound_s(mesh) <= ground.bound_s(sized) / SAFETY_FACTOR
                 assert ground.bound_s(sized) <= ground.schedule_bound_s(sized, order, chunks) <= each.seconds
                 assert ground.may_fit(sized)
-    assert dealt > 50
+    assert assigned > 50
 
 
 def test_thousands_of_heterogeneous_devices_price_few_layouts():
     """Of 82,000 layouts with long rows, 2 in a hundred are priced."""
     kinds = [make_machine("H100", 2048), make_machine("H200", 2048)]
     shape = ModelShape("8b", 32, 4096, 32, kv_heads=8, ffn=14_336, gated=True, sequence=131_072)
-    asked = replace(wish(kinds), shape=shape, devices_by_kind=(2048, 2048), batch=4096)
+    asked = replace(request(kinds), shape=shape, devices_by_kind=(2048, 2048), batch=4096)
     found = search_heterogeneous(asked, kinds, 8)
     assert len(found.best) == 8
     assert found.num_priced < 4000

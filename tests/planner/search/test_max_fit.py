@@ -16,35 +16,37 @@ from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import search
 
 SHAPE = parse_shape("7b: layers 32 hidden 4096 heads 32")
-WISH = SearchRequest(SHAPE, make_machine("A100", 8), 16, {"1f1b": (ScheduleProfile(), 1), "zb_v": (ZB_V, 2)})
+REQUEST = SearchRequest(
+    SHAPE, make_machine("A100", 8), 16, {"1f1b": (ScheduleProfile(), 1), "zb_v": (ZB_V, 2)}
+)
 
 
 @pytest.mark.parametrize("what", FIT_QUANTITIES)
 def test_the_limit_has_a_plan_that_fits(what: str):
-    found = find_max_fit(WISH, what)
+    found = find_max_fit(REQUEST, what)
     assert found is not None
     assert found.result.best
-    assert all(each.memory.total <= WISH.usable_memory for each in found.result.best)
+    assert all(each.memory.total <= REQUEST.usable_memory for each in found.result.best)
     assert found.nearest_miss is not None
-    assert found.nearest_miss.memory.total > WISH.usable_memory
+    assert found.nearest_miss.memory.total > REQUEST.usable_memory
     assert found.value != found.next_value
 
 
 @pytest.mark.parametrize(("what", "step"), [("sequence", 1024), ("layers", 1)])
 def test_one_step_more_fits_nowhere(what: str, step: int):
-    found = find_max_fit(WISH, what)
+    found = find_max_fit(REQUEST, what)
     assert found is not None
     for more in (0, 1):
         shape = replace(SHAPE, **{what: found.value + more * step})
-        asked = replace(WISH, shape=shape, min_tokens_per_rank=1)
+        asked = replace(REQUEST, shape=shape, min_tokens_per_rank=1)
         assert fits(asked) == (not more)
         assert bool(search(asked, 1).best) == (not more)
 
 
 def test_sequence_length_is_limited_by_learned_positions_or_by_memory():
-    far = find_max_fit(WISH, "sequence")
+    far = find_max_fit(REQUEST, "sequence")
     assert far is not None
-    near = find_max_fit(replace(WISH, max_positions=1000), "sequence")
+    near = find_max_fit(replace(REQUEST, max_positions=1000), "sequence")
     assert near is not None
     assert (near.value, near.next_value, near.limited_by_positions, near.nearest_miss) == (
         1000,
@@ -53,7 +55,7 @@ def test_sequence_length_is_limited_by_learned_positions_or_by_memory():
         None,
     )
     assert near.result.best
-    between = find_max_fit(replace(WISH, max_positions=far.value + 1024), "sequence")
+    between = find_max_fit(replace(REQUEST, max_positions=far.value + 1024), "sequence")
     assert between is not None
     assert (between.value, between.limited_by_positions, far.limited_by_positions) == (
         far.value,
@@ -63,7 +65,7 @@ def test_sequence_length_is_limited_by_learned_positions_or_by_memory():
 
 
 def test_the_largest_batch_is_that_of_no_other_layout_at_once():
-    found = find_max_fit(replace(WISH, machine=make_machine("A100", 4)), "batch")
+    found = find_max_fit(replace(REQUEST, machine=make_machine("A100", 4)), "batch")
     assert found is not None
     best = found.result.best[0].config
     assert best.num_microbatches <= best.pp
@@ -72,13 +74,13 @@ def test_the_largest_batch_is_that_of_no_other_layout_at_once():
     assert found.best_sequential.seconds <= found.result.best[0].seconds
     for rows in range(found.value + 1, found.value + 9):
         assert not search(
-            replace(WISH, machine=make_machine("A100", 4), batch=rows, single_wave=True), 1
+            replace(REQUEST, machine=make_machine("A100", 4), batch=rows, single_wave=True), 1
         ).best
 
 
 def test_the_fewest_devices_are_reported_with_a_number_that_is_too_small():
     found = find_max_fit(
-        replace(WISH, shape=parse_shape("70b: layers 80 hidden 8192 heads 64"), batch=64), "devices"
+        replace(REQUEST, shape=parse_shape("70b: layers 80 hidden 8192 heads 64"), batch=64), "devices"
     )
     assert found is not None
     assert found.request.machine.num_devices == found.value
@@ -90,8 +92,8 @@ def test_the_fewest_devices_are_reported_with_a_number_that_is_too_small():
 
 
 def test_fixed_sizes_are_kept_at_the_limit():
-    found = find_max_fit(replace(WISH, fixed={"tp": 2, "shards": 1}, recompute_modes=("none",)), "layers")
-    free = find_max_fit(WISH, "layers")
+    found = find_max_fit(replace(REQUEST, fixed={"tp": 2, "shards": 1}, recompute_modes=("none",)), "layers")
+    free = find_max_fit(REQUEST, "layers")
     assert found is not None
     assert free is not None
     assert found.value < free.value
@@ -105,7 +107,7 @@ def test_fixed_sizes_are_kept_at_the_limit():
 
 def test_without_any_size_that_fits_there_is_no_limit():
     wide = replace(
-        WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=make_machine("V100", 2)
+        REQUEST, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"), machine=make_machine("V100", 2)
     )
     assert find_max_fit(wide, "layers") is None
     assert find_max_fit(wide, "sequence") is None
@@ -113,7 +115,7 @@ def test_without_any_size_that_fits_there_is_no_limit():
 
 
 def test_the_limiting_layout_is_the_leanest_and_its_fullest_rank():
-    tight = replace(WISH, shape=replace(SHAPE, layers=400))
+    tight = replace(REQUEST, shape=replace(SHAPE, layers=400))
     found = find_nearest_miss(tight)
     assert found is not None
     assert found.memory.total == estimate_memory(tight.shape, found.config).total
@@ -134,7 +136,7 @@ def test_no_longer_sequence_fits_although_fit_is_not_monotonic(
     not.
     """
     shape = parse_shape(f"r: layers 24 hidden {256 * heads} heads {heads} gated vocab 128256")
-    asked = replace(WISH, shape=shape, machine=make_machine(kind, devices), batch=batch)
+    asked = replace(REQUEST, shape=shape, machine=make_machine(kind, devices), batch=batch)
     found = find_max_fit(asked, "sequence", 1)
     assert found is not None
     assert found.result.best

@@ -23,7 +23,7 @@ ORDERS = {
 SMALL = ModelShape("small", 12, 1536, 12, vocab=32_000, sequence=8192)
 
 
-def wish(
+def request(
     shape: ModelShape = SMALL, kind: str = "A100", devices: int = 8, batch: int = 16, **said: object
 ) -> SearchRequest:
     return SearchRequest(shape, make_machine(kind, devices), batch, ORDERS, **said)
@@ -47,7 +47,7 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, changes: di
         "A100", devices, host_size_override=2
     )  # so that groups of copies that share states are searched too
     for given in (make_machine("A100", devices), small_hosts):
-        asked = replace(wish(replace(SMALL, **changes), batch=24 if devices < 16 else 32), machine=given)
+        asked = replace(request(replace(SMALL, **changes), batch=24 if devices < 16 else 32), machine=given)
         short, whole = search(asked), search(asked, prune=False)
         assert [each.config for each in short.best] == [each.config for each in whole.best]
         assert short.num_priced < whole.num_priced
@@ -82,17 +82,19 @@ def test_sizes_with_many_divisors_and_long_sequences_price_few_layouts(
 
 
 def test_a_search_below_a_given_time_finds_only_faster_layouts():
-    best = search(wish()).best
+    best = search(request()).best
     middle = best[4].seconds
-    assert search(wish(), max_seconds=middle).best == tuple(each for each in best if each.seconds <= middle)
-    assert not search(wish(), max_seconds=0.999 * best[0].seconds).best
+    assert search(request(), max_seconds=middle).best == tuple(
+        each for each in best if each.seconds <= middle
+    )
+    assert not search(request(), max_seconds=0.999 * best[0].seconds).best
 
 
 def test_indistinguishable_layouts_are_shown_once():
     """Shares of moments, or of gradients too, in as many seconds and as much memory: one of the two is told,
     the better one.
     """
-    made = search(wish()).best[0]
+    made = search(request()).best[0]
     moments, gradients = (replace(made, config=replace(made.config, zero_stage=stage)) for stage in (1, 2))
     slower = replace(gradients, step=replace(made.step, fixed=made.step.fixed + 1e-6 * made.seconds))
     smaller = replace(gradients, memory=replace(made.memory, gradients=made.memory.gradients - 2**28))
@@ -101,7 +103,7 @@ def test_indistinguishable_layouts_are_shown_once():
         for each in (moments, *others, moments):
             best.add(each)
         assert best.candidates == left
-    found = search(wish()).best
+    found = search(request()).best
     assert len({each.display_key for each in found}) == len(found) > 1
 
 
@@ -127,7 +129,7 @@ def test_a_cache_key_without_the_micro_batch_is_noticed(monkeypatch: pytest.Monk
     """What a layer takes is counted once for all that lies over it: a key that forgets something gives other
     winners.
     """
-    asked = wish(replace(SMALL, hidden=6144), devices=12, batch=24)
+    asked = request(replace(SMALL, hidden=6144), devices=12, batch=24)
     right = [each.seconds for each in search(asked).best]
     for each in search(asked).best:
         assert each.step == step_time(asked.shape, each.config, asked.machine)
@@ -137,7 +139,7 @@ def test_a_cache_key_without_the_micro_batch_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_layouts_that_do_not_fit_are_excluded_and_the_nearest_is_reported():
-    found = search(wish(parse_shape("175b: layers 96 hidden 12288 heads 96"), "V100", 8, 8))
+    found = search(request(parse_shape("175b: layers 96 hidden 12288 heads 96"), "V100", 8, 8))
     assert not found.best
     assert found.nearest_miss is not None
     layout, held = found.nearest_miss
@@ -146,7 +148,7 @@ def test_layouts_that_do_not_fit_are_excluded_and_the_nearest_is_reported():
 
 
 def test_all_that_is_found_fits_and_uses_every_device():
-    asked = wish(parse_shape("13b: layers 40 hidden 5120 heads 40 gated ffn 13824"), devices=32, batch=64)
+    asked = request(parse_shape("13b: layers 40 hidden 5120 heads 40 gated ffn 13824"), devices=32, batch=64)
     found = search(asked)
     assert len(found.best) == 10
     for each in found.best:
@@ -159,11 +161,11 @@ def test_all_that_is_found_fits_and_uses_every_device():
 
 
 def test_an_axis_that_is_fixed_stays():
-    assert all(each.config.tp == 2 for each in search(wish(fixed={"tp": 2})).best)
+    assert all(each.config.tp == 2 for each in search(request(fixed={"tp": 2})).best)
 
 
 def test_contradicting_constraints_are_reported():
-    said = [str(fault) for fault in wish(fixed={"tp": 3, "xp": 2}, batch=0).diagnostics()]
+    said = [str(fault) for fault in request(fixed={"tp": 3, "xp": 2}, batch=0).diagnostics()]
     assert "a batch of 0 samples" in said[0]
     assert "'xp' is not a setting of the search\n  repair: did you mean 'tp'?" in said[1]
     assert "tp 3 does not divide 8 devices" in said[2]

@@ -11,7 +11,7 @@ from meshwright.planner.search.max_fit import FIT_QUANTITIES, find_max_fit
 from meshwright.planner.search.request import SearchRequest
 from meshwright.report.search.max_fit import limiting_reason, max_fit_dict, max_fit_view
 
-WISH = SearchRequest(
+REQUEST = SearchRequest(
     parse_shape("7b: layers 32 hidden 4096 heads 32"),
     make_machine("A100", 8),
     16,
@@ -21,7 +21,7 @@ WISH = SearchRequest(
 
 @pytest.mark.parametrize("what", FIT_QUANTITIES)
 def test_a_limit_has_the_reason_why_one_more_does_not_fit(what: str):
-    found = find_max_fit(WISH, what)
+    found = find_max_fit(REQUEST, what)
     assert found is not None
     text, plain = max_fit_view(found).plain, max_fit_dict(found)
     assert f"{found.value:,}" in text
@@ -34,13 +34,13 @@ def test_a_limit_has_the_reason_why_one_more_does_not_fit(what: str):
 
 
 def test_one_microbatch_is_compared_with_the_best_layout_of_the_same_batch():
-    found = find_max_fit(WISH, "batch")
+    found = find_max_fit(REQUEST, "batch")
     assert found is not None
     assert " s in one microbatch, and " in max_fit_view(found).plain
 
 
 def test_a_limit_that_divisibility_sets_says_so():
-    found = find_max_fit(WISH, "layers")
+    found = find_max_fit(REQUEST, "layers")
     assert found is not None
     assert (
         limiting_reason(replace(found, nearest_miss=None))
@@ -50,7 +50,7 @@ def test_a_limit_that_divisibility_sets_says_so():
 
 
 def test_a_limit_of_positions_is_named_as_the_reason():
-    found = find_max_fit(replace(WISH, max_positions=1024), "sequence")
+    found = find_max_fit(replace(REQUEST, max_positions=1024), "sequence")
     assert found is not None
     text = max_fit_view(found).plain
     assert "The longest sequences have 1,024 tokens" in text

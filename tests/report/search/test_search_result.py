@@ -22,17 +22,17 @@ from meshwright.report.search.search_result import (
     search_dict,
 )
 
-WISH = SearchRequest(
+REQUEST = SearchRequest(
     parse_shape("7b: layers 32 hidden 4096 heads 32"),
     make_machine("H100", 32),
     64,
     {"1f1b": (ScheduleProfile(), 1)},
 )
-FOUND = search(WISH, 4)
+FOUND = search(REQUEST, 4)
 
 
 def test_the_differences_of_a_slower_layout_add_up_to_its_time():
-    first, *others = ranking_reasons(WISH, FOUND)
+    first, *others = ranking_reasons(REQUEST, FOUND)
     best = FOUND.best[0]
     assert first.startswith(f"{FOUND.num_priced} layouts were estimated.")
     assert len(others) == 3
@@ -46,11 +46,13 @@ def test_the_differences_of_a_slower_layout_add_up_to_its_time():
 
 
 def test_a_faster_layout_that_does_not_fit_is_named_with_its_memory():
-    endless = replace(WISH, machine=replace(WISH.machine, device=replace(WISH.machine.device, memory=1e18)))
+    endless = replace(
+        REQUEST, machine=replace(REQUEST.machine, device=replace(REQUEST.machine.device, memory=1e18))
+    )
     roomy = search(endless, 1).best[0]
     lines = [
         line
-        for line in ranking_reasons(WISH, FOUND, SearchAlternatives(without_memory_limit=roomy))
+        for line in ranking_reasons(REQUEST, FOUND, SearchAlternatives(without_memory_limit=roomy))
         if line.startswith("Too large for the memory")
     ]
     assert len(lines) == 1
@@ -59,7 +61,7 @@ def test_a_faster_layout_that_does_not_fit_is_named_with_its_memory():
 
 def test_days_and_cost_are_said_only_where_they_are_asked_for():
     plain, asked = (
-        search_dict(WISH, FOUND, budget)["layouts"][0]
+        search_dict(REQUEST, FOUND, budget)["layouts"][0]
         for budget in (TrainingBudget(), TrainingBudget(1e12, 2.0))
     )
     assert "days" not in plain
@@ -68,7 +70,7 @@ def test_days_and_cost_are_said_only_where_they_are_asked_for():
 
 
 def test_shares_are_of_the_whole_step_and_bytes_of_the_whole_rank():
-    for row, each in zip(search_dict(WISH, FOUND, TrainingBudget())["layouts"], FOUND.best, strict=True):
+    for row, each in zip(search_dict(REQUEST, FOUND, TrainingBudget())["layouts"], FOUND.best, strict=True):
         assert 0 <= row["waiting"] + row["exposed"] < 1
         assert 0.05 < row["mfu"] < 0.9
         assert sum(row["bytes"].values()) == pytest.approx(row["peak_bytes"])
@@ -81,12 +83,12 @@ def test_shares_are_of_the_whole_step_and_bytes_of_the_whole_rank():
 def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     large, small = make_machine("H200", 8), make_machine("A100 40GB", 8)
     shape = parse_shape("3b: layers 26 hidden 2560 heads 20 vocab 32000")
-    assert memory_scenario(replace(WISH, shape=shape), [large, small]).startswith(
+    assert memory_scenario(replace(REQUEST, shape=shape), [large, small]).startswith(
         "The model fits on at least one device"
     )
-    assert memory_scenario(replace(WISH, shape=shape), [large]).startswith("The model fits on each device")
-    assert memory_scenario(WISH, [small]).startswith("The model does not fit on one device")
-    huge = replace(WISH, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"))
+    assert memory_scenario(replace(REQUEST, shape=shape), [large]).startswith("The model fits on each device")
+    assert memory_scenario(REQUEST, [small]).startswith("The model does not fit on one device")
+    huge = replace(REQUEST, shape=parse_shape("odd: layers 4 hidden 81920 heads 640"))
     assert "fits on the largest device" in memory_scenario(huge, [large, small])
 
 
@@ -105,7 +107,7 @@ def test_the_scenario_is_one_of_three_by_the_smallest_and_the_largest_device():
     ],
 )
 def test_the_part_of_a_layer_that_is_too_large_is_what_has_to_be_sharded(model: str, sharded: str):
-    text = memory_scenario(replace(WISH, shape=parse_shape(model)))
+    text = memory_scenario(replace(REQUEST, shape=parse_shape(model)))
     assert text.startswith("Not even one layer with its output and its optimizer states fits on one device")
     assert f"To be sharded: {sharded}" in text
     assert text.count("To be sharded: the sample") == (sharded in text and "the sample" in sharded)
@@ -113,6 +115,6 @@ def test_the_part_of_a_layer_that_is_too_large_is_what_has_to_be_sharded(model: 
 
 def test_a_layer_without_a_part_that_is_too_large_alone_says_so():
     text = memory_scenario(
-        replace(WISH, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096"))
+        replace(REQUEST, shape=parse_shape("both: layers 4 hidden 16384 heads 128 vocab 50000 sequence 4096"))
     )
     assert text.endswith("To be sharded: any of these, because none is too large alone.")

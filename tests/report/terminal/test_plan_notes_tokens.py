@@ -62,7 +62,7 @@ def test_gathers_of_glue_are_shown(looks: bool):
 
 
 @pytest.mark.parametrize(
-    ("deal", "share"),
+    ("sharding", "share"),
     [
         (SequenceSharding(4), 1.0),
         (SequenceSharding(4, zigzag=False), 1.75),
@@ -71,12 +71,12 @@ def test_gathers_of_glue_are_shown(looks: bool):
     ],
     ids=str,
 )
-def test_zigzag_is_balanced_and_contiguous_is_not(deal: SequenceSharding, share: float):
-    assert max_over_mean_attention(deal, 4080) == pytest.approx(share, abs=1e-3)
+def test_zigzag_is_balanced_and_contiguous_is_not(sharding: SequenceSharding, share: float):
+    assert max_over_mean_attention(sharding, 4080) == pytest.approx(share, abs=1e-3)
 
 
 @pytest.mark.parametrize(
-    "deal",
+    "sharding",
     [
         SequenceSharding(4),
         SequenceSharding(4, zigzag=False),
@@ -86,13 +86,13 @@ def test_zigzag_is_balanced_and_contiguous_is_not(deal: SequenceSharding, share:
     ids=str,
 )
 @pytest.mark.parametrize("ends", [(), (1 / 3,), (1 / 6, 1 / 2)], ids=str)
-def test_pairs_in_documents_are_counted_one_by_one(deal: SequenceSharding, ends: tuple[float, ...]):
-    firsts = range(0, deal.num_ranks, deal.num_inner_ranks)
-    spans = [deal.inner_group_ranges(1024, first) for first in firsts]
+def test_pairs_in_documents_are_counted_one_by_one(sharding: SequenceSharding, ends: tuple[float, ...]):
+    firsts = range(0, sharding.num_ranks, sharding.num_inner_ranks)
+    spans = [sharding.inner_group_ranges(1024, first) for first in firsts]
     starts = [0, *(int(1024 * end) for end in ends)]
     looks = [at - max(start for start in starts if start <= at) + 1 for at in range(1024)]
     work = [sum(looks[at] for begin, end in mine for at in range(begin, end)) for mine in spans]
-    assert max_over_mean_attention(deal, 1024, ends) == pytest.approx(
+    assert max_over_mean_attention(sharding, 1024, ends) == pytest.approx(
         max(work) * len(work) / sum(work), abs=1e-12
     )
 

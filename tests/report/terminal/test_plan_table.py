@@ -75,7 +75,7 @@ def plan_of(
     )
 
 
-def deep_anatomy() -> ModelSpec:
+def deep_model_spec() -> ModelSpec:
     weights = tuple(ParamSpec(f"{block_call}.weight", (10,), (block_call,)) for block_call in DEEP)
     return ModelSpec(
         "deep",
@@ -102,7 +102,7 @@ def words(text: str) -> str:
 @pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize(
     "model_spec",
-    [SyntheticModel().model_spec, SyntheticModel(layers=40).model_spec, deep_anatomy()],
+    [SyntheticModel().model_spec, SyntheticModel(layers=40).model_spec, deep_model_spec()],
     ids=["small", "tall", "deep"],
 )
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
@@ -121,12 +121,12 @@ def columns(text: str) -> list[str]:
 
 
 def test_long_names_are_folded_not_lost():
-    text = shown(plan_of(NaiveDDP(), deep_anatomy()), every=True)
+    text = shown(plan_of(NaiveDDP(), deep_model_spec()), every=True)
     _, actions, details = columns(text)
     for block_call in DEEP:
         assert f"forwardof{block_call}" in details
         assert f"REDUCE{block_call}.weight" in actions
-    assert words(deep_anatomy().notes[0]) in words(text)
+    assert words(deep_model_spec().notes[0]) in words(text)
 
 
 def test_names_in_brackets_are_names_not_markup():

@@ -19,19 +19,19 @@ def alone() -> Group:
 
 
 def state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """All that is awkward: views into one arena, foreign strides, many dtypes, a scalar, an empty tensor, a
+    """Awkward tensors: views into one buffer, foreign strides, many dtypes, a scalar, an empty tensor, a
     Parameter.
     """
-    arena = torch.arange(50, dtype=torch.float32) + seed
+    flat_param = torch.arange(50, dtype=torch.float32) + seed
     return {
-        "model/a.weight": arena[3:15].view(4, 3),
-        "model/b.weight": arena[15:31].view(4, 4).t(),
-        "model/c.weight": arena[::7],
+        "model/a.weight": flat_param[3:15].view(4, 3),
+        "model/b.weight": flat_param[15:31].view(4, 4).t(),
+        "model/c.weight": flat_param[::7],
         "model/embedding": torch.nn.Parameter(torch.linspace(-1, 1, 24).view(8, 3) * (seed + 1)),
-        "optimizer/exp_avg/a.weight": (arena[:12].view(3, 4) / 7).to(torch.bfloat16).expand(2, 3, 4),
+        "optimizer/exp_avg/a.weight": (flat_param[:12].view(3, 4) / 7).to(torch.bfloat16).expand(2, 3, 4),
         "optimizer/step": torch.tensor(seed, dtype=torch.int64),
         "model/nothing": torch.empty(0, 3),
-        "model/mask": arena[:9] > seed + 4,
+        "model/mask": flat_param[:9] > seed + 4,
         "model/double": torch.full((5,), 1 / 3, dtype=torch.float64),
         "model/odd": torch.tensor([1, 255, 7], dtype=torch.uint8),
         "model/tiny": torch.tensor([0.5, float("nan"), -0.0]).to(torch.float8_e4m3fn),

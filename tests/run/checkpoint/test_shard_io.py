@@ -33,8 +33,8 @@ def test_the_files_are_safetensors_that_anybody_can_read(tmp_path):
 
 
 def test_a_view_is_saved_as_its_own_elements_only(tmp_path):
-    arena = torch.zeros(1_000_000)
-    path = save_tensors(tmp_path, 1, {"model/w": arena[5:8]}, {}, alone(), 1)
+    flat_param = torch.zeros(1_000_000)
+    path = save_tensors(tmp_path, 1, {"model/w": flat_param[5:8]}, {}, alone(), 1)
     assert sum(shard.nbytes for shard in read_manifest(path).files.values()) < 500
 
 

@@ -184,8 +184,8 @@ def test_samples_come_from_the_sources_that_their_ids_name(tmp_path):
 
 def test_the_digest_covers_the_sources_and_their_weights(tmp_path):
     one = source(tmp_path)
-    lighter = tuple(MixturePart(part.source, 1.0, column=part.column, chat=part.chat) for part in one.mixture)
-    other = DataConfig(mixture=lighter, tokenizer=one.tokenizer, sequence=24)
+    smaller = tuple(MixturePart(part.source, 1.0, column=part.column, chat=part.chat) for part in one.mixture)
+    other = DataConfig(mixture=smaller, tokenizer=one.tokenizer, sequence=24)
     digests = [open_dataset(each, None, tmp_path / "cache").digest for each in (one, one, other)]
     assert digests[0] == digests[1] != digests[2]
 

@@ -145,7 +145,7 @@ def test_limits_below_one_micro_batch_are_refused_with_the_smallest_that_work():
     assert fault.fix == "the smallest limits that work are 2, 3, 4, 5; or cut the model elsewhere"
 
 
-def test_folded_limits_are_taken_where_dealt_out_ones_do_not_fit():
+def test_folded_limits_are_taken_where_distributed_ones_do_not_fit():
     costs = StageCosts(
         [1] * 4, [1] * 4, [1] * 4, 0, [4, 1, 3, 1], [1] * 4
     )  # dealt out: 7 and 2; folded: 5 and 4
