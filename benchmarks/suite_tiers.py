@@ -31,7 +31,7 @@ import tomli_w
 
 ROOT = Path(__file__).parents[1]
 TIERS = ROOT / "tests" / "tiers.toml"
-FUNCTION_S, CASE_S, UNKNOWN_S = 0.5, 3.0, 0.05
+FUNCTION_S, CASE_S, UNKNOWN_S = 0.35, 2.0, 0.05
 KEEP = frozenset(
     {
         "test_a_run_that_is_killed_and_stopped_ends_like_one_left_alone",

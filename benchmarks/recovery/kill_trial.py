@@ -112,7 +112,7 @@ class Trial:
         for _ in range(self._rng.choices((1, 2, 3), (6, 3, 1))[0]):
             self._attempt(hit=True)
         self._attempt(hit=False)
-        self.judge_end()
+        self.check_end()
         self.row.seconds = round(time.monotonic() - started, 2)
         if not self.row.failures:
             shutil.rmtree(self.folder)
@@ -145,7 +145,7 @@ class Trial:
         match = re.search(r"^(?:resumed|starting) from step (\d+)$", text, re.MULTILINE)
         if match is not None and int(match[1]) != previous:
             self._fail(f"it resumed from step {match[1]}, and the newest checkpoint was of step {previous}")
-        self.judge_published()
+        self.check_published()
 
     def _wait_for_moment(self, process: Process, moment: str) -> bool:
         """Returns True at the random moment, False when the command ended before."""

@@ -75,8 +75,8 @@ def trial(tmp_path: Path) -> Trial:
 
 
 def failures_of(trial: Trial) -> list[str]:
-    trial.judge_published()
-    trial.judge_end()
+    trial.check_published()
+    trial.check_end()
     return trial.row.failures
 
 

@@ -86,7 +86,7 @@ def test_smoothing_is_torchs():
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.5])
 def test_an_invalid_label_smoothing_is_refused(smoothing: float):
-    with pytest.raises(PlanError, match=rf"label_smoothing = {smoothing}\n.*from 0, the label alone, to 1"):
+    with pytest.raises(PlanError, match=rf"label_smoothing = {smoothing}\n.*from 0 .the label alone. to 1"):
         token_cross_entropy(smoothing)
 
 

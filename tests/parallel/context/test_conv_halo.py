@@ -288,7 +288,7 @@ def test_a_kernel_that_reaches_far_beyond_a_shard_is_refused() -> None:
 def test_striped_tokens_have_no_neighbours() -> None:
     with pytest.raises(PlanError, match="a rank that gets them one by one has no neighbours") as told:
         planned(RingAttention(load_balance="striped"), SHORT)
-    assert "without 'striped'" in told.value.diagnostics[0].fix
+    assert "than 'striped'" in told.value.diagnostics[0].fix
     planned(RingAttention(load_balance="striped"), replace(SHORT, left_halo=0))
 
 

@@ -124,7 +124,7 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
             EIGHT,
             (*BLOCKS, VocabParallel()),
             {},
-            (r"divided along tp_depth too\n.*remove name = " r'"vocab_parallel"'),
+            (r"sharded over tp_depth too\n.*remove name = " r'"vocab_parallel"'),
         ),
     ],
 )
