@@ -152,7 +152,7 @@ def test_context_parallelism_is_refused():
         PlanError,
         match=(
             r"strategies\.tensor_parallel: ranks along cp have some of the tokens of a sample "
-            r"each, and a grid"
+            r"each, and 2-D"
         ),
     ):
         planned(analyzed_even_llama(), Mesh(dp_shard=2, cp=2, tp=2), strategies)
