@@ -52,7 +52,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import simulate
-from meshwright.run.training.engine import Trainer
+from meshwright.run.training.trainer import Trainer
 from meshwright.testing.rank_worker import NetworkLocation
 from tests.network.virtual_hosts import unavailable_reason, virtual_hosts
 

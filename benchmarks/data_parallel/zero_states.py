@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.data_parallel.small_llamas import Case, make_executor, random_samples
 from benchmarks.harness.live_bytes import add_live_probes, live_bytes
 from benchmarks.harness.result import Result
-from benchmarks.models.paper_models import even, llama3_8b
+from benchmarks.models.synthetic_models import even, llama3_8b
 from meshwright.api import select_local_batch
 from meshwright.comm.backends.gloo_paths import NUM_RECEIVE_BUFFERS
 from meshwright.comm.collectives.group import World

@@ -4,5 +4,5 @@ custom_models   a model file as a user would write it, for models that do not ta
 llama_steps     training steps of small Llamas: plain loop, DDP, FSDP2, DeepSpeed, ours
 model_coverage  parity with one device for unmodified model families
 model_families  the families of `model_coverage`
-paper_models    model shapes without values, of any size
+synthetic_models    model shapes without values, of any size
 """

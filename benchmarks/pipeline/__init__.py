@@ -5,7 +5,7 @@ pipeline_models     the models of the parity benchmark
 pipeline_parity     pipelined steps against one device, in float64
 pipeline_published  published bubble rates, against the simulation of our schedules
 pipeline_scale      seconds to make, check and simulate the schedule of a large pipeline
-pipeline_steps      one pipelined training step: a plain loop, torch, and ours
+step_ours_and_torch      one pipelined training step: a plain loop, torch, and ours
 pipeline_vs_torch   step time of pipelines against torch.distributed.pipelining
 sleeping_stages     stages that sleep for a fixed time, to measure schedules without computation
 """

@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks.harness.result import Result
 from meshwright.parallel.pipeline import pipedream
-from meshwright.parallel.pipeline.schedules import gpipe, interleaved, model_parallel, one_f_one_b
+from meshwright.parallel.pipeline.schedules import gpipe, interleaved, naive_model_parallel, one_f_one_b
 from meshwright.parallel.pipeline.schedules.dualpipe import dualpipe_schedule, dualpipev_schedule
 from meshwright.parallel.pipeline.schedules.list_scheduler import longest_rank_time
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
@@ -112,7 +112,7 @@ def _times_p_minus_1(law: Callable[[int, int, int], float]) -> Form:
 LAWS = (
     Law(
         "model parallel",
-        lambda c: model_parallel.model_parallel_schedule(c.p, c.m),
+        lambda c: naive_model_parallel.naive_model_parallel_schedule(c.p, c.m),
         lambda c: c.m * (c.p - 1) * c.total,
         lambda c: 1,
     ),

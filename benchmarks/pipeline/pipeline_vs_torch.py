@@ -43,7 +43,8 @@ from benchmarks.harness.interleaved_timing import (
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result, stored
 from benchmarks.models.llama_steps import HEAVY, ddp, fresh_store
-from benchmarks.pipeline.pipeline_steps import (
+from benchmarks.pipeline.sleeping_stages import SleepStep, sleeping_pipeline
+from benchmarks.pipeline.step_ours_and_torch import (
     TORCH_SCHEDULES,
     VIRTUAL_STAGES,
     engine_step,
@@ -52,7 +53,6 @@ from benchmarks.pipeline.pipeline_steps import (
     torch_step,
     transfer_step,
 )
-from benchmarks.pipeline.sleeping_stages import SleepStep, sleeping_pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 

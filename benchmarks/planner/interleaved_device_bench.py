@@ -36,7 +36,7 @@ from meshwright.run.measure.device_bench import (
     memory_points,
     time_calls,
 )
-from meshwright.run.measure.timing import DeviceTimer, Operation, slice_batch_timer, timing_windows
+from meshwright.run.measure.op_timing import DeviceTimer, Operation, slice_batch_timer, timing_windows
 
 NUM_SUBSETS = 3
 MAX_MULTIPLICATIONS = 1 << 30  # of a product

@@ -1,7 +1,7 @@
 """Twelve plans on this machine: seconds of a step and peak bytes of each rank, predicted against measured.
 
 The machine is measured as a user would: `bench network` among 2, 3 and 4 ranks, and `bench device` by as many
-processes as there are cores. Then the time of each plan (measured_plans.py) is predicted from both, and the
+processes as there are cores. Then the time of each plan (twelve_plans.py) is predicted from both, and the
 plan is run by processes over gloo. Nothing is fitted to any of them. There may be more ranks than cores: the
 prediction shares the cores among them (core contention).
 
@@ -30,13 +30,13 @@ from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
 from benchmarks.planner.interleaved_device_bench import BenchTurn, bench_step, profile_of
-from benchmarks.planner.measured_plans import CASES, analyze_and_plan, plan_step
+from benchmarks.planner.twelve_plans import CASES, analyze_and_plan, plan_step
 from meshwright.commands.predict import prediction_hardware
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
-from meshwright.run.measure.measured_files import read_profile, write_profile
+from meshwright.run.measure.profile_files import read_profile, write_profile
 
 NAME = "planner_here"
 CLAIM = (
@@ -45,7 +45,7 @@ CLAIM = (
     "measured, on the device as it was during the run, and the peak of live bytes within 5 %"
 )
 SECONDS_BAR, BYTES_BAR = 0.10, 0.05
-PRELOAD = (*HEAVY, "benchmarks.planner.measured_plans", "benchmarks.planner.interleaved_device_bench")
+PRELOAD = (*HEAVY, "benchmarks.planner.twelve_plans", "benchmarks.planner.interleaved_device_bench")
 BENCHES = {"device": ("--ranks", str(available_cores()), "--threads", "1"), "network": ("--ranks", "2,3,4")}
 BENCH = "bench"
 

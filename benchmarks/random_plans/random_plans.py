@@ -59,7 +59,7 @@ from meshwright.engine.runtime.loss import Batch
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.training.engine import select_local_batch
+from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case

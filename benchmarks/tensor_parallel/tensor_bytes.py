@@ -1,5 +1,5 @@
-"""Bytes that tensor parallelism sends, by the ledgers of all ranks, against the formulas of `tensor_laws`:
-equal to the byte.
+"""Bytes that tensor parallelism sends, by the ledgers of all ranks: equal to the byte to the formulas of
+`tensor_byte_formulas`.
 
 1d with and without sequence parallelism, with activation checkpointing, and with fewer KV heads than ranks;
 2d, 2.5d and 3d. Ranks are threads. Their ledgers count the bytes of the collectives of the second step, and
@@ -17,8 +17,8 @@ from fractions import Fraction
 import torch
 
 from benchmarks.harness.result import Result
+from benchmarks.tensor_parallel.tensor_byte_formulas import Case, cases
 from benchmarks.tensor_parallel.tensor_families import batches, loss_of
-from benchmarks.tensor_parallel.tensor_laws import Case, cases
 from meshwright.api import parallelize
 from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World

@@ -27,7 +27,7 @@ from benchmarks.harness.interleaved_timing import Comparison, Rounds, Window, co
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
-from benchmarks.tensor_parallel.tensor_steps import byte_counting_step, dtensor, ours
+from benchmarks.tensor_parallel.step_ours_and_dtensor import byte_counting_step, dtensor, ours
 
 NAME = "tensor_vs_dtensor"
 CLAIM = (

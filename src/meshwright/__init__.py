@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "meshwright.api": ("analyze", "make_plan", "parallelize", "trace", "verify"),
     "meshwright.commands.train_function": ("train",),
-    "meshwright.engine.forward.evaluation": ("Evaluation",),
+    "meshwright.engine.forward_backward.evaluation": ("Evaluation",),
     "meshwright.engine.runtime.loss": ("Loss", "token_cross_entropy"),
     "meshwright.engine.runtime.state": ("Metrics",),
     "meshwright.model.analysis.analyze": ("AnalyzedModel",),
@@ -58,7 +58,7 @@ _MODULES = {
     "meshwright.plan.sharding.mesh": ("Mesh",),
     "meshwright.plan.strategy": ("Strategy",),
     "meshwright.run.telemetry.callbacks": ("Callback",),
-    "meshwright.run.training.engine": ("Trainer",),
+    "meshwright.run.training.trainer": ("Trainer",),
     "meshwright.verifier.verdict": ("Verdict",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

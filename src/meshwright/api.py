@@ -6,7 +6,8 @@
     trainer  = parallelize(analyzed, plan)                       one rank of the plan
     metrics  = trainer.step(trainer.local_batch(batch))
 
-The command line calls the same functions; `meshwright.resolve` turns a config file into their arguments.
+The command line calls the same functions; `meshwright.resolve_config` turns a config file into their
+arguments.
 """
 
 import copy
@@ -47,7 +48,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.training.engine import Trainer, select_local_batch
+from meshwright.run.training.trainer import Trainer, select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case

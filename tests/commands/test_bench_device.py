@@ -10,7 +10,7 @@ from meshwright.commands import bench_device as verb
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.device_bench import DeviceTimings
-from meshwright.run.measure.measured_files import read_profile
+from meshwright.run.measure.profile_files import read_profile
 from tests.command_forks import Forks
 from tests.command_line import forget_ranks, invoke, refuse_to_start
 from tests.planner.machine.synthetic_device import profile

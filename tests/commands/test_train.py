@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from meshwright.run.measure.measured_files import write_profile
+from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import become_the_only_rank, forget_ranks, invoke, lay_out, metrics, refuse_to_start
 from tests.commands.test_predict import profile
 

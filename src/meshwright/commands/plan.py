@@ -32,7 +32,7 @@ from meshwright.report.terminal.explain_model import model_report_dict, model_re
 from meshwright.report.terminal.params_table import param_rows, params_view
 from meshwright.report.terminal.plan_table import plan_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
-from meshwright.resolve import ResolvedRun, factory_loss, resolve_request, zero_tokens
+from meshwright.resolve_config import ResolvedRun, factory_loss, resolve_request, zero_tokens
 from meshwright.run.config.config_file import PlanRequest, read_request, write_request
 from meshwright.run.measure.hardware_lookup import is_hardware_file
 from meshwright.verifier.static_checks import static_checks

@@ -22,7 +22,7 @@ from meshwright.report.terminal.memory_table import state_nbytes_by_role
 from meshwright.report.terminal.plan_table import plan_summary
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict
 from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
-from meshwright.resolve import ResolvedRun
+from meshwright.resolve_config import ResolvedRun
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import (
     CHECKPOINTS_FOLDER,

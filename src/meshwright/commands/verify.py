@@ -20,7 +20,7 @@ from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
 from meshwright.report.terminal.plan_table import trace_view, verdict_view
-from meshwright.resolve import ResolvedRun, resolve_request
+from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_file import PlanRequest, read_request
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure

@@ -21,7 +21,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_share import local_fractions_by_length
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, drop_single_rank_transfers
-from meshwright.plan.step.gradient_noise import add_noise_scale_actions, noise_scale_diagnostics
+from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
 from meshwright.plan.step.matrix_owners import add_matrix_owner_actions
 from meshwright.plan.step.single_device import role_of, sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions

@@ -21,8 +21,8 @@ from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import StageCalls
 
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
-    from meshwright.engine.forward.block_collectives import BlockCollectives
-    from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
+    from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+    from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
     from meshwright.engine.params.flat_params import FlatParams
     from meshwright.engine.runtime.module_patches import ModulePatches
     from meshwright.engine.runtime.state import RankState

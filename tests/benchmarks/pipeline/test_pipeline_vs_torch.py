@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.models.llama_steps import fresh_store
-from benchmarks.pipeline.pipeline_steps import engine_step, plain_loop_step, split_points, torch_step
 from benchmarks.pipeline.pipeline_vs_torch import NUM_MICROBATCHES, PRELOAD
 from benchmarks.pipeline.sleeping_stages import SleepStep, sleeping_pipeline
+from benchmarks.pipeline.step_ours_and_torch import engine_step, plain_loop_step, split_points, torch_step
 
 
 def losses(build: object) -> list[object]:

@@ -1,6 +1,6 @@
 """The twelve plans of `planner_here` are mixed and small, and the planner predicts their time."""
 
-from benchmarks.planner.measured_plans import CASES, analyze_and_plan, batch_of, config_of
+from benchmarks.planner.twelve_plans import CASES, analyze_and_plan, batch_of, config_of
 from meshwright.planner.program_cost.prediction import predict_step
 from tests.planner.simple_machine import ground
 

@@ -4,9 +4,9 @@ from functools import cache
 
 import pytest
 
+from benchmarks.tensor_parallel.tensor_byte_formulas import Case, cases
 from benchmarks.tensor_parallel.tensor_bytes import compare, planned, result
 from benchmarks.tensor_parallel.tensor_families import ODD, TOKENS
-from benchmarks.tensor_parallel.tensor_laws import Case, cases
 from meshwright.model.analysis.analyze import AnalyzedModel
 
 CASES = {str(case): case for case in cases()}

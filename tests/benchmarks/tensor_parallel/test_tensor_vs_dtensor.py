@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.models.llama_steps import fresh_store
-from benchmarks.tensor_parallel.tensor_steps import byte_counting_step, dtensor, ours
+from benchmarks.tensor_parallel.step_ours_and_dtensor import byte_counting_step, dtensor, ours
 from benchmarks.tensor_parallel.tensor_vs_dtensor import BYTES_BAR, PRELOAD, ratio
 
 

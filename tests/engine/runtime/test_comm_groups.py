@@ -6,7 +6,7 @@ from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import select_local_batch
+from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case

@@ -17,7 +17,7 @@ from meshwright.engine.runtime.mixed_precision import (
 from meshwright.engine.runtime.state import Metrics
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
-from meshwright.run.training.engine import Trainer
+from meshwright.run.training.trainer import Trainer
 from tests.engine.one_device import bits, job_of
 from tests.tiny_model import analyzed_model, token_samples
 

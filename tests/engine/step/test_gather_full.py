@@ -11,7 +11,7 @@ from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
-from tests.engine.forward.test_pipelined_eval import Skips
+from tests.engine.forward_backward.test_pipelined_eval import Skips
 from tests.engine.one_device import sample_range
 from tests.tiny_model import Tiny, tiny_job, token_samples
 

@@ -24,7 +24,7 @@ from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.gradient_noise import REDUCE_SQNORM_NBYTES
+from meshwright.plan.step.gradient_noise_actions import REDUCE_SQNORM_NBYTES
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.run.data.feed import ExampleDataset, open_feed

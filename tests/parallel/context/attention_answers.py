@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.group import LedgerEntry, World
-from meshwright.engine.forward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.block_collectives import BlockCollectives
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, describe_mask
 from meshwright.model.context_parallel.conv_call import Conv1dImpl
 from meshwright.model.context_parallel.token_shard import TokenShard

@@ -10,8 +10,8 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import Evaluation
-from meshwright.engine.forward.sequence_sharding import ShardedSequenceRunner
+from meshwright.engine.forward_backward.evaluation import Evaluation
+from meshwright.engine.forward_backward.sharded_forward import ShardedSequenceRunner
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.pipeline_trial import add_stage_boundaries
 from meshwright.model.context_parallel.sharded_activation import make_sharded_tensor

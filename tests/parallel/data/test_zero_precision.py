@@ -21,7 +21,7 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.training.engine import Trainer
+from meshwright.run.training.trainer import Trainer
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks

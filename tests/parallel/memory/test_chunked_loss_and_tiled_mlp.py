@@ -20,7 +20,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.step.chunked_loss import chunk_sizes
+from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
 from meshwright.planner.program_cost.memory import peak_nbytes

@@ -10,7 +10,7 @@ from meshwright.engine.runtime.loss import token_cross_entropy
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import select_local_batch
+from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case

@@ -52,7 +52,7 @@ def llama() -> AnalyzedModel:
         ("gpipe", 2, 1, 2),
         ("1f1b", 3, 1, 1),
         ("interleaved", 2, 2, 2),
-        ("model_parallel", 3, 1, 6),
+        ("naive_model_parallel", 3, 1, 6),
     ],
 )
 def test_it_computes_what_one_device_computes(schedule: str, ranks: int, chunks: int, micro_batch: int):

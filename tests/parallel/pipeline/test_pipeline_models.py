@@ -134,6 +134,6 @@ def test_batch_norms_take_one_micro_batch_and_are_refused_with_more(
     ):
         planned(analyzed, 2)
     found = verdict(
-        analyzed, planned(analyzed, 2, Pipeline(schedule="model_parallel"), micro_batch=0), samples
+        analyzed, planned(analyzed, 2, Pipeline(schedule="naive_model_parallel"), micro_batch=0), samples
     )
     assert found.passed, found

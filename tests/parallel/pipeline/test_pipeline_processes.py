@@ -9,7 +9,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import select_local_batch
+from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank
 from meshwright.verifier.parity_case import make_parity_case

@@ -14,7 +14,7 @@ from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import select_local_batch
+from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank, issued_messages, planned_messages
 from meshwright.verifier.parity_case import make_parity_case

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.api import make_plan, verify
-from meshwright.engine.forward import stateless_rng
-from meshwright.engine.forward.stateless_rng import draw_shardings
+from meshwright.engine.forward_backward import stateless_rng
+from meshwright.engine.forward_backward.stateless_rng import draw_shardings
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO

@@ -63,7 +63,11 @@ def test_recomputation_belongs_to_the_backward_after_it():
 
 
 def test_no_more_micro_batches_are_in_flight_than_the_schedule_keeps():
-    for schedule, expected in (("gpipe", [4, 4, 4]), ("1f1b", [3, 2, 1]), ("model_parallel", [1, 1, 1])):
+    for schedule, expected in (
+        ("gpipe", [4, 4, 4]),
+        ("1f1b", [3, 2, 1]),
+        ("naive_model_parallel", [1, 1, 1]),
+    ):
         plan = planned(schedule, 3)
         pairs = zip(plan.program.roles, stage_block_calls(plan), strict=True)
         assert [max_in_flight(actions, part) for (_, actions), part in pairs] == expected

@@ -8,7 +8,7 @@ from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.efficiency import load_rates
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
-from meshwright.run.measure.measured_files import write_profile
+from meshwright.run.measure.profile_files import write_profile
 from tests.planner.machine.synthetic_device import profile
 
 OWN = """

@@ -25,7 +25,7 @@ from meshwright.model.tensors.pytree import copy_containers, replace_tensors, st
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.rank_share import chunked_head_call
-from meshwright.plan.step.chunked_loss import chunk_sizes
+from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 
 CHUNKED_LOSS_FIX = "remove the strategy chunked_loss"
 TOKEN_DIM = 1  # the dim of them

@@ -35,7 +35,7 @@ import torch.nn.functional as F  # noqa: N812
 from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL
+from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL
 
 NUM_TOKEN_STATS = 2  # per token, exchanged by ranks; one more with label smoothing
 

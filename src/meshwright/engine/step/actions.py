@@ -10,13 +10,13 @@ from math import isfinite
 
 import torch
 
-from meshwright.engine.forward.backward import BackwardHandlers, RecomputeHandler
-from meshwright.engine.forward.block_collectives import BlockCollectives
-from meshwright.engine.forward.evaluation import Evaluation, evaluate
-from meshwright.engine.forward.graph_check import check_gradient_paths
-from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
-from meshwright.engine.forward.stage_io import StageIO
-from meshwright.engine.forward.stateless_rng import StepRNG
+from meshwright.engine.forward_backward.backward import BackwardHandlers, RecomputeHandler
+from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.evaluation import Evaluation, evaluate
+from meshwright.engine.forward_backward.graph_cut import check_gradient_paths
+from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
+from meshwright.engine.forward_backward.stage_io import StageIO
+from meshwright.engine.forward_backward.stateless_rng import StepRNG
 from meshwright.engine.losses.global_batch import GlobalBatchLoss
 from meshwright.engine.losses.token_count import TokenCounter
 from meshwright.engine.optim.update import OptimizerUpdate

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.engine.forward.block_collectives import BlockCollectives
-from meshwright.engine.forward.evaluation import Evaluation
-from meshwright.engine.forward.graph_check import needs_graph_cuts
-from meshwright.engine.forward.pipelined_forward import PipelinedForward
-from meshwright.engine.forward.sequence_sharding import make_sequence_runner
-from meshwright.engine.forward.stage_io import make_stage_io
+from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.evaluation import Evaluation
+from meshwright.engine.forward_backward.graph_cut import needs_graph_cuts
+from meshwright.engine.forward_backward.pipelined_forward import PipelinedForward
+from meshwright.engine.forward_backward.sharded_forward import make_sequence_runner
+from meshwright.engine.forward_backward.stage_io import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.vocab_parallel import VocabParallelLogits
 from meshwright.engine.optim.memory_report import memory_by_category

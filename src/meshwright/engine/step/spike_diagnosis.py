@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
-from meshwright.engine.forward.evaluation import preserve_module_state
-from meshwright.engine.forward.stage_io import StageIO
+from meshwright.engine.forward_backward.evaluation import preserve_module_state
+from meshwright.engine.forward_backward.stage_io import StageIO
 from meshwright.engine.params.summon_full import unshard_in_order
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.loss_guard import RankSpikeReport, StepPhase

@@ -35,7 +35,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model.blocks.checkpointing import CheckpointedCall, tensors_with_graph
 from meshwright.model.hf.output_capture import CaptureMark, capture_marks
-from meshwright.model.tensors.grad_alias import GradAlias
+from meshwright.model.tensors.inplace_leaf_alias import GradAlias
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.tensors.token_slices import span_positions
+from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.model_spec.sequence_info import TokenRange
 
 SUM_OPS = ("sum", "mean")

@@ -15,7 +15,7 @@ from meshwright.model.context_parallel.sharded_activation import (
     wrap_block_outputs,
 )
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.model.tensors.grad_alias import make_alias
+from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, ConvSpec, SequenceInfo

@@ -30,10 +30,10 @@ from meshwright.model.context_parallel.sharded_activation import SequenceSharded
 from meshwright.model.context_parallel.sharded_forward import ShardedForward
 from meshwright.model.hf.output_capture import capture_marks
 from meshwright.model.pipeline.forward_graph import BlockCallStub, ForwardGraph, ValueRef
+from meshwright.model.pipeline.remote_values import CONTROL_FLOW_FIX, GlueShape, PlaceholderEnv
 from meshwright.model.pipeline.replay_script import ReplayScript, ScriptCache, ScriptRecorder
-from meshwright.model.pipeline.stage_values import CONTROL_FLOW_FIX, GlueShape, PlaceholderEnv
 from meshwright.model.tensors.function_modes import InterceptMode, call_unchanged
-from meshwright.model.tensors.grad_alias import GradAlias, aliased_leaf
+from meshwright.model.tensors.inplace_leaf_alias import GradAlias, aliased_leaf
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of

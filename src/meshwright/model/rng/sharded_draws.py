@@ -22,7 +22,7 @@ from math import prod
 import torch
 
 from meshwright.model.tensor_parallel.layer_pairs import LayerUse
-from meshwright.model.tensors.token_slices import span_positions
+from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 from meshwright.plan.model_spec.layer_calls import LayerCall

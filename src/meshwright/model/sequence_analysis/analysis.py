@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.sequence_analysis.block_trace import BlockTrace
-from meshwright.model.sequence_analysis.gathers import compare_gathers, rank_loss
+from meshwright.model.sequence_analysis.glue_gathers import compare_gathers, rank_loss
 from meshwright.model.sequence_analysis.lengths import TrialLengths, length_dependence
 from meshwright.model.sequence_analysis.token_dims import MIN_PRIME, distinguishing_primes
 from meshwright.model.trial.slice_trial import silence_fake_errors

@@ -27,7 +27,7 @@ from meshwright.model.sequence_analysis.token_rules import (
     TokenLayouts,
     find_token_dims,
 )
-from meshwright.model.tensors.grad_alias import make_alias
+from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves
 from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec
 

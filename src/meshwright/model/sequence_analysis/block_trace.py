@@ -41,7 +41,7 @@ from meshwright.model.sequence_analysis.block_inputs import (
     note_module_call,
 )
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
-from meshwright.model.sequence_analysis.gathers import GatherTrace
+from meshwright.model.sequence_analysis.glue_gathers import GatherTrace
 from meshwright.model.sequence_analysis.lengths import ComputedOp, TrialLengths, recompute_reason
 from meshwright.model.sequence_analysis.token_rules import (
     ATTENDS_WITHOUT_SDPA,
@@ -54,7 +54,7 @@ from meshwright.model.sequence_analysis.token_rules import (
 )
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.function_modes import function_title
-from meshwright.model.tensors.grad_alias import make_alias
+from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.op_tables import reads_values
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError

@@ -4,10 +4,10 @@ counter_rng       random numbers as a hash of (key, element index), without a ge
 fake_cache        clears functools caches in which a model's code keeps fake tensors
 float64_mode      function mode that turns every cast to float32 into one to float64
 function_modes    function and dispatch modes over the code between blocks
-grad_alias        non-leaf alias of a leaf, which may be written in place
+inplace_leaf_alias        non-leaf alias of a leaf, which may be written in place
 lazy_mapping      mapping of named tensors that are made on access
 op_tables         torch operations by what they do to the dims of their input
 placeholder       tensor subclass with shape, dtype and device, and no values
 pytree            finds, replaces and copies tensors in nested containers
-token_slices      selects ranges of token positions along a dim
+token_ranges      selects ranges of token positions along a dim
 """

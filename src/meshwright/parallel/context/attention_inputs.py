@@ -13,7 +13,7 @@ import torch
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.model.rng.dropout_mode import keep_mask as thinned
 from meshwright.model.rng.sharded_draws import DrawRegion
-from meshwright.model.tensors.token_slices import span_positions
+from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import TokenRange, num_positions
 

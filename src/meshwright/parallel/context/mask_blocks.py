@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.model.tensors.token_slices import select_spans
+from meshwright.model.tensors.token_ranges import select_spans
 from meshwright.parallel.context.attention_inputs import AttentionRing, BlockMask, MaskKind, QueryKeyBlock
 from meshwright.parallel.context.attention_kernel import NEG_INF
 from meshwright.plan.model_spec.sequence_info import TokenRange, select_positions

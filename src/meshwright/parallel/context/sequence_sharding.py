@@ -10,8 +10,8 @@ sequence.
 Among the collectives of tensor-parallel layers, those of attention stand before the rowwise layer that ends
 it; in backwards behind it. Its heads are those of the rank.
 
-Glue between blocks may need tokens of other ranks (model/sequence_analysis/gathers.py). These gathers move
-within:
+Glue between blocks may need tokens of other ranks (model/sequence_analysis/glue_gathers.py). These gathers
+move within:
 
     F(block call)       at its end, what the glue behind it needs: all_gather, or all_reduce for a sum;
                         at its begin what it needs itself, if a stage begins with it

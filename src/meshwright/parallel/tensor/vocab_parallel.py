@@ -53,7 +53,7 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.sharding.placement import P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.chunked_loss import chunk_sizes, num_local_logit_tokens
+from meshwright.plan.step.chunked_loss_cost import chunk_sizes, num_local_logit_tokens
 from meshwright.plan.step.single_device import samples_per_microbatch
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 

@@ -4,8 +4,8 @@ Modules:
 
     action             Action, Transfer, Program, and their JSON form
     activation_memory  bytes of activations per block call on one rank
-    chunked_loss       the cost of a loss that computes its logits in chunks
-    gradient_noise     actions that measure the gradient noise scale
+    chunked_loss_cost       the cost of a loss that computes its logits in chunks
+    gradient_noise_actions     actions that measure the gradient noise scale
     matrix_owners      owners of sliced matrices for optimizers that need the full matrix
     reduce_scatter     reduce-scatter of gradients into shards
     simulator          runs a program without devices: timeline and deadlocks

@@ -28,7 +28,7 @@ from meshwright.plan.sharding.rank_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, Transfer, with_waits
 from meshwright.plan.step.activation_memory import activation_memory, loss_scratch_nbytes
-from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL, chunked_loss_cost
+from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, chunked_loss_cost
 
 FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"

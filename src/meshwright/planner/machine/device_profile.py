@@ -2,7 +2,7 @@
 overhead.
 
 A manufacturer's peak is an upper bound, a profile is what a device reaches. `meshwright bench device`
-measures it and writes device.toml (`run/measure/measured_files.py`). It predicts seconds for every size,
+measures it and writes device.toml (`run/measure/profile_files.py`). It predicts seconds for every size,
 measured or not (`planner/machine/cost_fit.py`):
 
     matmul_seconds       [m, k] by [k, n], `batch` of them      call + a m n k + b m k + c k n + d m n

@@ -30,7 +30,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_share import block_shares, chunked_head_call, local_fraction
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.plan.step.chunked_loss import MAX_CHUNK_NUMEL, num_local_logit_tokens
+from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
 from meshwright.plan.step.single_device import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 from meshwright.planner.program_cost.memory import optimizer_work

@@ -34,7 +34,7 @@ from meshwright.planner.machine.device_profile import (
     MatmulTiming,
     MemoryOpTiming,
 )
-from meshwright.run.measure.timing import (
+from meshwright.run.measure.op_timing import (
     UNCACHED_NBYTES,
     DeviceTimer,
     Operation,

@@ -36,7 +36,7 @@ from meshwright.planner.machine.efficiency import RATE_NAMES, load_rates
 from meshwright.planner.machine.from_benchmark import measured_device, measured_rates
 from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.run.config.schema import SchemaCheck
-from meshwright.run.measure.measured_files import parse_measurements, read_profile, read_toml
+from meshwright.run.measure.profile_files import parse_measurements, read_profile, read_toml
 
 DEFAULT_NUM_UNITS = 100
 LINKS_FIX = (

@@ -21,7 +21,7 @@ from meshwright.comm.algorithms import get_algorithm
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.hardware.network_model import Cluster, LinkCost
 from meshwright.plan.job.errors import Diagnostic, PlanError
-from meshwright.run.measure.measured_files import parse_measurements, read_toml, write_lines
+from meshwright.run.measure.profile_files import parse_measurements, read_toml, write_lines
 from meshwright.run.telemetry.run_info import processor_name
 
 CLUSTER_HEADER = """\

@@ -3,7 +3,7 @@
 schedule           Schedule, its checks, its simulation, and its drawing
 registry           the schedules by name
 gpipe              GPipe: all forwards, then all backwards
-model_parallel     one microbatch at a time, without pipelining
+naive_model_parallel     one microbatch at a time, without pipelining
 one_f_one_b        1F1B (PipeDream-flush)
 interleaved        interleaved 1F1B
 zero_bubble        ZB-H1, ZB-H2, ZB-2p

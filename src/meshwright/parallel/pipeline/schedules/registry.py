@@ -1,6 +1,6 @@
 """The schedules by name: how each is built, how many virtual stages a rank has in it, and what it refuses.
 
-1f1b, gpipe, model_parallel, zb_*    stage k on rank k
+1f1b, gpipe, naive_model_parallel, zb_*    stage k on rank k
 interleaved                          stage k on rank k modulo the ranks; `virtual_stages` per rank
 zb_v, zb_v_half, zb_v_min, dualpipev stage k on rank k, and on 2 ranks - 1 - k behind the turn
 dualpipe                             stage k on rank k, and on ranks - 1 - k for half of the microbatches
@@ -17,7 +17,7 @@ from meshwright.parallel.pipeline.schedules import (
     dualpipe,
     gpipe,
     interleaved,
-    model_parallel,
+    naive_model_parallel,
     one_f_one_b,
     search,
     zb_v,
@@ -67,7 +67,7 @@ def _fixed_entry(
 
 SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
     {
-        "model_parallel": _fixed_entry(model_parallel.model_parallel_schedule),
+        "naive_model_parallel": _fixed_entry(naive_model_parallel.naive_model_parallel_schedule),
         "gpipe": _fixed_entry(gpipe.gpipe_schedule),
         "1f1b": _fixed_entry(one_f_one_b.one_f_one_b_schedule),
         "interleaved": ScheduleEntry(

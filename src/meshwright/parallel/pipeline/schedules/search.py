@@ -31,7 +31,7 @@ from itertools import chain
 from math import inf
 from random import Random
 
-from meshwright.parallel.pipeline.schedules import gpipe, interleaved, model_parallel, one_f_one_b
+from meshwright.parallel.pipeline.schedules import gpipe, interleaved, naive_model_parallel, one_f_one_b
 from meshwright.parallel.pipeline.schedules.dualpipe import dualpipev_schedule
 from meshwright.parallel.pipeline.schedules.list_scheduler import (
     ROUNDING,
@@ -124,7 +124,10 @@ def search_schedule(
 def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, Schedule]]:
     """The named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
     if num_stages == num_ranks:
-        yield "model_parallel", model_parallel.model_parallel_schedule(num_ranks, num_microbatches)
+        yield (
+            "naive_model_parallel",
+            naive_model_parallel.naive_model_parallel_schedule(num_ranks, num_microbatches),
+        )
         yield "gpipe", gpipe.gpipe_schedule(num_ranks, num_microbatches)
         yield "one_f_one_b", one_f_one_b.one_f_one_b_schedule(num_ranks, num_microbatches)
         yield "h1", zb_h1_schedule(num_ranks, num_microbatches)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
+from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.state import RankState

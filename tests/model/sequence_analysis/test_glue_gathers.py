@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.model.sequence_analysis.gathers import GatherRecord, compare_gathers
+from meshwright.model.sequence_analysis.glue_gathers import GatherRecord, compare_gathers
 from meshwright.plan.model_spec.sequence_info import GlueGather
 
 

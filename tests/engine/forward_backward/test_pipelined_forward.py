@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward import pipelined_forward
+from meshwright.engine.forward_backward import pipelined_forward
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO

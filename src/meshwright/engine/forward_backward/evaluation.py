@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.engine.forward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
-from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
+from meshwright.engine.forward_backward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
+from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
 from meshwright.engine.runtime.loss import Loss
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.state import RankState

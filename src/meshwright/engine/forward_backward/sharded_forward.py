@@ -33,7 +33,7 @@ from meshwright.model.context_parallel.sharded_activation import OutputShards, w
 from meshwright.model.context_parallel.sharded_forward import SequenceLengths, ShardedForward
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
-from meshwright.model.tensors.token_slices import span_positions
+from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, SequenceInfo, SequenceSharding
 from meshwright.plan.plan import Plan

@@ -8,7 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import Evaluation, preserve_module_state
+from meshwright.engine.forward_backward.evaluation import Evaluation, preserve_module_state
 from meshwright.engine.runtime.loss import Loss
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig

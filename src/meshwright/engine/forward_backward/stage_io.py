@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward.sequence_sharding import FullSequenceRunner
+from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.state import RankState
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache

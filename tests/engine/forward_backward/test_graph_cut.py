@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import make_plan
-from meshwright.engine.forward.graph_check import needs_graph_cuts
+from meshwright.engine.forward_backward.graph_cut import needs_graph_cuts
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshwright.plan.hardware.straggler_delay import straggler_delay
-from meshwright.run.measure.timing import (
+from meshwright.run.measure.op_timing import (
     MIN_WINDOWS,
     NUM_QUICK_BATCHES,
     SLICES_PER_BATCH,

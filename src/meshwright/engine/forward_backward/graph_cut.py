@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from meshwright.engine.runtime.state import RankState
+from meshwright.model.blocks.autograd_check import check_auxiliary_loss, split_graph
 from meshwright.model.blocks.forward_driver import BlockCall
-from meshwright.model.blocks.graph_check import check_auxiliary_loss, split_graph
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan

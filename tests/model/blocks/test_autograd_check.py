@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
+from meshwright.model.blocks.autograd_check import GraphPieces, backward_nodes, is_leaf_node, split_graph
 from meshwright.model.blocks.forward_driver import ForwardDriver
-from meshwright.model.blocks.graph_check import GraphPieces, backward_nodes, is_leaf_node, split_graph
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import analyze_model, both_ways
 

@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import Evaluation
+from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO

@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.plan.hardware.straggler_delay import LagSample
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.measure.measured_files import read_profile, write_profile
+from meshwright.run.measure.profile_files import read_profile, write_profile
 from tests.planner.machine.synthetic_device import profile
 
 

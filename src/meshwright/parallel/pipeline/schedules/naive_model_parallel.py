@@ -22,7 +22,7 @@ Paper: Huang et al. 2019, "GPipe", arXiv 1811.06965 (figure 2b shows it as what 
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAction
 
 
-def model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
+def naive_model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule without pipelining: forward and backward of one microbatch, then those of the next."""
     return Schedule.with_looped_placement(
         [

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.api import Trainer, default_strategies, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import whole_batch_diagnostics
+from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
 from meshwright.engine.runtime.loss import Loss, empty_loss_error, make_loss_spec, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model

@@ -8,7 +8,7 @@ import weakref
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.block_collectives import BlockCollectives
 from meshwright.engine.runtime.state import RankState
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import R, S

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.parallel.pipeline.schedules.model_parallel import (
-    model_parallel_schedule,
+from meshwright.parallel.pipeline.schedules.naive_model_parallel import (
+    naive_model_parallel_schedule,
 )
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
@@ -14,7 +14,7 @@ from tests.parallel.pipeline.schedules.schedule_laws import COUNTS, hold, notice
 
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 3), (3, 2), (4, 8)])
 def test_p_minus_1_of_p_stand_still_and_one_micro_batch_is_held(p: int, m: int):
-    found = hold(model_parallel_schedule(p, m), StageCosts.uniform(p, 2, 3, 1))
+    found = hold(naive_model_parallel_schedule(p, m), StageCosts.uniform(p, 2, 3, 1))
     assert found.end == m * p * 6
     assert found.bubble == pytest.approx((p - 1) / p, abs=1e-15)
     assert found.peak_memory == (1.0,) * p
@@ -24,7 +24,7 @@ def test_p_minus_1_of_p_stand_still_and_one_micro_batch_is_held(p: int, m: int):
 @given(data=st.data(), **COUNTS)
 def test_it_takes_the_sum_of_all_that_is_done_and_sent(data: st.DataObject, ranks: int, micros: int):
     costs = data.draw(unlike(ranks))
-    found = hold(model_parallel_schedule(ranks, micros), costs)
+    found = hold(naive_model_parallel_schedule(ranks, micros), costs)
     each = (
         sum(costs.forward) + sum(costs.input_grad) + sum(costs.weight_grad) + 2 * (ranks - 1) * costs.transfer
     )
@@ -32,7 +32,7 @@ def test_it_takes_the_sum_of_all_that_is_done_and_sent(data: st.DataObject, rank
 
 
 def test_two_swapped_slots_are_noticed():
-    right = model_parallel_schedule(3, 4)
+    right = naive_model_parallel_schedule(3, 4)
     costs = StageCosts.uniform(3)
     assert noticed(swapped(right, 0, 1, 2), costs, simulate(right, costs)), (
         "the next forward before the backward: held twice"
@@ -40,5 +40,5 @@ def test_two_swapped_slots_are_noticed():
 
 
 def test_no_rank_is_refused():
-    check = SCHEDULES["model_parallel"].check
+    check = SCHEDULES["naive_model_parallel"].check
     assert [fault.problem for fault in check(0, 1)] == ["0 ranks; needed is at least one"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward.evaluation import Evaluation
+from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.state import Metrics

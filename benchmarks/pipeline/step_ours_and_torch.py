@@ -34,7 +34,7 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.training.engine import Trainer
+from meshwright.run.training.trainer import Trainer
 
 Step = Callable[[], object]
 TORCH_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
