@@ -26,7 +26,7 @@ from docs.generator.model_page import model_page
 from docs.generator.technique_pages import SHARED, technique_pages, techniques
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs/techniques", "docs/algorithms", "docs/reference/api")
+FOLDERS = ("docs/techniques", "docs/allreduce", "docs/reference/api")
 GROUP = f"{PACKAGE}/comm/collectives/group.py"
 
 __all__ = [

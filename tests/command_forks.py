@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks.recovery import forked_command
 from benchmarks.recovery.resume_matrix import PRELOADED
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
 from tests.command_line import ENV, Said
 
 ROOT = Path(__file__).parents[1]

@@ -13,7 +13,7 @@ from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.data_source import DataConfig, ModelConfig
@@ -22,7 +22,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict, parity_job, single_device_job
 from meshwright.verifier.reference import ParityCase, run_reference
@@ -119,7 +119,7 @@ def case_of(
         loss=loss or token_cross_entropy(),
         make_trained_module=lambda: make_trained_module(analyzed, torch.device("cpu"), torch.float64),
         make_rng=lambda: make_stateless_rng(analyzed, plan),
-        batch_reader=lambda plan, rank: open_feed(samples, plan, rank).batch,
+        batch_reader=lambda plan, rank: open_local_batches(samples, plan, rank).batch,
         plan_for_batch=lambda batch: plan,  # all rows have its length
     )
 

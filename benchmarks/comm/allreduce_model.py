@@ -35,7 +35,7 @@ import torch
 from benchmarks.harness.interleaved_timing import Verdict, interval, overall
 from benchmarks.harness.rank_processes import Ranks, Step
 from benchmarks.harness.result import RESULTS, Result
-from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.allreduce import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.comm.tuning.network_fit import fit_alpha_beta, fit_network, group_into_series

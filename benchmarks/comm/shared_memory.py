@@ -41,7 +41,7 @@ from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store
 from meshwright.comm.collectives.group import Group
-from meshwright.comm.shared_memory.group import SharedMemoryGroup
+from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import Mesh

@@ -12,8 +12,8 @@ sequences four times as long, by ring, by Ulysses and by both, with ZeRO-3, each
                                                            travel in the ring
 
 The loss is compared with that of one rank without a limit. The result has the peak of live bytes beside the
-planned one (planner/program_cost/memory.py), and the bytes of attention alone, of 4 N tokens on one device
-and on a ring of four: a quarter, and the travelling blocks, two forward and five backward.
+planned one (planner/program_cost/program_memory.py), and the bytes of attention alone, of 4 N tokens on one
+device and on a ring of four: a quarter, and the travelling blocks, two forward and five backward.
 
     python -m benchmarks.context_parallel.context_memory            a few minutes
     python -m benchmarks.context_parallel.context_memory --quick    a smaller limit, the ring alone; writes
@@ -47,7 +47,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import peak_nbytes
+from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 NAME = "context_memory"

@@ -15,8 +15,8 @@ Live bytes are all tensor storages that Python reaches (benchmarks/harness/live_
 before. After the third step they are compared with the states and buffers of the plan; at the peak within the
 step, with the same plus the program's peak of temporary memory: the gradients of the block whose backward
 runs, and activations. Each may differ by 1 % and two buffers of the largest block. The difference is the
-memory in which messages arrive over gloo (comm/backends/gloo_paths.py), which a plan does not count: two
-buffers, as large as a block.
+memory in which messages arrive over gloo (comm/backends/gloo_workarounds.py), which a plan does not count:
+two buffers, as large as a block.
 
 All figures are differences as shares of the allowed difference, so each case holds at 1 or below.
 """
@@ -34,7 +34,7 @@ from benchmarks.harness.live_bytes import add_live_probes, live_bytes
 from benchmarks.harness.result import Result
 from benchmarks.models.synthetic_models import even, llama3_8b
 from meshwright.api import select_local_batch
-from meshwright.comm.backends.gloo_paths import NUM_RECEIVE_BUFFERS
+from meshwright.comm.backends.gloo_workarounds import NUM_RECEIVE_BUFFERS
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -44,7 +44,7 @@ from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import StateBytes, state_bytes, transient_nbytes
+from meshwright.planner.program_cost.program_memory import StateBytes, state_bytes, transient_nbytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "zero_states"

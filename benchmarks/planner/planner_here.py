@@ -34,8 +34,8 @@ from benchmarks.planner.twelve_plans import CASES, analyze_and_plan, plan_step
 from meshwright.commands.predict import prediction_hardware
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
-from meshwright.planner.program_cost.memory import peak_nbytes
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
+from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.run.measure.profile_files import read_profile, write_profile
 
 NAME = "planner_here"

@@ -23,7 +23,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.closed_form_memory import estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import (
     ZB_H1,

@@ -26,8 +26,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmarks.published_runs.rows import Run
+from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.framework_memory import GIB, MESHWRIGHT_MEMORY, FrameworkMemory
-from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 
 USABLE = 79.25 / 80  # share of the nominal memory of a device that torch reports

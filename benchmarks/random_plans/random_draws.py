@@ -57,7 +57,16 @@ SIZES = {  # per axis: numbers of ranks, and their weights in the drawing
     "cp": ((1, 2, 3, 4), (6, 4, 3, 1)),
     "tp": ((2, 3, 4, 6), (6, 3, 1, 1)),
 }
-ALGORITHMS = ("backend", "backend", "ring", "tree", "root", "naive", "parallel", "tree <= 1 KiB, else ring")
+ALGORITHMS = (
+    "backend",
+    "backend",
+    "ring",
+    "tree",
+    "reduce_broadcast",
+    "naive",
+    "one_shot",
+    "tree <= 1 KiB, else ring",
+)
 BALANCES: tuple[Literal["zigzag", "contiguous", "striped"], ...] = ("zigzag", "contiguous", "striped")
 CONTEXT_PARALLEL: tuple[tuple[Callable[[Random, int], Strategy], bool], ...] = (
     (lambda rng, ranks: RingAttention(load_balance=rng.choice(BALANCES)), False),

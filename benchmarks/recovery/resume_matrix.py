@@ -30,7 +30,7 @@ import torch
 from benchmarks.harness.result import RESULTS, Result
 from benchmarks.recovery.forked_command import Forked
 from benchmarks.recovery.kill_trial import SAVE_EVERY, STEPS, Kind, Trial, start, train_argv
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
 
 TRIALS, AT_A_TIME, COLD_EVERY = 200, 2, 10
 CLAIM = (

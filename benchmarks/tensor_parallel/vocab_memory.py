@@ -33,7 +33,7 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
+from meshwright.planner.program_cost.program_memory import peak_nbytes, state_bytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "vocab_memory"

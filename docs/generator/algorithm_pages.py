@@ -13,8 +13,8 @@ from collections.abc import Iterable
 
 from docs.generator.essay import NOTE, PACKAGE, Essay, cell, markdown
 
-SOURCE = f"{PACKAGE}/comm/algorithms"
-FOLDER = "docs/algorithms"
+SOURCE = f"{PACKAGE}/comm/allreduce"
+FOLDER = "docs/allreduce"
 BASE = "AllReduceAlgorithm"
 FORMULA = r"\b{word}\b[^=\n]*= *(.+?)(?: {{3,}}|$)"
 USE = r"^Use: ((?:.+\n?)+?)(?=[A-Z][a-z]+:|\n|\Z)"

@@ -23,7 +23,7 @@ _MODULES = {
     "meshwright.commands.train_function": ("train",),
     "meshwright.engine.forward_backward.evaluation": ("Evaluation",),
     "meshwright.engine.runtime.loss": ("Loss", "token_cross_entropy"),
-    "meshwright.engine.runtime.state": ("Metrics",),
+    "meshwright.engine.runtime.rank_state": ("Metrics",),
     "meshwright.model.analysis.analyze": ("AnalyzedModel",),
     "meshwright.model.loading.loader": ("Model",),
     "meshwright.oom_advice": ("OutOfMemory",),
@@ -49,7 +49,7 @@ _MODULES = {
     "meshwright.plan.job.data_source": ("DataConfig", "MixturePart", "ModelConfig"),
     "meshwright.plan.job.errors": ("Diagnostic", "PlanError"),
     "meshwright.plan.job.job": (
-        *("EvalConfig", "Job", "LossGuard", "OptimizerConfig", "ParamGroupConfig", "ScheduleConfig"),
+        *("EvalConfig", "Job", "LossGuard", "OptimizerConfig", "ParamGroupConfig", "LRScheduleConfig"),
         "TrainConfig",
     ),
     "meshwright.plan.job.precision": ("PrecisionConfig",),

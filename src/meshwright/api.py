@@ -27,7 +27,7 @@ from meshwright.engine.runtime.build_module import make_stateless_rng, make_trai
 from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.engine.runtime.loss import Batch, Loss, check_loss, make_loss_spec, token_cross_entropy
 from meshwright.engine.runtime.mixed_precision import check_dtype_support
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
@@ -50,11 +50,11 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.training.trainer import Trainer, select_local_batch
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.message_trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks
+from meshwright.verifier.message_trace import trace as trace_ranks
 from meshwright.verifier.parity import compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from meshwright.verifier.trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks
-from meshwright.verifier.trace import trace as trace_ranks
 from meshwright.verifier.verdict import Verdict
 
 ModelInput = nn.Module | Model | AnalyzedModel | Callable[[], nn.Module | Model]

@@ -24,8 +24,8 @@ import torch
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_checks import check_plan_for_model
+from meshwright.parallel.context.context_parallel import CP_AXIS
 from meshwright.parallel.context.ring import RingAttention
-from meshwright.parallel.context.sequence_sharding import CP_AXIS
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
@@ -36,7 +36,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Program
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import state_bytes
+from meshwright.planner.program_cost.program_memory import state_bytes
 from meshwright.report.timeline.memory_and_bytes import planned_memory
 
 if sys.platform != "win32":

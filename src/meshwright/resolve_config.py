@@ -34,7 +34,13 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.validation import strategy_field_diagnostics
 from meshwright.run.config.config_file import PlanRequest
 from meshwright.run.data.eval_split import EvalSamples, eval_source, split_held_out
-from meshwright.run.data.feed import Dataset, ExampleDataset, Feed, open_dataset, open_feed
+from meshwright.run.data.local_batches import (
+    Dataset,
+    ExampleDataset,
+    LocalBatches,
+    open_dataset,
+    open_local_batches,
+)
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
 from meshwright.run.measure.allreduce_choice import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
@@ -56,11 +62,11 @@ class ResolvedRun:
     callbacks: tuple[Callback, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def feed(self, plan: Plan, rank: int) -> Feed:
+    def feed(self, plan: Plan, rank: int) -> LocalBatches:
         """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without
         the held-out ones.
         """
-        return open_feed(split_held_out(self.dataset, plan.job.evaluate)[0], plan, rank)
+        return open_local_batches(split_held_out(self.dataset, plan.job.evaluate)[0], plan, rank)
 
     def eval_samples(self, rank: int) -> EvalSamples | None:
         """Returns the evaluation samples of `rank`; None if nothing is evaluated."""

@@ -6,9 +6,10 @@ import signal
 import pytest
 
 from meshwright.cli import environment
-from meshwright.cli.environment import current_rank, stop_flag
+from meshwright.cli.environment import current_rank
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.launch.network import loopback_interface
+from meshwright.run.launch.network_interfaces import loopback_interface
+from meshwright.run.launch.signals import stop_flag
 from tests.command_line import become_the_only_rank, forget_ranks
 
 WATCHED = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "MASTER_ADDR", "LOCAL_WORLD_SIZE")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm.algorithms import FLAT_ALGORITHMS
+from meshwright.comm.allreduce import FLAT_ALGORITHMS
 from meshwright.commands.bench_network import bench_job, parse_request
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv

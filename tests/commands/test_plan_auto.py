@@ -31,7 +31,7 @@ AUTO = [{"name": "batch_split"}, {"name": "ddp", "algorithm": "auto"}]
 
 def measured(path: Path, network: NetworkModel) -> None:
     empty = Cluster(VERSION, "", describe_machine(), "2.13", "gloo", 1, FitError(0, 0), network, (SERIES,))
-    write_cluster(replace(empty, measurements=(replace(SERIES, algorithm="parallel", ranks=7),)), path)
+    write_cluster(replace(empty, measurements=(replace(SERIES, algorithm="one_shot", ranks=7),)), path)
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_the_written_plan_holds_the_rule_and_needs_no_cluster_any_more(config: P
     write_plan(resolved, tmp_path / "plan.toml")
     document = tomllib.loads((tmp_path / "plan.toml").read_text())
     assert "cluster" not in document
-    assert document["strategies"][1]["algorithm"] == "parallel"
+    assert document["strategies"][1]["algorithm"] == "one_shot"
     (tmp_path / "links.toml").unlink()
     again, ready = resolve_config(tmp_path / "plan.toml", [], None)
     assert again == resolved[0]
@@ -60,7 +60,7 @@ def test_other_links_give_another_plan(config: Path, tmp_path: Path):
     )
     assert other[0].strategies is not None
     assert first[1].plan.hash != other[1].plan.hash
-    assert "parallel" not in other[0].strategies[1].as_dict()["algorithm"]
+    assert "one_shot" not in other[0].strategies[1].as_dict()["algorithm"]
 
 
 def test_the_file_is_looked_for_beside_the_config_and_from_the_current_folder_when_typed(
@@ -88,4 +88,4 @@ def test_plan_says_what_was_chosen_and_why(
     forget_ranks(monkeypatch)
     code, out, _ = invoke(capsys, "plan", config)
     assert code == 0
-    assert "auto chose 'parallel' for 3 ranks, because 64 MiB takes" in " ".join(out.split())
+    assert "auto chose 'one_shot' for 3 ranks, because 64 MiB takes" in " ".join(out.split())

@@ -4,10 +4,10 @@ of the gradient noise scale.
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import ANALYZED, noisy
@@ -24,7 +24,7 @@ def train_and_record(
     def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         models, metrics = [], []
         for step in range(3):

@@ -14,10 +14,10 @@ from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import (
     Job,
+    LRScheduleConfig,
     OptimizerConfig,
     ParamGroupConfig,
     PrecisionConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from meshwright.plan.job.run_options import RunConfig, WaitLimits
@@ -337,7 +337,7 @@ def test_a_weight_without_elements_is_planned():
 
 
 def test_precision_is_checked_against_the_strategies():
-    job = replace(JOB, precision=PrecisionConfig(reduce="bfloat16"), schedule=ScheduleConfig("cosine"))
+    job = replace(JOB, precision=PrecisionConfig(reduce="bfloat16"), schedule=LRScheduleConfig("cosine"))
     assert (
         "gradients travel in float32 here, and precision.reduce is bfloat16"
         in refused(job=job, strategies=(BatchSplit(), NaiveDDP()))[0]

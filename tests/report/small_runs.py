@@ -12,7 +12,7 @@ from meshwright.plan.sharding.mesh import AXES
 from meshwright.report.terminal.memory_table import state_nbytes_by_role
 from meshwright.report.terminal.plan_table import plan_summary
 from meshwright.run.config.config_file import PlanRequest, write_request
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
@@ -42,7 +42,7 @@ def train_small_run(
     def rank(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         train_loop(executor, plan, feed, world, lambda: False)
         executor.close()

@@ -18,10 +18,10 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import (
     Job,
     LossGuard,
+    LRScheduleConfig,
     OptimizerConfig,
     ParamGroupConfig,
     PrecisionConfig,
-    ScheduleConfig,
 )
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.testing.ranks import run_on_threads
@@ -329,7 +329,7 @@ def test_parity_runs_in_float64_and_with_sgd_because_adam_hides_a_wrong_scale():
     groups, named = (ParamGroupConfig("*.bias", 2.0),), (ParamGroupConfig("*.bias", 2.0, name="adamw"),)
     job = Job(
         optimizer=OptimizerConfig("adamw", weight_decay=0.3, groups=named),
-        schedule=ScheduleConfig("cosine", 5),
+        schedule=LRScheduleConfig("cosine", 5),
         precision=PrecisionConfig(),
         guard=LossGuard("skip"),
     )
@@ -341,7 +341,7 @@ def test_parity_runs_in_float64_and_with_sgd_because_adam_hides_a_wrong_scale():
         0.3,
         groups,
     )
-    assert exact.schedule == ScheduleConfig()
+    assert exact.schedule == LRScheduleConfig()
     assert (exact.model, exact.data, exact.train) == (job.model, job.data, job.train)
     assert list(exact.optimizer.diagnostics()) == []
 

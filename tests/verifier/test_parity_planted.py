@@ -12,7 +12,7 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
-from meshwright.engine.runtime.state import TrainedModule
+from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP

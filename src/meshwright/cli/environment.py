@@ -1,23 +1,18 @@
-"""Reads the environment of the process: the launcher's variables, the gloo interface, and signals."""
+"""Reads the environment of the process: the launcher's variables, the gloo interface, the cache folder."""
 
 import os
-import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv, find_launcher_env
-from meshwright.run.launch.network import interface_to, loopback_interface, resolve_host
-from meshwright.run.launch.signals import raise_if_interrupted
+from meshwright.run.launch.network_interfaces import interface_to, loopback_interface, resolve_host
 
 if TYPE_CHECKING:
-    from meshwright.commands.local_ranks import LocalLauncher
+    from meshwright.run.launch.local_launcher import LocalLauncher
 
 
 def current_launcher_env() -> LauncherEnv | None:
@@ -97,27 +92,3 @@ def local_launcher() -> "LocalLauncher":
     return lambda argv, world, folder: launch_ranks(
         ["-m", "meshwright", *argv], world, folder, dict(os.environ)
     )
-
-
-@contextmanager
-def stop_flag(received: list[int]) -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns True after SIGTERM, SIGINT or SIGUSR1; the signals are appended to
-    `received`.
-
-    The flag travels with the next step, so all ranks stop after the same step. SIGUSR1, which schedulers send
-    before a time limit, counts as SIGTERM. Outside this context the signals end the process: a rank that
-    waits for others cannot read a flag.
-    """
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
-
-    raise_if_interrupted()
-    before = {
-        number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    }
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

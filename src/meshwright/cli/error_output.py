@@ -10,9 +10,8 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from meshwright.commands.local_ranks import RanksFailed
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.launch.local_launcher import LaunchResult
+from meshwright.run.launch.local_launcher import LaunchResult, RanksFailed
 
 # paths and messages may have brackets, which are no markup
 console = Console(highlight=False, markup=False)

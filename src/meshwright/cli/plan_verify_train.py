@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.environment import current_rank, local_launcher, stop_flag
+from meshwright.cli.environment import current_rank, local_launcher
 from meshwright.cli.error_output import console, exit_on_error, show_failure
 from meshwright.cli.lazy_import import import_command
 from meshwright.cli.search import SEARCH_ONLY_OPTIONS
 from meshwright.plan.job.errors import PlanError, raise_diagnostics
+from meshwright.run.launch.signals import stop_flag
 
 EXTRA_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -1,11 +1,11 @@
 """Communication between ranks: collectives over mesh axes, their backends, their diagnosis and their tuning.
 
-rendezvous      the store through which the processes of a job find each other
-world           init_world and TorchWorld: processes become the ranks of a mesh
-collectives     the interface (Group, World, Work), validation, ledger, differentiable redistribution
-backends        torch.distributed, threads of one process, and one simulated rank of a large job
-shared_memory   collectives between the ranks of one host without sockets
-algorithms      all-reduce algorithms as data: ring, tree, recursive doubling, ...
-tuning          measured all-reduce times, a network model fitted to them, `algorithm = "auto"`
-watchdog        timeouts, desync detection and the report on a hang
+rendezvous       the store through which the processes of a job find each other
+world            init_world and TorchWorld: processes become the ranks of a mesh
+collectives      the interface (Group, World, Work), validation, ledger, differentiable redistribution
+backends         torch.distributed, threads of one process, and one simulated rank of a large job
+shared_memory    collectives between the ranks of one host without sockets
+allreduce        all-reduce algorithms as data: ring, tree, recursive doubling, ...
+tuning           measured all-reduce times, a network model fitted to them, `algorithm = "auto"`
+watchdog         timeouts, desync detection and the report on a hang
 """

@@ -12,5 +12,5 @@ search            search: chooses a plan for a model and a machine
 train             train: starts the local ranks, or trains as one
 train_function    meshwright.train: the training loop for a Trainer
 verify            verify: compares a plan with one device
-weights           export, import, convert
+export_import     export, import, convert
 """

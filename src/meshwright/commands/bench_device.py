@@ -17,7 +17,6 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 from meshwright.commands.bench_network import check_writable
-from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
@@ -26,7 +25,8 @@ from meshwright.planner.machine.device_profile import VERSION, DeviceProfile
 from meshwright.report.bench.device import profile_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
-from meshwright.run.launch.join import join_world
+from meshwright.run.launch.join_world import join_world
+from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.measure.device_bench import DeviceTimings, bench_sizes, time_device
 from meshwright.run.measure.op_timing import timing_windows
 from meshwright.run.measure.profile_files import write_profile

@@ -17,11 +17,10 @@ from pydantic import TypeAdapter
 from rich.console import Console
 
 import meshwright
-from meshwright.comm.algorithms import FLAT_ALGORITHMS
-from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.allreduce import FLAT_ALGORITHMS
+from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.network_fit import with_fit
-from meshwright.commands.local_ranks import LocalLauncher, RanksFailed
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
@@ -29,7 +28,8 @@ from meshwright.report.bench.allreduce_table import allreduce_view
 from meshwright.report.bench.network import network_page, network_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
-from meshwright.run.launch.join import join_world
+from meshwright.run.launch.join_world import join_world
+from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.measure.network_profile import describe_machine, write_cluster
 
 SIZE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}

@@ -13,7 +13,6 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from meshwright.comm.world import init_world
-from meshwright.commands.local_ranks import LocalLauncher
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.run_options import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
@@ -26,8 +25,9 @@ from meshwright.run.launch.gpu_checks import (
     gpu_findings,
 )
 from meshwright.run.launch.host_checks import Finding, host_findings
-from meshwright.run.launch.join import join_world
-from meshwright.run.launch.network import interface_to
+from meshwright.run.launch.join_world import join_world
+from meshwright.run.launch.local_launcher import LocalLauncher
+from meshwright.run.launch.network_interfaces import interface_to
 
 JOIN_TIMEOUT_S = 10.0
 LOCAL_MESH = Mesh(dp_replicate=2)

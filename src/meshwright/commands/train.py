@@ -11,7 +11,6 @@ import torch
 from rich.console import Console
 
 from meshwright.api import Trainer
-from meshwright.commands.local_ranks import LocalLauncher
 from meshwright.commands.plan import ResolvedRequest, predict_step, resolve_config, write_plan
 from meshwright.commands.predict import predict_plan
 from meshwright.parallel import STRATEGIES
@@ -32,11 +31,11 @@ from meshwright.run.checkpoint.resume import (
 )
 from meshwright.run.config.config_file import read_request, request_as_dict
 from meshwright.run.data.prefetch import prefetch
-from meshwright.run.data.tokenizer import TokenDataset
+from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import RankProgress, record_failure
-from meshwright.run.launch.join import check_same_plan, join_world
-from meshwright.run.launch.local_launcher import LaunchResult
+from meshwright.run.launch.join_world import check_same_plan, join_world
+from meshwright.run.launch.local_launcher import LaunchResult, LocalLauncher
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent
 from meshwright.run.telemetry.logs import log_sizes, rank_log, unshown_warnings
 from meshwright.run.telemetry.run_info import write_run_info

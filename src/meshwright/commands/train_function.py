@@ -16,7 +16,7 @@ from meshwright.api import Trainer
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.resume import resume
 from meshwright.run.data.eval_split import EvalSamples, split_held_out
-from meshwright.run.data.feed import Dataset, ExampleDataset, open_feed
+from meshwright.run.data.local_batches import Dataset, ExampleDataset, open_local_batches
 from meshwright.run.data.prefetch import prefetch
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult
@@ -53,7 +53,7 @@ def train(
             raise PlanError(text, fix="pass held_out=...", location="held_out")
         resumed = resume(trainer.executor, plan, world, everything.digest)
         evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
-        with prefetch(open_feed(training, plan, world.rank), plan.run.workers) as feed:
+        with prefetch(open_local_batches(training, plan, world.rank), plan.run.workers) as feed:
             return play_all(
                 trainer.executor,
                 plan,

@@ -1,9 +1,9 @@
 """Runs the action list of one rank: forward and backward of blocks, collectives, loss, optimizer.
 
-step       the executor of a plan's action list, its action handlers, and what looks at a whole step
+step                the executor of a plan's action list, its action handlers, and what looks at a whole step
 forward_backward    the model's forward and backward on one rank, pipeline stages, sequence shards, evaluation
-losses     losses that several ranks, or several chunks of tokens, compute together
-optim      optimizers, their update, and their saved state
-params     parameters that are sharded, sliced, or owned by one rank
-runtime    the state of a rank, its batch, its loss, its process groups, precision, guard and profiler
+losses              losses that several ranks, or several chunks of tokens, compute together
+optim               optimizers, their update, and their saved state
+params              parameters that are sharded, sliced, or owned by one rank
+runtime             the state of a rank: batch, loss, process groups, precision, guard and profiler
 """

@@ -22,10 +22,10 @@ from meshwright.plan.step.single_device import StageCalls
 
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
     from meshwright.engine.forward_backward.block_collectives import BlockCollectives
-    from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
-    from meshwright.engine.params.flat_params import FlatParams
+    from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
+    from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.runtime.module_patches import ModulePatches
-    from meshwright.engine.runtime.state import RankState
+    from meshwright.engine.runtime.rank_state import RankState
     from meshwright.plan.plan import Plan
 
 StrategyPhase = Literal["shard", "schedule", "memory", "storage", "comm"]
@@ -43,7 +43,7 @@ class Runtime:
 
     plan: "Plan"
     state: "RankState"
-    params: "FlatParams"
+    params: "FlatParamStore"
     collectives: "BlockCollectives"
     patches: "ModulePatches"
     sequence_runner: "FullSequenceRunner"

@@ -1,5 +1,5 @@
 """Public fixtures for tests of parallel code: ranks as threads, ranks as processes.
 
-ranks         `run_on_threads` and `ProcessPool`, which run a function on every rank
-rank_worker   the process of one rank of a `ProcessPool`
+ranks          `run_on_threads` and `ProcessPool`, which run a function on every rank
+rank_worker    the process of one rank of a `ProcessPool`
 """

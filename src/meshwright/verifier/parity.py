@@ -23,9 +23,9 @@ import torch
 
 from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.engine.runtime.microbatches import BatchShapes, microbatch_shapes
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
-from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.action import Action, Program
@@ -149,7 +149,7 @@ def parity_job(job: Job) -> Job:
     groups = tuple(replace(group, name=None, momentum=0.0) for group in job.optimizer.groups)
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=job.optimizer.weight_decay, momentum=0.5, groups=groups)
     wide = PrecisionConfig("float64", "float64", "float64")
-    return replace(job, precision=wide, optimizer=sgd, schedule=ScheduleConfig(), guard=LossGuard())
+    return replace(job, precision=wide, optimizer=sgd, schedule=LRScheduleConfig(), guard=LossGuard())
 
 
 def single_device_job(job: Job) -> Job:

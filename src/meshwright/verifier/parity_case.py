@@ -6,7 +6,7 @@ import torch
 
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.loss import Batch, Loss, check_loss
-from meshwright.engine.runtime.state import TrainedModule
+from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_checks import model_spec_for, plan_for_model
 from meshwright.model.tensors.float64_mode import batch_in_float64, in_float64

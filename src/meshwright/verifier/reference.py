@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.engine.optim.optimizers import lr_factor, make_param_groups
+from meshwright.engine.optim.lr_schedule import lr_factor
+from meshwright.engine.optim.optimizers import make_param_groups
 from meshwright.engine.runtime.loss import Batch, Loss
-from meshwright.engine.runtime.state import TrainedModule
+from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.blocks.forward_driver import backward_from
 from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout

@@ -5,8 +5,8 @@ from itertools import product
 from random import Random
 
 from benchmarks.comm.allreduce_model import NAMES, cells_of_auto, decide, errors, half_fitted, halves, noise
-from meshwright.comm.algorithms import BACKEND, get_algorithm
-from meshwright.comm.algorithms.cost_model import all_reduce_seconds
+from meshwright.comm.allreduce import BACKEND, get_algorithm
+from meshwright.comm.allreduce.cost_model import all_reduce_seconds
 from meshwright.plan.hardware.network_model import (
     AllReduceTiming,
     LinkCost,

@@ -16,7 +16,7 @@ from benchmarks.comm.hierarchical_hosts import (
     unresolved,
 )
 from benchmarks.harness.interleaved_timing import Cost, Interval, Rounds, interval
-from meshwright.comm.algorithms import get_algorithm
+from meshwright.comm.allreduce import get_algorithm
 
 
 @pytest.mark.parametrize(

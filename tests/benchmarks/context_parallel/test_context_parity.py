@@ -19,7 +19,7 @@ from benchmarks.context_parallel.context_parity import (
     relative_error,
     result,
 )
-from meshwright.parallel.context import head_exchange, ring_attention
+from meshwright.parallel.context import ring_attention, ulysses_all_to_all
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -93,6 +93,6 @@ def test_wrongly_merged_softmaxes_are_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 def test_heads_on_the_wrong_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        head_exchange, "_head_indices", lambda rank, each: range((1 - rank) * each, (2 - rank) * each)
+        ulysses_all_to_all, "_head_indices", lambda rank, each: range((1 - rank) * each, (2 - rank) * each)
     )
     assert float(str(compare(Case("ulysses on 2", "causal", 7))["error"])) > TOLERANCE

@@ -14,7 +14,7 @@ import torch
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.backends.threads import ThreadGroup
 from meshwright.comm.collectives.group import World
-from meshwright.comm.shared_memory.group import MAX_SLOT_NBYTES
+from meshwright.comm.shared_memory.shared_memory_group import MAX_SLOT_NBYTES
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.run_options import RunPhase, WaitLimits

@@ -6,7 +6,7 @@ Without them the ranks use gloo, which is tested elsewhere.
 
 import pytest
 
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
 
 
 @pytest.fixture(autouse=True, scope="session")

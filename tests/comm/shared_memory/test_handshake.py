@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable
-from meshwright.comm.shared_memory.group import SharedMemoryGroup
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable
+from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool
 

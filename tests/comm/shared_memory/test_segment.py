@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable
 from meshwright.comm.shared_memory.segment import (
     DONE,
     MISMATCH,

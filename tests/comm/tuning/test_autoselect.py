@@ -6,8 +6,8 @@ from math import log
 
 import pytest
 
-from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
-from meshwright.comm.algorithms.cost_model import all_reduce_seconds
+from meshwright.comm.allreduce import BACKEND, FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.allreduce.cost_model import all_reduce_seconds
 from meshwright.comm.tuning.autoselect import (
     SWITCH_COST,
     candidate_algorithms,
@@ -66,19 +66,25 @@ def apart(latency_s: float, bytes_per_s: float) -> NetworkModel:
 
 def test_where_latency_is_all_the_fewest_rounds_win():
     choice = choose_rule(cluster(apart(1e-3, 1e13), (8,), 1), 8)
-    assert set(choice.rule.algorithm_names) == {"parallel"}
+    assert set(choice.rule.algorithm_names) == {"one_shot"}
     shared = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-2, 1e8),)))
-    assert choose_rule(cluster(shared, (8,), 1), 8).rule.algorithm_for(1024) in ("parallel", "doubling")
+    assert choose_rule(cluster(shared, (8,), 1), 8).rule.algorithm_for(1024) in (
+        "one_shot",
+        "recursive_doubling",
+    )
 
 
 def test_where_the_rate_is_all_the_fewest_bytes_win():
-    assert set(choose_rule(cluster(apart(1e-9, 1e6), (8,), 1), 8).rule.algorithm_names) <= {"ring", "halving"}
+    assert set(choose_rule(cluster(apart(1e-9, 1e6), (8,), 1), 8).rule.algorithm_names) <= {
+        "ring",
+        "recursive_halving",
+    }
 
 
 def test_between_them_short_messages_go_in_few_rounds_and_long_ones_in_few_bytes():
     rule = choose_rule(cluster(apart(1e-4, 1e9), (8,), 1), 8).rule
-    assert rule.algorithm_for(1024) in ("doubling", "parallel")
-    assert rule.algorithm_for(64 << 20) == "halving"
+    assert rule.algorithm_for(1024) in ("recursive_doubling", "one_shot")
+    assert rule.algorithm_for(64 << 20) == "recursive_halving"
     assert [nbytes for nbytes, _ in rule.thresholds] == sorted(nbytes for nbytes, _ in rule.thresholds)
 
 

@@ -4,9 +4,9 @@ from itertools import product
 
 import pytest
 
-from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
-from meshwright.comm.algorithms.cost_model import all_reduce_seconds
-from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
+from meshwright.comm.allreduce import BACKEND, FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.allreduce.cost_model import all_reduce_seconds
+from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.tuning.network_fit import (
     BAND_LIMITS,
     fit_alpha_beta,

@@ -16,7 +16,7 @@ from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.from_run import RunCalibration
 from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.network_profile import write_cluster
-from meshwright.run.measure.past_run import read_previous_run
+from meshwright.run.measure.previous_run import read_previous_run
 from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import forget_ranks, invoke
 from tests.planner.machine.synthetic_device import profile

@@ -27,7 +27,7 @@ class Swap(AllReduceAlgorithm):
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "src/meshwright/comm/algorithms"
+    folder = tmp_path / "src/meshwright/comm/allreduce"
     folder.mkdir(parents=True)
     (folder / "swap.py").write_text(SWAP)
     (folder / "schedule.py").write_text(
@@ -37,36 +37,36 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_algorithm_has_a_page_and_its_formulas_stand_in_the_index(root: Path):
-    assert "docs/algorithms/swap.md" in write(root)
-    assert "**Use:** two ranks," in (root / "docs/algorithms/swap.md").read_text()
-    index = (root / "docs/algorithms/index.md").read_text()
+    assert "docs/allreduce/swap.md" in write(root)
+    assert "**Use:** two ranks," in (root / "docs/allreduce/swap.md").read_text()
+    index = (root / "docs/allreduce/index.md").read_text()
     assert r"| [swap](swap.md) | 1 | S \| S | a + S/B | two ranks, no more. |" in index
     assert "schedule" not in index
 
 
 def test_a_page_is_stale_after_a_change_and_gone_with_its_algorithm(root: Path):
     write(root)
-    source = root / "src/meshwright/comm/algorithms/swap.py"
+    source = root / "src/meshwright/comm/allreduce/swap.py"
     source.write_text(SWAP.replace("a + S/B", "2 a"))
     assert stale(root) == [
-        "docs/algorithms/swap.md is not up to date",
-        "docs/algorithms/index.md is not up to date",
+        "docs/allreduce/swap.md is not up to date",
+        "docs/allreduce/index.md is not up to date",
     ]
     source.unlink()
-    assert "docs/algorithms/swap.md describes nothing that is there" in stale(root)
+    assert "docs/allreduce/swap.md describes nothing that is there" in stale(root)
     write(root)
-    assert not (root / "docs/algorithms/swap.md").exists()
+    assert not (root / "docs/allreduce/swap.md").exists()
 
 
 @pytest.mark.parametrize("word", ["rounds", "sent", "seconds", "Use:"])
 def test_an_essay_that_does_not_say_all_is_refused(root: Path, word: str):
-    (root / "src/meshwright/comm/algorithms/swap.py").write_text(re.sub(rf"\b{word}", "something", SWAP))
+    (root / "src/meshwright/comm/allreduce/swap.py").write_text(re.sub(rf"\b{word}", "something", SWAP))
     with pytest.raises(ValueError, match=r"swap\.py: its essay has nothing like .*; write rounds = "):
         pages(root)
 
 
 def test_the_index_of_the_package_lists_all_algorithms():
-    index = pages(ROOT)["docs/algorithms/index.md"]
+    index = pages(ROOT)["docs/allreduce/index.md"]
     names = [
         path.stem
         for path in sorted((ROOT / SOURCE).glob("*.py"))

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.block_collectives import BlockCollectives
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import R, S
 from meshwright.testing.ranks import run_on_threads

@@ -6,7 +6,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
@@ -76,7 +76,7 @@ def test_it_equals_one_device_before_and_after_steps_and_leaves_training_unchang
 @pytest.mark.parametrize("forgotten", ["unshard_block", "refresh_unsharded"])
 def test_weights_that_were_not_gathered_are_noticed(forgotten: str, monkeypatch):
     (expected,) = evaluations_of(Mesh(), ())
-    monkeypatch.setattr(FlatParams, forgotten, lambda *_, **__: None)
+    monkeypatch.setattr(FlatParamStore, forgotten, lambda *_, **__: None)
     assert evaluations_of(*LAYOUTS["stage 3"])[0] != pytest.approx(expected, rel=1e-3)
 
 

@@ -13,7 +13,7 @@ from meshwright.api import parallelize, select_local_batch, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.losses.global_batch import GlobalBatchLoss
 from meshwright.engine.runtime.loss import Loss
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss_guard import LossSpikeError, SpikeDetector
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.job import LossGuard, OptimizerConfig
 from meshwright.testing.ranks import run_on_threads

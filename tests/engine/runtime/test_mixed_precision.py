@@ -14,7 +14,7 @@ from meshwright.engine.runtime.mixed_precision import (
     check_dtypes_match_plan,
     total_norm,
 )
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.run.training.trainer import Trainer

@@ -9,8 +9,8 @@ import torch
 
 from meshwright.api import make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.flat_params import FlatParams
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
@@ -47,7 +47,7 @@ def steps(
     def rank(world: World) -> tuple[list[Metrics], list[bool]]:
         with parallelize(analyzed_model(), plan, world=world) as engine:
             found, moved = list[Metrics](), list[bool]()
-            square, store = FlatParams.compute_sqnorm, engine.executor.flat_params
+            square, store = FlatParamStore.compute_sqnorm, engine.executor.flat_params
 
             def planting() -> None:
                 held = next(iter(store.update_groups()), None)
@@ -99,12 +99,12 @@ def test_the_guard_leaves_an_overflow_to_the_scale():
 
 
 def test_ranks_that_check_only_their_own_gradients_are_noticed(monkeypatch):
-    def own(self: FlatParams) -> torch.Tensor:
+    def own(self: FlatParamStore) -> torch.Tensor:
         mine = [
             p.grad for p in self._state.trained_module.trainable_parameters.values() if p.grad is not None
         ]
         return torch.linalg.vector_norm(torch.stack([each.float().norm() for each in mine]))
 
-    monkeypatch.setattr(FlatParams, "total_norm", property(own))
+    monkeypatch.setattr(FlatParamStore, "total_norm", property(own))
     scales = [metrics[1].loss_scale for metrics, _ in steps(AUTOCAST, "two stages", 0)]
     assert scales == [512.0, 1024.0]

@@ -20,7 +20,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
 
@@ -34,7 +34,7 @@ def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
     def rank(world):
         executor, feed, watch = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
             StepProfiler(world.device),
         )
         metrics = [executor.step(feed.batch(0)), executor.step(feed.batch(1), profiler=watch)]
@@ -96,7 +96,7 @@ def test_a_profiled_step_computes_the_same(plan):
     def unwatched(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         return [executor.step(feed.batch(step)) for step in range(3)]
 
@@ -134,7 +134,7 @@ def test_sizes_are_those_of_the_tensors():
     def rank(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         before = executor.memory_by_category()
         executor.step(feed.batch(0))

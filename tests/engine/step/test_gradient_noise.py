@@ -15,7 +15,7 @@ from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
-from meshwright.engine.runtime.state import Metrics, RankState
+from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -27,7 +27,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.gradient_noise_actions import REDUCE_SQNORM_NBYTES
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits, job_of, pair, sample_range
@@ -96,7 +96,7 @@ def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], li
     def rank(world: World) -> tuple[list[Metrics], list[nn.Module]]:
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         models, metrics = [], []
         for step in range(steps):
@@ -114,7 +114,7 @@ def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], li
 def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, micro_batch: int, strategies):
     plan = plan_of(ANALYZED, ranks, strategies, micro_batch, noisy(tiny_job()))
     outcome = train_and_record(plan)
-    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)]
+    feeds = [open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)]
     steps = [[feed.batch(step) for feed in feeds] for step in range(4)]
     counts = {LOSS.count(batch).item() for parts in steps for batch in parts}
     assert len(counts) > 1, "the parts must differ in what counts in them"
@@ -129,7 +129,7 @@ def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, m
 def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int):
     plan = plan_of(ANALYZED, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
     ((metrics, models),) = train_and_record(plan)
-    feed = open_feed(ExampleDataset(token_samples()), plan, 0)
+    feed = open_local_batches(ExampleDataset(token_samples()), plan, 0)
     batches = [feed.batch(step) for step in range(4)]
     found = [
         by_hand(model, [b], [sample_range(b, 0, micro_batch)])
@@ -144,7 +144,8 @@ def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cas
     job = replace(job, precision=replace(job.precision, reduce="float32"))
     (metrics, models), *_ = train_and_record(plan_of(ANALYZED, 3, job=job), steps=1)
     feeds = [
-        open_feed(ExampleDataset(token_samples()), plan_of(ANALYZED, 3, job=job), rank) for rank in range(3)
+        open_local_batches(ExampleDataset(token_samples()), plan_of(ANALYZED, 3, job=job), rank)
+        for rank in range(3)
     ]
     parts = [feed.batch(0) for feed in feeds]
     (expected,) = averaged([by_hand(models[0], parts, parts)])
@@ -296,7 +297,7 @@ def test_it_changes_no_result_and_passes_the_static_checks(
     def rank(world: World, plan: Plan) -> dict[str, bytes]:
         executor, feed = (
             executor_of(analyzed, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         for step in range(3):
             executor.step(feed.batch(step))

@@ -16,7 +16,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.noise_steps import train_and_record
 from tests.engine.one_device import sample_range
@@ -43,7 +43,9 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 @pytest.mark.parametrize("layout", ALONE)
 def test_one_data_rank_compares_its_first_micro_batch_with_the_whole(layout: str):
     metrics, models = train_and_record(*ALONE[layout], 3)
-    feed = open_feed(ExampleDataset(token_samples()), make_plan(ANALYZED, tiny_job(), Mesh(), (), 3), 0)
+    feed = open_local_batches(
+        ExampleDataset(token_samples()), make_plan(ANALYZED, tiny_job(), Mesh(), (), 3), 0
+    )
     batches = [feed.batch(step) for step in range(3)]
     expected = averaged(
         by_hand(model, [each], [sample_range(each, 0, 3)])
@@ -58,7 +60,7 @@ def test_it_equals_the_formula_on_each_separately_summed_part_of_the_batch(layou
     mesh, strategies = BESIDE[layout]
     metrics, models = train_and_record(mesh, strategies)
     plan = make_plan(ANALYZED, tiny_job(), Mesh(dp_replicate=3), None, 2)
-    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(3)]
+    feeds = [open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(3)]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]
@@ -78,7 +80,7 @@ def test_tensor_parallel_slices_of_stages_count_each_weight_once():
         def rank(world: World) -> list[float | None]:
             executor, feed = (
                 executor_of(analyzed, plan, world),
-                open_feed(ExampleDataset(token_samples()), plan, world.rank),
+                open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
             )
             found = [executor.step(feed.batch(step)).noise_scale for step in range(3)]
             executor.close()

@@ -6,7 +6,7 @@ from meshwright.api import make_plan
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from tests.engine.noise_steps import train_and_record
 from tests.engine.one_device import sample_range
 from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy
@@ -32,7 +32,9 @@ def test_it_equals_the_formula_on_each_separately_summed_part_of_the_batch(layou
     mesh, strategies = LAYOUTS[layout]
     plan = make_plan(ANALYZED, noisy(tiny_job()), mesh, strategies, micro_batch)
     outcome, models = train_and_record(mesh, strategies, micro_batch)
-    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank) for rank in range(mesh.world_size)]
+    feeds = [
+        open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(mesh.world_size)
+    ]
     found = []
     for step, model in enumerate(models):
         parts = [feed.batch(step) for feed in feeds]

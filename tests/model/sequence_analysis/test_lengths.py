@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.model.sequence_analysis.analysis import resize_sequence
+from meshwright.model.sequence_analysis.analyze_sequence import resize_sequence
 from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
 from tests.model.sequence_analysis.test_token_rules import (
     WIDTH,

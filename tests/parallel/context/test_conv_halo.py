@@ -11,9 +11,9 @@ from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.model.context_parallel.conv_call import Conv1dArguments, ShardedConv1dCall
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context import conv_halo
+from meshwright.parallel.context.context_parallel import ContextParallel
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
-from meshwright.parallel.context.sequence_sharding import ContextParallel
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.data_source import DataConfig, ModelConfig

@@ -31,8 +31,8 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import argument_name
+from tests.parallel.context.test_context_parallel_in_pipelines import found, planned
 from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, padded
-from tests.parallel.context.test_sequence_sharding_in_pipelines import found, planned
 from tests.parallel.tensor.odd_llama import batches
 
 WIDTH, WORDS = 8, 67

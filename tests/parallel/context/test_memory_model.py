@@ -10,7 +10,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.planner.program_cost.memory import peak_nbytes
+from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 from tests.parallel.context.attention_answers import sharding_of
 

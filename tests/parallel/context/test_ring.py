@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.parallel.context.context_parallel import local_heads
 from meshwright.parallel.context.ring import RingAttention
-from meshwright.parallel.context.sequence_sharding import local_heads
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor.megatron_1d import TensorParallel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.parallel.context import head_exchange as exchange
+from meshwright.parallel.context import ulysses_all_to_all as exchange
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh

@@ -18,7 +18,7 @@ from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import VOCABULARY, executor_of, tiny_job, token_samples
 
@@ -85,7 +85,7 @@ def plan_of(
 
 def trained(executor: Executor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """All parameters, whole, after that many steps more."""
-    feed = open_feed(ExampleDataset(token_samples()), executor.plan, world.rank)
+    feed = open_local_batches(ExampleDataset(token_samples()), executor.plan, world.rank)
     for step in range(executor.steps_done, executor.steps_done + steps):
         executor.step(feed.batch(step % 2))
     return {name: value.clone() for name, value in executor.gather_parameters().items()}

@@ -24,7 +24,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.two_tower_model import CONTRASTIVE, analyzed_towers, global_batches, towers_plan
@@ -95,7 +95,7 @@ def test_processes_equal_threads_and_all_ranks_end_with_the_same_parameters(proc
 def test_only_the_master_reads_data_and_it_reads_all_of_it(analyzed: AnalyzedModel):
     plan = master_plan(analyzed)
     assert [plan.samples_read(rank) for rank in range(3)] == [list(range(12)), [], []]
-    feeds = [open_feed(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)]
+    feeds = [open_local_batches(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)]
     assert len(feeds[0]["labels"]) == 12
     assert feeds[1:] == [None, None]
     shares = [

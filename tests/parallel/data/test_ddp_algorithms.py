@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import meshwright as mw
-from meshwright.comm.algorithms import get_algorithm
+from meshwright.comm.allreduce import get_algorithm
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -31,8 +31,17 @@ from tests.tiny_model import analyzed_model, case_of, plan_of, verdict_of
 
 BUCKET_MB = 300 / 2**20
 # among the sizes of the gradients of the tiny model, one at a time
-RULE = "doubling <= 200 B, tree <= 350 B, else ring"
-ALGORITHMS = ["naive", "root", "ring", "parallel", "halving", "doubling", "tree", RULE]
+RULE = "recursive_doubling <= 200 B, tree <= 350 B, else ring"
+ALGORITHMS = [
+    "naive",
+    "reduce_broadcast",
+    "ring",
+    "one_shot",
+    "recursive_halving",
+    "recursive_doubling",
+    "tree",
+    RULE,
+]
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +88,10 @@ def test_each_message_uses_the_algorithm_that_the_rule_picks_for_its_bytes(analy
     plan = plan_of(analyzed, 3, (BatchSplit(), NaiveDDP(algorithm=RULE)))
     picked = algorithms_by_nbytes(plan)
     assert {nbytes: get_algorithm(name).name for nbytes, name in picked.items()} == {
-        nbytes: "doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring" for nbytes in picked
+        nbytes: "recursive_doubling" if nbytes <= 200 else "tree" if nbytes <= 350 else "ring"
+        for nbytes in picked
     }
-    assert set(picked.values()) == {"doubling", "tree", "ring"}
+    assert set(picked.values()) == {"recursive_doubling", "tree", "ring"}
     counts = [
         a.transfer
         for a in plan.program.actions(FIRST_ROLE)
@@ -140,7 +150,7 @@ def test_a_sum_by_another_algorithm_than_the_program_says_is_found(analyzed: Ana
 
 
 @pytest.mark.parametrize("micro_batch", [0, 2])
-@pytest.mark.parametrize("algorithm", ["ring", "halving", "doubling", "tree", "parallel"])
+@pytest.mark.parametrize("algorithm", ["ring", "recursive_halving", "recursive_doubling", "tree", "one_shot"])
 def test_gradients_in_bfloat16_differ_only_by_the_roundings_of_the_algorithm(
     algorithm: str, micro_batch: int
 ):
@@ -162,7 +172,7 @@ def compared(world: World, algorithm: str, micro_batch: int) -> tuple[RankReport
 
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "micro_batch"),
-    [("ring", 3, 1), ("halving", 3, 0), (RULE, 3, 1), ("hierarchical/2", 4, 0)],
+    [("ring", 3, 1), ("recursive_halving", 3, 0), (RULE, 3, 1), ("hierarchical/2", 4, 0)],
 )
 def test_it_equals_one_device_on_processes(
     process_pool: ProcessPool, algorithm: str, ranks: int, micro_batch: int
@@ -181,7 +191,7 @@ def test_it_equals_one_device_on_processes(
             )
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree <= 400 B, else halving"])
+@pytest.mark.parametrize("algorithm", ["ring", "tree <= 400 B, else recursive_halving"])
 def test_a_resumed_run_is_bitwise_the_run_that_was_not_stopped(tmp_path, algorithm: str):
     straight = SmallRun(tmp_path / "straight", ranks=3, strategies=(BatchSplit(), store(algorithm)))
     straight.play()

@@ -9,7 +9,7 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import IGNORE_INDEX, token_cross_entropy
-from meshwright.engine.runtime.state import Metrics, RankState
+from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig

@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, trace
 from meshwright.comm.collectives.group import World
-from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
@@ -21,7 +21,7 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.planner.program_cost.memory import state_bytes
+from meshwright.planner.program_cost.program_memory import state_bytes
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
@@ -195,16 +195,16 @@ def test_a_traced_rank_sends_what_the_program_states(stage: int):
 
 
 def test_corrupted_integer_weights_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    usual = FlatParams._make_sharded
+    usual = FlatParamStore._make_sharded
 
-    def cast(self: FlatParams, flat_param, buffer, nbytes):
+    def cast(self: FlatParamStore, flat_param, buffer, nbytes):
         parameters = self._state.trained_module.parameters
         for name, _, _ in flat_param.params:
             if parameters[name].dtype == torch.int8:
                 parameters[name].data = parameters[name].data.clamp(-7, 7)  # as four bits would hold it
         return usual(self, flat_param, buffer, nbytes)
 
-    monkeypatch.setattr(FlatParams, "_make_sharded", cast)
+    monkeypatch.setattr(FlatParamStore, "_make_sharded", cast)
     analyzed = mixed()
     verdict = verdict_of(case_of(analyzed, planned(analyzed, 2, 3)), steps=1)
     assert not verdict.passed

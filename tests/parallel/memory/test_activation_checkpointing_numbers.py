@@ -27,9 +27,9 @@ from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits
-from tests.model.hf.test_output_capture import EXAMPLE_BATCH as ROUTED
-from tests.model.hf.test_output_capture import build as router
-from tests.model.hf.test_output_capture import with_z
+from tests.model.hf.test_captured_outputs import EXAMPLE_BATCH as ROUTED
+from tests.model.hf.test_captured_outputs import build as router
+from tests.model.hf.test_captured_outputs import with_z
 from tests.tiny_model import (
     VOCABULARY,
     WIDTH,

@@ -23,7 +23,7 @@ from meshwright.plan.step.action import Action
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.plan.strategy import Strategy
-from meshwright.planner.program_cost.memory import peak_nbytes
+from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, analyzed_model, tiny_job, token_samples

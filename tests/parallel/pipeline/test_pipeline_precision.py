@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, trace
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel

@@ -20,7 +20,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.parity_case import make_parity_case
@@ -83,7 +83,7 @@ def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_pas
 
 def trained(world: World, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and parameters of an epoch of 17 samples: a last batch of 5, of microbatches of 2."""
-    feed = open_feed(ExampleDataset(token_samples(17)), plan, world.rank)
+    feed = open_local_batches(ExampleDataset(token_samples(17)), plan, world.rank)
     with parallelize(analyzed_model(), plan, world=world) as engine:
         losses = [engine.step(feed.batch(step)).loss for step in range(feed.num_steps or 0)]
         return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}

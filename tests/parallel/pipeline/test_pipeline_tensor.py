@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from meshwright.api import analyze, make_plan, trace, verify
-from meshwright.engine.forward_backward.stage_io import StageIO
+from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO

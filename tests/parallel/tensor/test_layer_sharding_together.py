@@ -7,7 +7,7 @@ import torch
 
 from meshwright.api import make_plan, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO

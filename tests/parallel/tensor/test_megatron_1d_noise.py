@@ -13,7 +13,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.step.test_gradient_noise import noisy
@@ -46,7 +46,7 @@ def measured(analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     def rank(world: World) -> list[float]:
         executor, feed = (
             executor_of(analyzed, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         return [executor.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
 

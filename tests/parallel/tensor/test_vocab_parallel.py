@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.losses import vocab_parallel
+from meshwright.engine.losses import sharded_logits
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -234,12 +234,12 @@ def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: i
 
 
 def test_logit_statistics_that_are_averaged_over_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def swapped(self: vocab_parallel.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
+    def swapped(self: sharded_logits.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
         told = right(self, numbers)
         return told.mean(0, keepdim=True).expand_as(told)
 
-    right = vocab_parallel.VocabParallelLogits._gather_stats
-    monkeypatch.setattr(vocab_parallel.VocabParallelLogits, "_gather_stats", swapped)
+    right = sharded_logits.VocabParallelLogits._gather_stats
+    monkeypatch.setattr(sharded_logits.VocabParallelLogits, "_gather_stats", swapped)
     assert not verify(*planned(analyzed_llama(), Mesh(tp=2), BOTH), uneven(1)).passed
 
 

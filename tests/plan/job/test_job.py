@@ -10,10 +10,10 @@ from meshwright.plan.job.job import (
     EvalConfig,
     Job,
     LossGuard,
+    LRScheduleConfig,
     OptimizerConfig,
     ParamGroupConfig,
     PrecisionConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from meshwright.plan.job.precision import ROLES
@@ -85,17 +85,17 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "weight_decay = nan; needed is a number of at least 0",
         ),
         (
-            {"schedule": ScheduleConfig("wsd", warmup=60, decay=41)},
+            {"schedule": LRScheduleConfig("wsd", warmup=60, decay=41)},
             "schedule",
             "60 warm-up and 41 decay steps do not fit into 100",
         ),
         (
-            {"schedule": ScheduleConfig("cosine", floor=1.5)},
+            {"schedule": LRScheduleConfig("cosine", floor=1.5)},
             "schedule.floor",
             "floor = 1.5; needed is a number from 0 to 1",
         ),
         (
-            {"schedule": ScheduleConfig("cosine", decay=3)},
+            {"schedule": LRScheduleConfig("cosine", decay=3)},
             "schedule.decay",
             "decay = 3 with the cosine schedule, which has none",
         ),

@@ -9,7 +9,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.matrix_owners import matrix_parcels, owned_params, owner_coordinate
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.planner.program_cost.memory import state_bytes
+from meshwright.planner.program_cost.program_memory import state_bytes
 from tests.plan.test_optimizer_spec import Rows
 from tests.tiny_model import tiny_job
 

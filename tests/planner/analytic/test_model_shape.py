@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.closed_form_memory import estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape, parse_shape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.analytic.step_time import layer_collectives, layer_compute

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.closed_form_memory import estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import DUALPIPE, ZB_H1, ZB_V, ScheduleProfile
 from meshwright.planner.machine.machine import make_machine

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.analytic.memory import estimate_memory
+from meshwright.planner.analytic.closed_form_memory import estimate_memory
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.analytic.parallel_config import ZB_V, ScheduleProfile
 from meshwright.planner.machine.machine import make_machine

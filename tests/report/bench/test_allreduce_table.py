@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from meshwright.comm.algorithms import get_algorithm
+from meshwright.comm.allreduce import get_algorithm
 from meshwright.plan.hardware.network_model import (
     VERSION,
     AllReduceSeries,
@@ -33,13 +33,13 @@ def test_rounds_and_bytes_are_those_of_the_lecture(n: int):
     few = (n - 1).bit_length()
     whole, ring = Fraction(n - 1), Fraction(2 * (n - 1), n)
     assert round_counts(get_algorithm("naive"), n) == (n, whole, n * whole)
-    assert round_counts(get_algorithm("root"), n) == (2, whole, 2 * whole)
+    assert round_counts(get_algorithm("reduce_broadcast"), n) == (2, whole, 2 * whole)
     assert round_counts(get_algorithm("ring"), n) == (2 * (n - 1), ring, 2 * whole)
-    assert round_counts(get_algorithm("parallel"), n) == (1, whole, n * whole)
-    assert round_counts(get_algorithm("halving"), n) == (2 * few, ring, 2 * whole)
+    assert round_counts(get_algorithm("one_shot"), n) == (1, whole, n * whole)
+    assert round_counts(get_algorithm("recursive_halving"), n) == (2 * few, ring, 2 * whole)
     assert round_counts(get_algorithm("tree"), n) == (2 * few, few, 2 * whole)
     if n == 1 << few:
-        assert round_counts(get_algorithm("doubling"), n) == (few, few, n * few)
+        assert round_counts(get_algorithm("recursive_doubling"), n) == (few, few, n * few)
 
 
 def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loose():

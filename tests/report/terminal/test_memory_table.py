@@ -15,7 +15,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.planner.program_cost.memory import state_bytes
+from meshwright.planner.program_cost.program_memory import state_bytes
 from meshwright.report.terminal.memory_table import sent_table, state_nbytes_by_role, states_table
 from tests.paper_model import SyntheticModel
 

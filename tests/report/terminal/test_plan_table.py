@@ -298,10 +298,10 @@ def test_bytes_are_those_of_the_program():
     ("algorithm", "message"),
     [
         ("ring", "21.3 MiB"),
-        ("halving", "21.3 MiB"),
-        ("parallel", "32 MiB"),
+        ("recursive_halving", "21.3 MiB"),
+        ("one_shot", "32 MiB"),
         ("tree", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
-        ("doubling", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
+        ("recursive_doubling", "32 MiB by the busiest rank, 16 MiB by the one that sends least"),
     ],
 )
 def test_bytes_are_those_of_the_algorithm_at_its_busiest_rank(algorithm: str, message: str):

@@ -47,7 +47,9 @@ def test_what_each_action_sends_equals_what_its_ledger_has(record):
     assert all(each.planned is None and each.measured > 0 for each in found.values())
 
 
-@pytest.mark.parametrize(("algorithm", "share"), [("tree", 2), ("root", 2), ("ring", 4 / 3), ("parallel", 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "share"), [("tree", 2), ("reduce_broadcast", 2), ("ring", 4 / 3), ("one_shot", 2)]
+)
 def test_an_algorithm_sends_what_its_busiest_rank_sends(tmp_path: Path, algorithm: str, share: float):
     record = read_run_record(train_small_run(tmp_path, steps=2, algorithm=algorithm))
     found = {each.action: each for each in sent_by_action(record)}

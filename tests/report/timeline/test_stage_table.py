@@ -16,7 +16,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.memory import peak_nbytes, state_bytes
+from meshwright.planner.program_cost.program_memory import peak_nbytes, state_bytes
 from meshwright.report.terminal.memory_table import busiest_rank, first_ranks, states_table, states_text
 from meshwright.report.timeline.stage_table import stages_view
 from tests.tiny_model import analyzed_model, tiny_job

@@ -23,7 +23,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, newest_valid
 from meshwright.run.checkpoint.shard_io import read_manifest
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import bits
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
@@ -69,7 +69,7 @@ def plan_of(layout: str, job: Job, analyzed: AnalyzedModel = ANALYZED) -> Plan:
 
 
 def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
-    feed = open_feed(ExampleDataset(token_samples()), plan, world.rank)
+    feed = open_local_batches(ExampleDataset(token_samples()), plan, world.rank)
     while engine.steps_done < last:
         engine.step(feed.batch(engine.steps_done))
 

@@ -14,10 +14,10 @@ from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import (
     Job,
+    LRScheduleConfig,
     OptimizerConfig,
     ParamGroupConfig,
     PrecisionConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from meshwright.plan.job.run_options import RunConfig
@@ -191,7 +191,7 @@ JOBS = st.builds(
         betas=st.tuples(FLOATS, FLOATS),
         groups=st.lists(GROUPS, max_size=2).map(tuple),
     ),
-    st.builds(ScheduleConfig, st.sampled_from(["constant", "cosine", "wsd"]), INTS, INTS, FLOATS),
+    st.builds(LRScheduleConfig, st.sampled_from(["constant", "cosine", "wsd"]), INTS, INTS, FLOATS),
     st.builds(PrecisionConfig, DTYPES, DTYPES, DTYPES),
 )
 STRATEGIES = st.builds(Copies, st.none() | FLOATS, st.booleans()) | st.builds(

@@ -13,7 +13,7 @@ from meshwright.plan.job.data_source import DataConfig, ModelConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.feed import Dataset, Feed, open_dataset, open_feed
+from meshwright.run.data.local_batches import Dataset, LocalBatches, open_dataset, open_local_batches
 from tests.paper_model import SyntheticModel
 
 END, CUE = "<|end|>", "<|assistant|>"
@@ -82,9 +82,9 @@ def samples(data: Dataset, ids: Iterable[int]) -> list[tuple[tuple[int, ...], tu
     ]
 
 
-def feeds_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) -> list[Feed]:
+def feeds_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) -> list[LocalBatches]:
     """The feed of each of `ranks` data-parallel ranks over `data`."""
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
     job = Job(ModelConfig("m.py:f"), source, train)
     plan = Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, 0)
-    return [open_feed(data, plan, rank) for rank in range(ranks)]
+    return [open_local_batches(data, plan, rank) for rank in range(ranks)]

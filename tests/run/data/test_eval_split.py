@@ -12,7 +12,7 @@ from meshwright.plan.job.data_source import MixturePart as Share
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples, eval_source, split_held_out
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.run.data.mixture import Mixture
 from tests.tiny_model import analyzed_model, plan_of, tiny_job, token_samples
 
@@ -44,7 +44,7 @@ def test_held_out_samples_are_never_trained_on():
     training, held = split_held_out(DATA, made.job.evaluate)
     assert (len(training), len(held)) == (24, 7)
     assert held.batch([0, -1, 6])["id"].tolist() == [24, 30]
-    feeds = [open_feed(training, made, rank) for rank in range(2)]
+    feeds = [open_local_batches(training, made, rank) for rank in range(2)]
     seen = {i for step in range(20) for feed in feeds for i in feed.batch(step)["id"].tolist()}
     assert seen == set(range(24))
 

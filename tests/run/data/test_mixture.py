@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.plan.job.data_source import DataConfig, MixturePart
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
-from meshwright.run.data.feed import Feed, open_dataset
+from meshwright.run.data.local_batches import LocalBatches, open_dataset
 from meshwright.run.data.mixture import MAX_PERIOD, MixedOrder, Mixture, integer_shares, interleave
 from tests.run.data.corpora import MARKED, TALKS, feeds_of, jsonl, samples, tokenizer
 
@@ -128,11 +128,11 @@ def source(folder, **changes) -> DataConfig:
     return DataConfig(mixture=parts, tokenizer=tokenizer(folder / "t", MARKED), sequence=24, **changes)
 
 
-def feeds(data, ranks: int, epochs: int = 0) -> list[Feed]:
+def feeds(data, ranks: int, epochs: int = 0) -> list[LocalBatches]:
     return feeds_of(data, ranks, DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5))
 
 
-def played(each: list[Feed], steps: range) -> Counter:
+def played(each: list[LocalBatches], steps: range) -> Counter:
     found: Counter = Counter()
     for step in steps:
         for feed in each:

@@ -13,7 +13,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data import prefetch
-from meshwright.run.data.feed import ExampleDataset, Feed, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, LocalBatches, open_local_batches
 from meshwright.run.data.prefetch import PrefetchedFeed
 from meshwright.run.data.prefetch import prefetch as ahead
 from tests.paper_model import SyntheticModel
@@ -21,9 +21,11 @@ from tests.paper_model import SyntheticModel
 ROWS = {"labels": torch.arange(31)}
 
 
-def feed(data=None, epochs: int = 0) -> Feed:
+def feed(data=None, epochs: int = 0) -> LocalBatches:
     job = Job(ModelConfig("m.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=4, seed=5))
-    return open_feed(data or ExampleDataset(ROWS), Plan.make(job, Mesh(), SyntheticModel().model_spec), 0)
+    return open_local_batches(
+        data or ExampleDataset(ROWS), Plan.make(job, Mesh(), SyntheticModel().model_spec), 0
+    )
 
 
 def rows(batch) -> list[int] | None:

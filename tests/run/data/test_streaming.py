@@ -11,7 +11,7 @@ import tqdm
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
-from meshwright.run.data.feed import Feed
+from meshwright.run.data.local_batches import LocalBatches
 from meshwright.run.data.streaming import TokenStream
 from tests.run.data.corpora import MARKED, TALKS, feeds_of, opened, samples, tokenizer
 
@@ -51,11 +51,11 @@ def talks(folder: Path, *, streaming: bool = True, **changes) -> DataConfig:
     )
 
 
-def feeds(data, ranks: int, source: DataConfig) -> list[Feed]:
+def feeds(data, ranks: int, source: DataConfig) -> list[LocalBatches]:
     return feeds_of(data, ranks, source, TrainConfig(batch=BATCH))
 
 
-def played(each: list[Feed], steps: range) -> Counter:
+def played(each: list[LocalBatches], steps: range) -> Counter:
     found: Counter = Counter()
     for step in steps:
         for batch in [feed.batch(step) for feed in each]:

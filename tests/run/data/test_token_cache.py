@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.token_cache import open_token_cache
-from meshwright.run.data.tokenizer import EncodedDocument
+from meshwright.run.data.token_dataset import EncodedDocument
 
 TEXTS = [
     EncodedDocument(np.array([5, 6, 7])),

@@ -6,15 +6,12 @@ import torch
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data import tokenizer as tokenizer_module
+from meshwright.run.data.token_dataset import IGNORE_INDEX, EncodedDocument, cut_windows, pad_documents
 from meshwright.run.data.tokenizer import (
-    IGNORE_INDEX,
     ByteTokenizer,
-    EncodedDocument,
     PretrainedTokenizer,
-    cut_windows,
     is_path,
     make_tokenizer,
-    pad_documents,
     tokenizer_diagnostics,
 )
 from tests.run.data.corpora import END, PLAIN, tokenizer

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 import torch
 
-from meshwright.comm.algorithms.size_rule import SizeRule
+from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.comm.tuning.autoselect import choose_rule
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP

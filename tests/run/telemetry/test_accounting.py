@@ -12,10 +12,10 @@ import torch
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.run.telemetry import accounting as account_module
-from meshwright.run.telemetry.accounting import RankAccounting, accounting_path
-from meshwright.run.telemetry.trace import trace_path
+from meshwright.run.telemetry.accounting import RankUsage, rank_usage_path
+from meshwright.run.telemetry.chrome_trace import trace_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
@@ -33,7 +33,7 @@ def trained(folder: Path, ranks: int, **run: object) -> Plan:
     def rank(world):
         executor, feed = (
             executor_of(ANALYZED, plan, world),
-            open_feed(ExampleDataset(token_samples()), plan, world.rank),
+            open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         train_loop(executor, plan, feed, world, lambda: False)
         executor.close()
@@ -49,7 +49,7 @@ def plan(tmp_path_factory) -> Plan:
 
 def accounts(plan: Plan) -> list[dict]:
     return [
-        json.loads(accounting_path(Path(plan.run.folder), rank).read_text())
+        json.loads(rank_usage_path(Path(plan.run.folder), rank).read_text())
         for rank in range(plan.mesh.world_size)
     ]
 
@@ -90,7 +90,7 @@ def test_lines_of_metrics_say_what_waiting_for_data_and_saving_took(plan):
 def test_a_run_that_is_not_traced_writes_no_trace(tmp_path):
     trained(tmp_path, 1)
     assert not (tmp_path / "trace").exists()
-    assert accounting_path(tmp_path, 0).exists()
+    assert rank_usage_path(tmp_path, 0).exists()
 
 
 def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
     plan = replace(plan_of(ANALYZED, 3), run=RunConfig(str(tmp_path)))
 
     def speeds(world) -> tuple[float | None, float | None]:
-        return RankAccounting(executor_of(ANALYZED, plan, world), plan, world, 1).throughput(12, 0.5)
+        return RankUsage(executor_of(ANALYZED, plan, world), plan, world, 1).throughput(12, 0.5)
 
     for flops, mfu in run_on_threads(speeds, plan.mesh):
         assert flops == 3 * sum(ANALYZED.model_spec.flops) * 12 / 0.5

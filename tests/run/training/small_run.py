@@ -17,7 +17,7 @@ from meshwright.plan.strategy import Strategy
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, resume
 from meshwright.run.data.eval_split import EvalSamples, split_held_out
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import run_on_threads
@@ -68,7 +68,7 @@ class SmallRun:
             training, held = split_held_out(DATA, plan.job.evaluate)
             resumed = resume(executor, plan, world, DATA.digest, step)
             evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
-            feed = open_feed(training, plan, world.rank)
+            feed = open_local_batches(training, plan, world.rank)
             try:
                 return train_loop(
                     executor,

@@ -14,13 +14,13 @@ from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig, ScheduleConfig
+from meshwright.plan.job.job import LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, ResumeResult, resume
 from meshwright.run.checkpoint.save_load import compare_checkpoints
-from meshwright.run.data.feed import ExampleDataset, open_feed
+from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop
@@ -51,7 +51,7 @@ class SmallRun:
     def plan(self) -> Plan:
         job = tiny_job(
             optimizer=OptimizerConfig("adamw", lr=self.lr),
-            schedule=ScheduleConfig("cosine", warmup=2, floor=0.1),
+            schedule=LRScheduleConfig("cosine", warmup=2, floor=0.1),
             precision=self.precision,
             data=DataConfig("example", epochs=self.epochs),
         )
@@ -65,7 +65,7 @@ class SmallRun:
         def rank(world: World) -> tuple[ResumeResult, TrainResult, list[StepRecord]]:
             executor, lines = executor_of(self.analyzed, plan, world), []
             resumed = resume(executor, plan, world, data.digest, step)
-            feed = open_feed(data, plan, world.rank)
+            feed = open_local_batches(data, plan, world.rank)
             ended = train_loop(
                 executor,
                 plan,
@@ -247,7 +247,7 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
 
     def rank(world: World) -> None:
         executor = executor_of(small_run.analyzed, small_run.plan, world)
-        feed = open_feed(data, small_run.plan, 0)
+        feed = open_local_batches(data, small_run.plan, 0)
         watch = Callback(on_step_end=lambda moment: seen.append((moment.step, progress.step, progress.phase)))
         train_loop(executor, small_run.plan, feed, world, lambda: False, (watch,), progress)
         executor.close()
@@ -306,7 +306,9 @@ def test_data_in_which_nothing_counts_ends_the_run_after_one_epoch_and_not_befor
     def rank(world: World) -> TrainResult:
         executor = executor_of(ANALYZED, plan, world)
         try:
-            return train_loop(executor, plan, open_feed(data, plan, world.rank), world, lambda: False)
+            return train_loop(
+                executor, plan, open_local_batches(data, plan, world.rank), world, lambda: False
+            )
         finally:
             executor.close()
 

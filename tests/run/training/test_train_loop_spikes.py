@@ -13,7 +13,7 @@ from meshwright.engine.runtime.loss_guard import LossSpikeError
 from meshwright.plan.job.job import EvalConfig, LossGuard
 from meshwright.run.checkpoint.save_load import compare_checkpoints
 from meshwright.run.data.eval_split import split_held_out
-from meshwright.run.data.feed import open_feed
+from meshwright.run.data.local_batches import open_local_batches
 from meshwright.run.telemetry.callbacks import Callback
 from tests.run.training.small_run import DATA, SmallRun
 
@@ -42,7 +42,7 @@ def test_a_skipped_step_is_counted_and_written_down_with_its_samples(tmp_path):
     (line,) = run.lines("spike").values()
     assert (line["step"], line["action"], line["reasons"][0]) == (5, "skip", "the loss is nan")
     plan = run.plan
-    feed = open_feed(split_held_out(DATA, plan.job.evaluate)[0], plan, 0)
+    feed = open_local_batches(split_held_out(DATA, plan.job.evaluate)[0], plan, 0)
     assert [rank["samples"] for rank in line["ranks"]] == feed.sample_ids(4)
     assert [rank["phase"] for rank in line["ranks"]] == ["", "loss"]
     assert run.lines()[5]["skipped"]
@@ -55,7 +55,7 @@ def test_a_run_that_stops_at_a_spike_saves_nothing_new(tmp_path):
         run.play()
     error = caught.value if isinstance(caught.value, LossSpikeError) else caught.value.__cause__
     assert isinstance(error, LossSpikeError)
-    samples = open_feed(split_held_out(DATA, run.plan.job.evaluate)[0], run.plan, 0).sample_ids(6)[1]
+    samples = open_local_batches(split_held_out(DATA, run.plan.job.evaluate)[0], run.plan, 0).sample_ids(6)[1]
     assert (
         f"rank 1: loss nan, gradient norm nan; the forward is finite and the loss is not; samples "
         f"{samples[0]}, "

@@ -4,7 +4,7 @@ process_group       torch.distributed: gloo on CPUs, NCCL on GPUs
 threads             all ranks are threads of one process: exact and deterministic
 fake                one simulated rank of a large job; nothing is sent
 async_work          Work objects of torch.distributed, waits with a limit
-gloo_paths          collectives that gloo lacks or does slowly
+gloo_workarounds    collectives that gloo lacks or does slowly
 comm_thread         a thread that runs collectives implemented in Python
-algorithm_player    executes all-reduce algorithms on tensors
+run_algorithm       executes all-reduce algorithms on tensors
 """

@@ -2,10 +2,10 @@
 
 gloo moves as many bytes for a reduce_scatter as for an all_reduce. Here it is an all_to_all and a local sum
 in rank order: half the bytes, and 2.6 times as fast (4 processes on one host). Its all_gather goes through
-memory of its own; broadcasts replace it where they help (gloo_paths.py). An all_reduce of two ranks is one
-exchange, after which each rank adds both summands: the same bytes as the backend's two rounds, and the order
-of two summands does not matter. Measured (2 cores, 32 KiB, 0.5 and 4 MiB): 0.5, 0.7 and 0.75 of the CPU time,
-0.5 of the time. The backend's own threads sum larger ones, for which nobody waits at once.
+memory of its own; broadcasts replace it where they help (gloo_workarounds.py). An all_reduce of two ranks is
+one exchange, after which each rank adds both summands: the same bytes as the backend's two rounds, and the
+order of two summands does not matter. Measured (2 cores, 32 KiB, 0.5 and 4 MiB): 0.5, 0.7 and 0.75 of the CPU
+time, 0.5 of the time. The backend's own threads sum larger ones, for which nobody waits at once.
 
 An all_reduce by a named algorithm runs here over send and receive: on a CPU in a communication thread
 (comm_thread.py), on a GPU on the group's own stream, so it overlaps with computation in both cases.
@@ -19,13 +19,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.algorithms import BACKEND, get_algorithm
-from meshwright.comm.backends.algorithm_player import PeerTensors, run_rounds
+from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.backends.async_work import CollectiveWait, P2PWork, StreamWork, TorchWork
 from meshwright.comm.backends.comm_thread import CommThread
 from meshwright.comm.backends.fake import CompletedWork, copy_to_output
-from meshwright.comm.backends.gloo_paths import BackendWork, ReceiveBuffers, broadcast_all_gather, sum_into
-from meshwright.comm.collectives.collective_call import POINT_TO_POINT, CollectiveCall, announce, rank_slices
+from meshwright.comm.backends.gloo_workarounds import (
+    BackendWork,
+    ReceiveBuffers,
+    broadcast_all_gather,
+    sum_into,
+)
+from meshwright.comm.backends.run_algorithm import PeerTensors, run_rounds
+from meshwright.comm.collectives.call_validation import POINT_TO_POINT, CollectiveCall, announce, rank_slices
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog

@@ -21,10 +21,10 @@ from threading import Condition, RLock
 
 import torch
 
-from meshwright.comm.algorithms import BACKEND, get_algorithm
-from meshwright.comm.backends.algorithm_player import run_all_ranks
+from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.backends.fake import FakeGroup
-from meshwright.comm.collectives.collective_call import (
+from meshwright.comm.backends.run_algorithm import run_all_ranks
+from meshwright.comm.collectives.call_validation import (
     POINT_TO_POINT,
     CollectiveCall,
     announce,

@@ -16,8 +16,8 @@ The memory has no name: the first rank creates it (memfd), the others open it th
 with the last of them, however it ends. No result depends on it: without a C compiler, on another system than
 Linux, or across hosts, all ranks of a group agree on gloo, and log the reason.
 
-    group        the collectives
-    segment      one shared memory segment, seen from one rank
-    handshake    how the ranks of a group agree to share a segment, or that they cannot
-    build        compiles the C part (memory.c, chunks.h, sums.h, bell.h) on first use
+    shared_memory_group    the collectives
+    segment                one shared memory segment, seen from one rank
+    handshake              how the ranks of a group agree to share a segment, or that they cannot
+    compile_library        compiles the C part (memory.c, chunks.h, sums.h, bell.h) on first use
 """

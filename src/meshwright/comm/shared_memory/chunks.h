@@ -13,7 +13,7 @@
 
 enum { DEPTH = 16, SLOT = 1 << 16, AREA = 1 << 20, FAR = 1 << 20 };
 enum { MOST_RANKS = 256 }; /* as in segment.py */
-enum { ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, BROADCAST, REDUCE_SCATTER, ALL_TO_ALL, SCATTER, BARRIER, SHIFT }; /* as in group.py */
+enum { ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, BROADCAST, REDUCE_SCATTER, ALL_TO_ALL, SCATTER, BARRIER, SHIFT }; /* as in shared_memory_group.py */
 
 struct said {
     _Alignas(64) _Atomic uint32_t number; /* plus 1: 0 is nothing */

@@ -16,7 +16,7 @@ from hashlib import sha256
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library, source_bytes
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library, source_bytes
 from meshwright.comm.shared_memory.segment import MAX_RANKS, SharedSegment, create_memory, open_memory
 from meshwright.comm.watchdog.host_process import HostProcess, host_id
 from meshwright.plan.hardware.device_specs import available_cores

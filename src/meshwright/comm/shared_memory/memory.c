@@ -1,4 +1,4 @@
-/* Collectives of processes that share one piece of memory. group.py calls them.
+/* Collectives of processes that share one piece of memory. shared_memory_group.py calls them.
  *
  * The memory holds, for each of DEPTH places, a counter of the ranks that `came` and one of those that are `gone`; for each
  * rank and place what the rank `said` (which collective, of what) and a slot; for each rank staging areas for long messages.

@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Sequence
 
-from meshwright.comm.shared_memory.build import SharedMemoryUnavailable, load_library
+from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
 from meshwright.comm.watchdog.host_process import HostProcess
 
 DONE, PENDING, MISMATCH = range(3)  # answers, as in bell.h

@@ -1,6 +1,6 @@
 """Chooses all-reduce algorithms by message size: predicted times, and a short rule made from them.
 
-A predicted time is that of the cost model (comm/algorithms/cost_model.py) times a correction, if this number
+A predicted time is that of the cost model (comm/allreduce/cost_model.py) times a correction, if this number
 of ranks was measured: the ratio of measured to modelled time, as a mean over neighbouring sizes (with weights
 that decay within an octave, which also smooths the noise of single cells). The backend has no list of rounds.
 It is modelled as a ring, with a correction from the nearest number of ranks that was measured.
@@ -10,16 +10,16 @@ The rule is the cheapest path through the sizes, from small to large, where ever
 
     size        1 KiB   ...   64 KiB   128 KiB   ...   64 MiB
     doubling     [0.5]  ...   [0.6]     0.9      ...    81
-    ring          1.0   ...    0.7     [0.8]     ...   [57]          doubling <= 64 KiB, else ring
+    ring          1.0   ...    0.7     [0.8]     ...   [57]          recursive_doubling <= 64 KiB, else ring
 """
 
 from dataclasses import dataclass
 from math import exp, log, log2
 
-from meshwright.comm.algorithms import BACKEND, FLAT_ALGORITHMS, get_algorithm
-from meshwright.comm.algorithms.cost_model import all_reduce_seconds
-from meshwright.comm.algorithms.hierarchical import HierarchicalAllReduce
-from meshwright.comm.algorithms.size_rule import SizeRule
+from meshwright.comm.allreduce import BACKEND, FLAT_ALGORITHMS, get_algorithm
+from meshwright.comm.allreduce.cost_model import all_reduce_seconds
+from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
+from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 

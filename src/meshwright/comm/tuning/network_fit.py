@@ -1,6 +1,6 @@
 """Fits a network model to measured all-reduce times: nonnegative least squares over the loads of the rounds.
 
-The predicted time of an all-reduce (comm/algorithms/cost_model.py) is a sum of constants of the network, each
+The predicted time of an all-reduce (comm/allreduce/cost_model.py) is a sum of constants of the network, each
 multiplied by how often the rounds need it. So every measured cell is one equation, and the constants are the
 solution with the least relative error:
 
@@ -21,8 +21,8 @@ from statistics import median
 import numpy as np
 from scipy.optimize import nnls
 
-from meshwright.comm.algorithms import BACKEND, get_algorithm
-from meshwright.comm.algorithms.cost_model import RoundLoad, round_loads
+from meshwright.comm.allreduce import BACKEND, get_algorithm
+from meshwright.comm.allreduce.cost_model import RoundLoad, round_loads
 from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import (
     AllReduceSeries,

@@ -27,7 +27,7 @@ from meshwright.planner.search.max_fit import MAX_DEVICES
 from meshwright.run.config.config_file import PlanRequest, read_request
 from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
 from meshwright.run.measure.network_profile import read_cluster
-from meshwright.run.measure.past_run import PreviousRun, TimedCollective, read_previous_run
+from meshwright.run.measure.previous_run import PreviousRun, TimedCollective, read_previous_run
 
 PLAN_FILE = "plan.toml"
 WHERE = "--calibrate-from"

@@ -55,7 +55,8 @@ def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
     layout, schedule = best.config, find_schedule(best.schedule)
     if schedule is None:
         raise ValueError(
-            f"a layout was chosen with a schedule that is none: '{best.schedule}'; repair verbs/fixing.py"
+            f"the search chose a schedule that does not exist: '{best.schedule}'; "
+            "fix commands/search/constraints.py"
         )
     count = layout.pp * layout.virtual_stages
     made = microbatch_time(request.shape, layout, request.machine)

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshwright.comm.collectives.group import Work
 from meshwright.comm.collectives.redistribute import OverlapFn, redistribute
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.step.action import neighbour_indices

@@ -5,8 +5,8 @@
 One division at the very end, as in training; so it is what one device would find, up to rounding, however the
 samples are distributed. Every rank runs the same number of forwards per batch, on dummy samples where it has
 none, and one collective at the end sums the losses. In a pipeline, microbatches follow each other through the
-stages (forward/pipelined_eval.py), and the rank of the last stage computes their losses. The model runs in
-eval mode and without gradients; its state is restored.
+stages (forward_backward/pipelined_eval.py), and the rank of the last stage computes their losses. The model
+runs in eval mode and without gradients; its state is restored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.forward_backward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
-from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
 from meshwright.engine.runtime.loss import Loss
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout

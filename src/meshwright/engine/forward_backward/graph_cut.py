@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.autograd_check import check_auxiliary_loss, split_graph
 from meshwright.model.blocks.forward_driver import BlockCall
 from meshwright.model.tensors.pytree import tree_tensors

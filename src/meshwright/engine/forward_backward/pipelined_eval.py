@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
+from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.loss import Batch
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import run_stage

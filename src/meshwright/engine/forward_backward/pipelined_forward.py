@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import ForwardDriver
-from meshwright.model.hf.output_capture import capture_marks
+from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.pipeline.forward_graph import ValueRef
 from meshwright.model.tensors.fake_cache import clear_caches_with_fakes, lru_caches
 from meshwright.model.tensors.function_modes import is_constant

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import BeforeBlock
 from meshwright.model.rng.draw_sites import DrawSites, StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout

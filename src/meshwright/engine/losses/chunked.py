@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.engine.runtime.loss import Batch, Loss
 from meshwright.engine.runtime.module_patches import ModulePatches
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan

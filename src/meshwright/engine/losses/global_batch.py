@@ -19,7 +19,7 @@ import torch
 
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.runtime.loss import Batch
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import replace_tensors
 from meshwright.plan.job.errors import PlanError

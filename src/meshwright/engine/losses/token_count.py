@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches

@@ -2,14 +2,14 @@
 
 import torch
 
+from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.optimizers import Optimizers
-from meshwright.engine.optim.update import OptimizerUpdate
-from meshwright.engine.params.flat_params import FlatParams
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.rank_state import RankState
 
 
 def memory_by_category(
-    state: RankState, flat_params: FlatParams, optimizers: Optimizers, update: OptimizerUpdate
+    state: RankState, flat_params: FlatParamStore, optimizers: Optimizers, update: OptimizerUpdate
 ) -> dict[str, int]:
     """Returns bytes by category: parameters, gradients, optimizer_states, buckets, and master if any.
 

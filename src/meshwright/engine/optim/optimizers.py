@@ -11,7 +11,6 @@ The learning rate is a factor in global steps: it does not depend on how many ra
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from math import cos, pi
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from meshwright.engine.optim.lion import Lion
 from meshwright.engine.optim.muon import Muon
 from meshwright.engine.optim.per_param_optimizer import ShardAlignments, check_shard_alignments
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import OptimizerConfig, OptimizerName, ScheduleConfig
+from meshwright.plan.job.job import OptimizerConfig, OptimizerName
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.optimizer_spec import matching_group, param_optimizer
 
@@ -291,19 +290,3 @@ def clear_grad_scale(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """Lets the next step use its gradients as they are."""
     for optimizer in optimizers:
         vars(optimizer).pop("grad_scale", None)
-
-
-def lr_factor(schedule: ScheduleConfig, step: int, num_steps: int) -> float:
-    """Returns the factor of the base learning rate at `step` (0 for the first) of a run of `num_steps` steps.
-
-    Warm-up rises linearly and reaches 1 at step `warmup`; the last step of cosine and wsd takes `floor`.
-    """
-    if step < schedule.warmup:
-        return (step + 1) / (schedule.warmup + 1)
-    if schedule.name == "cosine":
-        done = (step - schedule.warmup) / max(1, num_steps - 1 - schedule.warmup)
-        return schedule.floor + (1 - schedule.floor) * 0.5 * (1 + cos(pi * min(1.0, done)))
-    into_decay = step - (num_steps - schedule.decay) + 1
-    if schedule.name == "wsd" and schedule.decay and into_decay > 0:
-        return 1 - (1 - schedule.floor) * min(1.0, into_decay / schedule.decay)
-    return 1.0

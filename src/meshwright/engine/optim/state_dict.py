@@ -21,8 +21,8 @@ from meshwright.engine.optim.optimizers import (
     local_optimizer_state,
 )
 from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer, get_blockwise_state_keys
-from meshwright.engine.params.flat_params import FlatParams
-from meshwright.engine.runtime.state import TrainedModule
+from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.dim_split import DimRanges
@@ -51,7 +51,7 @@ class TensorShard:
 SavedTensor = torch.Tensor | TensorShard
 
 
-def model_state_dict(trained_module: TrainedModule, flat_params: FlatParams) -> dict[str, SavedTensor]:
+def model_state_dict(trained_module: TrainedModule, flat_params: FlatParamStore) -> dict[str, SavedTensor]:
     """Returns the parameters and persistent buffers, as this rank holds them."""
     found: dict[str, SavedTensor] = {}
     optimizer_params = flat_params.matrix_owners.optimizer_params
@@ -102,7 +102,7 @@ def filter_stage_state(
 def optimizer_state_dict(
     optimizers: Sequence[torch.optim.Optimizer],
     trained_module: TrainedModule,
-    flat_params: FlatParams,
+    flat_params: FlatParamStore,
     numbers: OptimizerNumbers,
 ) -> dict[str, SavedTensor]:
     """Returns the optimizers' state, as this rank holds it, and the changed `numbers` of their groups."""
@@ -135,7 +135,7 @@ def optimizer_state_dict(
 
 
 def load_model_state(
-    trained_module: TrainedModule, flat_params: FlatParams, state_dict: Mapping[str, torch.Tensor]
+    trained_module: TrainedModule, flat_params: FlatParamStore, state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.dtype]:
     """Loads parameters and buffers from `state_dict`, full tensors by full name, each cast to its dtype here.
 
@@ -170,7 +170,7 @@ def load_model_state(
 def load_optimizer_state(
     optimizers: Sequence[torch.optim.Optimizer],
     trained_module: TrainedModule,
-    flat_params: FlatParams,
+    flat_params: FlatParamStore,
     state_dict: Mapping[str, torch.Tensor],
     dtypes: Mapping[str, torch.dtype],
 ) -> None:

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.action import Action

@@ -15,7 +15,7 @@ from torch import nn
 
 from meshwright.engine.params.flat_param import FlatParam, UpdateGroup
 from meshwright.engine.params.param_slices import copy_slice_into
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensor_parallel.slice_plan import slice_dims
 from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.plan import Plan

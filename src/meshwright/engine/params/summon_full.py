@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
-from meshwright.engine.params.flat_params import FlatParams
-from meshwright.engine.runtime.state import TrainedModule
+from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.plan.model_spec.model_spec import block_of
 
@@ -20,7 +20,7 @@ UnshardFn = Callable[[str], None]  # gathers the weights of a block
 
 @contextmanager
 def summon_full_params(
-    trained_module: TrainedModule, flat_params: FlatParams, driver: ForwardDriver, action: str
+    trained_module: TrainedModule, flat_params: FlatParamStore, driver: ForwardDriver, action: str
 ) -> Iterator[None]:
     """Makes forwards of the module find full parameters; all ranks run equally many forwards."""
     flat_params.refresh_unsharded(action)

@@ -1,13 +1,14 @@
-"""What a rank keeps while it trains: its state, batch, loss, process groups, precision, guard and profiler.
+"""The state of a rank during training: batch, loss, process groups, precision, guard and profiler.
 
-build_module      the module that a rank trains, and its stateless dropout
-state             the state of a rank in a step, the trained module, gradient buckets
-microbatches      a rank's batch, split into microbatches
-loss              the loss as a sum and a count; cross-entropy, also over a sharded vocabulary
-mixed_precision   the float16 loss scale, gradient norms, dtype checks
-loss_guard        detection of loss spikes and of steps that are not finite
-comm_groups       the process groups of a plan
-module_patches    replaced forwards of modules
-step_profiler     the time of each action of a step
-cpu_allocator     freed memory that stays with a CPU process
+build_module                    the module that a rank trains, and its stateless dropout
+rank_state                      the state of a rank in a step, the trained module, gradient buckets
+microbatches                    a rank's batch, split into microbatches
+loss                            the loss as a sum and a count
+vocab_parallel_cross_entropy    cross-entropy of logits that are sharded along the vocabulary
+mixed_precision                 the float16 loss scale, gradient norms, dtype checks
+loss_guard                      detection of loss spikes and of steps that are not finite
+comm_groups                     the process groups of a plan
+module_patches                  replaced forwards of modules
+step_profiler                   the time of each action of a step
+cpu_allocator                   freed memory that stays with a CPU process
 """

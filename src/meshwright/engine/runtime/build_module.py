@@ -3,7 +3,7 @@
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.engine.runtime.state import TrainedModule
+from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.pipeline_trial import get_forward_graphs
 from meshwright.model.rng.draw_sites import StatelessRNG

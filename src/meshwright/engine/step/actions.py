@@ -12,18 +12,18 @@ import torch
 
 from meshwright.engine.forward_backward.backward import BackwardHandlers, RecomputeHandler
 from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.forward_backward.evaluation import Evaluation, evaluate
 from meshwright.engine.forward_backward.graph_cut import check_gradient_paths
-from meshwright.engine.forward_backward.sharded_forward import FullSequenceRunner
-from meshwright.engine.forward_backward.stage_io import StageIO
+from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.forward_backward.stateless_rng import StepRNG
 from meshwright.engine.losses.global_batch import GlobalBatchLoss
 from meshwright.engine.losses.token_count import TokenCounter
-from meshwright.engine.optim.update import OptimizerUpdate
-from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.optim.optimizer_step import OptimizerUpdate
+from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
-from meshwright.engine.runtime.state import GradBucket, Metrics, RankState, bucket_actions
+from meshwright.engine.runtime.rank_state import GradBucket, Metrics, RankState, bucket_actions
 from meshwright.engine.step.spike_diagnosis import (
     FullModelReplay,
     MicrobatchReplay,
@@ -45,7 +45,7 @@ class ActionHandlers:
         self,
         plan: Plan,
         state: RankState,
-        flat_params: FlatParams,
+        flat_params: FlatParamStore,
         update: OptimizerUpdate,
         driver: ForwardDriver,
         block_collectives: BlockCollectives,
@@ -277,7 +277,7 @@ class ActionHandlers:
                 raise LossSpikeError(self.spike, repeated_skip)
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
-        """Returns the loss over `batches` of all ranks; see forward/evaluation.py."""
+        """Returns the loss over `batches` of all ranks; see forward_backward/evaluation.py."""
         options = self._stateless_rng, self._sequence_runner, self._autocast()
         return evaluate(
             self.plan,

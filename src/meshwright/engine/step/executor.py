@@ -15,18 +15,19 @@ from contextlib import contextmanager
 import torch
 
 from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.context_parallel_forward import make_sequence_runner
 from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.forward_backward.graph_cut import needs_graph_cuts
 from meshwright.engine.forward_backward.pipelined_forward import PipelinedForward
-from meshwright.engine.forward_backward.sharded_forward import make_sequence_runner
-from meshwright.engine.forward_backward.stage_io import make_stage_io
+from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
-from meshwright.engine.losses.vocab_parallel import VocabParallelLogits
+from meshwright.engine.losses.sharded_logits import VocabParallelLogits
+from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.memory_report import memory_by_category
+from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.optimizers import (
     OptimizerFactory,
     all_param_groups,
-    lr_factor,
     make_optimizers,
     param_group_numbers,
 )
@@ -38,14 +39,13 @@ from meshwright.engine.optim.state_dict import (
     model_state_dict,
     optimizer_state_dict,
 )
-from meshwright.engine.optim.update import OptimizerUpdate
-from meshwright.engine.params.flat_params import FlatParams
+from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.params.summon_full import summon_full_params
 from meshwright.engine.runtime.comm_groups import create_groups
 from meshwright.engine.runtime.cpu_allocator import trim_heap
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.module_patches import ModulePatches
-from meshwright.engine.runtime.state import Metrics, RankState
+from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.runtime.step_profiler import (
     GLUE,
     ResolvedAction,
@@ -88,7 +88,7 @@ class Executor:
             state.trained_module = state.trained_module.restrict_to(plan.sharding.model_spec)
         self.plan, self.state = plan, state
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
-        self.flat_params = FlatParams(plan, state)
+        self.flat_params = FlatParamStore(plan, state)
         self._vocab_parallel_logits = VocabParallelLogits(plan, state)
         weights = {weight.name: weight for weight in plan.model_spec.trainable}
         alignments = plan.sharding.shard_alignments()

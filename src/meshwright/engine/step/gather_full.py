@@ -11,7 +11,7 @@ import torch
 
 from meshwright.engine.forward_backward.pipelined_forward import BROADCAST_DTYPES
 from meshwright.engine.optim.state_dict import persistent_buffers
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ParamSpec, block_of
 from meshwright.plan.plan import Plan
 

@@ -44,7 +44,7 @@ from math import isfinite
 import torch
 
 from meshwright.engine.runtime.mixed_precision import total_norm
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.actions import ActionHandlers
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action

@@ -23,11 +23,11 @@ from typing import Any, Protocol
 import torch
 
 from meshwright.engine.forward_backward.evaluation import preserve_module_state
-from meshwright.engine.forward_backward.stage_io import StageIO
+from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.params.summon_full import unshard_in_order
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.loss_guard import RankSpikeReport, StepPhase
-from meshwright.engine.runtime.state import RankState
+from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import BeforeBlock, BlockCall, backward, backward_from
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan

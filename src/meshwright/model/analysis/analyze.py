@@ -42,7 +42,7 @@ from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
-from meshwright.model.trial.divisible_layers import DivisibleLayers, find_divisible_layers, traced_roles
+from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
 from meshwright.model.trial.trial import (
     PROBE_BATCH,
     TrialFindings,
@@ -221,7 +221,7 @@ def analyze(
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
-    divisible = find_divisible_layers(
+    divisible = find_shardable_layers(
         module, findings, layer_roles, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs)
     )
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
@@ -260,7 +260,7 @@ def _build_model_spec(
     module: nn.Module,
     block_names: tuple[str, ...],
     findings: TrialFindings,
-    divisible: DivisibleLayers,
+    divisible: ShardableLayers,
 ) -> ModelSpec:
     plan, hidden = loaded_model.deferred_init, hidden_matrices(module)
     owners_by_id = param_owners(module, get_blocks(module, block_names))

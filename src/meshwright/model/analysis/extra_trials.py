@@ -18,16 +18,16 @@ from meshwright.model.hf.config import use_batched_experts
 from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import record_draw_sites
-from meshwright.model.sequence_analysis.analysis import (
+from meshwright.model.sequence_analysis.analyze_sequence import (
     LARGER_BATCH_SIZE,
     SequenceTrial,
     TrialFactory,
     analyze_sequence,
 )
-from meshwright.model.tensor_parallel.joint_sums import JointSums
+from meshwright.model.tensor_parallel.fused_allreduce import FusedAllReduces
 from meshwright.model.tensor_parallel.residual_stream import trace_residual_stream
 from meshwright.model.tensor_parallel.slice_plan import SplitProposal
-from meshwright.model.trial.divisible_layers import ProposeSplits
+from meshwright.model.trial.shardable_layers import ProposeSplits
 from meshwright.model.trial.slice_trial import try_on_slices
 from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values, make_fake
 from meshwright.plan.model_spec.layer_calls import SizeAttribute
@@ -71,7 +71,11 @@ def add_residual_stream(
     """
     if not any(call.role == "colwise" for call in model_spec.layer_calls):
         return model_spec
-    mode, rng, joint_sums = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0), JointSums()
+    mode, rng, joint_sums = (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        StatelessRNG(seed=0),
+        FusedAllReduces(),
+    )
     module = make_trial_module(deferred_init)
     make_fake(module, mode)
     try:

@@ -18,7 +18,7 @@ from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.hf.metadata import attention_implementation
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER, LayerRole, find_layer_roles
-from meshwright.model.trial.divisible_layers import suggest_declaration, suggest_roles
+from meshwright.model.trial.shardable_layers import suggest_declaration, suggest_roles
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 

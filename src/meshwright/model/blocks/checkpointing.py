@@ -13,7 +13,7 @@ second run must find what the first one found:
     buffers, attributes  restored from a `ModuleSnapshot`, and put back afterwards
     autocast, modes      those that were active where the model called the block
     random numbers       drawn by sample and site, so they repeat; the engine sets which forward it is
-    captured tensors     captured again, in separate lists (model/hf/output_capture.py)
+    captured tensors     captured again, in separate lists (model/hf/captured_outputs.py)
 
 A forward may write: batch norm its running statistics, a router a count of tokens, a layer a counter. The
 snapshot makes a write happen once:
@@ -36,7 +36,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from meshwright.model.hf.output_capture import CaptureLists, capture_into, empty_capture_lists
+from meshwright.model.hf.captured_outputs import CaptureLists, capture_into, empty_capture_lists
 from meshwright.model.tensors.pytree import copy_containers, opaque_tensors, replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 

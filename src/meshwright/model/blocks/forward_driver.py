@@ -34,7 +34,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.model.blocks.checkpointing import CheckpointedCall, tensors_with_graph
-from meshwright.model.hf.output_capture import CaptureMark, capture_marks
+from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.tensors.inplace_leaf_alias import GradAlias
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError

@@ -1,7 +1,7 @@
 """Selects the tokens of this rank from tensors with full sequences.
 
 A mask or positional table that glue makes for all tokens is sliced once for all layers. Ranks that exchange
-heads (parallel/context/head_exchange.py) also need the mask rows of each other's queries.
+heads (parallel/context/ulysses_all_to_all.py) also need the mask rows of each other's queries.
 """
 
 from collections.abc import Callable

@@ -35,7 +35,7 @@ from meshwright.model.blocks.forward_driver import LARGER_BLOCK_FIX, ForwardDriv
 from meshwright.model.blocks.loss_inputs import distinct_tensors
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
 from meshwright.model.context_parallel.sharded_forward import ShardedForward
-from meshwright.model.hf.output_capture import capture_marks
+from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.pipeline.forward_graph import (
     BlockCallStub,
     ForwardRecord,

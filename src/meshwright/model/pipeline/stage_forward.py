@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from meshwright.model.blocks.forward_driver import BeforeBlock, BlockCall, ForwardDriver, ForwardPass
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
 from meshwright.model.context_parallel.sharded_forward import ShardedForward
-from meshwright.model.hf.output_capture import capture_marks
+from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.pipeline.forward_graph import BlockCallStub, ForwardGraph, ValueRef
 from meshwright.model.pipeline.remote_values import CONTROL_FLOW_FIX, GlueShape, PlaceholderEnv
 from meshwright.model.pipeline.replay_script import ReplayScript, ScriptCache, ScriptRecorder

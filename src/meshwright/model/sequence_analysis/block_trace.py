@@ -29,8 +29,8 @@ from meshwright.model.context_parallel.sharded_activation import (
     wrap_block_outputs,
 )
 from meshwright.model.context_parallel.token_shard import TokenShard
+from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.hf.metadata import sdpa_advice
-from meshwright.model.hf.output_capture import CaptureMark, capture_marks
 from meshwright.model.sequence_analysis.block_inputs import (
     BlockInputs,
     TracedBlockCall,

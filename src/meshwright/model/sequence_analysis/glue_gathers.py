@@ -6,9 +6,9 @@ their gradients flow.
     y = hidden - pooled          sharded, input of layers.2       backward: after the backward of layers.2
 
 A step cuts the graph at the inputs of each block call. What glue has made flows once, after the backward of
-the first block call that takes it; the model outputs flow after the loss (blocks/driver.py). So everything
-follows from the autograd graph: from the loss back to the outputs of block calls, through each to its
-inputs, and on.
+the first block call that takes it; the model outputs flow after the loss (blocks/forward_driver.py). So
+everything follows from the autograd graph: from the loss back to the outputs of block calls, through each to
+its inputs, and on.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -30,7 +30,7 @@ from meshwright.model.context_parallel.conv_call import Conv1dMode, ShardedConv1
 from meshwright.model.context_parallel.hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_forward import SequenceLengths, ShardedForward
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.model.sequence_analysis.analysis import Example, TrialFactory, resize_sequence
+from meshwright.model.sequence_analysis.analyze_sequence import Example, TrialFactory, resize_sequence
 from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
 from meshwright.model.sequence_analysis.token_dims import MAX_TRIAL_LENGTH
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles

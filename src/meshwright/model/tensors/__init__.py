@@ -1,13 +1,13 @@
 """Building blocks for code that runs, records or replaces operations on the tensors of a user's model.
 
-counter_rng       random numbers as a hash of (key, element index), without a generator state
-fake_cache        clears functools caches in which a model's code keeps fake tensors
-float64_mode      function mode that turns every cast to float32 into one to float64
-function_modes    function and dispatch modes over the code between blocks
-inplace_leaf_alias        non-leaf alias of a leaf, which may be written in place
-lazy_mapping      mapping of named tensors that are made on access
-op_tables         torch operations by what they do to the dims of their input
-placeholder       tensor subclass with shape, dtype and device, and no values
-pytree            finds, replaces and copies tensors in nested containers
-token_ranges      selects ranges of token positions along a dim
+counter_rng           random numbers as a hash of (key, element index), without a generator state
+fake_cache            clears functools caches in which a model's code keeps fake tensors
+float64_mode          function mode that turns every cast to float32 into one to float64
+function_modes        function and dispatch modes over the code between blocks
+inplace_leaf_alias    non-leaf alias of a leaf, which may be written in place
+lazy_mapping          mapping of named tensors that are made on access
+op_tables             torch operations by what they do to the dims of their input
+placeholder           tensor subclass with shape, dtype and device, and no values
+pytree                finds, replaces and copies tensors in nested containers
+token_ranges          selects ranges of token positions along a dim
 """

@@ -37,7 +37,7 @@ from meshwright.model.tensor_parallel.layer_pairs import LayerUse, LayerUses
 from meshwright.model.tensor_parallel.vocab_split import VocabFlow
 from meshwright.model.tensors.fake_cache import clear_fake_caches
 from meshwright.model.tensors.pytree import tree_tensors
-from meshwright.model.trial.layer_ranges import LayerRangeRecorder, SavedStorage
+from meshwright.model.trial.layer_costs import LayerCostRecorder, SavedStorage
 from meshwright.model.trial.op_counter import FlopCounter
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
@@ -84,7 +84,7 @@ class TrialFindings:
     num_draws: list[int] = field(default_factory=list)
     feature_flow: FeatureFlow = field(default_factory=FeatureFlow)
     vocab_flow: VocabFlow = field(default_factory=lambda: VocabFlow(nn.Module(), {}))
-    layer_ranges: LayerRangeRecorder = field(default_factory=lambda: LayerRangeRecorder(lambda: 0, lambda: 0))
+    layer_ranges: LayerCostRecorder = field(default_factory=lambda: LayerCostRecorder(lambda: 0, lambda: 0))
     saved_storages: list[SavedStorage] = field(default_factory=list)
     user_checkpointed_calls: list[str] = field(default_factory=list)
     table_uses: list[TableUse] = field(default_factory=list)
@@ -176,7 +176,7 @@ def _run_trial(
 
     driver = ForwardDriver(blocks, in_place=in_place)
     current_call = lambda: "" if driver.in_glue or not findings.block_calls else findings.block_calls[-1]  # noqa: E731
-    layer_ranges = LayerRangeRecorder(lambda: counter.total_flops, lambda: len(findings.layer_uses.uses))
+    layer_ranges = LayerCostRecorder(lambda: counter.total_flops, lambda: len(findings.layer_uses.uses))
     saved_activations = SavedActivations(current_call, lambda: layer_ranges.clock)
     observer, versions_before = _TrialObserver(driver, findings), _buffer_versions(module)
     hear_inputs = partial(

@@ -38,13 +38,14 @@ import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
-from meshwright.parallel.context.conv_halo import convolve_with_halo
-from meshwright.parallel.context.head_exchange import (
-    HeadExchange,
-    KVHeadAssignment,
-    check_heads,
-    exchange_transfers,
+from meshwright.parallel.context.context_parallel import (
+    CP_AXIS,
+    ContextParallel,
+    add_attention_comm,
+    check_sequence_sharding,
+    local_heads,
 )
+from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.mask_blocks import MaskCache
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
 from meshwright.parallel.context.ring import (
@@ -55,12 +56,11 @@ from meshwright.parallel.context.ring import (
     ring_transfers,
 )
 from meshwright.parallel.context.ring_attention import ring_attention
-from meshwright.parallel.context.sequence_sharding import (
-    CP_AXIS,
-    ContextParallel,
-    add_attention_comm,
-    check_sequence_sharding,
-    local_heads,
+from meshwright.parallel.context.ulysses_all_to_all import (
+    HeadExchange,
+    KVHeadAssignment,
+    check_heads,
+    exchange_transfers,
 )
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job

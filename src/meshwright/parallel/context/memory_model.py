@@ -11,8 +11,8 @@ The backward part counts from the memory at that moment, when most of a block's 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshwright.parallel.context.head_exchange import KVHeadAssignment
-from meshwright.parallel.context.sequence_sharding import local_heads
+from meshwright.parallel.context.context_parallel import local_heads
+from meshwright.parallel.context.ulysses_all_to_all import KVHeadAssignment
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding

@@ -49,16 +49,16 @@ import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
-from meshwright.parallel.context.conv_halo import convolve_with_halo
-from meshwright.parallel.context.mask_blocks import MaskCache
-from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
-from meshwright.parallel.context.ring_attention import ring_attention
-from meshwright.parallel.context.sequence_sharding import (
+from meshwright.parallel.context.context_parallel import (
     ContextParallel,
     add_attention_comm,
     check_sequence_sharding,
     local_heads,
 )
+from meshwright.parallel.context.conv_halo import convolve_with_halo
+from meshwright.parallel.context.mask_blocks import MaskCache
+from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
+from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES

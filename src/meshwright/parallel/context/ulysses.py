@@ -15,8 +15,8 @@ with any mask.
       backward    as much                             (k: if P divides it)
     activations: 1/P of one rank's, everywhere
 
-With fewer key heads than ranks, each goes to all ranks that need it, k = P in the formula (head_exchange.py:
-uneven cases). N/P is the number of tokens of the rank with most tokens: all send as much.
+With fewer key heads than ranks, each goes to all ranks that need it, k = P in the formula (uneven cases:
+ulysses_all_to_all.py). N/P is the number of tokens of the rank with most tokens: all send as much.
 Cost: the exchange is exposed, so it needs fast links, as inside of a host; it shrinks with 1/P, the bytes of
 a ring do not. Masks that the model makes outside of its blocks are on every rank: nothing is sent of them.
 Of a mask that a block makes (a relative bias), each rank has the rows of its own queries, and those of
@@ -44,16 +44,16 @@ from meshwright.parallel.context.attention_inputs import (
     attention_inputs,
     dropout_keep_mask,
 )
-from meshwright.parallel.context.conv_halo import convolve_with_halo
-from meshwright.parallel.context.head_exchange import HeadExchange, check_heads, exchange_transfers
-from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory
-from meshwright.parallel.context.ring_attention import ring_attention
-from meshwright.parallel.context.sequence_sharding import (
+from meshwright.parallel.context.context_parallel import (
     CP_AXIS,
     ContextParallel,
     add_attention_comm,
     check_sequence_sharding,
 )
+from meshwright.parallel.context.conv_halo import convolve_with_halo
+from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory
+from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.ulysses_all_to_all import HeadExchange, check_heads, exchange_transfers
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding

@@ -26,8 +26,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.comm.algorithms.size_rule import SizeRule
-from meshwright.comm.algorithms.size_rule import rule_diagnostics as algorithm_faults
+from meshwright.comm.allreduce.size_rule import SizeRule
+from meshwright.comm.allreduce.size_rule import rule_diagnostics as algorithm_faults
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above
@@ -52,7 +52,7 @@ class DDP(Strategy):
     """Full replicas of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
 
     `algorithm` sums a bucket: a name of comm/algorithms, such as "ring", or a rule by the size of the
-    message, such as "doubling <= 64 KiB, else ring".
+    message, such as "recursive_doubling <= 64 KiB, else ring".
     """
 
     name: ClassVar[str] = "ddp"

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.comm.algorithms.size_rule import SizeRule
+from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXIS
 from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic

@@ -61,10 +61,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
+from meshwright.parallel.pipeline.planned_send_recv import SendRecvInsertion, TransferRoutes
 from meshwright.parallel.pipeline.schedules.custom import file_digest, is_schedule_source
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES, ScheduleEntry, find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, VirtualStage
-from meshwright.parallel.pipeline.send_recv import SendRecvInsertion, TransferRoutes
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job

@@ -11,7 +11,7 @@ that of an input. So the weight gradients wait until the sum of the input gradie
 
     seconds of a layer and direction: max(sum, products) instead of sum + products
 
-Joint sums: layers whose outputs meet in additions alone (model/tensor_parallel/joint_sums.py) end in one
+Joint sums: layers whose outputs meet in additions alone (model/tensor_parallel/fused_allreduce.py) end in one
 collective. Each passes its summand on and returns zeros, and the last one sums what all have added up:
 
     a = A(x)     summand of a, on every rank ----+             returns zeros

@@ -37,7 +37,6 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.gqa_heads import bind_local_heads
 from meshwright.parallel.tensor.layer_sharding import (
     WIDTH_SHARD,
@@ -65,6 +64,7 @@ from meshwright.parallel.tensor.optimus_2d import (
     vocab_sharded_layers,
     with_redistributions,
 )
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of

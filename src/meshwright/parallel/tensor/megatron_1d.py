@@ -39,7 +39,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.gqa_heads import bind_local_heads, shared_kv_shardings, with_kv_row_selection
 from meshwright.parallel.tensor.layer_sharding import (
     WIDTH_SHARD,
@@ -51,6 +50,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     module_forward,
     shard_params,
 )
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import (
     check_gathered_layers,
     check_layer_pairs,

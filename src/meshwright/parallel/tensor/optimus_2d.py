@@ -41,7 +41,6 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.norm_formulas import apply_norm, combine_statistics, norm_statistics
-from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.gqa_heads import bind_local_heads
 from meshwright.parallel.tensor.layer_sharding import (
     WIDTH_SHARD,
@@ -57,6 +56,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     redistribute,
     shard_params,
 )
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of

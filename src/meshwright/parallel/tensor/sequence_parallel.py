@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from meshwright.parallel.tensor.comm_accounting import add_planned_comm
 from meshwright.parallel.tensor.layer_sharding import (
     LayerSharding,
     LayerShardings,
@@ -42,6 +41,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     module_forward,
     redistribute,
 )
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job

@@ -11,7 +11,7 @@ All diagnostics are reported together, before any process starts.
 from collections.abc import Iterable, Iterator
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
-from meshwright.model.trial.divisible_layers import suggest_roles
+from meshwright.model.trial.shardable_layers import suggest_roles
 from meshwright.parallel.tensor.layer_sharding import LayerShardings, find_layer_sharding
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec

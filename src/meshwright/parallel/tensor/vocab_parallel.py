@@ -2,7 +2,7 @@
 
 Why it works: a row of the embedding is looked up on the rank that has the id; the others add zeros. A rank's
 part of the head computes the logits of its ids, and cross-entropy needs of the others only their log-sum-exp
-and the label's logit: two numbers per token (engine/losses/vocab_parallel.py). Embedding and head, tied or
+and the label's logit: two numbers per token (engine/losses/sharded_logits.py). Embedding and head, tied or
 not, are sharded alike, so a rank steps the same rows of both.
 
     ids ---> rows 0..33 ---P -> I---> ... layers ... ---I -> R---> logits 0..33  ---a, t--+         rank 0
@@ -33,7 +33,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.parallel.tensor.comm_accounting import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.layer_sharding import (
     WIDTH_SHARD,
     LayerSharding,
@@ -45,6 +44,7 @@ from meshwright.parallel.tensor.layer_sharding import (
     linear,
     shard_params,
 )
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import check_units
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of

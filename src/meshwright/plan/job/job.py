@@ -94,7 +94,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class LRScheduleConfig:
     """The learning rate as a factor of `optimizer.lr`, in global steps.
 
     constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up,
@@ -203,7 +203,7 @@ class Job:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     evaluate: EvalConfig = field(default_factory=EvalConfig)
     guard: LossGuard = field(default_factory=LossGuard)

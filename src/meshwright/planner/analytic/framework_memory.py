@@ -32,7 +32,7 @@ and the step around it:
     driver_context       bytes of the driver and of communicators: always, with tensor ranks, with a pipeline;
                          no counter of torch includes them
     full_boundary        the tensor sent to the next pp rank, 2 T h, is not sequence-sharded
-    layer_split          how layers are assigned to pp ranks (memory.py)
+    layer_split          how layers are assigned to pp ranks (closed_form_memory.py)
 
 The defaults are those of this library's own engine. Contexts were bracketed on 80 GB A100s by pairs of runs
 of which one fitted (Aleph-Alpha 2023): 0.7, 0.6 and 0.9 GiB; reserved over allocated, 1.015 to 1.02, there

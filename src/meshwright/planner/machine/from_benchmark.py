@@ -20,7 +20,7 @@ from statistics import median
 
 from scipy.optimize import least_squares
 
-from meshwright.comm.algorithms import BACKEND
+from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
 from meshwright.plan.hardware.network_model import Cluster

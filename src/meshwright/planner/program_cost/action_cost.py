@@ -33,8 +33,8 @@ from meshwright.plan.step.action import Action, Transfer
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
 from meshwright.plan.step.single_device import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
 from meshwright.planner.program_cost.device_time import ExecutionTarget
-from meshwright.planner.program_cost.memory import optimizer_work
 from meshwright.planner.program_cost.network_time import GATHERING_COLLECTIVES
+from meshwright.planner.program_cost.program_memory import optimizer_work
 
 # much larger operations were measured with newly allocated memory
 WARM_MEMORY_NBYTES = 16 << 20

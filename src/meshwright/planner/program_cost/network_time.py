@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from meshwright.comm.algorithms import BACKEND
+from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.tuning.autoselect import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster, NetworkModel
 from meshwright.plan.step.action import Transfer

@@ -16,7 +16,7 @@ from itertools import product
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.sharding.mesh import divisors
-from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.search.request import SearchRequest
 

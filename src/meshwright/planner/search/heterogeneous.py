@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from meshwright.planner.analytic.memory import MemoryEstimate, memory_by_pp_rank
+from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, memory_by_pp_rank
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.analytic.step_time import MicrobatchTime, microbatch_time, step_time

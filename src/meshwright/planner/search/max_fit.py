@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
 
-from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory, memory_by_pp_rank
+from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory, memory_by_pp_rank
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.search.candidates import (
     candidate_meshes,

@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.algorithms import BACKEND
+from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.planner.analytic.memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine

@@ -7,11 +7,11 @@ with the largest peak. Bytes sent are those of the busiest rank.
 
 from collections.abc import Sequence
 
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.collectives.call_validation import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.planner.program_cost.memory import StateBytes, peak_nbytes, state_bytes
+from meshwright.planner.program_cost.program_memory import StateBytes, peak_nbytes, state_bytes
 from meshwright.report.table import Column, Table
 
 MAX_SHOWN_RANKS = 6  # ranks in a table

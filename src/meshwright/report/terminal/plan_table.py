@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
+from meshwright.comm.collectives.call_validation import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
@@ -25,7 +25,7 @@ from meshwright.report.terminal.plan_notes import (
     staleness_text,
 )
 from meshwright.report.timeline.stage_table import stages_view
-from meshwright.verifier.trace import TraceVerdict
+from meshwright.verifier.message_trace import TraceVerdict
 from meshwright.verifier.verdict import Verdict
 
 KIND_TEXTS = {

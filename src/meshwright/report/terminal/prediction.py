@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshwright.plan.plan import Plan
-from meshwright.planner.program_cost.memory import peak_nbytes_by_category
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
+from meshwright.planner.program_cost.program_memory import peak_nbytes_by_category
 from meshwright.report.table import Column, Table
 from meshwright.report.terminal.memory_table import first_ranks, sent_nbytes_by_role
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.allreduce import BACKEND
+from meshwright.comm.collectives.call_validation import min_max_sent_nbytes
 from meshwright.plan.step.action import Action, Program
 from meshwright.report.timeline.run_record import RunRecord
 

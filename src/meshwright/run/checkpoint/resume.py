@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never
 
-from meshwright.comm.algorithms import BACKEND
-from meshwright.comm.collectives.collective_call import REDUCING
+from meshwright.comm.allreduce import BACKEND
+from meshwright.comm.collectives.call_validation import REDUCING
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError

@@ -297,7 +297,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
         return [_plain(item) for item in value]
-    return {} if value is None else value  # TOML has no null; run/schema.py reads {} as None
+    return {} if value is None else value  # TOML has no null; run/config/schema.py reads {} as None
 
 
 def _parse(path: Path) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
-from meshwright.run.data.tokenizer import IGNORE_INDEX, TokenDataset, check_ids
+from meshwright.run.data.token_dataset import IGNORE_INDEX, TokenDataset, check_ids
 
 MAX_PERIOD = 1 << 16
 

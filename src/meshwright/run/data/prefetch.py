@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from meshwright.run.data.feed import Dataset, Feed
+from meshwright.run.data.local_batches import Dataset, LocalBatches
 
 FAILURE_WAIT_S = 1.0
 MaybeBatch = dict[str, torch.Tensor] | None
@@ -31,7 +31,7 @@ MaybeBatch = dict[str, torch.Tensor] | None
 class PrefetchedFeed:
     """A feed whose next batches are prepared by the threads of `pool`, at most `depth` of them ahead."""
 
-    feed: Feed
+    feed: LocalBatches
     pool: ThreadPoolExecutor
     depth: int
     _first: int = 0  # the step of the first in the queue
@@ -83,7 +83,7 @@ class PrefetchedFeed:
 
 
 @contextmanager
-def prefetch(feed: Feed, workers: int) -> Iterator[Feed | PrefetchedFeed]:
+def prefetch(feed: LocalBatches, workers: int) -> Iterator[LocalBatches | PrefetchedFeed]:
     """Yields `feed` with its next batches prepared by `workers` threads; with 0, `feed` itself. All threads
     end on exit.
     """

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
-from meshwright.run.data.text import (
+from meshwright.run.data.byte_text import (
     DEFAULT_PATTERNS,
     list_files,
     missing_file_diagnostic,

@@ -19,10 +19,11 @@ import torch
 
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
-from meshwright.run.data.documents import make_encoder
+from meshwright.run.data.packed_documents import make_encoder
 from meshwright.run.data.readers import LocatedRow, RowReader
 from meshwright.run.data.shuffle import ABSENT_SAMPLE
-from meshwright.run.data.tokenizer import EncodedDocument, TokenDataset, Tokenizer, pad_documents
+from meshwright.run.data.token_dataset import EncodedDocument, TokenDataset, pad_documents
+from meshwright.run.data.tokenizer import Tokenizer
 
 ItemT = TypeVar("ItemT")
 

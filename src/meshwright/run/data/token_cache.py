@@ -30,7 +30,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.data.tokenizer import EncodedDocument
+from meshwright.run.data.token_dataset import EncodedDocument
 
 CACHE_VERSION = 1
 ARRAY_DTYPES = {

@@ -1,12 +1,12 @@
 """Starting ranks: on this machine, under a launcher, and as job files for a scheduler.
 
-cluster_env       rank, world size and master address from the launcher's environment
-failure_record    how a rank failed, written to a file
-gpu_checks        checks of this host that need torch: GPUs, a collective
-host_checks       checks of this host without torch
-job_files         job files for SLURM, Kubernetes and torchrun
-join              joins this process to the other ranks
-local_launcher    starts and watches the ranks of this machine
-network           network interfaces of this host
-signals           Ctrl-C while a job is prepared
+cluster_env           rank, world size and master address from the launcher's environment
+failure_record        how a rank failed, written to a file
+gpu_checks            checks of this host that need torch: GPUs, a collective
+host_checks           checks of this host without torch
+job_files             job files for SLURM, Kubernetes and torchrun
+join_world            joins this process to the other ranks
+local_launcher        starts and watches the ranks of this machine
+network_interfaces    network interfaces of this host
+signals               Ctrl-C while a job is prepared
 """

@@ -26,7 +26,12 @@ import psutil
 
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.run.launch.cluster_env import DEFAULT_PORT
-from meshwright.run.launch.network import interface_to, list_interfaces, loopback_interface, resolve_host
+from meshwright.run.launch.network_interfaces import (
+    interface_to,
+    list_interfaces,
+    loopback_interface,
+    resolve_host,
+)
 
 FindingLevel = Literal["ok", "warning", "failure"]
 GIB = 2**30

@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +104,17 @@ class LaunchResult:
     exit_code: int
     failure: FirstFailure | None = None
     killed_ranks: tuple[int, ...] = ()
+
+
+LocalLauncher = Callable[[list[str], int, Path], LaunchResult]  # arguments of the command, ranks, run folder
+
+
+class RanksFailed(Exception):
+    """Local ranks failed; `result` says how."""
+
+    def __init__(self, result: LaunchResult) -> None:
+        self.result = result
+        super().__init__(f"the ranks ended with code {result.exit_code}")
 
 
 @dataclass

@@ -1,11 +1,12 @@
-"""Ctrl-C while a job is prepared: raises KeyboardInterrupt and remembers it, because the exception can be
-lost.
+"""Signals: Ctrl-C while a job is prepared, and the flag that stops a run after a step.
 
-Code that torch runs in callbacks of weak references swallows every exception. Before ranks start,
-`raise_if_interrupted` checks.
+Ctrl-C raises KeyboardInterrupt and is remembered, because the exception can be lost: code that torch runs in
+callbacks of weak references swallows every exception. Before ranks start, `raise_if_interrupted` checks.
 """
 
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -25,3 +26,27 @@ def raise_if_interrupted() -> None:
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, InterruptHandler) and handler.was_interrupted:
         raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_flag(received: list[int]) -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns True after SIGTERM, SIGINT or SIGUSR1; the signals are appended to
+    `received`.
+
+    The flag travels with the next step, so all ranks stop after the same step. SIGUSR1, which schedulers send
+    before a time limit, counts as SIGTERM. Outside this context the signals end the process: a rank that
+    waits for others cannot read a flag.
+    """
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+
+    raise_if_interrupted()
+    before = {
+        number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    }
+    try:
+        yield lambda: bool(received)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

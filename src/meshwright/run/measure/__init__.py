@@ -3,8 +3,8 @@
 allreduce_choice    replaces `algorithm = "auto"` by a rule from measured links
 device_bench        times matrix products, attention and memory of a device
 hardware_lookup     what `--hardware` names
-profile_files      reads and writes device.toml
+profile_files       reads and writes device.toml
 network_profile     reads and writes cluster.toml
-past_run            step time, compute time and messages of a previous run
-op_timing              repeats operations and measures seconds and jitter
+previous_run        step time, compute time and messages of a previous run
+op_timing           repeats operations and measures seconds and jitter
 """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from meshwright.comm.algorithms.size_rule import AUTO, SizeRule
+from meshwright.comm.allreduce.size_rule import AUTO, SizeRule
 from meshwright.comm.tuning.autoselect import choose_rule
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError

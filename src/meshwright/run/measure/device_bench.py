@@ -1,6 +1,6 @@
 """Measures a device: matrix products, attention, memory and calls per second, each at many sizes.
 
-`timing` explains the method: of each size the median of the samples counts, and the distance of their
+`op_timing` explains the method: of each size the median of the samples counts, and the distance of their
 quartiles is the spread.
 
     matmuls          the three of a linear layer: x w in forward, g w' and g' x in backward; their mean. x and

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.comm.algorithms import get_algorithm
+from meshwright.comm.allreduce import get_algorithm
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.hardware.network_model import Cluster, LinkCost
 from meshwright.plan.job.errors import Diagnostic, PlanError

@@ -26,25 +26,25 @@ from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.hardware.device_specs import peak_flops
 from meshwright.plan.plan import Plan
-from meshwright.run.telemetry.trace import LoopPhase, StepTracer, replace_file
+from meshwright.run.telemetry.chrome_trace import LoopPhase, StepTracer, replace_file
 
 RANKS_FOLDER = "ranks"
 
 logger = logging.getLogger(__name__)
 
 
-def accounting_path(folder: Path, rank: int) -> Path:
+def rank_usage_path(folder: Path, rank: int) -> Path:
     """Returns the file of `rank` inside the run's `folder`."""
     return folder / RANKS_FOLDER / f"rank-{rank}.json"
 
 
-class RankAccounting:
+class RankUsage:
     """Accounts for one rank from its current step to step `last`."""
 
     def __init__(self, executor: Executor, plan: Plan, world: World, last: int) -> None:
         self._executor, self._plan, self._world = executor, plan, world
         folder, first = Path(plan.run.folder), executor.steps_done
-        self._path = accounting_path(folder, world.rank)
+        self._path = rank_usage_path(folder, world.rank)
         self._tracer = StepTracer(folder, world.rank, world.device, plan.run.trace_steps, first, last)
         self._step, self._steps = first, 0
         self._seconds: dict[str, float] = defaultdict(float)

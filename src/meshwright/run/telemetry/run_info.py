@@ -23,7 +23,7 @@ import torch
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import program_to_dict
 from meshwright.run.telemetry.accounting import device_name
-from meshwright.run.telemetry.trace import replace_file
+from meshwright.run.telemetry.chrome_trace import replace_file
 
 RUN_INFO_FILE = "run_info.json"
 MemoryByRole = Mapping[str, Mapping[str, int]]

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 
-CLOSE_TIMEOUT_S = 8.0  # below the time that run/launch.py leaves a rank after Ctrl-C
+CLOSE_TIMEOUT_S = 8.0  # below the time that run/launch/local_launcher.py leaves a rank after Ctrl-C
 QUEUE_LENGTH = 10_000
 
 logger = logging.getLogger(__name__)

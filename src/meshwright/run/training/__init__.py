@@ -1,6 +1,6 @@
 """Training: the loop over steps, and one rank for loops of your own.
 
-trainer         Trainer: one rank of a plan
+trainer        Trainer: one rank of a plan
 sample_text    generates text with a trained model
 train_loop     feed, step, log, evaluate, save
 """

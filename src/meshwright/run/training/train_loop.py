@@ -18,7 +18,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import empty_loss_error
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.run_options import RunPhase
@@ -28,11 +28,11 @@ from meshwright.run.checkpoint.directories import mark_best, step_folder
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, reduction_transports
 from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples
-from meshwright.run.data.feed import Feed
+from meshwright.run.data.local_batches import LocalBatches
 from meshwright.run.data.prefetch import PrefetchedFeed
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.launch.failure_record import RankProgress
-from meshwright.run.telemetry.accounting import RankAccounting
+from meshwright.run.telemetry.accounting import RankUsage
 from meshwright.run.telemetry.callbacks import (
     Callback,
     CallbackEvent,
@@ -73,7 +73,7 @@ class TrainResult:
 def train_loop(
     executor: Executor,
     plan: Plan,
-    feed: Feed | PrefetchedFeed,
+    feed: LocalBatches | PrefetchedFeed,
     world: World,
     should_stop: Callable[[], bool],
     callbacks: Sequence[Callback] = (),
@@ -88,7 +88,7 @@ def train_loop(
     """
     first = executor.steps_done
     steps = plan.job.train.steps if feed.num_steps is None else min(plan.job.train.steps, feed.num_steps)
-    accounting = RankAccounting(executor, plan, world, steps)
+    accounting = RankUsage(executor, plan, world, steps)
     loop = _TrainLoop(
         executor,
         plan,
@@ -174,11 +174,11 @@ class _TrainLoop:
         self,
         executor: Executor,
         plan: Plan,
-        feed: Feed | PrefetchedFeed,
+        feed: LocalBatches | PrefetchedFeed,
         world: World,
         callbacks: Sequence[Callback],
         progress: RankProgress,
-        accounting: RankAccounting,
+        accounting: RankUsage,
         eval_samples: EvalSamples | None,
         eval_history: EvalHistory,
     ) -> None:
@@ -326,7 +326,7 @@ def _finite(record: StepRecord) -> bool:
     return isfinite(record.loss) and isfinite(record.grad_norm)
 
 
-def _step_record(metrics: Metrics, accounting: RankAccounting, memory: int) -> StepRecord:
+def _step_record(metrics: Metrics, accounting: RankUsage, memory: int) -> StepRecord:
     m, data_s, save_s = metrics, accounting.pop_phase_seconds("data"), accounting.pop_phase_seconds("save")
     seconds = data_s + accounting.pop_phase_seconds("step")
     flops_per_s, mfu = accounting.throughput(m.samples, seconds)

@@ -12,7 +12,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.runtime.loss import Batch
 from meshwright.engine.runtime.microbatches import LocalBatch
-from meshwright.engine.runtime.state import Metrics
+from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.executor import Executor
 from meshwright.engine.step.gather_full import gather_full_buffers
 from meshwright.model.analysis.analyze import AnalyzedModel

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from meshwright.parallel.pipeline.schedules import (
+    automatic,
     custom,
     dualpipe,
     gpipe,
     interleaved,
     naive_model_parallel,
     one_f_one_b,
-    search,
     zb_v,
     zero_bubble,
 )
@@ -86,7 +86,7 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
         "zb_v_min": _fixed_entry(zb_v.zb_v_min_schedule, chunks=2),
         "dualpipe": _fixed_entry(dualpipe.dualpipe_schedule, dualpipe.check_dualpipe),
         "dualpipev": _fixed_entry(dualpipe.dualpipev_schedule, chunks=2),
-        "automatic": ScheduleEntry(search.automatic_schedule, num_virtual_stages=0),
+        "automatic": ScheduleEntry(automatic.automatic_schedule, num_virtual_stages=0),
     }
 )
 

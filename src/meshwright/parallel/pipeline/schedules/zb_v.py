@@ -22,7 +22,7 @@ is in flight, and so in memory.
 In `half` and `min` the lists are those of the pattern, with W moved to where ranks would be idle if all
 actions took the same time (list_scheduler.py). Any number of microbatches works: few leave actions out.
 Cost: twice the messages of 1F1B. The first and the last stage lie on one rank, so tied weights need no sum.
-Limits: the blocks are split into 2 p stages; with uneven times `half` and `min` idle more (search.py finds
+Limits: the blocks are split into 2 p stages; with uneven times `half` and `min` idle more (automatic.py finds
 better schedules).
 Paper: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv 2401.10241 (section 6, ZB-V); Qi et al.
 2024, "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362 (section 3: V-Min, V-Half, ZB-V).

@@ -1,0 +1,175 @@
+"""From summed gradients to stepped weights: CLIP (gradient norm, loss scale and clipping) and STEP.
+
+    gradients have the dtype of the stepped weights    the optimizer reads them in place, all at once
+    they have another dtype                            group 0: cast, divide, step, round; then group 1
+
+An optimizer steps only parameters that have a gradient, so one call per parameter group steps each parameter
+once. An optimizer of the user may count its calls; it gets all gradients at once.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from meshwright.engine.optim.optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
+from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer
+from meshwright.engine.params.flat_param import UpdateGroup
+from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
+from meshwright.engine.runtime.rank_state import RankState
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.action import Action
+
+
+class OptimizerUpdate:
+    """One rank's optimizers over its parameters; `is_user_made` tells that the user made them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: RankState,
+        flat_params: FlatParamStore,
+        optimizers: Optimizers,
+        *,
+        is_user_made: bool,
+    ) -> None:
+        precision = plan.job.precision.effective
+        self.loss_scale = LossScale(precision) if precision.scales_loss else None
+        self._plan, self._state, self._store, self._optimizers, self._is_user_made = (
+            plan,
+            state,
+            flat_params,
+            optimizers,
+            is_user_made,
+        )
+        self._optimizer_params, self._casts = (
+            flat_params.optimizer_params(),
+            precision.gradients != precision.master,
+        )
+        self._rounds = precision.master != precision.parameters
+        clips = (action for action in plan.actions if action.kind == "CLIP")
+        self._clipped_params = {
+            clip.name: [
+                self._optimizer_params[name] for name in clip.tensors if name in self._optimizer_params
+            ]
+            for clip in clips
+        }
+        self._divisor, self._checked = 1.0, False
+        # no rank knows the norm: GLOBAL_NORM adds it up
+        self._norm_needs_collective = bool(plan.sharding.grad_norm_axes)
+        self._buffer = torch.empty(0)
+        self.weight_stash = flat_params.master_weights.weight_stash
+
+    @property
+    def loss_scale_value(self) -> float:
+        """The factor of the loss before backward."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the memory that gradients are cast into, and of stashed weights."""
+        return self._buffer.nbytes + self.weight_stash.nbytes
+
+    def clip(self, action: Action) -> None:
+        """Computes the gradient norm, each parameter once; STEP then unscales and clips to `train.clip`."""
+        parameters = [] if self._casts else self._clipped_params[action.name]
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        norm = (
+            self._store.total_norm
+            if self._norm_needs_collective
+            else total_norm(list(self._gradients(parameters)))
+        )
+        self._state.grad_norm = true_norm = norm.item() / self.loss_scale_value
+        limit = self._plan.job.train.clip
+        clips = bool(limit) and not true_norm + 1e-6 <= limit  # as torch.nn.utils.clip_grad_norm_ has it
+        self._divisor = self.loss_scale_value * ((true_norm + 1e-6) / limit if clips else 1.0)
+        if clips and self.loss_scale is None and not self._casts:
+            clip_in_step(self._optimizers, parameters, norm, limit)
+        elif self.loss_scale is not None and not self._casts:
+            divide_in_step(self._optimizers, parameters, self._divisor)
+
+    def step(self) -> None:
+        """Steps the optimizers, and updates the weights from what was stepped."""
+        self._store.master_weights.assign_alias_grads()
+        groups = list(self._store.update_groups()) if self._casts or self._rounds or not self._checked else []
+        if not self._casts:
+            self._step_all()
+        elif not self._buffer.numel():
+            sizes = [sum(parameter.numel() for parameter in group.parameters) for group in groups]
+            like = next((group.parameters[0].detach() for group in groups if group.parameters), self._buffer)
+            self._buffer = like.new_empty(sum(sizes) if self._is_user_made else max(sizes, default=0))
+        for group in (_merge_groups(groups),) if self._casts and self._is_user_made else groups:
+            if self._casts:
+                self._cast(group)
+                self._step_all()
+                for parameter in group.parameters:
+                    parameter.grad = None
+            group.finish()
+        if not self._checked:
+            check_dtypes_match_plan(self._plan, self._live_tensors(groups))
+            self._checked = True
+
+    def clear_grad_scale(self) -> None:
+        """Lets the next step use its gradients as they are."""
+        clear_grad_scale(self._optimizers)
+
+    def _gradients(self, parameters: list[nn.Parameter]) -> Iterator[torch.Tensor]:
+        if self._casts:
+            yield from (
+                grad for group in self._store.update_groups() for grad in group.gradients if grad is not None
+            )
+        else:
+            yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
+
+    def _step_all(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def _cast(self, group: UpdateGroup) -> None:
+        at = 0
+        for parameter, gradient in zip(group.parameters, group.gradients, strict=True):
+            place = self._buffer[at : at + parameter.numel()].view(parameter.shape)
+            parameter.grad = (
+                place.zero_() if gradient is None else place.copy_(gradient.view(parameter.shape))
+            )
+            at += parameter.numel()
+        if self._divisor != 1.0:
+            self._buffer[:at].div_(self._divisor)
+
+    def _live_tensors(self, groups: Iterable[UpdateGroup]) -> Iterator[tuple[str, str, torch.Tensor]]:
+        names = {id(parameter): name for name, parameter in self._optimizer_params.items()}
+        for name, weight in self._state.trained_module.trainable_parameters.items():
+            yield "parameters", name, weight
+        for group in groups:
+            for parameter, gradient in zip(group.parameters, group.gradients, strict=True):
+                name = names[id(parameter)]
+                yield "master", name, parameter
+                if gradient is not None:
+                    yield "gradients", name, gradient
+                for optimizer in () if self._is_user_made else self._optimizers:
+                    # its moments have dtypes and shapes of their own: plan/optimizer_spec.py
+                    if isinstance(optimizer, PerParamOptimizer):
+                        continue
+                    states = optimizer.state.get(parameter, {}).values()
+                    elementwise = (
+                        each
+                        for each in states
+                        if isinstance(each, torch.Tensor) and each.shape == parameter.shape and each.ndim
+                    )
+                    yield from (
+                        ("optimizer_states", name, each) for each in elementwise if each.is_floating_point()
+                    )
+
+
+def _merge_groups(groups: list[UpdateGroup]) -> UpdateGroup:
+    def finish() -> None:
+        for group in groups:
+            group.finish()
+
+    parameters = tuple(parameter for group in groups for parameter in group.parameters)
+    return UpdateGroup(
+        parameters, tuple(gradient for group in groups for gradient in group.gradients), finish
+    )

@@ -1,0 +1,423 @@
+"""All flat parameters of one rank: the shards, and the full parameters while they are needed.
+
+    unsharded storage   full_tensor  [ w0 | w1 | w2 | pad ]    one per group; the shard is a range of it
+    sharded storage     shard        [ w1 | w2 ]               own memory; full tensor in a shared buffer
+
+A parameter of the module is permanently a view of its place in the full tensor: a group always returns to the
+same buffer, so what autograd has saved of a weight is right again once UNSHARD has filled it, and no storage
+changes under a graph. The optimizer steps views of the shard, or of its master in a wider dtype: one
+parameter per weight with elements here. PACK copies gradients to their places in a flat buffer; `gradient` is
+this rank's shard of their sum.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from meshwright.engine.params.flat_param import FlatParam, MasterWeights, UpdateGroup
+from meshwright.engine.params.matrix_owners import MatrixOwners
+from meshwright.engine.params.param_slices import ParamSlices
+from meshwright.engine.runtime.mixed_precision import total_norm
+from meshwright.engine.runtime.rank_state import RankState
+from meshwright.plan.model_spec.model_spec import ROOT, block_of
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
+from meshwright.plan.step.action import Action
+
+
+class FlatParamStore:
+    """The flat parameters of one rank, filled from the values of the model's parameters."""
+
+    def __init__(self, plan: Plan, state: RankState) -> None:
+        self._plan, self._state, self.param_slices = plan, state, ParamSlices(plan, state.world)
+        self._by_name: dict[str, FlatParam] = {}  # by weight
+        self.matrix_owners = MatrixOwners(plan, state, self._by_name)
+        self.param_slices.slice_params(state.trained_module)
+        roles = {role: getattr(torch, dtype) for role, dtype in plan.job.precision.roles.items()}
+        self._dtype, self._reduce_dtype, self._grad_dtype, self._master_dtype = (
+            roles[r] for r in ("parameters", "reduce", "gradients", "master")
+        )
+        # buffers are of its kind: on its device, fake where it is
+        self._example_param = next(iter(state.trained_module.parameters.values()))
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.by_param_group: dict[str, FlatParam] = {}
+        self.grad_sqnorm = torch.zeros(1, dtype=torch.float64)  # the norm's, of this rank's shards or of all
+        allocations = {
+            action.tensors[0]: action.allocations for action in plan.actions if action.kind == "UNSHARD"
+        }
+        self._param_shardings = {
+            param_sharding.param.name: param_sharding for param_sharding in plan.sharding.param_shardings
+        }
+        coordinate = plan.mesh.coordinate(state.world.rank)
+        self._norm_param_names, self.reported_param_names = (
+            frozenset(plan.sharding.params_counted_in_norm(coordinate)),
+            frozenset(plan.sharding.params_counted_in_sum(coordinate)),
+        )
+        for name, spec in plan.sharding.flat_param_specs().items():
+            first = spec.params[0][0]
+            flat = self._param_shardings[first].is_stored_sharded
+            flat_param = (
+                self._make_sharded(spec, allocations[first][0].name, allocations[first][0].nbytes)
+                if flat
+                else self._make_unsharded(spec)
+            )
+            self.by_param_group[name] = flat_param
+            self._by_name |= dict.fromkeys((weight for weight, _, _ in spec.params), flat_param)
+            if self._param_shardings[first].param.trainable and first not in self.matrix_owners.param_names:
+                flat_param.optimizer_params = {
+                    p.name: nn.Parameter(flat_param.shard_values(p).detach().view(self._optimizer_shape(p)))
+                    for p in flat_param.param_shards
+                }
+        self.master_weights = MasterWeights(
+            plan, state, self._by_name.keys() | self.matrix_owners.param_names
+        )
+        sums = [action for action in plan.actions if action.kind in ("REDUCE", "ACCUMULATE")]
+        # gradients stay where they are summed
+        self._grads_in_place = not any(action.kind == "ACCUMULATE" or action.allocations for action in sums)
+        packs = (action for action in plan.actions if action.kind == "PACK")
+        # buffers that gradients are packed into
+        self._pack_buffer_names = {hold.name for action in packs for hold in action.allocations}
+        self._packed_buffers: dict[str, torch.Tensor] = {}  # what is under way, by the name of its PACK
+
+    def optimizer_params(self) -> dict[str, nn.Parameter]:
+        """Returns the optimizer's parameters on this rank, by logical name.
+
+        Shards and unsharded parameters.
+        """
+        found, unflattened = {}, self.master_weights.optimizer_params | self.matrix_owners.optimizer_params
+        for name in self._state.trained_module.trainable_parameters:
+            if name in unflattened:
+                found[name] = unflattened[name]
+            elif name in self._by_name and name in self._by_name[name].optimizer_params:
+                found[name] = self._by_name[name].optimizer_params[name]
+        return found
+
+    def update_groups(self) -> Iterator[UpdateGroup]:
+        """Yields the stepped parameters, one group at a time, with their summed gradients."""
+        yield from (
+            flat_param.update_group(flat_param.gradient)
+            for flat_param in self.by_param_group.values()
+            if flat_param.gradient is not None and flat_param.optimizer_params
+        )
+        yield from self.master_weights.update_groups()
+        yield from self.matrix_owners.update_groups()
+
+    @property
+    def forward_is_collective(self) -> bool:
+        """Whether a forward needs all ranks, because some parameters are stored only in shards or slices."""
+        return bool(self.param_slices) or any(
+            flat_param.is_sharded for flat_param in self.by_param_group.values()
+        )
+
+    def is_flattened(self, name: str) -> bool:
+        """Whether the weight `name` lies in a flat parameter."""
+        return name in self._by_name
+
+    def param_shard(self, name: str) -> ParamShard | None:
+        """Returns this rank's part of the weight `name`.
+
+        None if it has none or the weight is not flattened.
+        """
+        flat_param = self._by_name.get(name)
+        return (
+            None
+            if flat_param is None
+            else next(
+                (param_shard for param_shard in flat_param.param_shards if param_shard.name == name), None
+            )
+        )
+
+    def stores_locally(self, name: str) -> bool:
+        """Whether this rank stores anything of the flattened weight `name` between its uses."""
+        return not self._by_name[name].is_sharded or self.param_shard(name) is not None
+
+    def shard_values(self, param_shard: ParamShard) -> torch.Tensor:
+        """Returns the values of `param_shard`, flat: the master's, if there is one."""
+        return self._by_name[param_shard.name].shard_values(param_shard)
+
+    def load_values(self, name: str, values: torch.Tensor) -> None:
+        """Copies this rank's part of the weight `name` from `values`.
+
+        All of it where it is stored unsharded.
+        """
+        flat_param, param_shard = self._by_name[name], self.param_shard(name)
+        if param_shard is not None:
+            flat_param.load_values(param_shard, values)
+        if not flat_param.is_sharded:
+            flat_param.views[name].copy_(values)
+
+    def unshard(self, action: Action) -> None:
+        """Starts the all-gather of a parameter group from its shards."""
+        flat_param = self._by_name[action.tensors[0]]
+        self._state.works[action.name] = flat_param.group.all_gather(
+            flat_param.full_tensor, flat_param.shard, action=action.name
+        )
+
+    def pack(self, action: Action) -> bool:
+        """Packs the gradients of a group into a flat buffer; returns False if the group is not flattened."""
+        flat_param = self._by_name.get(action.tensors[0])
+        if flat_param is None:
+            return False
+        flat = self._buffer(action.allocations[0].name, action.allocations[0].nbytes, self._reduce_dtype)[
+            : flat_param.spec.numel
+        ]
+        parameters, end = self._state.trained_module.parameters, 0
+        for name, numel, start in sorted(flat_param.spec.params, key=lambda each: each[2]):
+            flat[end:start].zero_()
+            end = start + numel
+            parameter, place = parameters[name], flat[start:end]
+            if parameter.grad is None:
+                place.zero_()
+            else:
+                place.copy_(parameter.grad.view(-1))
+            parameter.grad = place.view(parameter.shape) if self._grads_in_place else None
+        flat[end:].zero_()
+        self._packed_buffers[action.name] = flat
+        if self._grads_in_place and flat_param.gradient is None:  # the buffer belongs to the flat parameter
+            self._set_gradient(flat_param, flat[flat_param.shard_slice])
+        return True
+
+    def reduce(self, action: Action) -> None:
+        """Starts the reduce-scatter of packed gradients, or the all-reduce of shards over replicas."""
+        flat_param, move = self._by_name[action.tensors[0]], action.transfer
+        if move is None:
+            return
+        group = self._state.world.group(move.axes)
+        if move.collective == "all_reduce":
+            work = group.all_reduce(self._gradient(flat_param), action=action.name)
+        else:
+            flat = self._packed_buffer(action)
+            direct = bool(action.allocations) and self._reduce_dtype == self._grad_dtype
+            output = self._gradient(flat_param) if direct else flat[flat_param.shard_slice]
+            work = group.reduce_scatter(output, flat, action=action.name)
+        self._state.works[action.name] = work
+
+    def accumulate(self, action: Action) -> None:
+        """Adds the reduced shard of one microbatch to the sum of those before it."""
+        flat_param = self._by_name[action.tensors[0]]
+        local_grads = self._packed_buffer(action)[flat_param.shard_slice]
+        gradient = self._gradient(flat_param)
+        # the first is there when it takes room
+        gradient.copy_(local_grads) if action.allocations else gradient.add_(local_grads)
+
+    def _packed_buffer(self, action: Action) -> torch.Tensor:
+        return self._packed_buffers[replace(action, kind="PACK").name]
+
+    def compute_sqnorm(self) -> None:
+        """Computes the squared norm of the gradients that this rank is the first to hold.
+
+        GLOBAL_NORM sums it.
+        """
+        local_grads = [
+            part
+            for flat_param in self.by_param_group.values()
+            if flat_param.gradient is not None
+            for part in self._norm_parts(flat_param, flat_param.gradient)
+        ]
+        full_tensor = (
+            p
+            for name, p in self._state.trained_module.trainable_parameters.items()
+            if name not in self._by_name and name in self._norm_param_names
+        )
+        local_grads += [parameter.grad for parameter in full_tensor if parameter.grad is not None]
+        self.grad_sqnorm = (
+            total_norm(local_grads).double().square().view(1)
+            if local_grads
+            else torch.zeros_like(self.grad_sqnorm)
+        )
+
+    def _norm_parts(self, flat_param: FlatParam, gradient: torch.Tensor) -> list[torch.Tensor]:
+        if all(name in self._norm_param_names for name, _, _ in flat_param.spec.params):
+            return [gradient]
+        return [
+            gradient[param_shard.shard_offset : param_shard.shard_offset + param_shard.numel]
+            for param_shard in flat_param.param_shards
+            if param_shard.name in self._norm_param_names
+        ]
+
+    @property
+    def total_norm(self) -> torch.Tensor:
+        """The norm of all gradients, once GLOBAL_NORM has ended."""
+        return self.grad_sqnorm.sqrt()[0]
+
+    def refresh_unsharded(self, action: str) -> None:
+        """Gathers the parameters that stay unsharded: those stored so, and those of the root.
+
+        All ranks call it.
+        """
+        for flat_param in self.by_param_group.values():
+            if not flat_param.is_sharded or ROOT in flat_param.block_calls:
+                flat_param.group.all_gather(flat_param.full_tensor, flat_param.shard, action=action).wait()
+
+    def unshard_block(self, block: str, action: str) -> None:
+        """Gathers the parameters that a call of `block` uses, without the root's; all ranks call it."""
+        for flat_param in self.by_param_group.values():
+            if (
+                flat_param.is_sharded
+                and ROOT not in flat_param.block_calls
+                and any(block_of(block_call) == block for block_call in flat_param.block_calls)
+            ):
+                flat_param.group.all_gather(flat_param.full_tensor, flat_param.shard, action=action).wait()
+
+    def full_values(self, action: str, *, use_masters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every logical parameter with its present value, one group at a time; all ranks call it.
+
+        Shards are gathered into separate memory. `use_masters` yields masters where there are any, except for
+        weights that a matrix owner steps.
+        """
+        for name, parameter in self._state.trained_module.parameters.items():
+            if name not in self._by_name:
+                value = (
+                    self.master_weights.exact_value(name, parameter) if use_masters else parameter.detach()
+                )
+                yield name, self.param_slices.gather_full(name, value, action)
+        for flat_param in self.by_param_group.values():
+            yield from self._gather_params(
+                flat_param, flat_param.optimizer_tensor if use_masters else flat_param.shard, action
+            )
+
+    def full_gradients(self, action: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the summed gradient of every trained parameter, in the same way; GLOBAL_NORM has ended."""
+        for name, parameter in self._state.trained_module.trainable_parameters.items():
+            if name not in self._by_name:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                yield name, self.param_slices.gather_full(name, gradient, action)
+        for flat_param in self.by_param_group.values():
+            if flat_param.gradient is not None:
+                yield from self._gather_params(flat_param, flat_param.gradient, action)
+
+    def _gather_params(
+        self, flat_param: FlatParam, shard: torch.Tensor, action: str
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        full_tensor = shard.new_empty(flat_param.spec.numel)
+        flat_param.group.all_gather(full_tensor, shard, action=action).wait()
+        for name, numel, start in flat_param.spec.params:
+            yield (
+                name,
+                self.param_slices.gather_full(
+                    name, full_tensor[start : start + numel].view(flat_param.views[name].shape), action
+                ),
+            )
+
+    def _make_unsharded(self, spec: FlatParamSpec) -> FlatParam:
+        full_tensor = self._example_param.new_zeros(spec.numel, dtype=self._dtype)
+        flat_param = self._add_master(self._make_flat_param(spec, full_tensor))
+        param_shards = {param_shard.name: param_shard for param_shard in flat_param.param_shards}
+        for name, view in flat_param.views.items():
+            values = self._initial_value(name)
+            with torch.no_grad():
+                view.copy_(values)
+                if name in param_shards:
+                    flat_param.load_values(param_shards[name], values)
+            self._state.trained_module.parameters[name].data = view
+        return flat_param
+
+    def _make_sharded(self, spec: FlatParamSpec, buffer: str, nbytes: int) -> FlatParam:
+        dtype = self._state.trained_module.parameters[spec.params[0][0]].dtype
+        flat_param = self._make_flat_param(spec, self._buffer(buffer, nbytes, dtype)[: spec.numel])
+        flat_param.shard, flat_param.is_sharded = (
+            self._example_param.new_zeros(spec.shard_numel, dtype=dtype),
+            True,
+        )
+        flat_param, parameters = self._add_master(flat_param), self._state.trained_module.parameters
+        with torch.no_grad():
+            for param_shard in flat_param.param_shards:
+                flat_param.load_values(param_shard, self._initial_value(param_shard.name))
+        for name, view in flat_param.views.items():
+            parameters[name].data = view
+        return flat_param
+
+    def _initial_value(self, name: str) -> torch.Tensor:
+        blank = self._state.trained_module.initial_values
+        return blank[name] if name in blank else self._state.trained_module.parameters[name].detach()
+
+    def _make_flat_param(self, spec: FlatParamSpec, full_tensor: torch.Tensor) -> FlatParam:
+        group, shapes = self._state.world.group(spec.axes), self._state.trained_module.parameters
+        views = {
+            name: full_tensor[start : start + numel].view(shapes[name].shape)
+            for name, numel, start in spec.params
+        }
+        flat_param = FlatParam(
+            spec,
+            group,
+            full_tensor,
+            full_tensor,
+            views,
+            self._param_shardings[spec.params[0][0]].param.block_calls,
+        )
+        flat_param.shard = full_tensor[flat_param.shard_slice]
+        return flat_param
+
+    def _add_master(self, flat_param: FlatParam) -> FlatParam:
+        first = flat_param.spec.params[0][0]
+        if (
+            self._master_dtype != self._dtype
+            and self._param_shardings[first].param.trainable
+            and first not in self.matrix_owners.param_names
+        ):
+            flat_param.master = flat_param.shard.new_zeros(
+                flat_param.spec.shard_numel, dtype=self._master_dtype
+            )
+        return flat_param
+
+    def _optimizer_shape(self, param_shard: ParamShard) -> tuple[int, ...]:
+        param_sharding = self._param_shardings[param_shard.name]
+        return (
+            param_sharding.param.shape if param_sharding.shard_alignment == "matrix" else (param_shard.numel,)
+        )
+
+    def _gradient(self, flat_param: FlatParam) -> torch.Tensor:
+        gradient = flat_param.gradient
+        if gradient is None:
+            gradient = flat_param.shard.new_empty(flat_param.spec.shard_numel, dtype=self._grad_dtype)
+            self._set_gradient(flat_param, gradient)
+        return gradient
+
+    @staticmethod
+    def _set_gradient(flat_param: FlatParam, gradient: torch.Tensor) -> None:
+        flat_param.gradient = gradient
+        if gradient.dtype == flat_param.optimizer_tensor.dtype:  # else it is cast when it is read
+            for param_shard in flat_param.param_shards if flat_param.optimizer_params else ():
+                flat_param.optimizer_params[param_shard.name].grad = flat_param.shard_view(
+                    gradient, param_shard
+                )
+
+    def _buffer(self, name: str, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the buffer `name` as elements of `dtype`.
+
+        Made at its first use, it stays, and groups share it in turn.
+        """
+        if name not in self._buffers:
+            self._buffers[name] = self._example_param.detach().new_empty(nbytes, dtype=torch.uint8)
+        return self._buffers[name][: nbytes - nbytes % dtype.itemsize].view(dtype)
+
+    def memory_by_category(self) -> dict[str, int]:
+        """Returns bytes by category: parameters, master, gradients, buffers.
+
+        A buffer in which gradients stay counts as gradients.
+        """
+        flat_param, sizes = (
+            self.by_param_group.values(),
+            {name: buffer.nbytes for name, buffer in self._buffers.items()},
+        )
+        gradient_nbytes = sum(
+            0 if each.gradient is None or self._grads_in_place else each.gradient.nbytes
+            for each in flat_param
+        )
+        in_place_nbytes = sum(
+            sizes.pop(name)
+            for name in list(sizes)
+            if self._grads_in_place and name in self._pack_buffer_names
+        )
+        return {
+            "parameters": sum(
+                (each.shard if each.is_sharded else each.full_tensor).nbytes for each in flat_param
+            ),
+            "master": sum(each.master_nbytes for each in flat_param)
+            + self.master_weights.nbytes
+            + self.matrix_owners.nbytes,
+            "gradients": gradient_nbytes + in_place_nbytes,
+            "buffers": sum(sizes.values()),
+        }

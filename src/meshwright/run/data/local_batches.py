@@ -1,0 +1,210 @@
+"""From a global step to the samples of one rank: every plan trains on the same samples in the same order.
+
+The order of samples belongs to the job, not to the ranks. A rank reads its part of each microbatch of the
+global batch, so the step is the only state of the data that a checkpoint needs.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.plan import Plan
+from meshwright.run.data.byte_text import TextDataset
+from meshwright.run.data.mixture import Mixture
+from meshwright.run.data.packed_documents import open_documents
+from meshwright.run.data.readers import open_reader, source_format, unused_field_diagnostics
+from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
+from meshwright.run.data.streaming import StreamOrder, TokenStream
+from meshwright.run.data.token_dataset import TokenDataset
+from meshwright.run.data.tokenizer import Tokenizer, make_tokenizer
+
+
+class Dataset(Protocol):
+    """Samples by index: their number, a digest of their content, and a batch for a list of ids (-1: an
+    absent sample).
+
+    `notes` are sentences for the user.
+    """
+
+    digest: str
+    notes: tuple[str, ...]
+
+    def __len__(self) -> int: ...
+
+    def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns one sample per id."""
+        ...
+
+
+class SampleOrder(Protocol):
+    """The samples of each global step; `num_total` is how many are read in all (None: unknown, or without
+    end).
+    """
+
+    @property
+    def num_total(self) -> int | None: ...
+
+    def ids(self, step: int, batch: int) -> list[int]:
+        """Returns the sample ids of global step `step`; -1 after the end."""
+        ...
+
+
+class ExampleDataset:
+    """The samples of the example batch that a model's factory returned."""
+
+    notes = ()
+
+    def __init__(self, example: Mapping[str, torch.Tensor]) -> None:
+        self._example = dict(example)
+        digest = sha256()
+        for key in sorted(self._example):
+            tensor = self._example[key]
+            digest.update(f"{key} {list(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        self.digest = digest.hexdigest()
+
+    def __len__(self) -> int:
+        return len(next(iter(self._example.values())))
+
+    def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns the samples `ids`; absent ones are left out, so the batch may be short or empty."""
+        rows = torch.tensor([i for i in ids if i != ABSENT_SAMPLE], dtype=torch.long)
+        return {key: value[rows] for key, value in self._example.items()}
+
+
+@dataclass(frozen=True)
+class LocalBatches:
+    """The samples of each step that `rank` reads under `plan`."""
+
+    dataset: Dataset
+    order: SampleOrder
+    plan: Plan
+    rank: int
+
+    def batch(self, step: int) -> dict[str, torch.Tensor] | None:
+        """Returns this rank's samples of global step `step` (from 0), microbatch after microbatch; None
+        when all are absent.
+        """
+        ids = self.order.ids(step, self.plan.job.train.batch)
+        local_ids = [ids[row] for row in self.plan.samples_read(self.rank)]
+        return self.dataset.batch(local_ids) if any(i != ABSENT_SAMPLE for i in local_ids) else None
+
+    def sample_ids(self, step: int) -> list[list[int]]:
+        """Returns the ids of the samples of each data rank in global step `step`."""
+        plan = self.plan
+        ids = self.order.ids(step, plan.job.train.batch)
+        rows = [
+            [row for first in plan.microbatch_starts(i) for row in range(first, first + plan.micro_batch)]
+            for i in range(plan.num_data)
+        ]
+        return [[ids[row] for row in mine if ids[row] != ABSENT_SAMPLE] for mine in rows]
+
+    @property
+    def num_steps(self) -> int | None:
+        """The number of global steps until the samples end; None without end, or if they cannot be counted.
+
+        The last step may be short.
+        """
+        total = self.order.num_total
+        return None if total is None else -(-total // self.plan.job.train.batch)
+
+    @property
+    def is_thread_safe(self) -> bool:
+        """Whether several threads may read batches, in any order; a stream has one reader."""
+        return not isinstance(self.dataset, TokenStream)
+
+    def has_ended(self, step: int) -> bool:
+        """Returns whether the samples end before global step `step`; reads a stream up to it."""
+        if isinstance(self.dataset, TokenStream):
+            return not self.dataset.has_sample(step * self.plan.job.train.batch)
+        return self.num_steps is not None and step >= self.num_steps
+
+
+def open_dataset(
+    source: DataConfig,
+    example: Mapping[str, torch.Tensor] | None,
+    cache: Path | None = None,
+    check_tokenizer: Callable[[Tokenizer], Iterable[Diagnostic]] = lambda codec: (),
+) -> Dataset:
+    """Returns the samples of `source`; tokens are kept in the folder `cache`.
+
+    Text files, read as bytes, and streams need no cache. `check_tokenizer` is called before anything is
+    tokenized. Raises PlanError for samples that are missing, empty or broken, for a tokenizer that cannot be
+    used, and for a missing example.
+    """
+    if source.source == "example":
+        return _example(source, example)
+    raise_diagnostics(source.diagnostics())
+    codec = make_tokenizer(source.tokenizer)
+    diagnostics, parts = list(check_tokenizer(codec)), []
+    tokenizer_failed = bool(diagnostics)
+    for part in source.part_configs() or (source,):
+        try:
+            parts += _tokens(part, codec, cache, tokenizer_failed=tokenizer_failed)
+        except PlanError as error:
+            diagnostics += error.diagnostics
+    raise_diagnostics(diagnostics)
+    return Mixture(parts, [part.weight for part in source.mixture]) if source.mixture else parts[0]
+
+
+def _tokens(
+    source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, tokenizer_failed: bool
+) -> list[TokenDataset]:
+    raise_diagnostics(unused_field_diagnostics(source))
+    if source_format(source) == "text" and not source.tokenizer:
+        return [TextDataset(source)]
+    rows = open_reader(source)
+    if tokenizer_failed:
+        return []
+    if source.streaming:
+        return [TokenStream(source, rows, tokenizer)]
+    if cache is None:
+        raise ValueError(
+            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass "
+            f"cache=Path(...)"
+        )
+    return [open_documents(source, rows, tokenizer, cache)]
+
+
+def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> ExampleDataset:
+    fix = "remove it, or set data.source to a file, a folder or a data set"
+    usual = DataConfig(source.source)
+    raise_diagnostics(
+        Diagnostic(
+            f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is",
+            fix,
+            f"data.{name}",
+        )
+        for name in ("tokenizer", "chat", "streaming", "format", "column", "split")
+        if vars(source)[name] != vars(usual)[name]
+    )
+    if example is None:
+        fix = (
+            "set data.source to a text file or folder, or return meshwright.Model(module, "
+            "example=...) from the factory"
+        )
+        raise PlanError(
+            'data.source is "example" and the model comes without an example batch',
+            fix=fix,
+            location="data.source",
+        )
+    return ExampleDataset(example)
+
+
+def open_local_batches(dataset: Dataset, plan: Plan, rank: int) -> LocalBatches:
+    """Returns the feed of `rank` under `plan`."""
+    dataset = dataset.reopen() if isinstance(dataset, TokenStream) else dataset
+    return LocalBatches(dataset, _order(dataset, plan), plan, rank)
+
+
+def _order(data: Dataset, plan: Plan) -> SampleOrder:
+    seed, epochs = plan.job.train.seed, plan.job.data.epochs
+    if isinstance(data, TokenStream):
+        return StreamOrder()
+    return data.order(seed, epochs) if isinstance(data, Mixture) else ShuffledOrder(len(data), seed, epochs)

@@ -1,0 +1,61 @@
+"""The state of one rank during a step: parameters, buckets, and what is reset at its end."""
+
+import torch
+from torch import nn
+
+from meshwright.api import single_rank_world
+from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.rank_state import GradBucket, RankState, TrainedModule
+from meshwright.model.blocks.forward_driver import BlockCall, ForwardPass
+from meshwright.plan.model_spec.model_spec import ModelSpec
+
+
+def state_of(parameters: dict[str, nn.Parameter]) -> RankState:
+    subject = TrainedModule(nn.Module(), {}, parameters, ModelSpec("paper", (), (), (), ()), {})
+    return RankState(subject, single_rank_world(torch.device("cpu")), token_cross_entropy())
+
+
+def test_trainable_parameters_are_those_that_require_gradients():
+    parameters = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2), requires_grad=False)}
+    assert list(state_of(parameters).trained_module.trainable_parameters) == ["a"]
+
+
+def test_the_tensor_of_a_bucket_is_its_buffer_and_that_of_a_parameter_its_gradient():
+    state = state_of({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3))})
+    state.buckets["0"] = GradBucket({"a": state.trained_module.parameters["a"]}, torch.float32)
+    assert state.action_tensor("0") is state.buckets["0"].buffer
+    assert state.action_tensor("b").tolist() == [0.0] * 3
+    assert state.action_tensor("b") is state.trained_module.parameters["b"].grad
+    state.trained_module.parameters["a"].grad = torch.ones(2)
+    assert state.action_tensor("a") is state.trained_module.parameters["a"].grad
+
+
+def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
+    state = state_of({"a": nn.Parameter(torch.ones(2))})
+    for _ in range(2):
+        samples = {"x": torch.zeros(2)}
+        state.begin_step([samples], 1)
+        assert (
+            state.microbatches,
+            state.num_real_microbatches,
+            state.forward_passes,
+            state.final_glue,
+            state.works,
+        ) == (
+            [samples],
+            1,
+            {},
+            {},
+            {},
+        )
+        assert state.loss_sum.item() == 0
+        state.forward_passes[0], state.final_glue[0] = (
+            ForwardPass(lambda block_call: None),
+            (None, BlockCall("(outputs)")),
+        )
+        state.loss_sum += 3
+        state.step_totals += 1
+    state.clear_step()
+    assert (state.microbatches, state.forward_passes, state.final_glue, state.works) == ([], {}, {}, {})
+    assert state.loss_sum.item() == 3
+    assert state.step_totals.tolist() == [2, 2, 2, 2]

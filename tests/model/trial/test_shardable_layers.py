@@ -1,0 +1,81 @@
+"""The reasons why a weight is not sharded, and the lines that declare roles."""
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.api import analyze
+from meshwright.model.loading.loader import Model
+from meshwright.model.trial.shardable_layers import suggest_roles
+from meshwright.plan.model_spec.model_spec import ParamSpec
+from tests.model.two_block_model import Net
+
+
+class Block(nn.Module):
+    """A convolution, a norm of its own kind, and four linears, of which two make a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv1d(8, 8, 1), nn.Parameter(torch.ones(8))
+        self.up, self.down, self.odd, self.never = (
+            nn.Linear(*sizes) for sizes in ((8, 12), (12, 8), (8, 6), (8, 8))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.conv(x.transpose(1, 2)).transpose(1, 2) * self.scale
+        x = x + self.down(torch.tanh(self.up(x)))
+        return x + self.odd(x).mean()
+
+
+def weights(**layer_roles: str) -> dict[str, ParamSpec]:
+    tokens = torch.zeros(2, 5, dtype=torch.long)
+    roles = {f"layers.*.{name}": role for name, role in layer_roles.items()}
+    return {
+        w.name: w
+        for w in analyze(
+            lambda: Model(Net(Block), layer_roles=roles), {"input_ids": tokens, "labels": tokens}
+        ).model_spec.params
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("conv.weight", "a convolution: only linear layers and embeddings can be sharded"),
+        ("scale", "Block computes with it in a way that is not known"),
+        ("never.weight", "the trial run does not call it inside a block"),
+    ],
+)
+def test_whole_layers_have_a_reason(name: str, why: str):
+    found = weights(up="colwise", down="rowwise", odd="colwise", never="colwise")[f"layers.1.{name}"]
+    assert (found.role, found.not_shardable_reason) == ("", why)
+
+
+def test_layers_whose_widths_do_not_agree_are_named_with_them():
+    found = weights(up="colwise", down="replicated", odd="rowwise")
+    assert (
+        found["layers.0.odd.weight"].not_shardable_reason
+        == "odd takes 8 features, and its input comes from up 12"
+    )
+    assert (
+        found["layers.0.odd.weight"].not_shardable_reason == found["layers.0.up.weight"].not_shardable_reason
+    )
+    assert found["layers.0.down.weight"].not_shardable_reason == "replicated, declared by you"
+
+
+def test_declared_roles_are_listed_separately():
+    found = weights(up="colwise", down="rowwise", conv="colwise")
+    assert (
+        found["layers.0.conv.weight"].declared_role == found["layers.0.up.weight"].declared_role == "colwise"
+    )
+    assert (
+        found["layers.0.up.weight"].not_shardable_reason == found["layers.0.odd.weight"].declared_role == ""
+    )
+
+
+def test_of_parallel_layers_the_last_consumes_the_outputs_of_the_others():
+    lines = suggest_roles(["h.*.attend.q", "h.*.attend.k", "h.*.attend.o", "h.*.up"])
+    assert lines.endswith(
+        "layer_roles={'h.*.attend.q': 'colwise', 'h.*.attend.k': 'colwise', 'h.*.attend.o': 'rowwise'})"
+    )
+    assert suggest_roles([], ["embed"]).endswith("layer_roles={'embed': 'vocab'})")

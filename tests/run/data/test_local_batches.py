@@ -1,0 +1,136 @@
+"""The samples of each rank: a step has the same samples under every plan, and each sample is read once per
+epoch.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.ddp import DDP
+from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.data.byte_text import TextDataset
+from meshwright.run.data.local_batches import ExampleDataset, LocalBatches, open_dataset, open_local_batches
+from meshwright.run.data.packed_documents import PackedTexts
+from tests.paper_model import SyntheticModel
+from tests.run.data.corpora import jsonl
+
+BATCH, ROWS = 12, 31
+EXAMPLE = {"x": torch.arange(ROWS * 2.0).view(ROWS, 2), "labels": torch.arange(ROWS)}
+
+
+def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
+    job = Job(
+        ModelConfig("model.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5)
+    )
+    strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
+    return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, micro_batch)
+
+
+def feeds(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[LocalBatches]:
+    made = plan(ranks, micro_batch, epochs)
+    return [open_local_batches(ExampleDataset(EXAMPLE), made, rank) for rank in range(ranks)]
+
+
+def played(rows: list[dict[str, torch.Tensor] | None]) -> list[int]:
+    """The samples that all ranks play in one step."""
+    return sorted(sample for batch in rows if batch is not None for sample in batch["labels"].tolist())
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 5 - 1), (2, 0), (2, 3), (3, 2), (4, 1), (6, 2)])
+@pytest.mark.parametrize("step", [0, 1, 2, 7, 1000])
+def test_a_step_has_the_same_samples_under_every_plan(ranks, micro_batch, step):
+    mine = played([feed.batch(step) for feed in feeds(ranks, micro_batch)])
+    assert mine == played([feeds(1)[0].batch(step)])
+    assert len(mine) == BATCH
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epochs):
+    each = feeds(ranks, epochs=epochs)
+    (steps,) = {feed.num_steps for feed in each}
+    assert steps == -(-ROWS * epochs // BATCH)
+    counts = Counter(
+        sample for step in range(steps) for sample in played([feed.batch(step) for feed in each])
+    )
+    assert counts == dict.fromkeys(range(ROWS), epochs)
+    assert len(played([feed.batch(steps - 1) for feed in each])) == ROWS * epochs - (steps - 1) * BATCH
+    assert [feed.batch(steps) for feed in each] == [None] * ranks
+
+
+def test_size_errors_are_reported_with_those_of_the_source_and_before_tokenizing(tmp_path):
+    odd = Diagnostic("too many tokens", "take fewer")
+    rows = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
+    with pytest.raises(PlanError, match="too many tokens"):
+        open_dataset(DataConfig(rows), None, tmp_path / "cache", lambda codec: [odd])
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(PlanError) as caught:
+        open_dataset(DataConfig(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
+    assert [fault.problem for fault in caught.value.diagnostics] == [
+        "too many tokens",
+        "there is no such file or folder",
+    ]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_data_is_over_after_its_last_step(epochs):
+    feed = feeds(3, epochs=epochs)[1]
+    assert [feed.has_ended(step) for step in (0, feed.num_steps - 1, feed.num_steps)] == [False, False, True]
+    assert not feeds(1)[0].has_ended(10**6)
+
+
+def test_data_without_end_has_no_last_step():
+    assert feeds(2)[0].num_steps is None
+
+
+def test_a_short_step_fills_the_first_micro_batches_first():
+    """31 rows in steps of 12: the third step has 7. Four shares of 3: two ranks, two microbatches."""
+    order = feeds(1, epochs=1)[0].batch(2)
+    assert order is not None
+    samples = order["labels"].tolist()
+    left, right = (feed.batch(2) for feed in feeds(2, 3, epochs=1))
+    assert left is not None
+    assert right is not None
+    assert left["labels"].tolist() == [*samples[0:3], samples[6]]
+    assert right["labels"].tolist() == samples[3:6]
+
+
+def test_samples_keep_all_their_keys():
+    batch = feeds(3)[1].batch(4)
+    assert batch is not None
+    assert torch.equal(batch["x"], EXAMPLE["x"][batch["labels"]])
+
+
+def test_the_digest_of_an_example_names_its_content():
+    changed = {**EXAMPLE, "x": EXAMPLE["x"].clone()}
+    assert ExampleDataset(changed).digest == ExampleDataset(EXAMPLE).digest
+    changed["x"][3, 1] += 1
+    others = [
+        changed,
+        {"x": EXAMPLE["x"]},
+        {**EXAMPLE, "x": EXAMPLE["x"].double()},
+        {**EXAMPLE, "x": EXAMPLE["x"].view(2, ROWS)},
+    ]
+    assert len({ExampleDataset(other).digest for other in [EXAMPLE, *others]}) == 5
+
+
+def test_a_source_is_opened_as_what_it_is(tmp_path):
+    (tmp_path / "a.txt").write_text("some text")
+    assert isinstance(open_dataset(DataConfig(str(tmp_path)), None), TextDataset)
+    assert isinstance(
+        open_dataset(DataConfig(jsonl(tmp_path / "a.jsonl", [{"text": "x"}])), None, tmp_path / "cache"),
+        PackedTexts,
+    )
+    assert isinstance(open_dataset(DataConfig("example"), EXAMPLE), ExampleDataset)
+    with pytest.raises(ValueError, match="has to be tokenised, and no folder was given"):
+        open_dataset(DataConfig(str(tmp_path / "a.jsonl")), None)
+    with pytest.raises(
+        PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"
+    ):
+        open_dataset(DataConfig("example"), None)

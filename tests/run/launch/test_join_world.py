@@ -1,0 +1,57 @@
+"""Joining a world: the device of each rank, and settings that all ranks must share."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from meshwright.comm.collectives.group import World
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.launch.cluster_env import RankEnv
+from meshwright.run.launch.join_world import _gpu, check_same_plan, join_world
+from meshwright.testing.ranks import run_on_threads
+from tests.tiny_model import analyzed_model, plan_of
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees():
+    assert _gpu(3, 4, every_visible=False) == torch.device("cuda", 3)
+    assert _gpu(3, 1, every_visible=False) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(("visible", "every_visible"), [(1, True), (2, False), (0, False)])
+def test_more_ranks_than_gpus_are_refused(visible, every_visible):
+    with pytest.raises(
+        PlanError,
+        match=rf"rank 3 of this host needs a GPU of its own, and {visible} are visible\n.*CUDA_VISIBLE",
+    ):
+        _gpu(3, visible, every_visible=every_visible)
+
+
+def test_a_rank_alone_meets_nobody():
+    with join_world(RankEnv(0, 1, 0), Mesh()) as world:
+        assert (world.rank, world.mesh) == (0, Mesh())
+
+
+def test_a_rank_that_nobody_told_where_to_meet_is_refused():
+    with pytest.raises(PlanError, match=r"nothing says where the ranks meet\n.*MASTER_ADDR"):
+        join_world(RankEnv(0, 2, 0), Mesh(tp=2)).__enter__()
+
+
+def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
+    mesh = Mesh(dp_replicate=3)
+    plan = plan_of(analyzed_model(), 3)
+    other = replace(plan, run=replace(plan.run, save_every=plan.run.save_every + 1))
+
+    def start(world: World) -> str:
+        try:
+            check_same_plan(world, other if world.rank == 1 else plan)
+        except PlanError as error:
+            return error.diagnostics[0].problem
+        return ""
+
+    assert (
+        run_on_threads(start, mesh, timeout_s=60)
+        == ["rank 1 was started with another plan or [run] than rank 0"] * 3
+    )
+    assert run_on_threads(lambda world: check_same_plan(world, plan), mesh, timeout_s=60) == [None] * 3
