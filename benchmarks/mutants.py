@@ -10,7 +10,7 @@ shard that is off by one. Each is planted alone, in a copy of the tracked files,
 first failure:
 
     stage      test files                                                            tier
-    mirrored   tests/a/b/test_c*.py of src/meshwright/a/b/c.py                       default
+    mirrored   tests/FOLDER/test_NAME*.py of src/meshwright/FOLDER/NAME.py           default
     importers  those that import the module, or reach it by the fewest imports           default
     rest       all others, by their distance in the graph of imports                 default
     full       files with cases that tests/tiers.toml leaves out, with --full        full

@@ -5,9 +5,9 @@ optimizer states dominate the memory, is sharded over four processes along tp: n
 table, head or logits, neither at the start, nor in a step, nor when it resumes from a checkpoint. Live bytes
 are all storages of tensors that the rank's operations make, also those that only autograd holds
 (benchmarks/harness/peak_bytes.py): their maximum while the rank is initialized, in the third step, and while
-it resumes. Each is compared with planner/memory.py: the peak of a step with `peak_bytes`; the two others with
-the parameters, or all states, plus two of the largest shard (one as it is read, and one as it is kept) and
-the scratch memory in which random numbers are drawn.
+it resumes. Each is compared with planner/program_cost/program_memory.py: the peak of a step with
+`peak_bytes`; the two others with the parameters, or all states, plus two of the largest shard (one as it is
+read, and one as it is kept) and the scratch memory in which random numbers are drawn.
 
 The figure is the largest peak of a step as a multiple of the plan's, less one; the bar is 5 %.
 """
@@ -42,7 +42,7 @@ CLAIM = (
     "the plan's"
 )
 VOCAB_SIZE, RANKS, BAR = 128_000, 4, 0.05
-SCRATCH = 4 * 8 * CHUNK_NUMEL  # bytes: a few chunks of int64 and float64 (model/random.py)
+SCRATCH = 4 * 8 * CHUNK_NUMEL  # bytes: a few chunks of int64 and float64 (model/tensors/counter_rng.py)
 
 
 @dataclass(frozen=True)

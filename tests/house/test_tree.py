@@ -7,7 +7,7 @@ import configparser
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path, PurePosixPath
 
@@ -15,7 +15,7 @@ import pytest
 
 from docs.generate import essays, kinds, stale
 from meshwright.plan.sharding.placement import ADJOINT, REDISTRIBUTIONS
-from tests.house.source import PACKAGE, ROOT, Finding, package_sources, python_sources, report
+from tests.house.source import PACKAGE, ROOT, Finding, Source, package_sources, python_sources, report
 
 TEXT = ("*.md", "*.toml", "*.sh", "*.yaml", "*.yml", "*.txt", "*.lock")
 HEAVY = ("torch", "transformers", "numpy")
@@ -240,3 +240,53 @@ def test_every_fenced_block_in_a_page_has_a_language():
             if line.strip() == "```"
         ]
     assert not found, report("every fenced block has a language", found)
+
+
+MODULE_NAME = re.compile(r"(?<![\w./-])meshwright(?:\.[a-z_0-9]+)+")
+FILE_NAME = re.compile(r"(?<![\w/.-])(?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|c|h|csv|toml)\b")
+FOLDERS = ("", "docs", "tests", "benchmarks", PACKAGE)
+
+
+def missing_module(name: str) -> bool:
+    """Whether the dotted `name` is no module of the package, nor a name inside of one."""
+    parts = name.split(".")
+    path = ROOT / "src" / "/".join(parts)
+    parent = path.parent
+    is_module = path.is_dir() or path.with_suffix(".py").exists() or parent.with_suffix(".py").exists()
+    return not is_module and not (parent / "__init__.py").exists()
+
+
+def missing_references(source: Source) -> Iterator[Finding]:
+    """The modules and files that `source` names and that do not exist."""
+    for number, line in enumerate(source.text.splitlines(), 1):
+        for name in MODULE_NAME.findall(line):
+            if missing_module(name):
+                yield Finding(number, f"names the module {name}, which does not exist")
+        for name in FILE_NAME.findall(line):
+            folders = [ROOT / folder for folder in FOLDERS]
+            folders += [path for path in (ROOT / PACKAGE).iterdir() if path.is_dir()]
+            if not any((folder / name).exists() for folder in folders):
+                yield Finding(number, f"names the file {name}, which does not exist")
+    for call in ast.walk(source.tree):
+        if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "import_command":
+            name = f"meshwright.commands.{ast.literal_eval(call.args[0])}"
+            if not (ROOT / "src" / f"{name.replace('.', '/')}.py").exists():
+                yield Finding(call.lineno, f"imports the module {name}, which does not exist")
+
+
+def test_modules_and_files_that_are_named_exist():
+    sources = python_sources("src", "benchmarks", "docs")
+    found = [(source.path, finding) for source in sources for finding in missing_references(source)]
+    assert not found, report("modules and files that are named exist", found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'import_command("gone")',
+        'import_module("meshwright.engine.gone.executor")',
+        '"""See planner/gone.py."""',
+    ],
+)
+def test_a_name_without_a_module_is_noticed(line: str):
+    assert len(list(missing_references(Source("src/meshwright/api.py", line)))) == 1

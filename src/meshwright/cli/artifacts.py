@@ -35,7 +35,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a folder that transformers loads, and compare the logits of both."""
     with exit_on_error():
-        found, result = import_command("weights").export_checkpoint(
+        found, result = import_command("export_import").export_checkpoint(
             checkpoint, out, dtype, max_shard_size, merge=merge
         )
         round_trip = result.round_trip
@@ -55,7 +55,7 @@ def import_(
 ) -> None:
     """Compare loaded weights with those of transformers, and print the `model` table that trains them."""
     with exit_on_error():
-        model, round_trip, numel = import_command("weights").import_weights(source, revision)
+        model, round_trip, numel = import_command("export_import").import_weights(source, revision)
         if not round_trip.passed:
             print_error(f"the values differ from those that transformers loads: {round_trip}")
             raise typer.Exit(1)
@@ -77,7 +77,7 @@ def convert(
     """Convert a pickle of tensors to safetensors, in a restricted child process."""
     with exit_on_error():
         environment = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
-        count = import_command("weights").convert(file, out, key, environment)
+        count = import_command("export_import").convert(file, out, key, environment)
         console.print(f"{count} tensors written to {out}", soft_wrap=True)
 
 

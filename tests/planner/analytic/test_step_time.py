@@ -231,7 +231,7 @@ def test_ulysses_sends_the_bytes_of_the_paper():
 
 
 def test_zero_2_reduces_gradients_after_every_micro_batch():
-    """(m + 1) a of stage 2 where stage 1 sends 2 a (strategies/data/zero.py)."""
+    """(m + 1) a of stage 2 where stage 1 sends 2 a (parallel/data/zero.py)."""
     for micros in (1, 8):
         first, second = (
             step_time(

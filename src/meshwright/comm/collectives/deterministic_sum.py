@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch
 
-SUMMABLE_DTYPES = (  # in this order in shared/sums.h
+SUMMABLE_DTYPES = (  # in this order in comm/shared_memory/sums.h
     torch.float64,
     torch.float32,
     torch.bfloat16,
