@@ -107,9 +107,7 @@ def test_expensive_elementwise_operations_are_priced_separately():
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_vocab_parallel_loss_reads_local_logits_only(ranks: int):
-    """engine/losses/sharded_logits.py: two exp of each logit, whose 4 bytes are read or written 18 times, those
-    of the exp among them.
-    """
+    """Two exp of each logit, whose 4 bytes are read or written 18 times, those of the exp among them."""
     plan = planned(
         analyzed_llama(**SIZES),
         Mesh(tp=ranks),
