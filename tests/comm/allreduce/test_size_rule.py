@@ -42,7 +42,7 @@ def test_a_name_alone_is_a_rule_for_all_sizes(name: str):
     ("text", "again"),
     [
         (TEXT, TEXT),
-        ("doubling<=65536 B,tree<=1024KiB,else hierarchical/2", TEXT),
+        ("recursive_doubling<=65536 B,tree<=1024KiB,else hierarchical/2", TEXT),
         ("  tree <= 1.5 MiB ,  else ring ", "tree <= 1536 KiB, else ring"),
         ("tree <= 1 B, else ring", "tree <= 1 B, else ring"),
         ("reduce_broadcast <= 2 GiB, else ring", "reduce_broadcast <= 2 GiB, else ring"),

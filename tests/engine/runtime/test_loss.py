@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness.peak_bytes import PeakLive
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.redistribute import all_gather
-from meshwright.engine.runtime import loss as pieces
+from meshwright.engine.runtime import vocab_parallel_cross_entropy as pieces
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.vocab_parallel_cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from meshwright.plan.job.errors import PlanError
