@@ -200,6 +200,16 @@ def test_parameter_groups_are_coalesced_in_order_and_up_to_the_limit(sizes: list
     assert all(total + after[0].numel > limit for total, after in zip(totals, runs[1:], strict=False))
 
 
+def test_a_group_with_uneven_slices_has_a_bucket_of_its_own():
+    # behind it, offsets would differ between ranks, and so would the order in which a ring adds up
+    even, uneven, last = (
+        ParamGroup(name, (ParamSharding(ParamSpec(name, (4,), ("a",))),), "a", is_uneven=name == "uneven")
+        for name in ("even", "uneven", "last")
+    )
+    assert coalesce((even, uneven, last), 100) == [[even], [uneven], [last]]
+    assert coalesce((uneven, uneven, last), 100) == [[uneven, uneven], [last]]
+
+
 def test_tied_weights_are_reduced_after_the_last_backward_of_all_their_users():
     plan = synthetic_plan(SyntheticModel(layers=3, tied=True), bucket_nbytes=1, micro_batch=2)
     names = [action.name for action in plan.program.actions(FIRST_ROLE)]
