@@ -1,11 +1,14 @@
 """`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
-dp tp pp cp dp_shard          ranks along an axis; dp_shard: the data-parallel ranks that share one set of
-shards zero                          the ZeRO stage micro_batch virtual_stages    samples of a microbatch;
-virtual stages per rank along pp schedule                      the pipeline schedule, by name
-activation_checkpointing      layers or none context_parallel              ring, ulysses or hybrid: the
-attention algorithm along cp intra_host                    tp (default) or dp: the axis whose ranks are
-neighbors on a host
+dp tp pp cp                 ranks along an axis
+dp_shard                    the data-parallel ranks that share one set of shards
+zero                        the ZeRO stage
+micro_batch                 samples of a microbatch
+virtual_stages              virtual stages per rank along pp
+schedule                    the pipeline schedule, by name
+activation_checkpointing    layers or none
+context_parallel            ring, ulysses or hybrid: the attention algorithm along cp
+intra_host                  tp (default) or dp: the axis whose ranks are neighbors on a host
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +25,7 @@ from meshwright.planner.analytic.parallel_config import (
     RecomputeMode,
     ScheduleProfile,
 )
-from meshwright.planner.search.request import RECOMPUTE_MODES, SearchRequest
+from meshwright.planner.search.request import RECOMPUTE_MODES, SETTABLE_NAMES, SearchRequest
 
 # per schedule: idle time and memory of ranks along pp, and the virtual stages that it needs (0: any number)
 SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
@@ -36,14 +39,7 @@ SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
 # not searched: gpipe has the bubble of 1f1b and more memory, dualpipe a larger bubble than zb_v and two
 # copies of the weights
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v")
-# name of --set -> key of SearchRequest.fixed
 NUMBER_EXAMPLES = {"zero": "3"}
-NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp")} | {
-    "micro_batch": "micro",
-    "virtual_stages": "chunks",
-    "dp_shard": "within",
-    "zero": "shards",
-}
 CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {
     "ring": "none",
     "ulysses": "all",
@@ -59,7 +55,7 @@ NAME_CHOICES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """The given choices: sizes by the keys of `SearchRequest.fixed`, and names by the keys of `--set`."""
+    """The given choices: sizes and names, by the keys of `--set`."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -69,7 +65,7 @@ class SearchConstraints:
         schedule, algorithm = self.names.get("schedule"), self.names.get("context_parallel")
         schedules = (schedule,) if schedule else SEARCHED_SCHEDULES
         modes: dict[str, tuple[RecomputeMode, ...]] = {name: (name,) for name in RECOMPUTE_MODES}
-        pipeline_axes = ("pp",) if schedule or "chunks" in self.sizes else ()
+        pipeline_axes = ("pp",) if schedule or "virtual_stages" in self.sizes else ()
         base_config = replace(request.base_config, tp_across_hosts=self.names.get("intra_host") == "dp")
         return replace(
             request,
@@ -91,31 +87,31 @@ def parse_constraints(assignments: Sequence[str], diagnostics: list[Diagnostic])
     for assignment in assignments:
         name, _, value = assignment.partition("=")
         diagnostics += _assignment_diagnostics(assignment, name, value)
-        previous = sizes.get(NUMBER_KEYS.get(name, "")) if name in NUMBER_KEYS else names.get(name)
+        previous = sizes.get(name) if name in SETTABLE_NAMES else names.get(name)
         if previous is not None and str(previous) != value:
             diagnostics.append(
                 Diagnostic(f"{name} is set to {previous} and to {value}", "set it once", "--set")
             )
-        if name in NUMBER_KEYS and value.isdecimal():
-            sizes[NUMBER_KEYS[name]] = int(value)
+        if name in SETTABLE_NAMES and value.isdecimal():
+            sizes[name] = int(value)
         elif name in NAME_CHOICES and value in NAME_CHOICES[name]:
             names[name] = value
     return SearchConstraints(sizes, names)
 
 
 def _assignment_diagnostics(assignment: str, name: str, value: str) -> Iterator[Diagnostic]:
-    if name not in NUMBER_KEYS and name not in NAME_CHOICES:
+    if name not in SETTABLE_NAMES and name not in NAME_CHOICES:
         yield Diagnostic(
             f"'{assignment}' sets no known choice",
-            suggest_name(name, (*NUMBER_KEYS, *NAME_CHOICES)),
+            suggest_name(name, (*SETTABLE_NAMES, *NAME_CHOICES)),
             "--set",
         )
     elif not value:
-        example = NUMBER_EXAMPLES.get(name, "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
+        example = NUMBER_EXAMPLES.get(name, "8") if name in SETTABLE_NAMES else NAME_CHOICES[name][0]
         yield Diagnostic(
             f"'{assignment}' has no value", f"write NAME=VALUE, for example {name}={example}", "--set"
         )
-    elif name in NUMBER_KEYS and not value.isdecimal():
+    elif name in SETTABLE_NAMES and not value.isdecimal():
         yield Diagnostic(f"{name} is '{value}'", f"write a whole number, for example {name}=2", "--set")
     elif name in NAME_CHOICES and value not in NAME_CHOICES[name]:
         yield Diagnostic(f"{name} is '{value}'", suggest_name(value, NAME_CHOICES[name]), "--set")

@@ -234,12 +234,12 @@ def _absolute_source(source: str) -> str:
 
 def _without_limit(request: SearchRequest, fit: str) -> SearchRequest:
     if fit == "batch":
-        return replace(request, batch=request.machine.num_devices * request.fixed.get("micro", 1))
+        return replace(request, batch=request.machine.num_devices * request.fixed.get("micro_batch", 1))
     if fit == "devices":
         return replace(
             request,
             fixed={
-                word: size for word, size in request.fixed.items() if word not in ("tp", "pp", "cp", "dp")
+                name: size for name, size in request.fixed.items() if name not in ("tp", "pp", "cp", "dp")
             },
         )
     return request

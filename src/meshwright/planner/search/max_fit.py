@@ -201,7 +201,7 @@ def _max_layers(request: SearchRequest, num_kept: int) -> MaxFit | None:
 def _max_batch(request: SearchRequest, num_kept: int) -> MaxFit | None:
     # the batch, the batch with one more sample per microbatch, and the configuration of the latter
     best: tuple[int, int, ParallelConfig] | None = None
-    fixed_micro_batch = request.fixed.get("micro")
+    fixed_micro_batch = request.fixed.get("micro_batch")
     # every number of replicas divides this batch
     for mesh in candidate_meshes(replace(request, batch=request.machine.num_devices)):
         num_microbatches = mesh.pp
