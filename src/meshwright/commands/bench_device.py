@@ -183,7 +183,7 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
         memory=torch.cuda.get_device_properties(0).total_memory
         if cuda
         else psutil.virtual_memory().total // request.num_ranks,
-        lag_samples=timing_windows([each.slices for each in found]),
+        straggler_samples=timing_windows([each.slices for each in found]),
         **figures,
     )
 

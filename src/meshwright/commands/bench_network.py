@@ -178,12 +178,12 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
     return write_cluster(_cluster(timings, transport, per_host), out) if rank_env.rank == 0 else None
 
 
-def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
-    """Prints the measurements and the error of the fitted model; with `lesson`, the textbook table of
-    algorithms.
+def print_cluster(cluster: Cluster, console: Console, *, show_formulas: bool) -> None:
+    """Prints the measurements and the error of the fitted model; with `show_formulas`, the table of
+    the algorithms with their formulas.
     """
     console.print(network_view(cluster))
-    if lesson:
+    if show_formulas:
         console.print()
         console.print(allreduce_view(cluster))
 

@@ -182,7 +182,7 @@ def all_schedules(request: SearchRequest) -> Iterator[NamedSchedule]:
                 yield schedule, profile, virtual_stages
 
 
-def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
+def low_memory_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yields the configurations that need least memory on a mesh, the smallest first."""
     profiles = (
         [profile for profile, _ in request.schedules.values()]
@@ -204,7 +204,7 @@ def may_fit(request: SearchRequest, sized_mesh: ParallelConfig) -> bool:
     """Returns whether any configuration of a mesh with its microbatches may fit."""
     return any(
         estimate_memory(request.shape, config).total <= request.usable_memory
-        for config in leanest_configs(request, sized_mesh)
+        for config in low_memory_configs(request, sized_mesh)
     )
 
 
@@ -213,6 +213,9 @@ def min_memory_config(
 ) -> tuple[ParallelConfig, MemoryEstimate]:
     """Returns the configuration of a mesh with its microbatches that needs least memory."""
     return min(
-        ((config, estimate_memory(request.shape, config)) for config in leanest_configs(request, sized_mesh)),
+        (
+            (config, estimate_memory(request.shape, config))
+            for config in low_memory_configs(request, sized_mesh)
+        ),
         key=lambda each: each[1].total,
     )

@@ -81,8 +81,8 @@ def find_max_fit(request: SearchRequest, quantity: str, num_kept: int = 3) -> Ma
 def fits(request: SearchRequest) -> bool:
     """Returns whether any configuration fits."""
     return any(
-        estimate_memory(request.shape, layout).total <= request.usable_memory
-        for layout in _min_batch_configs(request, fitting=True)
+        estimate_memory(request.shape, config).total <= request.usable_memory
+        for config in _min_batch_configs(request, fitting=True)
     )
 
 
