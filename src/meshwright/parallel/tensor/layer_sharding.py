@@ -11,9 +11,9 @@ A `LayerSharding` is what a technique assigns to a layer role.
 
 Layers whose outputs are summands of one sum share one output redistribution (comm_overlap.py). Parameters of
 the layer that are not sharded are in `shared_param_axes` along an axis whose ranks use them on different
-slices of the stream (a norm on slices of the sequence, a bias added to one): they are R there while the
-layer runs, and backward sums their gradients. Backwards are not stated: the gradient of a redistribution is
-the one between the adjoint placements.
+slices of the residual stream (a norm on slices of the sequence, a bias added to one): they are R there while
+the layer runs, and backward sums their gradients. Backwards are not stated: the gradient of a redistribution
+is the one between the adjoint placements.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping

@@ -38,7 +38,7 @@ class Transfer:
 
     `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
     receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
-    each sends a piece of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
+    each sends a chunk of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
     `num_neighbours`, groups are that many neighbours. A transfer `in_glue` is not repeated when a block is
     recomputed.
     """
