@@ -41,7 +41,7 @@ __all__ = ["check_writable", "measure_device", "measure_rank", "parse_request", 
 
 @dataclass(frozen=True)
 class DeviceBenchRequest:
-    """What to measure: a device of `kind`, by `num_ranks` processes at once with
+    """A measurement: a device of `kind`, by `num_ranks` processes at once with
     `num_threads` threads each.
     """
 

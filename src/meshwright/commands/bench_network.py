@@ -41,7 +41,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class NetworkBenchRequest:
-    """What to measure: numbers of ranks, message sizes in bytes, and whether quickly."""
+    """A measurement: numbers of ranks, message sizes in bytes, and whether quickly."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class NetworkBenchRequest:
 
 @dataclass(frozen=True)
 class _RankTimings:
-    """What the ranks leave for the process that started them."""
+    """The timings that the ranks leave for the process that started them."""
 
     transport: str
     timings: tuple[AllReduceTiming, ...]

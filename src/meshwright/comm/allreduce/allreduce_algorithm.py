@@ -38,7 +38,7 @@ class PieceMessage:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank sends and receives at once.
+    """The messages that one rank sends and receives at once.
 
     Received pieces are added if `accumulate`, else they replace the piece. With `uses_original_operand` the
     unmodified operand is sent and added to, whatever earlier rounds have changed.

@@ -39,6 +39,8 @@ SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
 # not searched: gpipe has the bubble of 1f1b and more memory, dualpipe a larger bubble than zb_v and two
 # copies of the weights
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v")
+# name of --set -> key of SearchRequest.fixed
+NUMBER_KEYS = {key: key for key in SETTABLE_NAMES if key != "zero_stage"} | {"zero": "zero_stage"}
 NUMBER_EXAMPLES = {"zero": "3"}
 CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {
     "ring": "none",
@@ -55,7 +57,7 @@ NAME_CHOICES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """The given choices: sizes and names, by the keys of `--set`."""
+    """The given choices: sizes by the keys of `SearchRequest.fixed`, and names by the keys of `--set`."""
 
     sizes: Mapping[str, int] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
@@ -87,31 +89,31 @@ def parse_constraints(assignments: Sequence[str], diagnostics: list[Diagnostic])
     for assignment in assignments:
         name, _, value = assignment.partition("=")
         diagnostics += _assignment_diagnostics(assignment, name, value)
-        previous = sizes.get(name) if name in SETTABLE_NAMES else names.get(name)
+        previous = sizes.get(NUMBER_KEYS.get(name, "")) if name in NUMBER_KEYS else names.get(name)
         if previous is not None and str(previous) != value:
             diagnostics.append(
                 Diagnostic(f"{name} is set to {previous} and to {value}", "set it once", "--set")
             )
-        if name in SETTABLE_NAMES and value.isdecimal():
-            sizes[name] = int(value)
+        if name in NUMBER_KEYS and value.isdecimal():
+            sizes[NUMBER_KEYS[name]] = int(value)
         elif name in NAME_CHOICES and value in NAME_CHOICES[name]:
             names[name] = value
     return SearchConstraints(sizes, names)
 
 
 def _assignment_diagnostics(assignment: str, name: str, value: str) -> Iterator[Diagnostic]:
-    if name not in SETTABLE_NAMES and name not in NAME_CHOICES:
+    if name not in NUMBER_KEYS and name not in NAME_CHOICES:
         yield Diagnostic(
             f"'{assignment}' sets no known choice",
-            suggest_name(name, (*SETTABLE_NAMES, *NAME_CHOICES)),
+            suggest_name(name, (*NUMBER_KEYS, *NAME_CHOICES)),
             "--set",
         )
     elif not value:
-        example = NUMBER_EXAMPLES.get(name, "8") if name in SETTABLE_NAMES else NAME_CHOICES[name][0]
+        example = NUMBER_EXAMPLES.get(name, "8") if name in NUMBER_KEYS else NAME_CHOICES[name][0]
         yield Diagnostic(
             f"'{assignment}' has no value", f"write NAME=VALUE, for example {name}={example}", "--set"
         )
-    elif name in SETTABLE_NAMES and not value.isdecimal():
+    elif name in NUMBER_KEYS and not value.isdecimal():
         yield Diagnostic(f"{name} is '{value}'", f"write a whole number, for example {name}=2", "--set")
     elif name in NAME_CHOICES and value not in NAME_CHOICES[name]:
         yield Diagnostic(f"{name} is '{value}'", suggest_name(value, NAME_CHOICES[name]), "--set")

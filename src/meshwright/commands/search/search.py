@@ -71,7 +71,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search was asked and what it found (of a limit: at the limit). `comparison` has the
+    """The request of a search and its result (of a limit: at the limit). `comparison` has the
     alternatives to the best plan.
 
     `notes` are the sources of the machine's data, and warnings.

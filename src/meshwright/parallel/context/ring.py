@@ -1,5 +1,4 @@
-"""Ring attention: each rank has some tokens of each sample; keys and values are passed around the ring,
-queries stay.
+"""Ring attention: each rank has some tokens; keys and values are passed around the ring, queries stay.
 
 Why it works: every part of a block but attention treats each token by itself, so a rank runs it on the
 tokens that it has. Attention is a softmax over all keys, which follows from softmaxes over some of them if

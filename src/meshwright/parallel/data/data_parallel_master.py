@@ -1,5 +1,4 @@
-"""Data parallelism with one master: one rank reads the data, computes the loss and steps; all ranks run
-the model.
+"""Data parallelism with one master: one rank reads the data, computes the loss and steps; all run the model.
 
 Why it is here: it is the first scheme that everybody builds, `torch.nn.DataParallel` works like this within
 one process, and it shows what DDP avoids. A loss is a function of all outputs, so the master, which has them

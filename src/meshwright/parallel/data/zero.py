@@ -1,5 +1,4 @@
-"""ZeRO and fully sharded data parallel (FSDP): optimizer states, gradients and weights are sharded
-over the data-parallel ranks.
+"""ZeRO and FSDP: optimizer states, gradients and weights are sharded over the data-parallel ranks.
 
 Why it works: a rank needs full weights only while a block runs, and the optimizer needs none: it steps each
 element by itself. So of the n copies of optimizer states (stage 1), gradients (2) and weights (3) that `ddp`

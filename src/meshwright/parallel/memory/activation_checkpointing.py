@@ -1,5 +1,4 @@
-"""Activation checkpointing: a block saves only its inputs, and recomputes its intermediate activations
-before its backward.
+"""Activation checkpointing: blocks save only their inputs, and recompute their activations before backward.
 
 Why it works: a backward needs what the forward computed, and the whole rest of the model lies between the
 two, so the intermediate activations of all blocks are in memory at once. The input of a block is far smaller,

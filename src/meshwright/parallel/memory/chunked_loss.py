@@ -1,5 +1,4 @@
-"""Chunked loss: the LM head and the loss run on one chunk of tokens at a time; the full logits are never
-materialized.
+"""Chunked loss: LM head and loss run on one chunk of tokens at a time; full logits are never materialized.
 
 Why it works: logits are the widest tensor of a language model, and a loss that is a sum over tokens needs
 those of one token at a time. The LM head returns its input. The loss multiplies one chunk of tokens by the

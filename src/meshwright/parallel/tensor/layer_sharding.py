@@ -1,5 +1,5 @@
-"""How one sharded layer computes: which sides of its weight are sharded, and how its input and output are
-redistributed.
+"""The computation of one sharded layer: the sharded sides of its weight, and the redistribution of its input
+and output.
 
 A `LayerSharding` is what a technique assigns to a layer role.
 
@@ -93,7 +93,8 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class LayerSharding:
-    """How a layer computes: the sharded side of its weight by axis, and what happens to its input and output.
+    """The computation of a layer: the sharded side of its weight by axis, and the redistribution of its input
+    and output.
 
     Other parameters are R along `shared_param_axes` while it runs. `compute` runs between the
     redistributions; `inner_redistributions` are those that it runs itself, with the elements per sample. With

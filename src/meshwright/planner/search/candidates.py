@@ -128,7 +128,7 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
                     ),
                     None,
                 )
-    labels = {"zero": "ZeRO stage", "dp_shard": "ZeRO groups of"}
+    labels = {"zero_stage": "ZeRO stage", "dp_shard": "ZeRO groups of"}
     settings = [f"{labels[name]} {size}" for name, size in request.fixed.items() if name in labels]
     if settings and not zero_valid and any(candidate_meshes(request)):
         return Diagnostic(
@@ -142,7 +142,7 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
     """Yields the allowed ZeRO stages, each with the number of replicas in a ZeRO group (0: all)."""
     stages = range(4) if sized_mesh.data_parallel_size > 1 else (0,)
     for stage in stages:
-        if request.fixed.get("zero", stage) != stage:
+        if request.fixed.get("zero_stage", stage) != stage:
             continue
         if "dp_shard" in request.fixed:
             if stage and sized_mesh.dp % request.fixed["dp_shard"] == 0:
@@ -193,7 +193,7 @@ def low_memory_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> It
         profiles, key=lambda profile: (profile.is_bidirectional, profile.in_flight, profile.uniform_memory)
     )
     for zero_stage in (3, 2, 1, 0):
-        if request.fixed.get("zero", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
+        if request.fixed.get("zero_stage", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
             for recompute in reversed(request.recompute_modes):
                 yield replace(
                     sized_mesh, zero_stage=zero_stage, recompute=recompute, schedule_profile=profile

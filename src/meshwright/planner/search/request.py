@@ -1,7 +1,7 @@
 """Defines a search: the model, the machine, the batch, what is fixed, and the checks of all these.
 
     dp tp pp cp       ranks along an axis
-    zero              the ZeRO stage, 0 to 3
+    zero_stage        the ZeRO stage, 0 to 3
     dp_shard          the number of replicas in a ZeRO group
     micro_batch       samples of a microbatch
     virtual_stages    virtual stages per pp rank
@@ -23,7 +23,7 @@ MIN_TOKENS_PER_RANK = 4096  # cp is not tried if it leaves fewer tokens of a seq
 USABLE_MEMORY_FRACTION = 0.96  # of a device's memory; the driver takes the rest
 PARALLEL_AXES = ("dp", "tp", "pp", "cp")
 MAX_QUANTITY = 1 << 32  # the largest batch, sequence length or number of devices
-SETTABLE_NAMES = (*PARALLEL_AXES, "zero", "dp_shard", "micro_batch", "virtual_stages")
+SETTABLE_NAMES = (*PARALLEL_AXES, "zero_stage", "dp_shard", "micro_batch", "virtual_stages")
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "layers")
 
 
@@ -80,12 +80,12 @@ class SearchRequest:
                 yield Diagnostic(
                     f"'{name}' is not a setting of the search", suggest_name(name, SETTABLE_NAMES), name
                 )
-            elif size < (0 if name == "zero" else 1):
+            elif size < (0 if name == "zero_stage" else 1):
                 yield Diagnostic(f"{name} {size}", "write a whole number above 0", name)
         valid = {
             name: size
             for name, size in self.fixed.items()
-            if name in SETTABLE_NAMES and (size > 0 or name == "zero")
+            if name in SETTABLE_NAMES and (size > 0 or name == "zero_stage")
         }
         valid_request = replace(self, fixed=valid)
         yield from valid_request._axis_diagnostics()
@@ -148,7 +148,7 @@ class SearchRequest:
             yield Diagnostic(text, "microbatches are equal: choose a divisor of the samples", "micro_batch")
 
     def _zero_diagnostics(self) -> Iterator[Diagnostic]:
-        zero_stage, group_size = self.fixed.get("zero"), self.fixed.get("dp_shard")
+        zero_stage, group_size = self.fixed.get("zero_stage"), self.fixed.get("dp_shard")
         if zero_stage is not None and zero_stage > 3:
             yield Diagnostic(f"ZeRO stage {zero_stage}", "choose stage 0, 1, 2 or 3", "zero")
         if zero_stage and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:

@@ -1,5 +1,4 @@
-"""Model parallelism without a pipeline: the layers are split over several ranks, of which one
-computes at a time.
+"""Model parallelism without a pipeline: layers are split over several ranks; one computes at a time.
 
 Why it works: a stage needs only the output of the stage before it, and in backward only the gradient from
 the stage behind it. So a model that is too large for one device is split into runs of layers, one per rank,
