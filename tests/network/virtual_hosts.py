@@ -61,8 +61,8 @@ MAX_OUTPUT_NBYTES = 16 << 20  # bytes of the output of a rank that are returned
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How one rank of a command ended: its exit code (negative: the signal that killed it), stdout and stderr
-    together.
+    """The result of one rank of a command: its exit code (negative: the signal that killed it), stdout and
+    stderr together.
     """
 
     rank: int

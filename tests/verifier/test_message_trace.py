@@ -1,4 +1,4 @@
-"""What a rank sends against what its program says.
+"""The messages of a rank, compared with its program.
 
 Bugs planted in handlers and programs, on meshes larger than any machine.
 """

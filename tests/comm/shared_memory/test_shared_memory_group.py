@@ -241,7 +241,7 @@ def test_issuing_waits_for_nobody_however_many_are_under_way(
 
 
 class Alarm(Exception):
-    """What a signal handler raises."""
+    """The exception that a signal handler raises."""
 
 
 def interrupted(world: World, numel: int) -> tuple[bool, float]:

@@ -124,7 +124,7 @@ def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
 
 
 class Skips(nn.Module):
-    """What two layers give out goes far past their neighbours; batch norms, which learn nothing in an
+    """The outputs of two layers go far past their neighbours; batch norms, which learn nothing in an
     evaluation.
     """
 

@@ -88,7 +88,7 @@ def case(
 
 
 class Rank:
-    """What a strategy may touch of one rank, as far as attention goes."""
+    """The parts of one rank that a strategy for attention may use."""
 
     def __init__(self, world: World, space: ShardingPlan) -> None:
         self.plan = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
@@ -125,7 +125,7 @@ def sharding_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
 
 @dataclass(frozen=True)
 class GatheredResult:
-    """What all ranks together have given, as one device would, and what each has issued."""
+    """The outputs of all ranks together, as of one device, and the messages of each."""
 
     found: tuple[torch.Tensor, ...]
     entries: tuple[tuple[LedgerEntry, ...], ...]

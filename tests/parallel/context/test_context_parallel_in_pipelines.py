@@ -103,7 +103,7 @@ def test_a_weight_that_two_stages_use():
 
 
 class Skips(nn.Module):
-    """What early layers give is added behind late ones, some of it scaled in glue, some by position."""
+    """The outputs of early layers are added behind late ones, some of it scaled in glue, some by position."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which key and value heads each rank receives, and which ranks form the groups of the exchange."""
+"""The key and value heads that each rank receives, and the ranks of each group of the exchange."""
 
 import pytest
 import torch

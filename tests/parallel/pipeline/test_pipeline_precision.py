@@ -46,7 +46,7 @@ class Chain(nn.Module):
 
 
 class Toned(Chain):
-    """What glue makes is in the dtype of what another stage gives out."""
+    """Values that glue makes have the dtype of another stage's output."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](self.embed(input_ids))

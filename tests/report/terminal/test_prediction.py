@@ -1,4 +1,4 @@
-"""What a plan will take, as it is shown and as it is kept with a run."""
+"""The predicted time, memory and bytes of a plan, as shown and as kept with a run."""
 
 from io import StringIO
 
