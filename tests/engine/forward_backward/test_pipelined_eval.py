@@ -59,8 +59,8 @@ def evaluations_of(
     *,
     evaluated: bool = True,
 ) -> list[tuple[list[Evaluation], list[float], dict[str, bytes]]]:
-    """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then
-    holds.
+    """Returns what each rank finds in two evaluations, each before a step; the losses of the steps; and what
+    it then holds.
     """
     plan = make_plan(analyzed, tiny_job(), mesh, strategies, micro_batch)
 
@@ -85,7 +85,7 @@ def evaluations_of(
 
 @pytest.fixture(scope="module")
 def expected() -> list[Evaluation]:
-    """What one device finds."""
+    """Returns what one device finds."""
     return evaluations_of(ANALYZED, Mesh(), (), 0)[0][0]
 
 

@@ -154,7 +154,7 @@ def test_a_pipeline_has_more_ranks_than_tokens():
 
 
 def found(analyzed: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
-    """What each rank finds in an evaluation, and the loss of a step."""
+    """Returns what each rank finds in an evaluation, and the loss of a step."""
     samples = batches(2, NUM_SAMPLES, length)
 
     def rank(world: World) -> tuple[Evaluation, float]:

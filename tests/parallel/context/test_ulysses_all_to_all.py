@@ -44,7 +44,7 @@ def test_neighbours_meet_in_groups_of_one_size() -> None:
 
 
 def swapped(world: World) -> list[float]:
-    """What arrives from each of two neighbours; groups are made in one order by all."""
+    """Returns what arrives from each of two neighbours; groups are made in one order by all."""
     torch.set_num_threads(1)
     groups = [
         world.group(("cp",), among)
