@@ -1,14 +1,16 @@
 """`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
-dp tp pp cp                 ranks along an axis
-dp_shard                    the data-parallel ranks that share one set of shards
-zero                        the ZeRO stage
-micro_batch                 samples of a microbatch
-virtual_stages              virtual stages per rank along pp
-schedule                    the pipeline schedule, by name
-activation_checkpointing    layers or none
-context_parallel            ring, ulysses or hybrid: the attention algorithm along cp
-intra_host                  tp (default) or dp: the axis whose ranks are neighbors on a host
+    dp tp pp cp                 ranks along an axis
+    dp_shard                    the data-parallel ranks that share one set of shards
+    zero                        the ZeRO stage
+    micro_batch                 samples of a microbatch
+    virtual_stages              virtual stages per rank along pp
+    schedule                    the pipeline schedule, by name
+    activation_checkpointing    layers or none
+    context_parallel            ring, ulysses or hybrid: the attention algorithm along cp
+    intra_host                  tp (default) or dp: the axis whose ranks are neighbors on a host
+
+All choices that are not given are searched.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
