@@ -171,7 +171,7 @@ class Command:
         self._seen: dict[int, psutil.Process] = {}
 
     def printed(self) -> str:
-        """What it has written to stdout so far."""
+        """Returns what it has written to stdout so far."""
         return os.pread(self._out.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def ranks(self) -> list[psutil.Process]:
@@ -215,7 +215,7 @@ class Command:
 
 
 def command(*argv: object, launcher: tuple[str, ...] = ()) -> Said:
-    """How `meshwright ARGV...` ended as a process of its own: exit code, stdout, stderr."""
+    """Returns how `meshwright ARGV...` ended as a process of its own: exit code, stdout, stderr."""
     running = Command(*argv, launcher=launcher)
     try:
         return running.output()
@@ -224,7 +224,7 @@ def command(*argv: object, launcher: tuple[str, ...] = ()) -> Said:
 
 
 def invoke(capsys: pytest.CaptureFixture[str], *words: object) -> Said:
-    """How `meshwright WORDS...` ends in this process: exit code, stdout, stderr."""
+    """Returns how `meshwright WORDS...` ends in this process: exit code, stdout, stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as ended:
         cli.app([str(word) for word in words])
@@ -261,7 +261,7 @@ def metrics(run: Path) -> dict[int, tuple[float, float, int, float]]:
 
 
 def checkpoint(run: Path, step: int) -> Path:
-    """Where a run keeps its checkpoint of `step`."""
+    """Returns where a run keeps its checkpoint of `step`."""
     return step_folder(run / "checkpoints", step)
 
 

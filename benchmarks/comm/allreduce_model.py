@@ -18,7 +18,7 @@ the two in that cell.
 
     python -m benchmarks.comm.allreduce_model            about ten minutes, on a quiet machine
     python -m benchmarks.comm.allreduce_model --quick    a trial of one minute; writes nothing
-    python -m benchmarks.comm.allreduce_model --lesson   a Markdown table of the stored result
+    python -m benchmarks.comm.allreduce_model --table    a Markdown table of the stored result
 """
 
 import json
@@ -274,7 +274,7 @@ def markdown_table(path: Path) -> str:
 
 def main() -> None:
     """Measure, decide, print; write the result unless it is a quick trial."""
-    if "--lesson" in sys.argv[1:]:
+    if "--table" in sys.argv[1:]:
         print(markdown_table(RESULTS / f"{NAME}.json"))
         return
     quick = "--quick" in sys.argv[1:]

@@ -7,5 +7,5 @@ planner_fit               whether the planner predicts which published runs fit 
 planner_here              step time and memory of twelve plans on this machine, predicted and measured
 planner_memory            peak memory of published runs, predicted and measured
 planner_published         step time of published runs, predicted and measured
-planner_speed             seconds of a search for a layout on thousands of devices
+planner_speed             seconds of a search for a configuration on thousands of devices
 """

@@ -119,7 +119,7 @@ def profile_of(measured: DeviceProfile, bench_turns: Sequence[BenchTurn]) -> Dev
         elementwise_ops=tuple(
             compute_heavy_points(found["computed"], compute_heavy_operations(torch.device("cpu"))[0], call_s)
         ),
-        lag_samples=timing_windows(
+        straggler_samples=timing_windows(
             [[one for turn in bench_turns if turn.rank == rank for one in turn.slices] for rank in ranks]
         ),
     )

@@ -107,9 +107,8 @@ def predict_and_measure(name: str, folder: Path, window: Window) -> Mapping[str,
         (planned_peak / live_peak - 1 for planned_peak, live_peak in zip(planned_peaks, peaks, strict=True)),
         key=abs,
     )
-    comparison = (
-        f"as measured before {prediction_before.step_s:.3f} s; uneven {100 * now.lag_samples[0].lag:.1f} %"
-    )
+    lag_percent = 100 * now.straggler_samples[0].lag
+    comparison = f"as measured before {prediction_before.step_s:.3f} s; uneven {lag_percent:.1f} %"
     text = f"{name}: predicted {prediction.step_s:.3f} s ({comparison})"
     print(
         f"{text}, took {measured_s:.3f} s ({100 * off:+.1f} %), bytes {100 * bytes_off:+.1f} %",
@@ -124,7 +123,7 @@ def predict_and_measure(name: str, folder: Path, window: Window) -> Mapping[str,
             "predicted_s": prediction_before.step_s,
             "off": prediction_before.step_s / measured_s - 1,
         },
-        "stretches": [asdict(each) for each in now.lag_samples],
+        "stretches": [asdict(each) for each in now.straggler_samples],
         "fastest_product": now.best_flops("float32"),
         "cpu_s": median(rounds.figures(name)),
         "rounds": len(rounds.clean),

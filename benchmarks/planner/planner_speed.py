@@ -1,15 +1,15 @@
-"""Seconds of a search for a layout: 400 B weights on 4,096 devices, and on 100,000; on one core, from sizes
-alone.
+"""Seconds of a search for a configuration: 400 B weights on 4,096 devices, and on 100,000; on one core, from
+sizes alone.
 
     400 B       layers 126, hidden 16384, heads 128, 8 key heads: Llama 3's (arXiv 2407.21783); 2,048 samples
                 of 8,192 tokens
-    4,096       H100, hosts of 8: the search of `meshwright plan`, and the fastest layout without a memory
-                limit
+    4,096       H100, hosts of 8: the search of `meshwright plan`, and the fastest configuration without a
+                memory limit
     100,000     the same, 100,000 samples; the model's sizes share few divisors with 100,000, so 98,304
                 (3 x 2^15) is timed too
 
 CPU seconds of this process, each the median of its repeats; the slower of the two large cases counts. The
-result of the search is checked: layouts that fit, on all devices.
+result of the search is checked: configurations that fit, on all devices.
 
     python -m benchmarks.planner.planner_speed
 """
@@ -47,7 +47,7 @@ def search_request(devices: int, num_samples: int) -> SearchRequest:
 
 
 def run_searches(request: SearchRequest) -> Iterator[SearchResult]:
-    """Yields the results of the searches: the layouts that fit, and the fastest one without
+    """Yields the results of the searches: the configurations that fit, and the fastest one without
     a memory limit.
     """
     yield search(request, 8)
@@ -62,7 +62,7 @@ def run_searches(request: SearchRequest) -> Iterator[SearchResult]:
 def seconds(devices: int, num_samples: int) -> tuple[float, SearchResult]:
     """Returns the CPU seconds of one plan, and the result of the search.
 
-    Raises ValueError if a layout leaves a device out, or does not fit.
+    Raises ValueError if a configuration leaves a device out, or does not fit.
     """
     request = search_request(devices, num_samples)
     begin = time.process_time()
@@ -75,8 +75,8 @@ def seconds(devices: int, num_samples: int) -> tuple[float, SearchResult]:
     ]
     if wrong or not best.best:
         raise ValueError(
-            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are layouts that fit: repair "
-            f"the search"
+            f"{devices} devices: {wrong[:1] or 'nothing'} was found; needed are configurations that fit: "
+            f"repair the search"
         )
     return taken, best
 
@@ -94,11 +94,12 @@ def main() -> None:
         detail[name] = {
             "seconds": [round(each, 2) for each in times],
             "bar_s": bar,
-            "priced": best.num_priced,
+            "estimated": best.num_estimated,
             "step_s": first.seconds,
         }
         print(
-            f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.num_priced} layouts; {first.config}",
+            f"{name}: {median(times):.1f} s CPU of {bar:.0f}, {best.num_estimated} configurations; "
+            f"{first.config}",
             file=sys.stderr,
         )
     slowest = max(shares, key=lambda name: median(shares[name]))

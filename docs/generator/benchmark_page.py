@@ -160,7 +160,7 @@ def _plain(value: object) -> str:
 
 
 def _facts(result: Mapping[str, Any]) -> Iterator[str]:
-    """When, where and how often it was measured."""
+    """The date, machine and number of repeats of a measurement."""
     machine, versions, values = result["machine"], result["versions"], result["values"]
     dirty = "-dirty" if result["commit"].endswith("-dirty") else ""
     yield f"- Command: `{result['command']}`"

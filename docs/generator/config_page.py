@@ -32,7 +32,7 @@ STRATEGY_INTRODUCTION = """## strategies
 `[[strategies]]` is a list of tables; each names one technique and sets its options. Without any, the mesh
 decides: `dp_replicate` means `ddp`, `dp_shard` means `zero` with stage 3, `tp` means `tensor_parallel` (and
 `vocab_parallel` where the model allows it), `pp` means `pipeline`, and `cp` means `ring`. What each technique
-does stands on [its page](../techniques/index.md)."""
+does is described on [its page](../techniques/index.md)."""
 
 
 def config_page() -> dict[str, str]:

@@ -74,7 +74,7 @@ def _page(essay: Essay) -> str:
 
 
 def _in_config(essay: Essay) -> list[str]:
-    """How a config asks for the technique, where the module has a strategy."""
+    """The lines of a config that ask for the technique, if the module has a strategy."""
     reference = "../" * (place(essay).count("/") + 1) + "reference/config.md"
     stated = []
     for node in essay.tree.body:

@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 def over_gloo(world: World, body: Callable[..., Result], *args: object) -> Result:
-    """What `body(world, *args)` gives when all collectives of `world` are gloo's."""
+    """Returns what `body(world, *args)` gives when all collectives of `world` are gloo's."""
     apart = TorchWorld(world.mesh, world.rank, "cpu", shared_memory=False)
     try:
         result = body(apart, *args)

@@ -94,7 +94,7 @@ def test_ranks_alone_or_not_host_by_host_are_refused(
 def test_three_ranks_measure_write_and_show_every_algorithm(tmp_path: Path, forks: Forks):
     out = tmp_path / "cluster.toml"
     code, printed, err = forks(
-        "bench", "network", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--lesson"
+        "bench", "network", "--quick", "--ranks", 3, "--sizes", "64,4KiB,64KiB", "--out", out, "--formulas"
     )
     assert (code, err) == (0, ""), err
     cluster = read_cluster(out)

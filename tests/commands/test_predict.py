@@ -102,7 +102,7 @@ def test_a_plan_says_what_a_step_takes_on_the_hardware_that_is_named(folder: Pat
     assert "exposed communication between actions" in shown
     said = json.loads((folder / "said.json").read_text())
     assert said["step_s"] == pytest.approx(sum(said["roles"]["pp0"].values()))
-    assert said["held"]["pp0"]["parameters"] > 0
+    assert said["peak_memory"]["pp0"]["parameters"] > 0
     assert said["sent"]["pp0"] > 0
 
 

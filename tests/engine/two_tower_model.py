@@ -55,7 +55,7 @@ def info_nce(outputs: tuple[torch.Tensor, ...], batch: Batch) -> torch.Tensor:
 
 
 def number_of_samples(batch: Batch) -> torch.Tensor:
-    """How many rows there are."""
+    """Returns how many rows there are."""
     return torch.tensor(len(batch["kind"]))
 
 
@@ -86,7 +86,7 @@ def analyzed_towers(
     example: dict[str, torch.Tensor] | None = None,
     **options: bool,
 ) -> AnalyzedModel:
-    """What the towers are made of, read from float32 rows."""
+    """Returns what the towers are made of, read from float32 rows."""
     samples = {
         key: value.float() if value.is_floating_point() else value
         for key, value in (example or pairs(4)).items()

@@ -67,8 +67,8 @@ def test_a_test_file_without_a_source_is_noticed():
 
 
 def open_moves(moves: Mapping[tuple[str, str], str], adjoint: Mapping[str, str]) -> list[str]:
-    """What keeps a table of moves from being closed under adjoint: letters that are no involution, moves
-    without a backward.
+    """Returns what keeps a table of moves from being closed under adjoint: letters that are no involution,
+    moves without a backward.
     """
     odd = [
         f"adjoint(adjoint({letter})) is not {letter}"

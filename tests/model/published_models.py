@@ -79,7 +79,7 @@ def made(loaded: LoadedModel) -> nn.Module:
 
 
 def logits(module: nn.Module) -> torch.Tensor:
-    """What `module` says to a few tokens."""
+    """Returns what `module` says to a few tokens."""
     tokens = torch.arange(12).view(2, 6)
     decoder = {"decoder_input_ids": tokens} if module.config.to_dict().get("is_encoder_decoder") else {}
     with torch.no_grad():

@@ -60,7 +60,7 @@ class VirtualHost:
 
     @property
     def location(self) -> NetworkLocation:
-        """Where a worker of this host sits."""
+        """Returns where a worker of this host sits."""
         return NetworkLocation(NAMESPACES / self.namespace, INTERFACE)
 
     def disconnect(self) -> None:
@@ -91,14 +91,14 @@ class VirtualHost:
             time.sleep(POLL_S)
 
     def traffic(self) -> Traffic:
-        """What has passed the link so far."""
+        """Returns what has passed the link so far."""
         return Traffic(
             _passed_nbytes(self.namespace, INTERFACE), _passed_nbytes(self.switch, self.switch_port)
         )
 
 
 def unavailable_reason(delay_ms: float = 0.0) -> str:
-    """Why hosts (with a delay, if one is asked for) cannot be made here, in words; "" where they can.
+    """Returns why hosts (with a delay, if one is asked for) cannot be made here, in words; "" where they can.
 
     Tries it out.
     """
@@ -255,8 +255,8 @@ def remove_namespace(name: str) -> None:
 
 
 def _start_time(pid: int) -> str:
-    """When a process was started, in the kernel's ticks since boot; "" when there is none: its number alone
-    is used again.
+    """Returns when a process was started, in the kernel's ticks since boot; "" when there is none: its number
+    alone is used again.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

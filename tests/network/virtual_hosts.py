@@ -61,8 +61,8 @@ MAX_OUTPUT_NBYTES = 16 << 20  # bytes of the output of a rank that are returned
 
 @dataclass(frozen=True)
 class ProcessResult:
-    """How one rank of a command ended: its exit code (negative: the signal that killed it), stdout and stderr
-    together.
+    """The result of one rank of a command: its exit code (negative: the signal that killed it), stdout and
+    stderr together.
     """
 
     rank: int
@@ -124,8 +124,8 @@ class VirtualHosts(Sequence[VirtualHost]):
         folder: Path | None = None,
         timeout_s: float = 300.0,
     ) -> list[ProcessResult]:
-        """How `argv` ended on every rank, in rank order; run in `folder`, with `env` added to this process's
-        environment.
+        """Returns how `argv` ended on every rank, in rank order; run in `folder`, with `env` added to this
+        process's environment.
 
         What that says of interfaces (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) is left out: a host has its own.
         Each rank finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,

@@ -1,4 +1,4 @@
-"""What a rank sends against what its program says.
+"""The messages of a rank, compared with its program.
 
 Bugs planted in handlers and programs, on meshes larger than any machine.
 """
@@ -46,7 +46,7 @@ def odd(act: Callable[..., object]) -> DDP:
 
 
 def told(analyzed: mw.AnalyzedModel, act: Callable[..., object]) -> list[str]:
-    """What is wrong with rank 2 of 3 when REDUCE is done by `act`."""
+    """Returns what is wrong with rank 2 of 3 when REDUCE is done by `act`."""
     plan = plan_of(analyzed, 3, (BatchSplit(), odd(act)), micro_batch=2)
     assert static_checks(plan) == []
     found = mw.trace(analyzed, plan, [2])
@@ -55,8 +55,8 @@ def told(analyzed: mw.AnalyzedModel, act: Callable[..., object]) -> list[str]:
 
 
 def broken(analyzed: mw.AnalyzedModel, name: str, **changes: object) -> list[str]:
-    """What is wrong with rank 1 of 3 when the program states something else of action `name` than what is
-    done.
+    """Returns what is wrong with rank 1 of 3 when the program states something else of action `name` than
+    what is done.
     """
     plan = plan_of(analyzed, 3, (BatchSplit(), DDP(bucket_mb=BUCKET_MB)))
 

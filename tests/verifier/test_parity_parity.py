@@ -1,4 +1,4 @@
-"""When a comparison passes and fails: at the tolerance, with NaN, with missing values, with unplanned
+"""A comparison passes and fails: at the tolerance, with NaN, with missing values, with unplanned
 messages.
 """
 

@@ -25,7 +25,7 @@ def plan_of(schedule: str = "1f1b", pp: int = 3) -> Plan:
 
 
 def problems_after_edit(plan: Plan, edit: Edit, role: str = "pp0") -> list[str]:
-    """What is proved of `plan` when the actions of `role` become what `edit` makes of them."""
+    """Returns what is proved of `plan` when the actions of `role` become what `edit` makes of them."""
     lists = {
         name: [made for action in actions if (made := edit(action) if name == role else action) is not None]
         for name, actions in plan.program.roles

@@ -31,7 +31,7 @@ def plan_of(
 
 
 def broken(edit: Edit, plan: Plan | None = None) -> list[str]:
-    """What is said of a plan whose list `edit` has changed."""
+    """Returns what is said of a plan whose list `edit` has changed."""
     plan = plan or plan_of()
     faults = static_checks(replace(plan, program=plan.program.edit(edit)))
     assert all(fault.fix.startswith("a strategy's rewrite broke the list") for fault in faults)

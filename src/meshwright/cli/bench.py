@@ -25,9 +25,9 @@ def network(
     quick: Annotated[
         bool, typer.Option("--quick", help="Few sizes and few samples: seconds, not a minute.")
     ] = False,
-    lesson: Annotated[
+    show_formulas: Annotated[
         bool,
-        typer.Option("--lesson", help="Show the textbook table of all-reduce algorithms, with these times."),
+        typer.Option("--formulas", help="Show the formulas of all-reduce algorithms, with these times."),
     ] = False,
     result_folder: ResultFolder = None,
 ) -> None:
@@ -58,7 +58,7 @@ def network(
         )
         if cluster is None:
             return
-        command.print_cluster(cluster, console, lesson=lesson)
+        command.print_cluster(cluster, console, show_formulas=show_formulas)
         command.write_page(cluster, page)
         console.print(f"\ncluster     {out}\nplot        {page}", soft_wrap=True)
         console.print(

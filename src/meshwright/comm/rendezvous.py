@@ -54,7 +54,7 @@ class RendezvousEndpoint:
 
 
 class _RendezvousWait:
-    """How long `rank` has waited at `endpoint`."""
+    """The time that `rank` has waited at `endpoint`."""
 
     def __init__(self, endpoint: RendezvousEndpoint, rank: int, timeout_s: float) -> None:
         self.endpoint, self.rank, self.timeout_s = endpoint, rank, timeout_s

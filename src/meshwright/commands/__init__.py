@@ -1,4 +1,4 @@
-"""What each command does, without its arguments: on this rank, or on all local ranks.
+"""Implementation of the commands, without argument parsing.
 
 bench_device      bench device: measures a device, writes device.toml
 bench_network     bench network: measures the links, writes cluster.toml

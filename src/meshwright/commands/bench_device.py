@@ -41,7 +41,7 @@ __all__ = ["check_writable", "measure_device", "measure_rank", "parse_request", 
 
 @dataclass(frozen=True)
 class DeviceBenchRequest:
-    """What to measure: a device of `kind`, by `num_ranks` processes at once with
+    """A measurement: a device of `kind`, by `num_ranks` processes at once with
     `num_threads` threads each.
     """
 
@@ -183,7 +183,7 @@ def _profile(request: DeviceBenchRequest, found: Sequence[DeviceTimings]) -> Dev
         memory=torch.cuda.get_device_properties(0).total_memory
         if cuda
         else psutil.virtual_memory().total // request.num_ranks,
-        lag_samples=timing_windows([each.slices for each in found]),
+        straggler_samples=timing_windows([each.slices for each in found]),
         **figures,
     )
 

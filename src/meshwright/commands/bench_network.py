@@ -41,7 +41,7 @@ MAX_RANKS = 64
 
 @dataclass(frozen=True)
 class NetworkBenchRequest:
-    """What to measure: numbers of ranks, message sizes in bytes, and whether quickly."""
+    """A measurement: numbers of ranks, message sizes in bytes, and whether quickly."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -55,7 +55,7 @@ class NetworkBenchRequest:
 
 @dataclass(frozen=True)
 class _RankTimings:
-    """What the ranks leave for the process that started them."""
+    """The timings that the ranks leave for the process that started them."""
 
     transport: str
     timings: tuple[AllReduceTiming, ...]
@@ -178,12 +178,12 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
     return write_cluster(_cluster(timings, transport, per_host), out) if rank_env.rank == 0 else None
 
 
-def print_cluster(cluster: Cluster, console: Console, *, lesson: bool) -> None:
-    """Prints the measurements and the error of the fitted model; with `lesson`, the textbook table of
-    algorithms.
+def print_cluster(cluster: Cluster, console: Console, *, show_formulas: bool) -> None:
+    """Prints the measurements and the error of the fitted model; with `show_formulas`, the table of
+    the algorithms with their formulas.
     """
     console.print(network_view(cluster))
-    if lesson:
+    if show_formulas:
         console.print()
         console.print(allreduce_view(cluster))
 

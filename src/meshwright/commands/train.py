@@ -61,7 +61,11 @@ def rank0_callbacks(
     folder = Path(plan.run.folder)
     try:
         write_run_info(
-            plan, plan_summary(plan), state_nbytes_by_role(plan), device, prediction_dict(plan, _priced(plan))
+            plan,
+            plan_summary(plan),
+            state_nbytes_by_role(plan),
+            device,
+            prediction_dict(plan, _predict_step(plan)),
         )
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
@@ -76,7 +80,7 @@ def rank0_callbacks(
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
 
 
-def _priced(plan: Plan) -> StepPrediction | None:
+def _predict_step(plan: Plan) -> StepPrediction | None:
     try:
         return predict_plan(plan, plan.run.hardware, plan.run.cluster)
     except PlanError as error:

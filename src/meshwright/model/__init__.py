@@ -1,4 +1,4 @@
-"""What the library learns of a user's model, and how it runs a forward that nobody rewrote.
+"""Analysis of user models, and execution of their unmodified forward.
 
 analysis             analyzes a model: blocks, parameters, costs, and what a plan needs to know
 sequence_analysis    how each block call treats the tokens of a sequence

@@ -56,7 +56,7 @@ UPDATE_NUMEL = {
 
 @dataclass(frozen=True)
 class ParamOptimizer:
-    """How one parameter is updated: the optimizer, its momentum (if it has one), the learning rate, the
+    """The update rule of one parameter: the optimizer, its momentum (if it has one), the learning rate, the
     weight decay.
     """
 
@@ -72,8 +72,8 @@ def matching_group(config: OptimizerConfig, name: str) -> ParamGroupConfig | Non
 
 
 def param_optimizer(config: OptimizerConfig, param: ParamSpec) -> ParamOptimizer:
-    """How `config` updates `param`; unless a group says otherwise, norms and biases (1-D) have no weight
-    decay.
+    """The update rule of `config` for `param`; unless a group says otherwise, norms and biases (1-D) have no
+    weight decay.
     """
     group = matching_group(config, param.name)
     lr, decay = config.lr, config.weight_decay if len(param.shape) > 1 else 0.0

@@ -1,8 +1,8 @@
 """Resolves job, mesh and strategies into a sharding plan and a program: one immutable object.
 
-A plan is checked, priced, drawn and executed. It holds everything that affects results (collective algorithms
-included), so that a resumed run makes the same choices, and `hash` identifies them. The options around the
-run (`RunConfig`: folders, intervals) are carried along and do not count.
+A plan is checked, estimated, drawn and executed. It holds everything that affects results (collective
+algorithms included), so that a resumed run makes the same choices, and `hash` identifies them. The options
+around the run (`RunConfig`: folders, intervals) are carried along and do not count.
 """
 
 import json

@@ -39,7 +39,7 @@ CLONE_NEWNET = 0x40000000  # of setns(2): the network only
 
 @dataclass(frozen=True)
 class NetworkLocation:
-    """Where in the network a worker runs: `interface` of a network namespace, which stands for a host."""
+    """The place of a worker in the network: `interface` of a network namespace, which stands for a host."""
 
     namespace: Path
     interface: str

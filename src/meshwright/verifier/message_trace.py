@@ -73,7 +73,7 @@ class TracedMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank issued: the messages of each step, and the bytes that left it in the last one."""
+    """The trace of one rank: the messages of each step, and the bytes that left it in the last one."""
 
     rank: int
     steps: tuple[tuple[TracedMessage, ...], ...]

@@ -129,7 +129,7 @@ TOLERANCE = 1e-10
 
 @dataclass
 class RankReport:
-    """What one rank found: differences, largest errors, digests of parameters, and what it sent."""
+    """The report of one rank: differences, largest errors, digests of parameters, and what it sent."""
 
     rank: int
     differences: list[Difference] = field(default_factory=list)

@@ -33,7 +33,7 @@ TensorsByName = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ParityCase:
-    """What is compared: a plan, and how to make the model, the random numbers and the samples of a run.
+    """A comparison: a plan, and functions that make the model, the random numbers and the samples of a run.
 
     `batch_reader(plan, rank)` returns a function from step to that rank's samples; `single_device_plan` is
     the same job on one device. `plan_for_batch(batch)` is `plan` for samples like those of a batch, which may
@@ -67,7 +67,7 @@ class ReferenceStep:
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computes; `block_of` names the first block that uses each parameter."""
+    """The results of one device; `block_of` names the first block that uses each parameter."""
 
     initial_values: TensorsByName
     steps: list[ReferenceStep] = field(default_factory=list)

@@ -99,7 +99,7 @@ def test_in_a_round_the_slower_of_inside_and_between_decides():
     )
 
 
-def test_a_network_without_a_price_between_hosts_cannot_price_ranks_on_two():
+def test_a_network_without_a_cost_between_hosts_cannot_estimate_ranks_on_two():
     with pytest.raises(ValueError, match="across hosts"):
         all_reduce_seconds(
             get_algorithm("ring"),

@@ -16,7 +16,7 @@ TEXT = "recursive_doubling <= 64 KiB, tree <= 1 MiB, else hierarchical/2"
 
 
 def problems_of(text: str, size: int = 4) -> list[str]:
-    """What is wrong with `text`, without the place, which each fault must name."""
+    """Returns what is wrong with `text`, without the place, which each fault must name."""
     found = list(rule_diagnostics(text, size, WHERE))
     assert all(fault.location == WHERE for fault in found)
     return [str(fault).removeprefix(f"{WHERE}: ").replace("\n  repair", "; repair") for fault in found]

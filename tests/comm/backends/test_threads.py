@@ -16,7 +16,7 @@ RING = Mesh(dp_shard=3)
 
 
 def messages(body: Callable[[World], None], mesh: Mesh = RING, timeout_s: float = 60.0) -> list[str]:
-    """What each rank's CollectiveError says when it plays `body`; empty for a rank without one."""
+    """Returns what each rank's CollectiveError says when it plays `body`; empty for a rank without one."""
 
     def play(world: World) -> str:
         try:

@@ -66,7 +66,7 @@ def issue(group: Group, collective: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def expected(collective: str, operands: list[torch.Tensor], index: int) -> torch.Tensor:
-    """What the rank at `index` must hold."""
+    """Returns what the rank at `index` must hold."""
     size, last = len(operands), index == len(operands) - 1
     pieces = (
         [tensor.view(size, tensor.numel() // size) for tensor in operands]
@@ -106,7 +106,7 @@ def all_collectives(
 def all_expected(
     ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """What `all_collectives` must return on the rank at `index` of `ranks`."""
+    """Returns what `all_collectives` must return on the rank at `index` of `ranks`."""
     sizes = {name: numel * len(ranks) if name in WHOLE else numel for name in COLLECTIVES}
     return {
         name: expected(name, [operand(rank, sizes[name], dtype) for rank in ranks], index)

@@ -21,7 +21,7 @@ def operand(rank: int, numel: int) -> torch.Tensor:
 
 
 def filled_in_place(world: World) -> dict[str, torch.Tensor]:
-    """What the primitives give that may work in place, started from and into this rank's own slice."""
+    """Returns the results of in-place primitives, started from and into this rank's own slice."""
     group = world.group(["dp_shard"])
     size, index = group.size, group.index
     last = index == size - 1
@@ -156,7 +156,7 @@ def test_an_algorithm_is_refused_with_group_and_repair() -> None:
 
 
 def alone(world: World) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """What a group of one rank gives, and what it says was sent."""
+    """Returns what a group of one rank gives, and what it says was sent."""
     group, mine = world.group(["tp"]), operand(world.rank, 4)
     outputs = {
         name: torch.empty_like(mine)

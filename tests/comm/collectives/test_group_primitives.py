@@ -123,7 +123,7 @@ def sums(group: Group, rank: int, numel: int, dtype: torch.dtype) -> list[Callab
 
 
 def played(world: World, axes: tuple[str, ...], numel: int, dtype: torch.dtype, together: bool) -> Result:
-    """What every primitive gives: each waited for at once, or all started and waited for in another order."""
+    """Returns the results of all primitives: each waited for at once, or all started and waited for later."""
     group = world.group(axes)
     starts = moves(group, world.rank, numel, dtype)
     starts += sums(group, world.rank, numel, dtype) if dtype in DTYPES else []
@@ -161,7 +161,7 @@ def in_order(summands: list[torch.Tensor]) -> torch.Tensor:
 
 
 def right(ranks: tuple[int, ...], index: int, numel: int, dtype: torch.dtype) -> Result:
-    """What the rank at `index` must hold after `played`."""
+    """Returns what the rank at `index` must hold after `played`."""
     size, last = len(ranks), index == len(ranks) - 1
     ones = [operand(rank, numel, dtype) for rank in ranks]
     pieces = [operand(rank, numel * size, dtype).view(size, numel) for rank in ranks]

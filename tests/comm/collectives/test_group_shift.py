@@ -41,7 +41,7 @@ def operand(rank: int, numel: int) -> torch.Tensor:
 def on_all_bodies(
     process_pool: ProcessPool, body: Callable[[World], object], mesh: Mesh
 ) -> list[list[object]]:
-    """What `body` gives on every rank: on threads, over shared memory, over sockets."""
+    """Returns what `body` gives on every rank: on threads, over shared memory, over sockets."""
     return [run_on_threads(body, mesh), process_pool.run(body, mesh), process_pool.run(over_gloo, mesh, body)]
 
 
@@ -73,7 +73,7 @@ def test_shifts_to_both_sides_are_under_way_at_once(process_pool: ProcessPool, s
 
 
 def all_the_way_round(world: World) -> list[list[float]]:
-    """What this rank holds after each of so many shifts as there are ranks, of what it has just received."""
+    """Returns what this rank holds after each of `size` shifts of the tensor that it has just received."""
     group, seen = world.group(["cp"]), []
     held, coming = torch.full((5,), float(world.rank)), torch.empty(5)
     for _ in range(group.size):
@@ -172,8 +172,8 @@ def test_a_shift_on_gloo_moves_its_own_bytes(process_pool: ProcessPool) -> None:
 
 
 def told(world: World) -> tuple[list[str], bool]:
-    """What `then` calls, and when; and whether a tensor that wants a gradient is filled in place and stays a
-    leaf.
+    """Returns what `then` calls, and when; and whether a tensor that wants a gradient is filled in place and
+    stays a leaf.
     """
     group, calls = world.group(["cp"]), list[str]()
     output = torch.nn.Parameter(torch.zeros(3))

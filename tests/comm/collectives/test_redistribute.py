@@ -32,7 +32,7 @@ def value_of(seed: int, shape: Sequence[int] = SHAPE) -> torch.Tensor:
 
 
 def local(value: torch.Tensor, place: Placement, index: int) -> torch.Tensor:
-    """What the rank at `index` holds of `value` in `place`; summands of P are unequal."""
+    """Returns what the rank at `index` holds of `value` in `place`; summands of P are unequal."""
     if place.letter == "S":
         return value.chunk(SIZE, place.dim)[index].clone()
     if place.letter == "P":

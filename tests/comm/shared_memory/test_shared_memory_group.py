@@ -152,7 +152,7 @@ def test_the_ranks_of_a_pool_share_memory_unless_told_otherwise(process_pool: Pr
 
 
 def program(seed: int) -> Iterator[tuple[str, str, int, int]]:
-    """Which group, what, how many elements, from or to whom: the same on every rank."""
+    """Yields which group, what, how many elements, from or to whom: the same on every rank."""
     chosen = random.Random(seed)
     for _ in range(60):
         numel = chosen.choice(
@@ -241,7 +241,7 @@ def test_issuing_waits_for_nobody_however_many_are_under_way(
 
 
 class Alarm(Exception):
-    """What a signal handler raises."""
+    """The exception that a signal handler raises."""
 
 
 def interrupted(world: World, numel: int) -> tuple[bool, float]:
@@ -286,7 +286,7 @@ def test_a_callback_runs_once_when_a_result_has_come(process_pool: ProcessPool, 
 
 
 def overwritten(world: World) -> list[bool]:
-    """What backward says when a tensor that it needs was summed over, in place."""
+    """Returns what backward says when a tensor that it needs was summed over, in place."""
     said, group = [], world.group(["dp_shard"])
     for numel in (3, MAX_SLOT_NBYTES):
         weight = torch.ones(numel, requires_grad=True)
@@ -307,7 +307,7 @@ def test_autograd_notices_an_in_place_sum_into_a_saved_tensor(process_pool: Proc
 
 
 def leftovers(world: World) -> tuple[int, int]:
-    """How many pieces of memory and descriptors this process holds before it has any of this world."""
+    """Returns how many memory maps and descriptors this process has before it uses any of this world."""
     gc.collect()  # what failed in an earlier test may be held by its own traceback until then
     maps = sum("memfd:meshwright " in line for line in Path("/proc/self/maps").read_text().splitlines())
     fds = len(os.listdir("/proc/self/fd"))

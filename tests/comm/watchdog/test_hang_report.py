@@ -1,4 +1,4 @@
-"""Which rank a hang report names, from constructed rank statuses of at least three ranks."""
+"""The rank that a hang report names, from constructed rank statuses of at least three ranks."""
 
 from dataclasses import replace
 

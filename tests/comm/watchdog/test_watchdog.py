@@ -60,7 +60,7 @@ def played(world: TorchWorld, plant: Plant, folder: Path) -> None:
 
 
 def reports(pool: ProcessPool, plant: Plant, folder: Path, mesh: Mesh = MESH) -> dict[int, str]:
-    """What each rank was told, by rank; the pool works afterwards."""
+    """Returns what each rank was told, by rank; the pool works afterwards."""
     with pytest.raises(RankFailure):
         pool.run(played, mesh, plant, folder)
     told = {int(path.name.removeprefix("rank-")): path.read_text() for path in folder.glob("rank-*")}

@@ -231,7 +231,7 @@ def test_an_attention_window_is_reported_where_sequences_are_longer(tmp_path: Pa
     config.save_pretrained(tmp_path)
     said = [line for line in size_warnings(model_size(str(tmp_path), 512)) if "attend" in line]
     assert said == [
-        "2 of 4 layers attend to 32 tokens of samples of 512: it is priced as if each token saw "
+        "2 of 4 layers attend to 32 tokens of samples of 512: it is estimated as if each token saw "
         "all before it, so expect less than"
         " these seconds."
     ]

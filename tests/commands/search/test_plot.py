@@ -1,5 +1,5 @@
-"""The plot of a search: time and memory of layouts, and the schedule of the best one by the analytic cost
-model.
+"""The plot of a search: time and memory of configurations, and the schedule of the best one by the analytic
+cost model.
 """
 
 from pathlib import Path
@@ -51,11 +51,11 @@ def test_the_page_needs_no_network_and_says_why(tmp_path: Path):
     text = path.read_text()
     assert "GiB on the rank that uses most" in text
     assert "seconds of a step" in text
-    assert "layouts were estimated" in text
+    assert "configurations were estimated" in text
     assert "<svg" in text
     assert "<script src" not in text
     write_plot(run_search(SearchOptions(SMALL, 8, "a100", 64, constraints=("pp=1",))), path)
-    assert "The first layout has no pipeline." in path.read_text()
+    assert "The first configuration has no pipeline." in path.read_text()
 
 
 def test_a_file_that_cannot_be_written_is_reported(tmp_path: Path):

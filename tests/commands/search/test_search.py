@@ -82,7 +82,7 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
 def test_what_is_shown_is_there_as_plain_values():
     chosen = run_search(SearchOptions(SMALL, 8, "h100", 64, budget=TrainingBudget(1e12, 3.0)))
     said = json.loads(json.dumps(outcome_as_dict(chosen)))
-    first = said["layouts"][0]
+    first = said["configurations"][0]
     assert first["step_s"] == pytest.approx(sum(first["seconds"].values()))
     assert first["days"] == pytest.approx(1e12 / first["tokens_per_s"] / 86400)
     assert first["cost"] == pytest.approx(first["days"] * 24 * 8 * 3.0)

@@ -65,8 +65,8 @@ def test_a_regathered_tensor_is_not_cached_and_gives_the_same_gradients():
 
 
 def exchanged(world: World) -> tuple[int, list[bool]]:
-    """How often a tensor was gathered, and whether it and what it became were alive when nobody else held
-    them.
+    """Returns how often a tensor was gathered, and whether it and what it became were alive when nobody else
+    held them.
     """
     world.ledger.is_recording = True
     state = RankState(None, world, None)  # type: ignore[arg-type]  moves need the world alone

@@ -40,8 +40,8 @@ ANALYZED = analyze(Shifted, sample_range(DATA, 0, 2))
 
 
 def evaluations_of(mesh: Mesh, strategies: tuple) -> list[list[float]]:
-    """What each rank finds: in each of three steps the losses of evaluation and of training, and then what
-    the model says.
+    """Returns what each rank finds: in each of three steps the losses of evaluation and of training, and then
+    what the model says.
     """
     plan = make_plan(ANALYZED, tiny_job(), mesh, strategies, 2)
 

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 
 
 def found(mesh: Mesh, strategies: tuple[Strategy, ...]) -> list[list[Evaluation]]:
-    """What each rank finds before and after a step."""
+    """Returns what each rank finds before and after a step."""
     plan = make_plan(ANALYZED, tiny_job(), mesh, strategies, 2)
 
     def rank(world: World) -> list[Evaluation]:

@@ -59,8 +59,8 @@ def evaluations_of(
     *,
     evaluated: bool = True,
 ) -> list[tuple[list[Evaluation], list[float], dict[str, bytes]]]:
-    """What each rank finds in two evaluations, each before a step; the losses of the steps; and what it then
-    holds.
+    """Returns what each rank finds in two evaluations, each before a step; the losses of the steps; and what
+    it then holds.
     """
     plan = make_plan(analyzed, tiny_job(), mesh, strategies, micro_batch)
 
@@ -85,7 +85,7 @@ def evaluations_of(
 
 @pytest.fixture(scope="module")
 def expected() -> list[Evaluation]:
-    """What one device finds."""
+    """Returns what one device finds."""
     return evaluations_of(ANALYZED, Mesh(), (), 0)[0][0]
 
 
@@ -124,7 +124,7 @@ def test_where_messages_go_in_the_order_of_issue_each_direction_has_a_group(
 
 
 class Skips(nn.Module):
-    """What two layers give out goes far past their neighbours; batch norms, which learn nothing in an
+    """The outputs of two layers go far past their neighbours; batch norms, which learn nothing in an
     evaluation.
     """
 

@@ -47,7 +47,7 @@ Use = Callable[[nn.Module], list[torch.Tensor]]
 def use_after_step(
     analyzed: AnalyzedModel, mesh: Mesh, strategies: Iterable[Strategy], use: Use, batch: Any = None
 ) -> list[list[torch.Tensor]]:
-    """What `use` makes of the model behind a step, on each rank, and the loss of the step that follows."""
+    """Returns the result of `use` on each rank after a step, and the loss of the step that follows."""
     batch = batches(1, 12)[0] if batch is None else batch
     plan = make_plan(analyzed, tiny_job(), mesh, strategies, 2)
 

@@ -38,7 +38,7 @@ def on_ranks(
     body: Callable[[Executor, Callable[[], float]], object],
     world_of: Callable[[World], World] = lambda w: w,
 ):
-    """What `body` finds on each rank; its second argument plays a step and returns the norm of
+    """Returns what `body` finds on each rank; its second argument plays a step and returns the norm of
     its gradients.
     """
     plan = plan_of(stage)

@@ -1,4 +1,4 @@
-"""Which weights are gathered in a pass outside of the program: the same on every rank, for any forward."""
+"""The weights that are gathered in a pass outside of the program: the same on every rank, for any forward."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Where messages between two ranks are ordered by issue, each direction has its own process group."""
+"""Each direction between two ranks has its own process group if messages are ordered by issue."""
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World

@@ -45,7 +45,7 @@ def trained(engine: Trainer, steps: int) -> list[Metrics]:
 
 
 def model_of(engine: Trainer) -> dict[str, torch.Tensor]:
-    """What a checkpoint would hold of the parameters, copied."""
+    """Returns what a checkpoint would hold of the parameters, copied."""
     found = {
         name: tensor.clone()
         for name, tensor in engine.executor.state_dict().items()

@@ -211,7 +211,7 @@ def test_resetting_clears_the_optimizer_states():
 
 
 def live() -> tuple[int, int]:
-    """How many plain tensors there are, and the bytes of their storages.
+    """Returns how many plain tensors there are, and the bytes of their storages.
 
     Other tests leave readings, and tensors of a rank that failed: subclasses, which answer a question by a
     collective.

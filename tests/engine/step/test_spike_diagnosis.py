@@ -36,7 +36,7 @@ class Tied(Faulty):
 
 
 def diagnoses_of_rank(spike: LossSpike, index: int) -> list[object]:
-    """What is said of the rank `index`."""
+    """Returns what is said of the rank `index`."""
     suspect = spike.rank_reports[index]
     return [suspect.phase, suspect.block, suspect.parameter, suspect.loss, suspect.grad_norm]
 
@@ -47,7 +47,7 @@ def same(found: list[object], expected: list[object]) -> bool:
 
 @cache
 def diagnoses_without_stages(how: str, ranks: int) -> LossSpike:
-    """What ranks say that have the whole model."""
+    """Returns what ranks say that have the whole model."""
     return spikes(how, Mesh(dp_replicate=ranks), () if ranks == 1 else (BatchSplit(), DDP()))[0]
 
 

@@ -73,8 +73,8 @@ def spike_of(
     stage: int = 0,
     rows_of_last: int | None = None,
 ) -> list[LossSpike]:
-    """What each rank says of the third of four steps, the only one in which rows are marked; the fourth is a
-    good one again.
+    """Returns what each rank says of the third of four steps, the only one in which rows are marked; the
+    fourth is a good one again.
 
     From `stage` 1 on, what is kept is cut into shards. In the third step the last rank has `rows_of_last`
     rows, if that is said.

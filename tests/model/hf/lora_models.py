@@ -39,7 +39,7 @@ def adapted(config: dict[str, object] | None = None, **lora: object) -> Callable
 def adapted_reading(
     config: dict[str, object] | None = None, weights: Path | None = None, **lora: object
 ) -> AnalyzedModel:
-    """What the model of `adapted` is made of, on samples of `tests.tiny_model`; its base from `weights`."""
+    """Returns the analysis of `adapted`, on samples of `tests.tiny_model`; its base from `weights`."""
     return analyze(adapted(config, **lora), token_samples(2), weights="" if weights is None else str(weights))
 
 

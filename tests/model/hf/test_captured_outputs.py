@@ -1,4 +1,4 @@
-"""What transformers captures inside a block is an output of it; any other side channel is refused."""
+"""Values that transformers captures inside a block are outputs of it; any other side channel is refused."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""What transformers models declare about themselves; other modules declare nothing."""
+"""Declarations of transformers models about themselves; other modules declare nothing."""
 
 import pytest
 import transformers

@@ -1,4 +1,4 @@
-"""What a constructor does to its parameters is recorded, or refused by name; patches are removed."""
+"""Operations of a constructor on its parameters are recorded, or refused by name; patches are removed."""
 
 import threading
 from collections.abc import Callable

@@ -40,7 +40,7 @@ class Ranks:
 
     @property
     def boundaries(self) -> StageBoundaries:
-        """Where the model may be divided."""
+        """Returns where the model may be divided."""
         return self.graph.boundaries
 
     def error(self, boundaries: Sequence[str], *, lean: bool = False) -> float:

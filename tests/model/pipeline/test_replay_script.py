@@ -40,8 +40,8 @@ def stage_gradients(ran: StageResult, parameters: dict[str, nn.Parameter]) -> li
 
 
 def reasons_not_recorded(one: Ranks, boundaries: Sequence[str] = ()) -> list[str]:
-    """Why nothing was written down of each part of `one`, "" where something was, and gave what a forward
-    gives.
+    """Returns why nothing was written down of each part of `one`, "" where something was, and gave what a
+    forward gives.
     """
     module, blocks, parameters = one.analyzed.make_module("cpu", torch.float64)
     drive, scripts, why = (

@@ -22,7 +22,7 @@ def stateless_rng(
 
 
 def trial_sites(*shape: int) -> DrawSites:
-    """What a trial on 5 samples finds of a site that draws that shape."""
+    """Returns what a trial on 5 samples finds of a site that draws that shape."""
     sites = DrawSites()
     for batch in (5, 3):
         sites.record("block/0", torch.Size(batch if size == 5 else size for size in shape), batch)

@@ -333,7 +333,7 @@ def test_a_forward_that_reads_token_values_is_reported():
 
 
 def gap(rule: str) -> float:
-    """How far a rule on parts of the tokens is from the rule on all."""
+    """Returns how far a rule on parts of the tokens is from the rule on all."""
     x = torch.linspace(-1, 1, 2 * LENGTH * WIDTH).view(2, LENGTH, WIDTH).sin()
     torch.manual_seed(0)
     block = Layer(MIXING[rule][0])

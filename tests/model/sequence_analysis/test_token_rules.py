@@ -58,7 +58,7 @@ def tokens_of(make: Callable[[], nn.Module], length: int = LENGTH) -> SequenceIn
 
 
 def layer(rule: Rule) -> BlockSequenceInfo:
-    """How tokens go through a block that does what `rule` says."""
+    """Returns how tokens go through a block that does what `rule` says."""
     return next(each for each in tokens_of(lambda: Layers(rule)).block_calls if each.block_call == "layers.0")
 
 

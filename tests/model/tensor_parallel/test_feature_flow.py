@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpec]:
-    """How the layers of a block are cut on the side that columns and rows have in common, by name."""
+    """Returns how the layers of a block are cut on the side that columns and rows have in common, by name."""
     tokens, roles = (
         torch.zeros(2, 5, dtype=torch.long),
         {f"layers.*.{name}": role for name, role in sockets.items()},
@@ -74,7 +74,7 @@ def found(inside: Inside, **sockets: str) -> tuple[dict[str, DimSplit], ModelSpe
 
 
 def heads(block: Block, packed: torch.Tensor) -> torch.Tensor:
-    """What `packed`, [rows, tokens, features], is head by head."""
+    """Returns what `packed`, [rows, tokens, features], is head by head."""
     return packed.view(*packed.shape[:2], block.num_heads, -1).transpose(1, 2)
 
 

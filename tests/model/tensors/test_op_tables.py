@@ -10,7 +10,7 @@ STREAM, OTHER = torch.rand(3, 5, 4), torch.rand(3, 5, 4)
 
 
 def reason_not_tokenwise(func: object, *args: object, **kwargs: object) -> str:
-    """What is said of `func`, whose first argument is the stream, and so is `OTHER`."""
+    """Returns what is said of `func`, whose first argument is the stream, and so is `OTHER`."""
     operands = [each for each in args if isinstance(each, torch.Tensor)]
     carried = [each for each in operands if each is STREAM or each is OTHER]
     name = func.__name__.strip("_")

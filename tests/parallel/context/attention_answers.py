@@ -44,13 +44,13 @@ class Case:
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """What has gradients."""
+        """Returns what has gradients."""
         learned = (self.mask,) if self.mask is not None and self.mask.requires_grad else ()
         return (self.query, self.key, self.value, *learned)
 
     @property
     def attend(self) -> AttentionSpec:
-        """What the plan knows of it."""
+        """Returns what the plan knows of it."""
         return AttentionSpec(
             *(BLOCK_CALL, self.query.shape[1], self.key.shape[1], self.query.shape[3], self.value.shape[3]),
             *(self.query.shape[2], self.key.shape[2], self.causal, self.mask is not None),
@@ -58,7 +58,7 @@ class Case:
         )
 
     def dense(self) -> tuple[torch.Tensor, ...]:
-        """What one device makes of it: the output, then the gradients of the inputs."""
+        """Returns what one device makes of it: the output, then the gradients of the inputs."""
         leaves = [each.detach().requires_grad_() for each in self.inputs]
         shared = self.query.shape[1] // self.key.shape[1]
         key, value = (each.repeat_interleave(shared, 1) for each in leaves[1:3])
@@ -88,7 +88,7 @@ def case(
 
 
 class Rank:
-    """What a strategy may touch of one rank, as far as attention goes."""
+    """The parts of one rank that a strategy for attention may use."""
 
     def __init__(self, world: World, space: ShardingPlan) -> None:
         self.plan = SimpleNamespace(sharding=space.at_coordinate(world.mesh.coordinate(world.rank)))
@@ -125,7 +125,7 @@ def sharding_of(mesh: Mesh, attends: Sequence[AttentionSpec]) -> ShardingPlan:
 
 @dataclass(frozen=True)
 class GatheredResult:
-    """What all ranks together have given, as one device would, and what each has issued."""
+    """The outputs of all ranks together, as of one device, and the messages of each."""
 
     found: tuple[torch.Tensor, ...]
     entries: tuple[tuple[LedgerEntry, ...], ...]
@@ -196,7 +196,7 @@ Sent = dict[str, list[tuple[str, int, int, str]]]  # by action: collectives, ran
 
 
 def issued_transfers(entries: Sequence[LedgerEntry]) -> Sent:
-    """What a rank has issued in a forward, F, and in a backward, B."""
+    """Returns what a rank has issued in a forward, F, and in a backward, B."""
     said = [
         (entry.action, (entry.collective, entry.group_size, entry.nbytes, entry.dtype)) for entry in entries
     ]
@@ -204,7 +204,7 @@ def issued_transfers(entries: Sequence[LedgerEntry]) -> Sent:
 
 
 def planned_transfers(strategy: Strategy, given: Case, mesh: Mesh) -> Sent:
-    """What the program of `strategy` says of it."""
+    """Returns what the program of `strategy` says of it."""
     space = strategy.place(sharding_of(mesh, [given.attend])).at_coordinate(mesh.coordinate(0))
     dtype = str(given.query.dtype).removeprefix("torch.")
     job = Job(

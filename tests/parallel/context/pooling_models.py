@@ -36,7 +36,7 @@ class Centred(Own):
 
 
 class Picked(Own):
-    """What stands at places that the row says, and the largest of each feature."""
+    """The tokens at places that the row says, and the largest of each feature."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.words(input_ids) + self.places(torch.arange(input_ids.shape[1]))

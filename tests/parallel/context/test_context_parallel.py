@@ -97,8 +97,8 @@ def test_with_other_strategies(make: type[nn.Module], mesh: Mesh, strategies: tu
 
 
 def gather_transfers(plan: Plan, kind: str, subject: str = "") -> list[Transfer]:
-    """What the actions of a kind move between ranks with other tokens, apart from attention, each microbatch
-    the same.
+    """Returns what the actions of a kind move between ranks with other tokens, apart from attention, each
+    microbatch the same.
     """
     found = [
         action.inner_transfers

@@ -103,7 +103,7 @@ def test_a_weight_that_two_stages_use():
 
 
 class Skips(nn.Module):
-    """What early layers give is added behind late ones, some of it scaled in glue, some by position."""
+    """The outputs of early layers are added behind late ones, some of it scaled in glue, some by position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_a_pipeline_has_more_ranks_than_tokens():
 
 
 def found(analyzed: AnalyzedModel, plan: Plan, length: int) -> list[tuple[Evaluation, float]]:
-    """What each rank finds in an evaluation, and the loss of a step."""
+    """Returns what each rank finds in an evaluation, and the loss of a step."""
     samples = batches(2, NUM_SAMPLES, length)
 
     def rank(world: World) -> tuple[Evaluation, float]:

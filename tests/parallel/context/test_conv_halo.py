@@ -76,7 +76,7 @@ class Case:
         return [self.input, self.weight, self.bias]
 
     def dense(self) -> list[torch.Tensor]:
-        """What one device makes of it: the output, then gradients."""
+        """Returns what one device makes of it: the output, then gradients."""
         leaves = [each.detach().requires_grad_() for each in self.inputs]
         padded = F.pad(leaves[0], (self.known.left_halo, self.known.right_halo))
         out = F.conv1d(padded, *leaves[1:], dilation=self.dilation, groups=self.groups)
@@ -143,7 +143,7 @@ def played(
 def run_on_ranks(
     strategy: ContextParallel, given: Case, ranks: int
 ) -> tuple[list[torch.Tensor], list[list[LedgerEntry]]]:
-    """What all ranks together have given, as one device would; and what each has issued."""
+    """Returns what all ranks together have given, as one device would; and what each has issued."""
     mesh = Mesh(cp=ranks)
     space = strategy.place(sharding_of(mesh, given.known))
     results = run_on_threads(lambda world: played(world, space, strategy, given), mesh)
@@ -207,7 +207,7 @@ def test_bytes_are_those_of_the_formula_on_every_rank(
 def planned_transfers(
     strategy: ContextParallel, convolve: ConvSpec, ranks: int
 ) -> list[tuple[str, int, str]]:
-    """What the program of `strategy` says of it."""
+    """Returns what the program of `strategy` says of it."""
     mesh = Mesh(cp=ranks)
     space = strategy.place(sharding_of(mesh, convolve)).at_coordinate(mesh.coordinate(0))
     job = Job(

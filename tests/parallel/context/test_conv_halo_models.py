@@ -208,7 +208,7 @@ def test_a_block_that_does_not_crop_its_output_gets_all_tokens() -> None:
 
 
 def refused(make, *strategies: Strategy, ranks: int = 2) -> str:
-    """Why there is no plan."""
+    """Returns why there is no plan."""
     analyzed = analyze(lambda: Model(make()), batches(1, NUM_SAMPLES)[0])  # a GRU is not copied
     with pytest.raises(PlanError) as told:
         equal(analyzed, Mesh(cp=ranks), *strategies, REPLICAS)

@@ -33,13 +33,13 @@ def bounds(kind: str, count: int, draw: np.random.Generator) -> tuple[np.ndarray
 
 
 def seen(low: np.ndarray, high: np.ndarray, keys: int) -> np.ndarray:
-    """Which keys each query looks at."""
+    """Returns which keys each query looks at."""
     at = np.arange(keys)
     return (at >= low[:, None]) & (at < high[:, None])
 
 
 def visits_per_pair(found: Sequence[MaskRegion], low: np.ndarray, high: np.ndarray, keys: int) -> np.ndarray:
-    """How often kernels look at each pair: with a mask, at what that leaves."""
+    """Returns how often kernels look at each pair: with a mask, at what that leaves."""
     count, mask = np.zeros((len(low), keys), int), seen(low, high, keys)
     for region in found:
         part = count[slice(*region.queries), slice(*region.keys)]

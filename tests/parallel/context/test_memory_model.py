@@ -43,7 +43,7 @@ def test_without_an_exchange_no_memory_is_added():
 
 
 def planned_excess(pool: ProcessPool, how: str) -> list[float]:
-    """How much more than planned lived on each rank, as a share."""
+    """Returns how much more than planned lived on each rank, as a share."""
     case = Case(1024, how, 0)
     plan, seen = case.plan(), pool.run(measure_peak, case.mesh, case, timeout_s=120)
     return [found.step / peak_nbytes(plan, rank) - 1 for rank, found in enumerate(seen) if found is not None]

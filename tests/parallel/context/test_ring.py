@@ -68,7 +68,7 @@ def plan(
 
 
 def first_transfers(actions: Sequence[Action], kind: str, subject: str = LAYERS[0]) -> tuple[Transfer, ...]:
-    """What moves in the first such action."""
+    """Returns what moves in the first such action."""
     return next(
         action.inner_transfers for action in actions if action.kind == kind and action.subject == subject
     )

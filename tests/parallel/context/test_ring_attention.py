@@ -26,7 +26,7 @@ Ran = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
 
 
 def shifting(group: Group) -> ShiftFn:
-    """What a circle shifts by."""
+    """Returns what a circle shifts by."""
     return lambda output, tensor: group.shift(output, tensor, action="ring")
 
 

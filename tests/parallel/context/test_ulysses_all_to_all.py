@@ -1,4 +1,4 @@
-"""Which key and value heads each rank receives, and which ranks form the groups of the exchange."""
+"""The key and value heads that each rank receives, and the ranks of each group of the exchange."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_neighbours_meet_in_groups_of_one_size() -> None:
 
 
 def swapped(world: World) -> list[float]:
-    """What arrives from each of two neighbours; groups are made in one order by all."""
+    """Returns what arrives from each of two neighbours; groups are made in one order by all."""
     torch.set_num_threads(1)
     groups = [
         world.group(("cp",), among)

@@ -83,8 +83,8 @@ MIXED = [
 
 
 def mixed(make, mesh: Mesh, strategies, example: int) -> Verdict:
-    """What becomes of three steps of microbatches of one row, of which one needs no mask, and the others do
-    in some.
+    """Returns what becomes of three steps of microbatches of one row, of which one needs no mask, and the
+    others do in some.
     """
     model = make()
     model.config.use_cache = False

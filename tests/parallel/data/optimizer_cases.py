@@ -94,7 +94,7 @@ def trained(executor: Executor, world: World, steps: int = STEPS) -> dict[str, t
 def outcome(
     analyzed: AnalyzedModel, plan: Plan, make: OptimizerFactory | None = None, steps: int = STEPS
 ) -> dict[str, torch.Tensor]:
-    """What all ranks of `plan` agree on after so many steps."""
+    """Returns what all ranks of `plan` agree on after so many steps."""
     found = run_on_threads(
         lambda world: trained(executor_of(analyzed, plan, world, optimizer=make), world, steps), plan.mesh
     )

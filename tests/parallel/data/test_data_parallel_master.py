@@ -106,7 +106,7 @@ def test_only_the_master_reads_data_and_it_reads_all_of_it(analyzed: AnalyzedMod
 
 
 def entries_of(analyzed: AnalyzedModel, plan: Plan) -> list[list[LedgerEntry]]:
-    """What each rank issues in one step."""
+    """Returns what each rank issues in one step."""
 
     def body(world: World) -> list[LedgerEntry]:
         executor = executor_of(analyzed, plan, world)

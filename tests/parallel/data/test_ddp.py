@@ -76,7 +76,7 @@ def test_the_program_sends_two_n_minus_one_nths_of_the_gradients(ranks: int, pre
 
 
 def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
-    """What one rank sends in one step, per action, held against the program in passing."""
+    """Returns what one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
     executor_of(analyzed, plan, world).step(
         {key: value[: plan.local_batch] for key, value in token_samples().items()}

@@ -100,7 +100,7 @@ def test_weights_gathered_for_each_use_are_sent_twice_except_those_of_the_last_b
 
 
 def bytes_sent_by_action(analyzed: AnalyzedModel, plan: Plan, world) -> dict[str, float]:
-    """What one rank sends in one step, per action, held against the program in passing."""
+    """Returns what one rank sends in one step, per action, held against the program in passing."""
     world.ledger.is_recording = True
     executor_of(analyzed, plan, world).step(
         {key: value[: plan.local_batch] for key, value in token_samples().items()}

@@ -63,7 +63,7 @@ def copies(ranks: int, job: Job, micro_batch: int = 0, analyzed: AnalyzedModel =
 
 
 def on_ranks(plan: Plan, work: Callable[[Trainer], object], analyzed: AnalyzedModel = ANALYZED) -> list:
-    """What `work` gives on every rank."""
+    """Returns what `work` gives on every rank."""
 
     def rank(world: World) -> object:
         with parallelize(analyzed, plan, world=world) as engine:

@@ -177,7 +177,7 @@ def total(sent: dict[str, float], kind: str) -> Fraction:
 
 
 def ledger(analyzed: AnalyzedModel, plan: Plan, world: World) -> dict[str, float]:
-    """What this rank sends in a step by action, which is what the plan says."""
+    """Returns what this rank sends in a step by action, which is what the plan says."""
     world.ledger.is_recording = True
     executor = executor_of(analyzed, plan, world)
     executor.step({key: value[plan.samples_read(world.rank)] for key, value in token_samples().items()})

@@ -33,7 +33,7 @@ def batch_of(plan: Plan) -> dict[str, torch.Tensor]:
 
 
 def alive_after_forwards(analyzed: AnalyzedModel, plan: Plan, made: list[weakref.ref]) -> int:
-    """How many of the storages in `made` are alive when the loss is taken, in one step."""
+    """Returns how many of the storages in `made` are alive when the loss is taken, in one step."""
     found: list[int] = []
     executor = executor_of(analyzed, plan, single_rank_world(CPU))
     loss = executor._actions.handlers["LOSS"]

@@ -171,11 +171,11 @@ class Softened(Scaled):
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Scaled, r"the model changes the logits between the head head and the loss \(mul\)"),
-        (Shorter, r"the model changes the logits between the head head and the loss \(slice\)"),
+        (Scaled, r"the model changes the logits between the LM head head and the loss \(mul\)"),
+        (Shorter, r"the model changes the logits between the LM head head and the loss \(slice\)"),
         (
             Softened,
-            r"no head whose logits go to the loss unchanged \(head.weight: _softmax needs all logits",
+            r"no LM head whose logits go to the loss unchanged \(head.weight: _softmax needs all logits",
         ),
     ],
 )
@@ -215,14 +215,14 @@ def test_tensor_parallel_mlps_and_heads_in_2d_are_refused():
         make_plan(analyzed_llama(), tiny_job(4), Mesh(tp=2), (TensorParallel(), TiledMLP(num_tiles=2)))
     with pytest.raises(
         PlanError,
-        match=(r"the head lm_head\.weight is sharded along " r"(?s:.*)remove " r"the strategy chunked_loss"),
+        match=(r"the LM head lm_head\.weight is sharded along (?s:.*)remove the strategy chunked_loss"),
     ):
         make_plan(analyzed_llama(), tiny_job(4), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), ChunkedLoss()))
 
 
 def test_a_loss_computed_by_one_rank_for_all_is_refused():
     with pytest.raises(
-        PlanError, match=r"one rank along dp_replicate takes the loss of all(?s:.*)remove chunked_loss"
+        PlanError, match=r"one rank along dp_replicate computes the loss of all(?s:.*)remove chunked_loss"
     ):
         planned(DataParallelMaster(), BatchSplit(), ChunkedLoss(num_chunks=2), mesh=Mesh(dp_replicate=2))
 

@@ -176,7 +176,7 @@ def test_logits_that_a_forward_changes_only_after_the_trial_are_refused():
         analyzed, make_plan(analyzed, tiny_job(), Mesh(), (ChunkedLoss(),)), single_rank_world(CPU)
     )
     Changing.changes = True
-    with pytest.raises(PlanError, match=r"was changed after the head(?s:.*)remove the strategy"):
+    with pytest.raises(PlanError, match=r"was changed after the LM head(?s:.*)remove the strategy"):
         executor.step({key: value[:12] for key, value in token_samples().items()})
 
 

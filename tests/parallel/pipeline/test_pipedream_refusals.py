@@ -1,4 +1,4 @@
-"""What PipeDream refuses: all that needs one step per batch, and weights that stages share."""
+"""PipeDream refuses all that needs one step per batch, and weights that stages share."""
 
 from dataclasses import replace
 

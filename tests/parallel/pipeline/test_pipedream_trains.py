@@ -224,7 +224,7 @@ def without(*kinds: str) -> Callable[[list[Action]], list[Action]]:
 
 
 def judged(change: Callable[[list[Action]], list[Action]]) -> Verdict:
-    """What the comparison finds of a plan with a planted bug that nobody has proved anything of."""
+    """Returns what the comparison finds of a plan with a planted bug that nobody has proved anything of."""
     plan = planned(analyzed_llama(), Mesh(pp=3))
     data = batches(2, NUM_SAMPLES)
     case = make_parity_case(

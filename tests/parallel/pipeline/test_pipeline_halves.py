@@ -108,7 +108,7 @@ def test_a_search_folds_two_parts_per_rank():
 
 
 def held(plan: Plan) -> list[int]:
-    """How many microbatches of its first visit each rank keeps at most."""
+    """Returns how many microbatches of its first visit each rank keeps at most."""
     found = []
     for _, actions in plan.program.roles:
         first, now, most = next(action.subject for action in actions if action.kind == "F"), 0, 0

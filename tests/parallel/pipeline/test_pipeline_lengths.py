@@ -77,7 +77,7 @@ def test_one_device_weighs_them_by_their_tokens():
 
 
 def sent(world: World) -> tuple[list[float], Parameters]:
-    """What `trained` gives, on a process."""
+    """Returns what `trained` gives, on a process."""
     return trained(world, "tiny", planned("tiny", Mesh(pp=2), Pipeline()))
 
 

@@ -46,7 +46,7 @@ class Chain(nn.Module):
 
 
 class Toned(Chain):
-    """What glue makes is in the dtype of what another stage gives out."""
+    """Values that glue makes have the dtype of another stage's output."""
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](self.embed(input_ids))
@@ -107,7 +107,7 @@ def test_a_stream_that_additions_widen_crosses_as_wide_as_it_is():
 
 
 def trained(analyzed: AnalyzedModel, plan: Plan, steps: int) -> list[Metrics]:
-    """What every rank has measured, which is the same on all."""
+    """Returns what every rank has measured, which is the same on all."""
 
     def on_rank(world: World) -> list[Metrics]:
         engine = parallelize(analyzed, plan, world=world)

@@ -36,7 +36,7 @@ def tokens(seed: int) -> dict[str, torch.Tensor]:
 
 
 def compared(world: World, name: str) -> tuple[RankReport, bool]:
-    """What this rank found, and whether it sent what its program states."""
+    """Returns what this rank found, and whether it sent what its program states."""
     data = [tokens(step) for step in range(STEPS)]
     analyzed = pairs(0.0, {key: value[:2] for key, value in data[0].items()}, layers=4)
     plan = make_plan(analyzed, tiny_job(train=TrainConfig(batch=NUM_SAMPLES, clip=0.5)), MESH, CASES[name], 1)

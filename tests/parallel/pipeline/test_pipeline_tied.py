@@ -78,7 +78,7 @@ def planned(analyzed: AnalyzedModel, mesh: Mesh, *strategies: Strategy, micro_ba
 
 
 def ties(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """Who takes part in what is summed along pp."""
+    """Returns who takes part in what is summed along pp."""
     found = {
         action.name: action.transfer
         for _, actions in plan.program.roles
@@ -163,7 +163,7 @@ Copies = dict[str, torch.Tensor]
 
 
 def stepped(world: World, plan: Plan) -> Copies:
-    """What this rank steps of the tied weights after three steps, and the moments."""
+    """Returns what this rank steps of the tied weights after three steps, and the moments."""
     with parallelize(tied(), plan, world=world) as engine:
         for _ in range(3):
             engine.step(engine.local_batch(token_samples(NUM_SAMPLES)))

@@ -157,7 +157,7 @@ def test_a_value_is_passed_on_before_the_part_runs_and_is_sent_once_to_each_rank
 
 
 class Everywhere(nn.Module):
-    """What the table gives out is used by every layer, and is part of the result."""
+    """The output of the table is used by every layer, and is part of the result."""
 
     def __init__(self) -> None:
         super().__init__()

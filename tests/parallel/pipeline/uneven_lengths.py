@@ -23,7 +23,7 @@ Parameters = dict[str, torch.Tensor]
 
 
 def analyzed(name: str) -> AnalyzedModel:
-    """What the model of that name is made of."""
+    """Returns what the model of that name is made of."""
     return READINGS[name]()
 
 

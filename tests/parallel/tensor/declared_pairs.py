@@ -55,5 +55,5 @@ class Pairs(nn.Module):
 
 
 def pairs(p: float = 0.0, example: Mapping[str, torch.Tensor] | None = None, **sizes: int) -> AnalyzedModel:
-    """What is known of `Pairs(p, **sizes)`, from an `example` or two rows of five tokens."""
+    """Returns what is known of `Pairs(p, **sizes)`, from an `example` or two rows of five tokens."""
     return analyze(lambda: Model(Pairs(p, **sizes), layer_roles=SOCKETS), example or token_samples(2))

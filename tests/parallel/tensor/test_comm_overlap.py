@@ -51,7 +51,7 @@ def analyzed_model(family: str) -> AnalyzedModel:
 
 
 def stream_transfers(plan: Plan, kind: str, layer: str) -> list[tuple[str, int]]:
-    """What moves a tensor of the size of the stream, or a slice of one, in the `layer` of that number."""
+    """Returns the transfers of a tensor or slice of the size of the stream in the `layer` of that number."""
     actions = [
         each
         for each in plan.program.actions(FIRST_ROLE)

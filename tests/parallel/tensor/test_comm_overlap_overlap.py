@@ -75,7 +75,7 @@ def test_a_lost_weight_gradient_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 class Orders:
-    """What each rank does in the backward of the second layer: sums that it issues, and weights whose
+    """The actions of each rank in the backward of the second layer: sums that it issues, and weights whose
     gradients come late.
     """
 

@@ -61,7 +61,7 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
 def train_and_gather(
     analyzed: AnalyzedModel, plan: Plan, steps: int = 3
 ) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
-    """What the first rank says of some steps, and all parameters behind them."""
+    """Returns what the first rank says of some steps, and all parameters behind them."""
 
     def rank(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
         executor = executor_of(analyzed, plan, world)

@@ -53,8 +53,8 @@ class Faulty(Pairs):
 
 
 def spike_of(how: str, ranks: int, stage: int = 0) -> list[LossSpike]:
-    """What each rank says of the third of four steps, in which rows 7 and 8 of twelve are marked; the others
-    are good ones.
+    """Returns what each rank says of the third of four steps, in which rows 7 and 8 of twelve are marked; the
+    others are good ones.
     """
     guard = LossGuard("skip", factor=50.0, window=2)
     clean = {**DATA, "input_ids": DATA["input_ids"].clamp(max=MARK - 1)}

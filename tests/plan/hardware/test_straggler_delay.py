@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from meshwright.plan.hardware.straggler_delay import LagSample, expected_maximum, straggler_delay
+from meshwright.plan.hardware.straggler_delay import StragglerSample, expected_maximum, straggler_delay
 
-MEASURED = (LagSample(0.01, 0.06), LagSample(0.04, 0.04), LagSample(0.16, 0.03))
+MEASURED = (StragglerSample(0.01, 0.06), StragglerSample(0.04, 0.04), StragglerSample(0.16, 0.03))
 
 
 def test_the_expected_largest_of_draws_is_that_of_the_tables():
@@ -40,5 +40,5 @@ def test_it_equals_the_measured_delay_of_synchronizing_ranks():
             max(drawn.gauss(length, spread * length) for _ in range(ranks)) - length for _ in range(20_000)
         ]
         assert fmean(waited) == pytest.approx(
-            straggler_delay((LagSample(length, share),), length, ranks), rel=0.03
+            straggler_delay((StragglerSample(length, share),), length, ranks), rel=0.03
         )

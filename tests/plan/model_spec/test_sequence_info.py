@@ -51,7 +51,7 @@ def test_neighbouring_inner_ranks_share_a_contiguous_range():
 
 
 def pairs(sharding: SequenceSharding, length: int) -> list[int]:
-    """How many tokens the queries of each rank look at, in all, under a causal mask."""
+    """Returns how many tokens the queries of each rank look at, in all, under a causal mask."""
     return [
         sum(position + 1 for position in positions(sharding.token_ranges(length, index)))
         for index in range(sharding.num_ranks)

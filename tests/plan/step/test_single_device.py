@@ -37,7 +37,7 @@ def listed(num_micro: int = 2, micro_batch: int = 3, job: Job | None = None) -> 
 
 
 def held_after(actions: tuple[Action, ...]) -> list[dict[str, int]]:
-    """What is held after each action, by name."""
+    """Returns what is held after each action, by name."""
     held: dict[str, int] = {}
     history = []
     for action in actions:

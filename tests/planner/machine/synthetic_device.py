@@ -23,7 +23,7 @@ def attention_s(rows: float, heads: float, queries: float, keys: float, width: f
 
 
 def profile(device: str = "Abacus 7", kind: str = "cpu", rate: float = RATE) -> DeviceProfile:
-    """What `bench device` would find on it."""
+    """Returns what `bench device` would find on it."""
     sizes = [(m, n, k, 1) for m in (16, 128, 1024) for n in (64, 512, 4096) for k in (32, 256, 2048)]
     sizes += [(64, 64, 32, 16), (128, 128, 64, 64)]
     points = [

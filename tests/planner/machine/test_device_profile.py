@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.hardware.straggler_delay import LagSample
+from meshwright.plan.hardware.straggler_delay import StragglerSample
 from meshwright.plan.job.errors import PlanError
 from tests.planner.machine.synthetic_device import CALL_S, TANH_S, attention_s, product_s, profile
 
@@ -56,18 +56,21 @@ def test_what_computes_much_takes_what_its_numbers_do_where_memory_is_faster():
     )  # nobody measured it
     wrong = replace(FOUND, elementwise_ops=(replace(FOUND.elementwise_ops[0], operation="tanhh"),))
     assert [diagnostic.problem for diagnostic in wrong.diagnostics()] == [
-        "'tanhh' is not an operation that plans are priced by"
+        "'tanhh' is not an operation that estimates of plans use"
     ]
     assert "tanh" in next(wrong.diagnostics()).fix
 
 
 def test_delay_samples_are_in_increasing_lengths():
     assert FOUND.straggler_seconds(0.01, 4) == 0.0  # nobody measured it
-    uneven = replace(FOUND, lag_samples=(LagSample(0.01, 0.05), LagSample(0.04, 0.0)))
+    uneven = replace(FOUND, straggler_samples=(StragglerSample(0.01, 0.05), StragglerSample(0.04, 0.0)))
     assert uneven.straggler_seconds(0.01, 2) == pytest.approx(0.01 * 0.05)
     assert not list(uneven.diagnostics())
-    wrong = replace(uneven, lag_samples=(*uneven.lag_samples[::-1], LagSample(1.0, -0.1)))
-    assert [diagnostic.location for diagnostic in wrong.diagnostics()] == ["lag_samples.2.lag", "lag_samples"]
+    wrong = replace(uneven, straggler_samples=(*uneven.straggler_samples[::-1], StragglerSample(1.0, -0.1)))
+    assert [diagnostic.location for diagnostic in wrong.diagnostics()] == [
+        "straggler_samples.2.lag",
+        "straggler_samples",
+    ]
 
 
 def test_half_dtypes_substitute_for_each_other_and_other_dtypes_are_refused():

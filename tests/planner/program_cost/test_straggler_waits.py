@@ -36,7 +36,7 @@ class Priced(ActionCosts):
 
 
 def wait_times(actions: Sequence[Action], seconds: Mapping[str, float]) -> dict[str, float]:
-    """How late each of these starts, or what it waits within."""
+    """Returns how late each of these starts, or what it waits within."""
     found = with_straggler_waits(Priced(seconds), actions)
     return {action.name: found[id(action)].comm_delay_s + found[id(action)].comm_s for action in actions}
 

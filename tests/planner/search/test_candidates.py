@@ -1,4 +1,4 @@
-"""Candidate layouts: every stage of ZeRO, schedule, method and placement, and no invalid one."""
+"""Candidate configurations: every stage of ZeRO, schedule, method and placement, and no invalid one."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from meshwright.planner.machine.machine import make_machine
 from meshwright.planner.search.candidates import (
     candidate_meshes,
     configs_on_mesh,
-    leanest_configs,
+    low_memory_configs,
     may_fit,
     valid_schedules,
     with_micro_batches,
@@ -30,7 +30,7 @@ def request(shape: ModelShape = SMALL, devices: int = 8, batch: int = 16, **said
 
 
 def test_every_allowed_choice_is_a_candidate():
-    """Every kind of share, order, method and placement is among the layouts of some mesh."""
+    """Every kind of share, order, method and placement is among the configurations of some mesh."""
     asked = replace(
         request(replace(SMALL, sequence=32_768), batch=16),
         machine=make_machine("A100", 16, host_size_override=4),
@@ -90,7 +90,7 @@ def test_no_layout_holds_less_than_the_leanest_and_more_samples_hold_more():
             before = 0.0
             for sized in with_micro_batches(asked, mesh):
                 least = min(
-                    estimate_memory(asked.shape, layout).total for layout in leanest_configs(asked, sized)
+                    estimate_memory(asked.shape, layout).total for layout in low_memory_configs(asked, sized)
                 )
                 assert all(
                     estimate_memory(asked.shape, layout).total >= least

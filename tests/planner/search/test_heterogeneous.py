@@ -14,11 +14,11 @@ from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.planner.search.candidates import with_micro_batches
 from meshwright.planner.search.heterogeneous import (
     DeviceKind,
-    HeterogeneousPricer,
+    HeterogeneousEstimator,
     assign_layers,
     search_each_kind,
     search_heterogeneous,
-    weakest_machine,
+    slowest_rates_machine,
 )
 from meshwright.planner.search.lower_bounds import SAFETY_FACTOR
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
@@ -29,7 +29,7 @@ ORDERS = {"1f1b": (ScheduleProfile(), 1), "zb_h1": (ZB_H1, 1), "zb_v": (ZB_V, 2)
 
 
 def request(machines: list[Machine], **said: object) -> SearchRequest:
-    return SearchRequest(SHAPE, weakest_machine(machines), 64, ORDERS, **said)
+    return SearchRequest(SHAPE, slowest_rates_machine(machines), 64, ORDERS, **said)
 
 
 def test_two_halves_of_one_kind_are_that_kind():
@@ -112,20 +112,22 @@ def test_the_winner_on_heterogeneous_devices_is_that_of_all_layouts(sequence: in
         (each.config, each.layer_assignment) for each in whole.best
     ]
     assert short.best
-    assert short.num_priced < whole.num_priced * 0.75
+    assert short.num_estimated < whole.num_estimated * 0.75
 
 
 def test_no_split_takes_less_than_the_lower_bound_of_its_mesh():
     kinds = [make_machine("H100", 4), make_machine("V100", 8), make_machine("A100", 4)]
     shape = ModelShape("1b", 9, 1024, 8, vocab=32_000, sequence=16_384)
     ground, assigned = (
-        HeterogeneousPricer(replace(request(kinds), shape=shape, devices_by_kind=(4, 8, 4), batch=16), kinds),
+        HeterogeneousEstimator(
+            replace(request(kinds), shape=shape, devices_by_kind=(4, 8, 4), batch=16), kinds
+        ),
         0,
     )
     for mesh in ground.meshes():
         for sized in with_micro_batches(ground.request, mesh):
             best = TopCandidates(1000)
-            ground.price(sized, best, inf)
+            ground.estimate(sized, best, inf)
             assigned += len(best.candidates)
             for each in best.candidates:
                 order, chunks = ground.request.schedules[each.schedule]
@@ -135,11 +137,11 @@ def test_no_split_takes_less_than_the_lower_bound_of_its_mesh():
     assert assigned > 50
 
 
-def test_thousands_of_heterogeneous_devices_price_few_layouts():
-    """Of 82,000 layouts with long rows, 2 in a hundred are priced."""
+def test_thousands_of_heterogeneous_devices_estimate_few_configurations():
+    """Of 82,000 configurations with long rows, 2 in a hundred are estimated."""
     kinds = [make_machine("H100", 2048), make_machine("H200", 2048)]
     shape = ModelShape("8b", 32, 4096, 32, kv_heads=8, ffn=14_336, gated=True, sequence=131_072)
     asked = replace(request(kinds), shape=shape, devices_by_kind=(2048, 2048), batch=4096)
     found = search_heterogeneous(asked, kinds, 8)
     assert len(found.best) == 8
-    assert found.num_priced < 4000
+    assert found.num_estimated < 4000

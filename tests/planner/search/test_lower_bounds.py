@@ -1,4 +1,4 @@
-"""Lower bounds of a mesh: below the time of any layout, and close to it."""
+"""Lower bounds of a mesh: below the time of any configuration, and close to it."""
 
 from dataclasses import replace
 from math import inf
@@ -18,7 +18,7 @@ from meshwright.planner.search.candidates import (
 )
 from meshwright.planner.search.lower_bounds import SAFETY_FACTOR, sample_bound
 from meshwright.planner.search.request import SearchRequest
-from meshwright.planner.search.search import HomogeneousPricer
+from meshwright.planner.search.search import HomogeneousEstimator
 
 SMALL = ModelShape("small", 7, 1536, 12, kv_heads=4, vocab=32_000, sequence=8192)
 
@@ -36,7 +36,7 @@ def test_no_layout_takes_less_than_the_lower_bound_of_its_mesh(
     given = make_machine(kind, 12, host_size_override=4)
     given = replace(given, rates=replace(given.rates, kernel_start_s=start, latency_s=latency))
     asked = SearchRequest(replace(SMALL, sequence=sequence), given, 24, SCHEDULES, min_tokens_per_rank=256)
-    ground, close = HomogeneousPricer(asked), []
+    ground, close = HomogeneousEstimator(asked), []
     for mesh in candidate_meshes(asked):
         for sized in with_micro_batches(asked, mesh):
             true = inf

@@ -92,7 +92,9 @@ def test_the_fewest_devices_are_reported_with_a_number_that_is_too_small():
 
 
 def test_fixed_sizes_are_kept_at_the_limit():
-    found = find_max_fit(replace(REQUEST, fixed={"tp": 2, "shards": 1}, recompute_modes=("none",)), "layers")
+    found = find_max_fit(
+        replace(REQUEST, fixed={"tp": 2, "zero_stage": 1}, recompute_modes=("none",)), "layers"
+    )
     free = find_max_fit(REQUEST, "layers")
     assert found is not None
     assert free is not None

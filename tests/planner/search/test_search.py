@@ -1,4 +1,4 @@
-"""The search: the best of all layouts, only those that fit, with fixed choices, and in bounded time."""
+"""The search: the best of all configurations, only those that fit, with fixed choices, in bounded time."""
 
 from dataclasses import replace
 from math import inf
@@ -50,7 +50,7 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, changes: di
         asked = replace(request(replace(SMALL, **changes), batch=24 if devices < 16 else 32), machine=given)
         short, whole = search(asked), search(asked, prune=False)
         assert [each.config for each in short.best] == [each.config for each in whole.best]
-        assert short.num_priced < whole.num_priced
+        assert short.num_estimated < whole.num_estimated
         assert short.best
 
 
@@ -64,20 +64,20 @@ def test_the_winner_of_a_search_is_that_of_all_layouts(devices: int, changes: di
         ("H100", 110_880, 15_523_200, 131_072),
     ],
 )
-def test_sizes_with_many_divisors_and_long_sequences_price_few_layouts(
+def test_sizes_with_many_divisors_and_long_sequences_estimate_few_configurations(
     kind: str, devices: int, batch: int, sequence: int
 ):
-    """Of 70,000 layouts, and of millions, as many are priced as of numbers with few divisors: also where
-    memory is endless.
+    """Of 70,000 configurations, and of millions, as many are estimated as of numbers with few divisors:
+    also where memory is endless.
     """
     shape = parse_shape(f"8b: layers 32 hidden 4096 heads 32 gated ffn 14336 kv_heads 8 sequence {sequence}")
     asked = SearchRequest(shape, make_machine(kind, devices), batch, ORDERS)
     found = search(asked, 8)
     assert len(found.best) == 8
-    assert found.num_priced < 12_000
+    assert found.num_estimated < 12_000
     endless = replace(asked, machine=replace(asked.machine, device=replace(asked.machine.device, memory=inf)))
     faster = search(endless, 1, max_seconds=0.999 * found.best[0].seconds)
-    assert faster.num_priced < 4000
+    assert faster.num_estimated < 4000
     assert all(each.seconds < found.best[0].seconds for each in faster.best)
 
 

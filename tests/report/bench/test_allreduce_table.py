@@ -19,7 +19,7 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.report.bench.allreduce_table import (
-    LESSON_ALGORITHMS,
+    FORMULA_ALGORITHMS,
     MAX_NUM_RANKS,
     allreduce_view,
     round_counts,
@@ -42,12 +42,12 @@ def test_rounds_and_bytes_are_those_of_the_lecture(n: int):
         assert round_counts(get_algorithm("recursive_doubling"), n) == (few, few, n * few)
 
 
-def test_the_lesson_shows_counts_then_times_beside_the_formula_then_what_is_loose():
+def test_the_table_of_formulas_shows_counts_then_times_then_what_is_loose():
     times = [
         AllReduceSeries(
             name, 3, SIZES, tuple(get_algorithm(name).seconds(3, s, 1e-4, 1e9) for s in SIZES), (0.0,) * 3
         )
-        for name in LESSON_ALGORITHMS
+        for name in FORMULA_ALGORITHMS
     ]
     network = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))
     cluster = Cluster(

@@ -7,7 +7,7 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.straggler_delay import LagSample
+from meshwright.plan.hardware.straggler_delay import StragglerSample
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.report.bench.device import profile_view
 from tests.planner.machine.synthetic_device import profile
@@ -46,5 +46,7 @@ def test_scattered_measurements_are_warned_of_and_several_processes_are_reported
 
 
 def test_jitter_is_reported():
-    text = shown(replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))))
+    text = shown(
+        replace(profile(), straggler_samples=(StragglerSample(0.004, 0.05), StragglerSample(0.016, 0.04)))
+    )
     assert "the later of two ranks is behind by 5 % of 4 ms, 4 % of 16 ms" in text

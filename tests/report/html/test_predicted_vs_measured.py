@@ -21,7 +21,7 @@ PREDICTED = {
             "optimizer_s": 0.25,
         }
     },
-    "held": {"pp0": {"parameters": 400, "optimizer_states": 800, "activations": 50}},
+    "peak_memory": {"pp0": {"parameters": 400, "optimizer_states": 800, "activations": 50}},
     "sent": {"pp0": 100.0},
 }
 SPLIT = {
@@ -80,7 +80,7 @@ def test_a_prediction_is_off_by_a_share_of_what_was_measured(predicted: float, m
 
 
 def test_without_hardware_bytes_alone_are_compared_and_without_a_prediction_nothing():
-    plain = {key: value for key, value in PREDICTED.items() if key in ("held", "sent")}
+    plain = {key: value for key, value in PREDICTED.items() if key in ("peak_memory", "sent")}
     assert set(figures(compare_run(record(prediction=plain)))) == {"parameters", "optimizer_states", "sent"}
     assert compare_run(record(prediction={})) == []
 

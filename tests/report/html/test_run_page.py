@@ -62,7 +62,7 @@ def rendered(folder: Path, *records: RunRecord) -> str:
 
 
 def drawing(text: str, name: str) -> str:
-    """What the browser has drawn in the figure `name`."""
+    """Returns what the browser has drawn in the figure `name`."""
     start = text.index(f'id="{name}"')
     end = re.search(r"</section>", text[start:])
     return text[start : start + end.start()]

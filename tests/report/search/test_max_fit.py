@@ -44,7 +44,7 @@ def test_a_limit_that_divisibility_sets_says_so():
     assert found is not None
     assert (
         limiting_reason(replace(found, nearest_miss=None))
-        == f"No layout divides {found.next_value} layers evenly."
+        == f"No configuration divides {found.next_value} layers evenly."
     )
     assert limiting_reason(replace(found, next_value=0)) == "There is no smaller value."
 

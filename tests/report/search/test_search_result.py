@@ -34,7 +34,7 @@ FOUND = search(REQUEST, 4)
 def test_the_differences_of_a_slower_layout_add_up_to_its_time():
     first, *others = ranking_reasons(REQUEST, FOUND)
     best = FOUND.best[0]
-    assert first.startswith(f"{FOUND.num_priced} layouts were estimated.")
+    assert first.startswith(f"{FOUND.num_estimated} configurations were estimated.")
     assert len(others) == 3
     for number, (line, each) in enumerate(zip(others, FOUND.best[1:], strict=True), start=2):
         more = {part: category_seconds(each, part) - category_seconds(best, part) for part in TIME_CATEGORIES}
@@ -61,7 +61,7 @@ def test_a_faster_layout_that_does_not_fit_is_named_with_its_memory():
 
 def test_days_and_cost_are_said_only_where_they_are_asked_for():
     plain, asked = (
-        search_dict(REQUEST, FOUND, budget)["layouts"][0]
+        search_dict(REQUEST, FOUND, budget)["configurations"][0]
         for budget in (TrainingBudget(), TrainingBudget(1e12, 2.0))
     )
     assert "days" not in plain
@@ -70,7 +70,9 @@ def test_days_and_cost_are_said_only_where_they_are_asked_for():
 
 
 def test_shares_are_of_the_whole_step_and_bytes_of_the_whole_rank():
-    for row, each in zip(search_dict(REQUEST, FOUND, TrainingBudget())["layouts"], FOUND.best, strict=True):
+    for row, each in zip(
+        search_dict(REQUEST, FOUND, TrainingBudget())["configurations"], FOUND.best, strict=True
+    ):
         assert 0 <= row["waiting"] + row["exposed"] < 1
         assert 0.05 < row["mfu"] < 0.9
         assert sum(row["bytes"].values()) == pytest.approx(row["peak_bytes"])

@@ -1,4 +1,4 @@
-"""What a plan will take, as it is shown and as it is kept with a run."""
+"""The predicted time, memory and bytes of a plan, as shown and as kept with a run."""
 
 from io import StringIO
 
@@ -46,8 +46,8 @@ def test_every_role_has_a_column():
 def test_bytes_are_kept_without_hardware_and_seconds_with_it():
     plan = planned(analyzed_llama(), Mesh(pp=2), micro=2, samples=6)[1]
     plain = prediction_dict(plan, None)
-    assert set(plain) == {"held", "sent"}
+    assert set(plain) == {"peak_memory", "sent"}
     for (role, _), rank in zip(plan.program.roles, first_ranks(plan), strict=True):
-        assert sum(plain["held"][role].values()) == peak_nbytes(plan, rank)
+        assert sum(plain["peak_memory"][role].values()) == peak_nbytes(plan, rank)
     said = prediction_dict(plan, predict_step(plan, ON))
     assert said["step_s"] == pytest.approx(sum(said["roles"]["pp1"].values()))

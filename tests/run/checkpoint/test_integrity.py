@@ -39,7 +39,7 @@ def flip(path: Path) -> None:
 
 
 def verdict(world: World, place: Path) -> str:
-    """What a rank finds wrong with the checkpoint at `place`; "" when it would go on."""
+    """Returns what a rank finds wrong with the checkpoint at `place`; "" when it would go on."""
     try:
         verify_checkpoint(place, load_consensus(world, "the test does not go on"))
     except CheckpointError as error:

@@ -51,7 +51,7 @@ SAVED, LAST = 2, 4  # steps
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left on its rank 0: the checkpoints of steps 2 and 4."""
+    """The files that a run left on its rank 0: the checkpoints of steps 2 and 4."""
 
     middle: Path
     end: Path

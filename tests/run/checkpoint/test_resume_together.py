@@ -40,7 +40,7 @@ def small_run(ended: Path, tmp_path: Path) -> SmallRun:
 
 
 def go_on(small_run: SmallRun, step: int | None = None) -> list[ResumeResult | str]:
-    """What resuming gives every rank, or its error."""
+    """Returns what resuming gives every rank, or its error."""
 
     def rank(world: World) -> ResumeResult | str:
         executor = executor_of(ANALYZED, small_run.plan, world)

@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def of_peft(folder: Path, adapter: Path) -> nn.Module:
-    """What peft makes of the stored base and an adapter, in eval mode."""
+    """Returns what peft makes of the stored base and an adapter, in eval mode."""
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return peft.PeftModel.from_pretrained(theirs, str(adapter)).eval()
 

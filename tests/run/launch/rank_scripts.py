@@ -74,7 +74,7 @@ def write_child(folder: Path, body: str) -> list[str]:
 def run(
     folder: Path, body: str, limits: LaunchTimeouts | None = None, env: dict[str, str] | None = None
 ) -> LaunchResult:
-    """How three ranks end that run `body`; afterwards no process of any rank that said where it
+    """Returns how three ranks end that run `body`; afterwards no process of any rank that said where it
     was is left.
     """
     outcome = launch_ranks(write_child(folder, body), WORLD, folder, env or ENV, limits or LaunchTimeouts())
@@ -123,7 +123,7 @@ class Job:
         os.killpg(self.process.pid, number)
 
     def outcome(self) -> LaunchResult:
-        """How it ended; every process is gone by then."""
+        """Returns how it ended; every process is gone by then."""
         code = self.process.wait()
         assert_all_ended([[pid] for pid in self.pids])
         told = json.loads((self.folder / "outcome.json").read_text())

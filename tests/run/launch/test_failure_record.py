@@ -21,7 +21,7 @@ class DistError(RuntimeError):
 
 
 class DistBackendError(DistError):
-    """What NCCL's failures are raised as."""
+    """The exception that NCCL's failures are raised as."""
 
 
 def chained(error: Exception, cause: Exception) -> Exception:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.hardware.straggler_delay import LagSample
+from meshwright.plan.hardware.straggler_delay import StragglerSample
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.profile_files import read_profile, write_profile
 from tests.planner.machine.synthetic_device import profile
@@ -14,10 +14,11 @@ from tests.planner.machine.synthetic_device import profile
 def test_what_is_read_is_what_was_written(tmp_path: Path):
     path = tmp_path / "new" / "device.toml"
     written = write_profile(
-        replace(profile(), lag_samples=(LagSample(0.004, 0.05), LagSample(0.016, 0.04))), path
+        replace(profile(), straggler_samples=(StragglerSample(0.004, 0.05), StragglerSample(0.016, 0.04))),
+        path,
     )
     assert read_profile(path) == written
-    assert written.lag_samples == (LagSample(0.004, 0.05), LagSample(0.016, 0.04))
+    assert written.straggler_samples == (StragglerSample(0.004, 0.05), StragglerSample(0.016, 0.04))
     assert write_profile(written, path) == written
     assert len(written.matmuls) == len(profile().matmuls)
     assert written.matmul_seconds(100, 200, 300) == pytest.approx(

@@ -15,7 +15,7 @@ def line(step: int, loss: float = 0.5, **others: object) -> dict:
 
 
 def written(folder: Path, *lines: dict) -> str:
-    """What playing `lines` says about replays."""
+    """Returns what playing `lines` says about replays."""
     journal = MetricsLog(folder)
     for each in lines:
         journal.write(each)

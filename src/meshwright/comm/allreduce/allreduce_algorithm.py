@@ -3,7 +3,7 @@
 The tensor is cut into pieces that differ by at most one element. A *round* lists what one rank sends and
 receives at the same time; the next one begins when both have ended. An algorithm is a pure function from
 (number of ranks, index of a rank) to rounds: the same value is executed over send and receive
-(comm/backends/run_algorithm.py), counted, priced and drawn. What is received is either added to this
+(comm/backends/run_algorithm.py), counted, estimated and drawn. What is received is either added to this
 rank's piece or replaces it.
 
     Round(sends=(PieceMessage(1, (0,)),), receives=(PieceMessage(2, (2,)),), accumulate=True)
@@ -38,7 +38,7 @@ class PieceMessage:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank sends and receives at once.
+    """The messages that one rank sends and receives at once.
 
     Received pieces are added if `accumulate`, else they replace the piece. With `uses_original_operand` the
     unmodified operand is sent and added to, whatever earlier rounds have changed.

@@ -10,7 +10,7 @@ that are threads the last one to arrive computes the sum.
     modelled as the ring:
     rounds = 2 (n-1)        sent per rank = 2 (n-1)/n S        seconds = 2 (n-1) a + 2 (n-1)/n S/B
 
-Cost: counted and priced as the ring, the fewest bytes possible. The real cost has to be measured.
+Cost: counted and estimated as the ring, the fewest bytes possible. The real cost has to be measured.
 Limits: the transport decides who sends what to whom and the order of summation; another version, or another
 number of ranks per host, may give other bits. The transport also has to guarantee that all ranks end with the
 same bits. To be certain, choose an algorithm by name. On a CPU its latency differs from that of plain
@@ -29,7 +29,7 @@ from meshwright.comm.allreduce.ring import RingAllReduce
 
 @dataclass(frozen=True)
 class BackendAllReduce(AllReduceAlgorithm):
-    """Counted and priced as the ring; the transport runs its own algorithm."""
+    """Counted and estimated as the ring; the transport runs its own algorithm."""
 
     name: ClassVar[str] = "backend"
 

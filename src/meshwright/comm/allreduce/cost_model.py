@@ -59,7 +59,9 @@ def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> flo
     if load.intra_host:
         if network.intra_host is None or network.busiest_rank is None:
             if between is None:
-                raise ValueError("the network has no price at all; measure it: meshwright bench network")
+                raise ValueError(
+                    "the network model is empty: no message has a cost; measure it: meshwright bench network"
+                )
             inside = between.seconds(sum(share * count for share, count in load.intra_host) * nbytes)
         else:
             inside = network.round_overhead_s(load.num_receivers)
@@ -72,7 +74,7 @@ def _round_seconds(load: RoundLoad, nbytes: float, network: NetworkModel) -> flo
     outside = 0.0
     if load.inter_host and network.intra_host is not None and between is None:
         raise ValueError(
-            "messages leave their host, and the network has no price for that; measure it across hosts: "
+            "messages leave their host, and the network model has no cost for that; measure it across hosts: "
             "bench network"
         )
     if load.inter_host and between is not None:

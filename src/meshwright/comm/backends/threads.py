@@ -43,7 +43,7 @@ Channel = tuple[bool, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class CollectiveInput:
-    """What one rank submits to a collective."""
+    """The input of one rank to a collective."""
 
     call: CollectiveCall
     tensor: torch.Tensor

@@ -220,7 +220,7 @@ def _announcement(
 def _refusal(
     call: CollectiveCall, size: int, index: int, given: tuple[tuple[int, ...], torch.dtype] | None
 ) -> Refusal | None:
-    """Why the call cannot work among `size` ranks, by sizes and dtypes; `given` are the output's."""
+    """The reason in sizes and dtypes why the call cannot work among `size` ranks; `given`: of the output."""
     algorithm = None if call.algorithm == BACKEND else get_algorithm(call.algorithm, call.action)
     if algorithm is not None and size > 1 and (impossible := algorithm.refusal(size)) is not None:
         return Diagnostic(*impossible)
@@ -255,7 +255,10 @@ def _refusal(
 def _memory_refusal(
     index: int, size: int, collective: str, tensor: torch.Tensor, output: torch.Tensor | None
 ) -> str | None:
-    """Why the call cannot work in the memory of these tensors, whose sizes fit (see `Group`, "in place")."""
+    """The reason why the call cannot work in the memory of these tensors, whose sizes fit.
+
+    See `Group`, "in place".
+    """
     if not tensor.is_contiguous() or not (output is None or output.is_contiguous()):
         return "a tensor is not contiguous; collectives move flat memory. Pass tensor.contiguous()"
     if output is None or not shares_memory(tensor, output):

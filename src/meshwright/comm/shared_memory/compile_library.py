@@ -41,7 +41,7 @@ SIGNATURES = {  # memory.c: what goes in, what comes out
 
 
 class SharedMemoryUnavailable(Exception):
-    """Why this process cannot share memory, as a text for the log."""
+    """The reason why this process cannot share memory, as a text for the log."""
 
 
 @functools.cache

@@ -28,7 +28,9 @@ NUM_SECRET_WORDS = 4
 
 
 class CannotShareMemory(Exception):
-    """Why the ranks of a group cannot share memory; `is_expected` when there is nothing to repair."""
+    """The reason why the ranks of a group cannot share memory; `is_expected` when there is nothing to
+    repair.
+    """
 
     def __init__(self, reason: str, *, is_expected: bool = False) -> None:
         super().__init__(reason)

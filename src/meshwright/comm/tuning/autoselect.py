@@ -63,14 +63,14 @@ def predict_all_reduce_s(
     is known only if it was measured with some number of ranks.
     """
     ranks_per_host = cluster.ranks_per_host if ranks_per_host is None else ranks_per_host
-    price = _modelled_seconds(cluster, algorithm, num_ranks, nbytes, ranks_per_host)
+    modelled_s = _modelled_seconds(cluster, algorithm, num_ranks, nbytes, ranks_per_host)
     known = [series.ranks for series in cluster.measurements if series.algorithm == algorithm]
     nearest = min(known, key=lambda each: (abs(log(each / num_ranks)), each), default=0)
     if not nearest or (nearest != num_ranks and algorithm != BACKEND):
-        return price
+        return modelled_s
     series = cluster.series(algorithm, nearest)
     if series is None:
-        return price
+        return modelled_s
     weight = total = 0.0
     inside = min(max(nbytes, series.nbytes[0]), series.nbytes[-1])
     for measured, took in zip(series.nbytes, series.seconds, strict=True):
@@ -79,7 +79,7 @@ def predict_all_reduce_s(
         total += near * log(
             took / _modelled_seconds(cluster, algorithm, nearest, measured, cluster.ranks_per_host)
         )
-    return price * exp(total / weight)
+    return modelled_s * exp(total / weight)
 
 
 def choose_rule(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = None) -> AlgorithmChoice:

@@ -123,7 +123,7 @@ def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndar
 
 
 def _cell_features(cell: AllReduceTiming, per_host: int) -> dict[NetworkFeature, float]:
-    """How often the rounds of a cell use each constant of the network."""
+    """The number of uses of each constant of the network in the rounds of a cell."""
     asked: dict[NetworkFeature, float] = {}
     for demand, count in round_loads(get_algorithm(cell.algorithm), cell.ranks, min(per_host, cell.ranks)):
         for feature, amount in _round_features(demand, cell.nbytes):

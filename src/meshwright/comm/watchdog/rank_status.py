@@ -51,7 +51,7 @@ class PendingWait:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What is known of one rank. `stack` is that of its main thread, the innermost frame last.
+    """The status of one rank. `stack` is that of its main thread, the innermost frame last.
 
     `error` is what it exited with; `is_root_cause` is False if that only follows from another rank's failure.
     """
@@ -153,9 +153,9 @@ def main_thread_stack() -> tuple[StackFrame, ...]:
 
 @dataclass(frozen=True)
 class ProcessProbe:
-    """How a rank can be observed from its own host.
+    """The process of a rank, for observation from its host.
 
-    Its process, the descriptors of its ring and of its stack. `host_id` identifies the host and its pid
+    `pid` and the descriptors of its ring and of its stack. `host_id` identifies the host and its pid
     namespace; `start_time` is when the process started.
     """
 

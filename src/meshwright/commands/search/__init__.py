@@ -6,5 +6,5 @@ model_size     the sizes of MODEL, from text or from a config
 no_result      the error when nothing fits
 plot           --plot: step time against memory
 search         runs the search, prints and writes its result
-to_config      the best plan as a config
+config_tables  the best plan as a config
 """

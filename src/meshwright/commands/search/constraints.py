@@ -1,11 +1,16 @@
 """`--set NAME=VALUE` of `search`: choices of mesh and strategies that are given instead of searched.
 
-dp tp pp cp dp_shard          ranks along an axis; dp_shard: the data-parallel ranks that share one set of
-shards zero                          the ZeRO stage micro_batch virtual_stages    samples of a microbatch;
-virtual stages per rank along pp schedule                      the pipeline schedule, by name
-activation_checkpointing      layers or none context_parallel              ring, ulysses or hybrid: the
-attention algorithm along cp intra_host                    tp (default) or dp: the axis whose ranks are
-neighbors on a host
+    dp tp pp cp                 ranks along an axis
+    dp_shard                    the data-parallel ranks that share one set of shards
+    zero                        the ZeRO stage
+    micro_batch                 samples of a microbatch
+    virtual_stages              virtual stages per rank along pp
+    schedule                    the pipeline schedule, by name
+    activation_checkpointing    layers or none
+    context_parallel            ring, ulysses or hybrid: the attention algorithm along cp
+    intra_host                  tp (default) or dp: the axis whose ranks are neighbors on a host
+
+All choices that are not given are searched.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +27,7 @@ from meshwright.planner.analytic.parallel_config import (
     RecomputeMode,
     ScheduleProfile,
 )
-from meshwright.planner.search.request import RECOMPUTE_MODES, SearchRequest
+from meshwright.planner.search.request import RECOMPUTE_MODES, SETTABLE_NAMES, SearchRequest
 
 # per schedule: idle time and memory of ranks along pp, and the virtual stages that it needs (0: any number)
 SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
@@ -37,13 +42,8 @@ SCHEDULES: Mapping[str, tuple[ScheduleProfile, int]] = {
 # copies of the weights
 SEARCHED_SCHEDULES = ("1f1b", "interleaved", "zb_h1", "zb_v")
 # name of --set -> key of SearchRequest.fixed
+NUMBER_KEYS = {key: key for key in SETTABLE_NAMES if key != "zero_stage"} | {"zero": "zero_stage"}
 NUMBER_EXAMPLES = {"zero": "3"}
-NUMBER_KEYS = {name: name for name in ("dp", "tp", "pp", "cp")} | {
-    "micro_batch": "micro",
-    "virtual_stages": "chunks",
-    "dp_shard": "within",
-    "zero": "shards",
-}
 CONTEXT_METHODS: Mapping[str, Literal["none", "all", "some"]] = {
     "ring": "none",
     "ulysses": "all",
@@ -69,7 +69,7 @@ class SearchConstraints:
         schedule, algorithm = self.names.get("schedule"), self.names.get("context_parallel")
         schedules = (schedule,) if schedule else SEARCHED_SCHEDULES
         modes: dict[str, tuple[RecomputeMode, ...]] = {name: (name,) for name in RECOMPUTE_MODES}
-        pipeline_axes = ("pp",) if schedule or "chunks" in self.sizes else ()
+        pipeline_axes = ("pp",) if schedule or "virtual_stages" in self.sizes else ()
         base_config = replace(request.base_config, tp_across_hosts=self.names.get("intra_host") == "dp")
         return replace(
             request,

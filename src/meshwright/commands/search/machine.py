@@ -115,14 +115,14 @@ def calibrate_from_run(
         )
     request = read_request(path, (), STRATEGIES)
     mesh = Mesh.infer(request.mesh)
-    layout = parallel_config_of(request, mesh)
+    config = parallel_config_of(request, mesh)
     shape = shape_lookup(request.job.model.source, request.job.data.sequence)
     machine = replace(
         base_machine,
         num_devices=mesh.world_size,
         host_size_override=min(base_machine.devices_per_host, mesh.world_size),
     )
-    planned = step_time(shape, layout, machine)
+    planned = step_time(shape, config, machine)
     if previous.compute_s is None:
         factor = previous.step_s / planned.seconds
         return RunCalibration(

@@ -74,7 +74,7 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
     shape, matrices, full = (
         size.shape,
         size.num_matrix_params,
-        "it is priced as if each token saw all before it",
+        "it is estimated as if each token saw all before it",
     )
     if size.num_windowed_layers and size.attention_window < shape.sequence:
         text = (
@@ -90,7 +90,7 @@ def size_warnings(size: ModelSize) -> Iterator[str]:
             f"The model has {matrices / 1e9:.3g} B weights, and a decoder of its sizes "
             f"{shape.numel / 1e9:.3g} B"
         )
-        yield f"{text}: it is priced as the latter, so expect seconds and bytes to be off by as much."
+        yield f"{text}: it is estimated as the latter, so expect seconds and bytes to be off by as much."
 
 
 def is_shape_text(model: str) -> bool:

@@ -39,13 +39,13 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
         return PlanError(
             text if diagnostic is None else f"{text}: {diagnostic.problem}", fix=fix, location="plan"
         )
-    layout, kept = result.nearest_miss
+    config, kept = result.nearest_miss
     text = (
         f"nothing fits: {shape.name} needs {to_gib(kept.total):.0f} GiB on the fullest device, and "
         f"{kind.device.name}"
     )
-    nearest_axes = ", ".join(axis_texts(layout)) or "one device"
-    fix = f"{_repair(request)}; the nearest layout is {nearest_axes}"
+    nearest_axes = ", ".join(axis_texts(config)) or "one device"
+    fix = f"{_repair(request)}; the nearest configuration is {nearest_axes}"
     return PlanError(f"{text} has {to_gib(request.usable_memory):.0f} to give", fix=fix, location="plan")
 
 

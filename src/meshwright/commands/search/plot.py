@@ -52,34 +52,34 @@ def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
     """Returns the timeline of the first microbatches of a step under `best`, with times of the analytic
     model.
     """
-    layout, schedule = best.config, find_schedule(best.schedule)
+    config, schedule = best.config, find_schedule(best.schedule)
     if schedule is None:
         raise ValueError(
             f"the search chose a schedule that does not exist: '{best.schedule}'; "
             "fix commands/search/constraints.py"
         )
-    count = layout.pp * layout.virtual_stages
-    made = microbatch_time(request.shape, layout, request.machine)
+    count = config.pp * config.virtual_stages
+    made = microbatch_time(request.shape, config, request.machine)
     one = made.layer + made.collectives
-    again = one.forward if layout.recompute == "layers" else 0.0
+    again = one.forward if config.recompute == "layers" else 0.0
     per = request.shape.layers / count
     costs = [PassTime(per * one.forward, per * (one.backward + again)) for _ in range(count)]
     costs[0] += made.embedding
     costs[-1] += made.head
-    # the busiest rank takes what the sketch says, gathers and the host's pace included
-    lying = schedule.virtual_stages(layout.pp, layout.virtual_stages)
+    # the busiest rank takes the seconds of the analytic estimate, gathers and Python's time included
+    lying = schedule.virtual_stages(config.pp, config.virtual_stages)
     busy = [
-        sum(costs[stage.stage].total for stage in lying if stage.pp_rank == rank) for rank in range(layout.pp)
+        sum(costs[stage.stage].total for stage in lying if stage.pp_rank == rank) for rank in range(config.pp)
     ]
     scale = (
         (best.step.compute + best.step.tp_comm)
-        / layout.num_microbatches
+        / config.num_microbatches
         / max(busy)
-        * (2 if layout.schedule_profile.is_bidirectional else 1)
+        * (2 if config.schedule_profile.is_bidirectional else 1)
     )
     halves = [scale * each.backward / 2 for each in costs]
-    sent = boundary_send_s(request.shape, layout, request.machine)
-    priced = StageCosts([scale * each.forward for each in costs], halves, halves, transfer=sent)
-    micros = int(min(layout.num_microbatches, max(8, NUM_ROUNDS * layout.pp)))
-    order = schedule.build(layout.pp, micros, layout.virtual_stages, priced)
-    return schedule_spans(simulate(order, priced), priced)
+    sent = boundary_send_s(request.shape, config, request.machine)
+    stage_costs = StageCosts([scale * each.forward for each in costs], halves, halves, transfer=sent)
+    micros = int(min(config.num_microbatches, max(8, NUM_ROUNDS * config.pp)))
+    order = schedule.build(config.pp, micros, config.virtual_stages, stage_costs)
+    return schedule_spans(simulate(order, stage_costs), stage_costs)

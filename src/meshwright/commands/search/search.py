@@ -4,7 +4,7 @@ not exist here.
 MODEL is sizes as text ("175b: layers 96 hidden 12288 heads 96") or a transformers config, whose model is
 made without weights to count its parameters. Devices may be of several kinds (h100:32,a100:32). `--fit`
 searches a limit: the largest batch, sequence or model, or the fewest devices. The best plan is written as a
-config for `verify` and `train` (`to_config`).
+config for `verify` and `train` (`config_tables`).
 """
 
 import json
@@ -20,11 +20,11 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
+from meshwright.commands.search.config_tables import config_tables, unwritten_notes
 from meshwright.commands.search.constraints import base_config, parse_constraints
 from meshwright.commands.search.machine import search_machine
 from meshwright.commands.search.model_size import is_shape_text, model_shape, model_size, size_warnings
 from meshwright.commands.search.no_result import no_result_error
-from meshwright.commands.search.to_config import config_tables, unwritten_notes
 from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import (
@@ -37,7 +37,11 @@ from meshwright.plan.job.errors import (
 )
 from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.machine import Machine
-from meshwright.planner.search.heterogeneous import search_each_kind, search_heterogeneous, weakest_machine
+from meshwright.planner.search.heterogeneous import (
+    search_each_kind,
+    search_heterogeneous,
+    slowest_rates_machine,
+)
 from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_fit
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult, search
@@ -67,7 +71,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class SearchOutcome:
-    """What a search was asked and what it found (of a limit: at the limit). `comparison` has the
+    """The request of a search and its result (of a limit: at the limit). `comparison` has the
     alternatives to the best plan.
 
     `notes` are the sources of the machine's data, and warnings.
@@ -103,7 +107,7 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     if model is None or not known:  # without a model and devices nothing can contradict itself
         raise PlanError.from_diagnostics(diagnostics)
     notes = (*notes, *size_warnings(model))
-    one = kinds[0] if len(kinds) == 1 else weakest_machine(kinds)
+    one = kinds[0] if len(kinds) == 1 else slowest_rates_machine(kinds)
     request = given.apply(
         SearchRequest(
             model.shape,
@@ -234,12 +238,12 @@ def _absolute_source(source: str) -> str:
 
 def _without_limit(request: SearchRequest, fit: str) -> SearchRequest:
     if fit == "batch":
-        return replace(request, batch=request.machine.num_devices * request.fixed.get("micro", 1))
+        return replace(request, batch=request.machine.num_devices * request.fixed.get("micro_batch", 1))
     if fit == "devices":
         return replace(
             request,
             fixed={
-                word: size for word, size in request.fixed.items() if word not in ("tp", "pp", "cp", "dp")
+                name: size for name, size in request.fixed.items() if name not in ("tp", "pp", "cp", "dp")
             },
         )
     return request

@@ -3,5 +3,5 @@
 token_count       TOKEN_COUNT: what the loss is divided by, summed over all ranks
 global_batch      losses over all samples of the global batch (contrastive)
 sharded_logits    logits that are sharded along the vocabulary
-chunked           head and loss computed for a chunk of tokens at a time
+chunked           LM head and loss computed for a chunk of tokens at a time
 """

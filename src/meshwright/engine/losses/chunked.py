@@ -1,12 +1,12 @@
-"""Head and loss for a chunk of tokens at a time: the full logits never exist in memory.
+"""LM head and loss for a chunk of tokens at a time: the full logits are never materialized.
 
-    the model   ... norm ---> [head] ---> outputs          the head returns its input; nothing is multiplied
+    the model   ... norm ---> [head] ---> outputs          the LM head returns its input
     the loss    for each chunk of tokens:    logits = head(hidden)    loss += total(logits, their labels)
                                              hidden' = logits' W      W' += logits'^T hidden    (': gradient)
 
 The sums come out as one scalar, and its backward returns gradients that exist already. They are those of the
 loss times `state.loss_factor`, so that a scale that protects half-precision gradients also works inside.
-Outside of steps and evaluations the head is itself.
+Outside of steps and evaluations the LM head runs as usual.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ TOKEN_DIM = 1  # the dim of them
 
 
 class ChunkedLossRuntime:
-    """The head and the loss of one rank under `plan`.
+    """The LM head and the loss of one rank under `plan`.
 
     Does nothing where the plan computes all logits at once.
     """
@@ -51,7 +51,7 @@ class ChunkedLossRuntime:
 
     @contextmanager
     def full_logits(self) -> Iterator[None]:
-        """Makes the head return logits meanwhile."""
+        """Makes the LM head return logits meanwhile."""
         before, self._full_logits_enabled = self._full_logits_enabled, True
         try:
             yield
@@ -74,12 +74,12 @@ class ChunkedLossRuntime:
         )
         if storage_id(hidden) not in self._head_inputs or hidden.ndim <= TOKEN_DIM:
             text = (
-                f"what the loss takes, {list(hidden.shape)}, was changed after the head, which leaves "
+                f"the input of the loss, {list(hidden.shape)}, was changed after the LM head, which leaves "
                 "its product to the loss"
             )
             raise PlanError(
                 text,
-                fix=f"return the head's output from the model as it is, or {CHUNKED_LOSS_FIX}",
+                fix=f"return the LM head's output from the model as it is, or {CHUNKED_LOSS_FIX}",
                 location="model",
             )
         self._head_inputs.discard(storage_id(hidden))
@@ -118,7 +118,7 @@ class _SkipHeadProduct(TorchFunctionMode):
 
 @dataclass
 class _LossAndGradients:
-    """A loss, and the gradients of the head's input, weight and bias; None where no gradient is needed."""
+    """A loss, and the gradients of the LM head's input, weight and bias; None where no gradient is needed."""
 
     total: torch.Tensor
     hidden: torch.Tensor | None = None

@@ -249,7 +249,7 @@ class GlobalBatchLoss:
         buffer = self._gathered_buffers[batch_column.name]
         if buffer is None:
             raise RuntimeError(
-                f"{batch_column.name} did not arrive on a rank that takes the loss; this is a bug: report "
+                f"{batch_column.name} did not arrive on a rank that computes the loss; this is a bug: report "
                 "the plan"
             )
         rank_parts = buffer.view(self._dtype(batch_column)).view(

@@ -1,4 +1,4 @@
-"""What a rank saves and loads, by logical name: a full tensor if all ranks hold it, else the rank's shard.
+"""State dicts of one rank, by logical name: a full tensor if all ranks hold it, else the rank's shard.
 
     model/layers.0.weight              a full tensor, or elements 4096 to 8192 of it
     optimizer/exp_avg/layers.0.weight  an optimizer state, likewise

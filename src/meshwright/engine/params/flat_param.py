@@ -17,7 +17,7 @@ that need them:
 
     STASH          both point to memory 1, which starts as a copy; memory 0 stays; STEP writes into memory 1
     LOAD_STASHED   the weight points to memory 0, for a backward
-    LOAD_LATEST    the weight points to memory 1 again
+    LOAD_LATEST    puts the latest weights back: the weight points to memory 1
 
 Autograd saves either the weight itself, and reads during backward whatever it points to (norms), or a view,
 which stays in the memory that it was made from (matrix products). Both are right: the memory of a version is

@@ -39,7 +39,7 @@ SAME_LOSS_FIX = "pass the same loss to analyze(...) and to parallelize(...) or v
 
 @dataclass(frozen=True)
 class VocabParallelLoss:
-    """How a loss is computed on sharded logits.
+    """The computation of a loss on sharded logits.
 
     `logits(outputs)` are the logits, vocabulary along the last dim; `total(outputs, batch, vocab_shard)` is
     the sum that `Loss.total` is on full logits, the same on every rank. Ranks exchange `num_token_stats`

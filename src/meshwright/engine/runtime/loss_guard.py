@@ -30,11 +30,10 @@ SPIKE_FIX = (
 
 @dataclass(frozen=True)
 class RankSpikeReport:
-    """What one rank's own samples did.
+    """The loss and the gradient norm of one rank's own samples, before any sum over ranks.
 
-    Its share of the loss and the norm of its gradient, before any sum over ranks. The norm is that of its
-    microbatches' gradients as one long vector. `phase` and `block` say where a value first was not finite;
-    else `parameter` is the one with the largest gradient.
+    The norm is that of its microbatches' gradients as one long vector. `phase` and `block` say where a value
+    first was not finite; else `parameter` is the one with the largest gradient.
     """
 
     rank: int
@@ -140,7 +139,7 @@ class SpikeDetector:
 
     @property
     def repeated_skip_reason(self) -> str:
-        """Why skipping does not help, when a whole window of steps was skipped in a row; else ""."""
+        """The reason why skipping fails, when a whole window of steps was skipped in a row; else ""."""
         full = self._in_a_row >= self.guard.window
         return (
             f"; the last {self._in_a_row} steps were all skipped, so this is no passing spike" if full else ""

@@ -109,8 +109,8 @@ class AnalyzedModel:
 
     @cached_property
     def sequence_info(self) -> SequenceInfo | None:
-        """How the model treats the sequence dim, found by its own trial on first use; None if it takes no
-        tokens.
+        """The treatment of the sequence dim by the model, found by its own trial on first use; None if it
+        takes no tokens.
         """
         inputs, targets = (
             {each.name: self.example_samples[each.name] for each in of}

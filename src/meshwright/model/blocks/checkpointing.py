@@ -126,7 +126,9 @@ RunBlock = Callable[..., Any]
 
 @dataclass(slots=True)
 class CheckpointedCall:
-    """What a checkpointed block call keeps until it is recomputed. `output_leaves` replace its outputs."""
+    """The values that a checkpointed block call keeps until it is recomputed. `output_leaves` replace its
+    outputs.
+    """
 
     block_call: str
     run: RunBlock

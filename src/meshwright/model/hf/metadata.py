@@ -78,7 +78,7 @@ def attention_implementation(module: nn.Module) -> str:
 
 
 def sdpa_advice(module: nn.Module, module_name: str) -> str:
-    """How to make the part `module_name`, which computes attention scores itself, use torch's attention."""
+    """Advice for a part `module_name` that computes attention scores itself: use torch's attention."""
     inner = [
         each
         for at, each in module.named_modules()

@@ -45,7 +45,7 @@ class ValueRef:
 
 @dataclass(frozen=True)
 class BlockCallStub:
-    """What a block call returns, with value references for tensors.
+    """The return value of a block call, with value references for tensors.
 
     `captured` holds the tensors of its side channels, by channel; `value_refs` those of all tensors, in
     order.

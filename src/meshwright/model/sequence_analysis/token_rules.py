@@ -1,8 +1,8 @@
 """Rules that tell whether an operation treats each token by itself, so that a rank may run it on a sequence
 shard.
 
-A tensor in a block has tokens in one of these layouts. A token dim is known by its size: sequences are cut
-to a prime length that divides no size of the model, so every size it divides was made from tokens.
+A tensor in a block has tokens in one of these arrangements. A token dim is known by its size: sequences are
+cut to a prime length that divides no size of the model, so every size it divides was made from tokens.
 
     sharded      local tokens along one dim: [samples, tokens, width], [samples * tokens, experts]
     mask         [.., tokens, tokens]             local queries, and all keys
@@ -130,7 +130,7 @@ MADE_IN_BLOCK = (
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """How a tensor holds tokens.
+    """The arrangement of tokens in a tensor.
 
     `numel_per_token` elements follow each token within its dim; `origin` is the operation that made the
     tensor.

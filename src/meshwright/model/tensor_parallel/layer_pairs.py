@@ -34,7 +34,7 @@ UNPAIRED_ROLES = (
 
 @dataclass
 class LayerUses:
-    """What a trial run recorded, in order: calls of layers with a role, and the head dims of attention
+    """The record of a trial run, in order: calls of layers with a role, and the head dims of attention
     between them.
     """
 

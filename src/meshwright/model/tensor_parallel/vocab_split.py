@@ -1,4 +1,4 @@
-"""Finds embeddings and heads that can be split along the vocabulary, from the uses of their weights and
+"""Finds embeddings and LM heads that can be split along the vocabulary, from the uses of their weights and
 outputs in a trial run.
 
 Logits may be split if each is changed by itself up to the loss: scaled, capped, cast, reshaped. An operation
@@ -53,7 +53,7 @@ class VocabFlow(TorchDispatchMode):
     heads.
 
     `used_elsewhere` are layers whose weights other code uses, `not_shardable` gives the reason by layer,
-    `logits_modified_by` the first operation that changes the logits of a head.
+    `logits_modified_by` the first operation that changes the logits of an LM head.
     """
 
     def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
@@ -81,7 +81,7 @@ class VocabFlow(TorchDispatchMode):
             self._logits[storage_id(output)] = output, name
 
     def find_head(self, tensor: torch.Tensor) -> str:
-        """Returns the head whose logits lie along the last dim of `tensor`; "" if there is none."""
+        """Returns the LM head whose logits lie along the last dim of `tensor`; "" if there is none."""
         return self._logits[storage_id(tensor)][1] if storage_id(tensor) in self._logits else ""
 
     def __torch_dispatch__(
@@ -156,7 +156,7 @@ def find_vocab_splits(
     called_layers: Sequence[str],
     outputs: Any,
 ) -> VocabSplit:
-    """Returns `roles` by layer, with embeddings and heads that cannot be split along the vocabulary marked
+    """Returns `roles` by layer, with embeddings and LM heads that cannot be split along the vocabulary marked
     as unsharded.
 
     `vocab_flow` is what the trial recorded, `called_layers` are the layers it called, in order, `outputs`
@@ -231,7 +231,7 @@ def _why_head_unsharded(
     name: str,
     loss_logits: torch.Tensor | None,
 ) -> str:
-    """Returns why the head cannot be split; "" if it can."""
+    """Returns why the LM head cannot be split; "" if it can."""
     layer = module.get_submodule(name)
     if loss_logits is None:
         return "the loss needs the logits of the whole vocabulary"
@@ -248,7 +248,7 @@ def _why_table_unsharded(module: nn.Module, vocab_flow: VocabFlow, name: str, vo
     """Returns why the embedding cannot be split; "" if it can."""
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in vocab_sizes:
-        return "its rows are not the vocabulary of a head"
+        return "its rows are not the vocabulary of an LM head"
     unsupported = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(layer)[key]]
     if unsupported:
         return f"{unsupported[0]} needs more than the rows of one rank"

@@ -145,7 +145,7 @@ def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | Non
 
 
 def _local_split(cut: DimSplit) -> DimSplit:
-    """How the slice of the first rank is itself divided into units."""
+    """The division of the first rank's slice into units."""
     first, end = cut.units_of(0, TRIAL_RANKS)
     sections = tuple(part.size(0, TRIAL_RANKS) for part in cut.section_splits)
     if cut.num_units >= TRIAL_RANKS or not cut.num_heads:

@@ -56,7 +56,7 @@ FAKE_TENSOR_LIMITS = ("tensor subclass", "not allocated", "fake impl", "Expected
 
 @dataclass
 class TrialFindings:
-    """What one forward shows, per block call in order.
+    """The findings of one forward, per block call in order.
 
     `param_users` are, per parameter name, the block calls that use it (ROOT for glue); `written_buffers` the
     buffers that it writes; `outputs` its return value; `attention_calls` the block calls that call torch's

@@ -7,7 +7,7 @@
 Masks are tensors that the model makes. One look at each element tells whether a mask is of the first kind;
 layers that share a mask tensor share the result.
 
-Query i of a rank attends to the keys low[i] up to high[i] of a block that passes by. Runs of queries whose
+Query i of a rank attends to the keys low[i] up to high[i] of a block that it receives. Runs of queries whose
 bounds rise alike have known forms:
 
     low, high        constant            high rises by 1           both rise by 1           low rises by 1

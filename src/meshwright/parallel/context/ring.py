@@ -1,19 +1,19 @@
-"""Ring attention: each rank has some tokens of each sample; keys and values go round, queries stay.
+"""Ring attention: each rank has some tokens; keys and values are passed around the ring, queries stay.
 
 Why it works: every part of a block but attention treats each token by itself, so a rank runs it on the
 tokens that it has. Attention is a softmax over all keys, which follows from softmaxes over some of them if
 each also returns its log-sum-exp (attention_kernel.py). So a rank merges the results of its queries with the
-keys that pass by, one rank's after the other, and never holds those of more than two ranks.
+keys that it receives, one rank's after the other, and never holds those of more than two ranks.
 
     tokens, zigzag, 4 ranks     chunks 0 .. 7     rank 0: 0 7   rank 1: 1 6   rank 2: 2 5   rank 3: 3 4
-    step s                      rank r computes with the keys of rank r - s, while those of r - s - 1 travel
+    step s                      rank r computes with the keys of rank r - s, while those of r - s - 1 are sent
     causal                      every step but the first attends to half of all pairs, on every rank: balanced
 
     layouts: tokens S(1), weights R, their gradients P: summed with those of other samples, in one collective
     sent per rank, microbatch and layer, in elements; k of a heads have keys, b samples, N tokens of width h:
       forward     2 b (N/P) h (k/a) (P-1)     P-1 shifts of keys and values, one message each
       backward    4 b (N/P) h (k/a) (P-1)     the same, and P-1 shifts of their gradients, in float32 at least
-    activations: 1/P of those of one device, and two travelling blocks; backward four more, of gradients
+    activations: 1/P of those of one device, and two blocks being sent; backward four more, of gradients
 
 N/P is the number of tokens of the rank with most tokens: all send as much. `load_balance` assigns the
 tokens:
@@ -23,7 +23,7 @@ tokens:
                   begins, so all masks are balanced; in a step a document of L tokens is a square of L/P
     contiguous    neighbouring tokens: under a causal mask the last computes (2 P - 1) / P times the mean
 
-With `comm_dtype = "bfloat16"` keys and values travel in that dtype; a rank's own are not rounded, nor are
+With `comm_dtype = "bfloat16"` keys and values are sent in that dtype; a rank's own are not rounded, nor are
 gradients, so that is the only rounding: keys and values are off by u = 2^-9 at most, so a score s by u |s|,
 and the output of attention by (1 + 2 |s|) u of the largest value. With |s| up to 1.5, as in fresh models,
 these are 4 u per attention call, which add up: `verify` allows that share of the largest number of a block.
@@ -179,7 +179,7 @@ def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
 def ring_transfers(
     numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """The collectives of a forward and of a backward round a ring of `num_steps` steps, `numel` elements per
+    """The collectives of a forward and of a backward around a ring of `num_steps` steps, `numel` elements per
     message.
 
     In backward each message of gradients stands behind the next one of keys and values.
@@ -197,8 +197,8 @@ def ring_transfers(
 
 
 def in_flight_nbytes(num_ranks: int, action: Action) -> int:
-    """Bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients at home, and
-    travelling gradients.
+    """Bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients on the owning rank,
+    and travelling gradients.
     """
     sent = [move.nbytes for move in action.inner_transfers if move.collective == "shift"]
     return 2 * sent[0] + min(num_ranks + 1, 4) * sent[-1] if sent else 0

@@ -1,16 +1,16 @@
-"""Attention round a ring: keys and values of every rank pass by; results are merged, and gradients travel
-home.
+"""Attention around a ring: a rank receives the keys and values of every rank and merges the results;
+gradients are sent back to the owning rank.
 
     rank 1 of 4           step 0            step 1            step 2            step 3
     forward   compute     own k1 v1         k0 v0             k3 v3             k2 v2         merged by lse
-              travelling  k0 v0 coming      k3 v3 coming      k2 v2 coming
+              received    k0 v0             k3 v3             k2 v2
     backward  compute     own, a part       k0 v0             k3 v3             k2 v2         own, the rest
-              travelling  k0 v0             k3 v3             k2 v2 | dk0 dv0   dk3 dv3           dk1 dv1 home
+              received    k0 v0             k3 v3             k2 v2 | dk0 dv0   dk3 dv3           dk1 dv1 own
 
 The transfer of a step starts before its computation and is waited for behind it. Keys and values of one rank
 are one flat message, as long as that of the rank with most tokens: all send the same. The gradients of a
-block begin on the first rank behind its own, travel on with what each rank adds, and arrive at home from the
-last one; its own share waits there.
+block begin on the rank behind the owning rank; each rank adds its summand and sends the sum on. The owning
+rank receives it from the last one, and adds its own summand.
 
 Fully masked parts are not computed: of this rank's queries and the keys of a block, pairs of stretches go
 through a kernel, with a mask if they need one (mask_blocks.py).
@@ -161,7 +161,7 @@ def _backward(
     own = view.blocks(ring.index)
     late = own[
         len(own) // 2 :
-    ]  # while the last gradients come home: without them, nothing would be computed then
+    ]  # while the last gradients are received: without them, nothing would be computed then
     free, gone, came, coming = list[torch.Tensor](), param_sharding, param_sharding, None
     for step, (rank, keys, values) in enumerate(_blocks(ring, key, value)):
         if step == 0:

@@ -3,6 +3,6 @@
 batch_split             splits the samples of the global batch along an axis
 ddp                     DDP: full replicas, gradients all-reduced in buckets during backward
 ddp_naive               one all-reduce per parameter after the whole backward
-data_parallel_master    one rank takes the loss and steps, as torch.nn.DataParallel does
+data_parallel_master    one rank computes the loss and steps, as torch.nn.DataParallel does
 zero                    ZeRO-1/2/3, FSDP and HSDP: sharded optimizer states, gradients and weights
 """

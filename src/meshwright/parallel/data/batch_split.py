@@ -2,8 +2,8 @@
 
 Why it works: the loss of a step is a sum over tokens divided by one number, the count of valid tokens in the
 *global* batch. A sum can be taken in parts. Each rank divides its own sum by the global count, never by its
-own, so the gradients of all ranks add up; nobody divides by a number of ranks. The mean of per-rank means is
-wrong as soon as ranks hold different numbers of valid tokens.
+own, so the gradients of all ranks add up; nothing is divided by a number of ranks. The mean of per-rank means
+is wrong as soon as ranks hold different numbers of valid tokens.
 
     global batch  [ s0 s1 s2 s3 s4 s5 ]        rank 0: s0 s1    rank 1: s2 s3    rank 2: s4 s5
     before   TOKEN_COUNT                                       F F F  LOSS  B B B  LOSS_SUM              STEP
@@ -11,8 +11,8 @@ wrong as soon as ranks hold different numbers of valid tokens.
 
     loss = sum_ranks sum_tokens l / sum_ranks count        weights I -> R, so their gradients are P
 
-A contrastive loss compares samples with each other, so it is no such sum. One GATHER per tensor that the
-loss takes then collects the samples of all ranks on every rank, and every rank takes the same loss on all of
+A contrastive loss compares samples with each other, so it is no such sum. Then one GATHER per input tensor of
+the loss collects the samples of all ranks on every rank, and every rank computes the same loss on all of
 them.
 
     after    TOKEN_COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  LOSS_SUM  STEP

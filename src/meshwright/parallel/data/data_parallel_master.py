@@ -1,8 +1,8 @@
-"""Data parallelism with one master: one rank reads the data, takes the loss and steps; all ranks compute.
+"""Data parallelism with one master: one rank reads the data, computes the loss and steps; all run the model.
 
 Why it is here: it is the first scheme that everybody builds, `torch.nn.DataParallel` works like this within
 one process, and it shows what DDP avoids. A loss is a function of all outputs, so the master, which has them
-all, takes it exactly as one device would. The gradient of the outputs is split into samples again, and the
+all, computes it exactly as one device would. The gradient of the outputs is split into samples again, and the
 backward, a sum over samples, continues where the samples are. The master is rank 0 of the axis, and one end
 of every message:
 
@@ -22,7 +22,7 @@ These are sent and received bytes together: S bytes of weights go out (a backend
 or ring) and come in from n-1 ranks; x are the bytes of a rank's inputs, y those of its outputs.
 
 Cost: the bytes of the master grow with n; those of `ddp` stay below 4 S. The master holds the outputs of all
-samples (n y) and all optimizer states; nothing overlaps, and n-1 ranks idle while it takes the loss and
+samples (n y) and all optimizer states; nothing overlaps, and n-1 ranks idle while it computes the loss and
 steps.
 Limits: one microbatch, no other axis. A loss that takes outputs which are not per sample is refused.
 Paper: Li et al. 2014, "Scaling Distributed Machine Learning with the Parameter Server" (OSDI), of which this

@@ -1,4 +1,4 @@
-"""ZeRO and fully sharded data parallel (FSDP): what all data-parallel ranks hold alike is sharded over them.
+"""ZeRO and FSDP: optimizer states, gradients and weights are sharded over the data-parallel ranks.
 
 Why it works: a rank needs full weights only while a block runs, and the optimizer needs none: it steps each
 element by itself. So of the n copies of optimizer states (stage 1), gradients (2) and weights (3) that `ddp`
@@ -26,7 +26,8 @@ computes every block on its own samples.
 "microbatch", or for the "step"; `keep_mb` keeps as many more as fit. Weights are gathered `prefetch` uses
 early into a fixed number of buffers. Stages 2 and 3 reduce after every backward, through two buffers, so no
 full gradient outlives its block. With `replicate_axis`, shards are replicated over a second axis (HSDP):
-reduce-scatter inside, all-reduce of the shard across. Ranks with other tokens of the same samples are among
+reduce-scatter inside a
+group, all-reduce of the shard across groups. Ranks with other tokens of the same samples are among
 the n: sums and shards cover them and the axis together.
 Cost: stages 1 and 2 send what `ddp` sends (stage 2 more often if microbatches accumulate), stage 3 half as
 much again.
@@ -342,4 +343,4 @@ def _trainable(sharding: ShardingPlan) -> list[ParamSharding]:
 
 
 def _no_op(action: Action) -> None:
-    """What it waits for, or frees, is all."""
+    """Does nothing: the action only waits or frees."""

@@ -1,6 +1,6 @@
 """Techniques that trade compute for memory.
 
-activation_checkpointing    blocks save their inputs alone and recompute the inside before their backward
-chunked_loss                head and loss run on one chunk of tokens at a time
+activation_checkpointing    blocks save only their inputs and recompute the rest before their backward
+chunked_loss                LM head and loss run on one chunk of tokens at a time
 tiled_mlp                   MLPs run on one tile of tokens at a time
 """

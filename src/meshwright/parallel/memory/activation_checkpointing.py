@@ -1,16 +1,16 @@
-"""Activation checkpointing: a block saves its inputs alone, and recomputes its inside before its backward.
+"""Activation checkpointing: blocks save only their inputs, and recompute their activations before backward.
 
 Why it works: a backward needs what the forward computed, and the whole rest of the model lies between the
-two, so the insides of all blocks are in memory at once. The input of a block is far smaller, and the inside
-follows from it: the forward is a function of its inputs, its weights and its (stateless) random numbers. So
-F becomes F_CHECKPOINTED (the forward of a block that keeps its inputs alone), and RECOMPUTE stands before B:
-then the inside of one block is in memory at any time. The backward of the last block follows its forward at
-once, so by default that block is not checkpointed.
+two, so the intermediate activations of all blocks are in memory at once. The input of a block is far smaller,
+and they follow from it: the forward is a function of its inputs, its weights and its (stateless) random
+numbers. So F becomes F_CHECKPOINTED (the forward of a block that keeps its inputs alone), and RECOMPUTE
+precedes B: then the intermediate activations of one block are in memory at any time. The backward of the last
+block follows its forward at once, so by default that block is not checkpointed.
 
     before   F0   F1   F2   LOSS   B2            B1            B0
     after    F_CHECKPOINTED0   F_CHECKPOINTED1   F2   LOSS   B2   RECOMPUTE1   B1   RECOMPUTE0   B0
     memory   x0                x0 x1             x0 x1 [2]        x0 x1 [1]         x0 [0]
-                                                                       [i]: the inside of block i
+                                                                      [i]: intermediate activations of block i
 
 The second run computes the same bits as the first: the same random masks, the same autocast, the same
 buffers. It has no side effects twice: batch norm statistics, counters and captured router logits are those
@@ -20,17 +20,17 @@ of the first run.
     operations <= 4/3 of a step's: forward 1, backward 2, second forward at most 1
 
 `blocks` selects block calls by patterns ("model.layers.*"); a user who declares parts of a layer as blocks
-(attention, mlp) selects among those. `keep_mb` is how much inside is saved all the same: the blocks that
-cost most operations per byte are saved first, as many as fit; of equals, the later ones. Blocks without an
-inside are never recomputed.
+(attention, mlp) selects among those. `keep_mb` is how much of the intermediate activations is saved all the
+same: the blocks that cost most operations per byte are saved first, as many as fit; of equals, the later
+ones. Blocks without intermediate activations are never recomputed.
 
 Cost: no bytes sent, but for weights that ZeRO shards: RECOMPUTE and B share one gathering. Time: at most
 that of the forward. A clone of the residual stream per block if the model writes in place.
-Limits: the size of the inside is measured in a trial on one number of samples, in elements of the compute
-dtype: it is an estimate. Parts of one block are not recomputed separately. A block that passes tensors on in
-objects of its own, writes into a cache argument, or whose input is overwritten, is refused by name; one that
-appends to its own list does so twice. Kernels that add in no fixed order (sums by index on a GPU) give other
-last bits the second time.
+Limits: the size of the intermediate activations is measured in a trial on one number of samples, in elements
+of the compute dtype: it is an estimate. Parts of one block are not recomputed separately. A block that passes
+tensors on in objects of its own, writes into a cache argument, or whose input is overwritten, is refused by
+name; one that appends to its own list does so twice. Kernels that add in no fixed order (sums by index on a
+GPU) give other last bits the second time.
 Paper: Griewank and Walther 2000, "Algorithm 799: revolve" (TOMS); Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost", arXiv 1604.06174; Korthikanti et al. 2022, arXiv 2205.05198 (section 5, selective
 recomputation).

@@ -1,8 +1,8 @@
-"""Chunked loss: the head and the loss run on one chunk of tokens at a time; all logits at once never exist.
+"""Chunked loss: LM head and loss run on one chunk of tokens at a time; full logits are never materialized.
 
 Why it works: logits are the widest tensor of a language model, and a loss that is a sum over tokens needs
-those of one token at a time. The head passes its input on to the loss. The loss multiplies one chunk of
-tokens by the weight of the head, takes the loss and its gradient at once, adds both up, and frees the chunk.
+those of one token at a time. The LM head returns its input. The loss multiplies one chunk of tokens by the
+weight of the LM head, computes the loss and its gradient at once, adds both up, and frees the chunk.
 
     before   F(norm) F(head)  LOSS  B(head) B(norm)       in memory: logits of all tokens, what the loss
                                                           saves, their gradient
@@ -18,9 +18,9 @@ parallelism (each rank chunks its own tokens), with a sharded vocabulary (ranks 
 one chunk at a time), and with evaluations, which never hold more than one chunk of logits either.
 Cost: no additional operation and no additional bytes sent. The products have fewer rows: below some hundred
 tokens per chunk they slow down.
-Limits: the head is an nn.Linear that is called once, in the last block, and returns what the loss takes:
-logits that the model scales, caps or slices are refused. The loss is a sum over tokens, and every rank takes
-its own. Chunks split the tokens of each sample, so a sample of one token has one chunk.
+Limits: the LM head is an nn.Linear that is called once, in the last block, and returns the input of the loss:
+logits that the model scales, caps or slices are refused. The loss is a sum over tokens, and every rank
+computes its own. Chunks split the tokens of each sample, so a sample of one token has one chunk.
 Paper: Hsu et al. 2024, "Liger Kernel" (fused linear cross-entropy), arXiv 2410.10989; Bekman et al. 2025,
 "Arctic Long Sequence Training" (tiled logits and loss), arXiv 2506.13996.
 """
@@ -50,7 +50,7 @@ class ChunkedLoss(Strategy):
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         if sharding.num_loss_chunks > 1:
-            text = "another strategy takes the loss in chunks already"
+            text = "another strategy computes the loss in chunks already"
             yield Diagnostic(text, "keep one of the two", LOCATION)
         if sharding.model_spec.needs_global_batch:
             text = "the loss compares all samples of a batch, so it needs all logits at once"
@@ -65,7 +65,7 @@ class ChunkedLoss(Strategy):
         head = None if call is None else sliced.get(f"{call.name}.weight")
         if head is not None and set(head.sliced_dims) != set(sharding.logits_layout.axes_with("S")):
             text = (
-                f"the head {head.param.name} is sharded along "
+                f"the LM head {head.param.name} is sharded along "
                 f"{' and '.join(head.sliced_dims)}, "
                 f"which needs a collective per product"
             )
@@ -73,7 +73,7 @@ class ChunkedLoss(Strategy):
             yield Diagnostic(text, fix, LOCATION)
         if sharding.primary_rank_axes:
             axes = " and ".join(sharding.primary_rank_axes)
-            text = f"one rank along {axes} takes the loss of all, from whole logits that the others send"
+            text = f"one rank along {axes} computes the loss of all, from whole logits that the others send"
             yield Diagnostic(
                 text, "remove chunked_loss, or have every rank take its own loss (ddp, zero)", LOCATION
             )
@@ -91,20 +91,20 @@ def _check_head(sharding: ShardingPlan) -> Iterator[Diagnostic]:
             if each.role == "lm_head_unsharded" and each.not_shardable_reason
         )
         reason = next((f" ({each.name}: {each.not_shardable_reason})" for each in heads), "")
-        text = f"{model_spec.name} has no head whose logits go to the loss unchanged{reason}"
+        text = f"{model_spec.name} has no LM head whose logits go to the loss unchanged{reason}"
         yield Diagnostic(text, UNCHUNKED_FIX, LOCATION)
         return
     call = chunked_head_call(replace(sharding, num_loss_chunks=2))
     vocab_shape = (logits.num_tokens, logits.vocab_size)
     if call is None or call.block_call != model_spec.block_calls[-1]:
-        text = f"the head {logits.layer} is not in the last block that runs, {model_spec.block_calls[-1]}"
+        text = f"the LM head {logits.layer} is not in the last block that runs, {model_spec.block_calls[-1]}"
         yield Diagnostic(text, UNCHUNKED_FIX, LOCATION)
     elif logits.modified_by:
         text = (
-            f"the model changes the logits between the head {logits.layer} and the loss "
+            f"the model changes the logits between the LM head {logits.layer} and the loss "
             f"({logits.modified_by}); a chunk would not be changed"
         )
-        fix = f"return the head's output unchanged and change it in a loss of your own, or {UNCHUNKED_FIX}"
+        fix = f"return the LM head's output unchanged and change it in a loss of your own, or {UNCHUNKED_FIX}"
         yield Diagnostic(text, fix, LOCATION)
     elif not any(each.per_sample and each.shape == vocab_shape for each in model_spec.outputs):
         text = (

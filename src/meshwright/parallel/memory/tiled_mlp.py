@@ -1,13 +1,13 @@
-"""Tiled MLPs: an MLP runs on one tile of tokens at a time, and saves nothing of what it computes inside.
+"""Tiled MLPs: an MLP runs on one tile of tokens at a time, and saves no intermediate activations.
 
 Why it works: an MLP treats tokens one by one. It can therefore run on one tile of tokens after the other,
-without a graph; its backward runs each tile once more, with a graph, and frees it. One tile of the inside
-exists at any time.
+without a graph; its backward runs each tile once more, with a graph, and frees it. The intermediate
+activations of one tile exist at any time.
 
-    forward     x0 --> [module] --> y0        x1 --> [module] --> y1        no graph: the inside is freed
+    forward     x0 --> [module] --> y0        x1 --> [module] --> y1        no graph: intermediates are freed
     backward    x1 --> [module] --> y1'  with a graph, from dy1 to dx1 and the weights; then the same for x0
 
-    inside of an MLP, w elements per token:
+    intermediate activations of an MLP, w elements per token:
     bytes = 4 b s w / n, of one block at a time    instead of 4 b s w per block
 
 The second run uses the function modes and the autocast state of the first.

@@ -1,6 +1,6 @@
-"""PipeDream: asynchronous 1F1B; every microbatch is an update, and stages use weights of unlike age.
+"""PipeDream: asynchronous 1F1B; every microbatch is an update, and stages use weights of different ages.
 
-Why it works: the bubble comes from the wait, at the end of a step, for all gradients. Here nobody waits: a
+Why it works: the bubble comes from the wait, at the end of a step, for all gradients. Here no stage waits: a
 stage updates its weights right after each backward, and the next forward uses the newest ones. If an update
 falls between the forward and the backward of a microbatch, the two would use different weights; so a stage
 keeps (stashes) those of every forward until its backward. The result is a gradient at weights that are
@@ -97,7 +97,7 @@ class PipeDream(Strategy):
             (
                 sharding.model_spec.needs_global_batch,
                 "loss",
-                "the loss is taken on the whole batch at once",
+                "the loss is computed on the whole batch at once",
                 "use one that is a sum over samples",
             ),
         ):

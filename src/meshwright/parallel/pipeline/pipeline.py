@@ -33,8 +33,8 @@ backward and is exposed.
 
 If the ranks of a stage have slices of a value (tokens with sequence or context parallelism; the width with
 2-D and 3-D tensor parallelism; heads), each sends its own to the rank at the same place of the next stage,
-and nobody gathers it in between (plan/sharding/stage_values.py). If they all have the full value, every rank
-sends all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
+without a gather in between (plan/sharding/stage_values.py). If they all have the full value, every rank sends
+all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
 
     bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received
 
@@ -113,7 +113,7 @@ def _with_last_stage(
 class Pipeline(Strategy):
     """Puts runs of layers on the ranks along `axis`, `virtual_stages` on each, in the order of `schedule`.
 
-    With `scatter`, of a value that several ranks of a stage hold alike each sends a piece, and the next stage
+    With `scatter`, of a value that several ranks of a stage hold alike each sends a chunk, and the next stage
     gathers it.
     """
 

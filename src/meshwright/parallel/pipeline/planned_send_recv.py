@@ -1,11 +1,14 @@
 """Inserts the sends and receives of pipeline ranks: RECV before each run of a stage, SEND behind it,
 gradients back.
 
-    SEND        a value, to the next stage that needs it          RECV        that value
-    SEND_GRAD   its gradient, back to where it came from          RECV_GRAD   that gradient
-    CONCAT      joins received pieces of a value                  CONCAT_GRAD  joins those of a gradient
+    SEND         sends a value to the next stage that needs it
+    RECV         receives a value
+    SEND_GRAD    sends the gradient of a value back to the stage that sent the value
+    RECV_GRAD    receives a gradient
+    CONCAT       concatenates received chunks of a value
+    CONCAT_GRAD  concatenates received chunks of a gradient
 
-    F of a stage     waits for the RECVs of its inputs, which stand before the previous run of a stage on the
+    F of a stage     waits for the RECVs of its inputs, which precede the previous run of a stage on the
                      rank: a message travels during that run
     SEND             stands behind the last block call of the stage that made the value; before the first of
                      one that forwards it
@@ -13,11 +16,11 @@ gradients back.
                      first block call
 
 If a value is sliced, each rank sends its own slice (plan/sharding/stage_values.py). With `scatter` each of
-several ranks that have the same full value sends a piece of it, and CONCAT, behind the RECV, joins the
-pieces:
+several ranks that have the same full value sends a chunk of it, and CONCAT, behind the RECV, joins the
+chunks:
 
-    RECV piece 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between stages,
-    RECV piece 1 of 2 --> CONCAT along tp --> F         rank 1 of tp          the rest within them
+    RECV chunk 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between stages,
+    RECV chunk 1 of 2 --> CONCAT along tp --> F         rank 1 of tp          the rest within them
 
 Users of a value forward it, and stages that do not use it never see it. In a V-shaped placement the skip
 connections of a U-Net stay on a rank if the splits are symmetric: nothing is sent. Each rank that needs a

@@ -6,7 +6,7 @@ collective.
     forward of rowwise      Y_0 = X_0 W    sum of Y_0 ....    sum of Y_1 ....
                                            Y_1 = X_1 W        Y_2 = X_2 W         in chunks of samples
 
-Why it works: nobody needs the gradient of a weight before the block's backward ends; all earlier blocks need
+Why it works: nothing needs the gradient of a weight before the block's backward ends; all earlier blocks need
 that of an input. So the weight gradients wait until the sum of the input gradient is on its way.
 
     seconds of a layer and direction: max(sum, products) instead of sum + products
@@ -19,10 +19,10 @@ collective. Each passes its summand on and returns zeros, and the last one sums 
     y = x + a + m                                              (the model's own line, unchanged)
 
 Cost: dY of the colwise layers is kept a moment longer. Chunks cost smaller messages and products, and a sum
-over chunks of the weight gradients: they pay on links on which a message takes longer than that. Two ranks
-of one host over gloo (2 cores, which the messages need too; 25 M Llama, 2 x 128 tokens): nothing gained in
-CPU, and 4 % lost with 2 chunks. A joint sum costs zeros of the size of the stream, and the summand while it
-waits.
+over chunks of the weight gradients: they pay on links on which a message takes longer than that. Two ranks of
+one host over gloo (2 cores, which the messages need too; 25 M Llama, 2 x 128 tokens): nothing gained in CPU,
+and 4 % lost with 2 chunks. A joint sum costs zeros of the size of the residual stream, and the summand while
+it waits.
 Limits: a weight that is cast, or whose rows are selected, has its gradient at once. Chunks are samples: one
 has none.
 Paper: Narayanan et al. 2021, arXiv 2104.04473 (Megatron-LM's asynchronous tensor-parallel all-reduce); Wang

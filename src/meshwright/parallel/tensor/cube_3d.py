@@ -1,4 +1,4 @@
-"""Tensor parallelism, 3-D: samples, and both sides of every matrix, each along an axis of a cube of ranks.
+"""Tensor parallelism, 3-D: samples, and both sides of every matrix, each along one axis of a q x q x q mesh.
 
 Why it works: Y = X W sums over the width of X, for each sample and each feature of Y: three indices. On q x
 q x q ranks each has a q-th of every index, so a block of X, of W and of Y is needed by q ranks each, and no
@@ -6,21 +6,21 @@ work is done twice. A block that is stored in q parts by the ranks that need it 
 it is gathered before use, and its gradient is reduce-scattered: X along the axis of the features of Y, W
 along that of the samples, and Y the other way round along that of X's width.
 
-    mesh: dp_shard (a: samples) x tp_depth (c) x tp (b), q ranks each; width of the stream over (c, b)
+    mesh: dp_shard (a: samples) x tp_depth (c) x tp (b), q ranks each; hidden dim over (c, b)
     X[a, (c, b)] --gather along b--> X[a, c]     W[in c, out b] in shards over a --gather--> W
     X[a, c] W = Y[a, b], a summand of it --reduce-scatter along c--> Y[a, (c, b)]
     out b: of every q-th of the outputs the b-th q-th, so c gets a slice of its part; heads stay whole
 
     received per rank and layer, forward + backward = 2 (q-1)/q^3 (|X| + |W| + |Y|) elements
     (X, W, Y: gathered or scattered once, the gradient the other way, q-1 of the q blocks of 1/q^3 each)
-    stream, weights, gradients, optimizer states: 1/q^3 of one device's; gathered blocks: 1/q^2
+    residual stream, weights, gradients, optimizer states: 1/q^3 of one device's; gathered blocks: 1/q^2
 
 Weights count so if they are gathered once for forward and backward: `gather = "microbatch"` of the strategy
 that stores them; with "use" they count 3 for 2. Layers that take the same tensor share its gathering. In the
 paper the axes b and c swap from layer to layer; here b is always the inner one, and a residual stream needs
 no swaps. Norms over the sharded width gather statistics along both axes; embeddings, biases and norms are
-sharded by width along both. The head sums logits along tp_depth: 2 (q-1)/q^3 b s v forward, and gathers them
-along tp for the loss.
+sharded along the hidden dim over both axes. The LM head sums logits along tp_depth: 2 (q-1)/q^3 b s v
+forward, and gathers them along tp for the loss.
 Cost: three gathers and scatters for one; per rank fewer bytes than 2-D as q grows, in more messages.
 Limits: q^2 divides all widths and groups of heads, q the vocabulary. The limit of 2-D on norms without
 weights holds.
@@ -82,8 +82,8 @@ MATMUL_ROLES = ("colwise", "rowwise")
 
 @dataclass(frozen=True)
 class TensorParallel3D(Strategy):
-    """Shards both sides of matrices, along `axis` and tp_depth, and the stream along both, in a cube with
-    dp_shard.
+    """Shards both sides of matrices, along `axis` and tp_depth, and the residual stream along both, in a q x
+    q x q mesh with dp_shard.
     """
 
     name: ClassVar[str] = "tensor_parallel"

@@ -1,5 +1,5 @@
-"""How one sharded layer computes: which sides of its weight are sharded, and how its input and output are
-redistributed.
+"""The computation of one sharded layer: the sharded sides of its weight, and the redistribution of its input
+and output.
 
 A `LayerSharding` is what a technique assigns to a layer role.
 
@@ -11,9 +11,9 @@ A `LayerSharding` is what a technique assigns to a layer role.
 
 Layers whose outputs are summands of one sum share one output redistribution (comm_overlap.py). Parameters of
 the layer that are not sharded are in `shared_param_axes` along an axis whose ranks use them on different
-slices of the stream (a norm on slices of the sequence, a bias added to one): they are R there while the
-layer runs, and backward sums their gradients. Backwards are not stated: the gradient of a redistribution is
-the one between the adjoint placements.
+slices of the residual stream (a norm on slices of the sequence, a bias added to one): they are R there while
+the layer runs, and backward sums their gradients. Backwards are not stated: the gradient of a redistribution
+is the one between the adjoint placements.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -93,7 +93,8 @@ class Redistribution:
 
 @dataclass(frozen=True)
 class LayerSharding:
-    """How a layer computes: the sharded side of its weight by axis, and what happens to its input and output.
+    """The computation of a layer: the sharded side of its weight by axis, and the redistribution of its input
+    and output.
 
     Other parameters are R along `shared_param_axes` while it runs. `compute` runs between the
     redistributions; `inner_redistributions` are those that it runs itself, with the elements per sample. With

@@ -8,11 +8,11 @@ the ranks ends the pair.
     x ----I -> R----> x A_1 -> f -> ... B_1 ---P -> I---> y + b         rank 1
       backward: sum                     backward: nothing
 
-    weights: A S(out), B S(in), its bias I (added once, after the sum); stream I: replicated on every rank
+    weights: A S(out), B S(in), its bias I (added once, after the sum); residual stream I: replicated
     forward: one all_reduce for each of the m sums in which pairs end
     backward: one for each of the d tensors that colwise layers take (q, k and v share one)
     sent per rank, microbatch and layer: 2 (m + d) b s h (t-1)/t elements = 4 k b s h (t-1)/t, k = (m + d)/2
-    weights, gradients and optimizer states of the pairs: 1/t; norms, embedding and head: replicated
+    weights, gradients and optimizer states of the pairs: 1/t; norms, embedding and LM head: replicated
 
 Consecutive pairs end in sums of their own: k = 2 in a Llama layer. Parallel pairs, x + attention(n x) +
 mlp(n x), end in one if a trial shows that their outputs meet in additions alone: the first layer passes its
@@ -30,8 +30,8 @@ Backward hides them behind the gradients of weights; forward, with `num_overlap_
 (comm_overlap.py).
 Limits: a layer whose features another one needs in full is not sharded, nor is one that does not run on
 slices (`meshwright inspect` says which). Not sharded either: what is multiplied by a trained gate of the
-stream or by a parameter of the block, or has a norm for each single head: a rank would have another gradient
-than one device.
+residual stream or by a parameter of the block, or has a norm for each single head: a rank would have another
+gradient than one device.
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3).
 """
 
@@ -91,7 +91,7 @@ class TensorParallel(Strategy):
         yield from check_gathered_layers(sharding, self.axis)
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; the stream has the placement of `sharding`."""
+        """The layer shardings by role; the residual stream has the placement of `sharding`."""
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
             {self.axis: "out"},

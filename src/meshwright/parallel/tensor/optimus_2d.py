@@ -9,22 +9,23 @@ and scatters the sum of its gradients. Only the width is new.
 
     mesh: dp_shard (rows of the mesh: samples) x tp (columns: width), q ranks each
     rank (i, j) holds   X[samples i, width j]     W[:, out j], in shards over i     ->     Y[samples i, out j]
-    forward    X: S(-1) -> R along tp    W: shards -> R along dp_shard    Y = X W, sharded by width
+    forward    X: S(-1) -> R along tp    W: shards -> R along dp_shard    Y = X W, sharded along hidden
     backward   both once more            dX = dY W: P -> S(-1) along tp   dW = X dY: P -> shards, dp_shard
 
     received per rank and layer, forward + backward = 3 (q-1)/q^2 (|X| + |W|) elements,  |X| = b s h
     (three times q-1 of the q blocks of |X|/q^2 each, and of |W|/q^2); regather = false keeps X: 2 for its 3
-    stream, weights, gradients, optimizer states: 1/q^2 of one device's; a gathered X: 1/q, for a while
+    residual stream, weights, gradients, optimizer states: 1/q^2 of one device's; a gathered X: 1/q
 
 Layers that take the same tensor (q, k, v) share its gathering, so |X| counts once for them. Heads, in groups
 that share a key, are sharded over the columns. A norm over the sharded width gathers the mean squares (and
 means) of all slices, a number or two per token; one whose formula is unknown gathers its input and keeps its
 slice of the output. Norms over single heads are replicated, and their gradients summed. Embeddings are
-sharded by width and send nothing. The head returns slices of the logits, which are gathered for the loss:
-(q-1)/q^2 b s v. A head tied to an embedding takes slices of the width and returns summands of all logits.
-Cost: the bytes that a rank receives shrink with q; the sums of 1-D stay as large as the stream. As in the
-paper a rowwise layer gathers its (wide) input, where 1-D sums its (narrow) output: for small q that is more.
-Weights travel too, so enough samples are needed to hide that.
+sharded along the hidden dim and send nothing. The LM head returns slices of the logits, which are gathered
+for the loss: (q-1)/q^2 b s v. An LM head tied to an embedding takes slices of the hidden dim and returns
+summands of all logits.
+Cost: the bytes that a rank receives shrink with q; the sums of 1-D stay as large as the residual stream. As
+in the paper a rowwise layer gathers its (wide) input, where 1-D sums its (narrow) output: for small q that is
+more. Weights travel too, so enough samples are needed to hide that.
 Limits: q divides all widths and groups of heads. Computation over the whole width outside of known layers (a
 norm without weights) is not detected here: `verify` shows it.
 Paper: Xu et al. 2021, "An Efficient 2D Method for Training Super-Large Deep Learning Models" (Optimus),
@@ -75,7 +76,7 @@ SHARDABLE_ROLES = ("colwise", "rowwise", "between_pair", *EMBEDDING_ROLES, *LM_H
 
 @dataclass(frozen=True)
 class TensorParallel2D(Strategy):
-    """Shards matrices and the stream by width along `axis`, in a square with dp_shard.
+    """Shards matrices and the residual stream along the hidden dim over `axis`, in a square with dp_shard.
 
     With `regather`, inputs of layers are gathered once more in backward, and not saved.
     """
@@ -162,7 +163,10 @@ class TensorParallel2D(Strategy):
 
 
 def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardings:
-    """The shardings of norms by name, if the stream is sharded by width along `axes`, innermost last."""
+    """The shardings of norms by name, if the residual stream is sharded along the hidden dim over `axes`.
+
+    The innermost axis is the last.
+    """
     found = {}
     for call in (call for call in sharding.model_spec.layer_calls if call.role == "norm"):
         if call.norm_formula is not None:

@@ -8,7 +8,7 @@ slices between the two, the same bytes travel.
     sequence_parallel   x(S) norm ---S -> R--- A_0 f B_0 ---P -> S--- + norm     all_gather, reduce_scatter
                      [0 1 2 3 4 5] tokens, 3 ranks: rank 1 has 2 3; A_0, f, B_0 and attention see 0 .. 5
 
-    layouts: stream S(tokens) from the first block with a pair to the last, and through norms behind it
+    layouts: residual stream S(tokens) from the first block with a pair to the last, and in norms behind it
     norms and the biases of rowwise layers: used on slices, so I -> R; backward sums their gradients (P -> I)
     sent per rank, microbatch and layer = 4 k b s h (t-1)/t elements, k = (m + d)/2 as in megatron_1d.py:
     m + d gathers and scatters either way; with `regather` d gathers more, 5 k b s h (t-1)/t if m = d
@@ -16,9 +16,9 @@ slices between the two, the same bytes travel.
 
 With `regather`, backward gathers the input of colwise layers once more, as the paper does, and the forward
 saves the slice alone.
-Cost besides: the stream is gathered once at the end of the last block (forward) and once at the begin
-(backward), b s h (t-1)/t each, unless a head that is sharded by vocabulary takes slices; one sum per norm,
-block and microbatch.
+Cost besides: the residual stream is gathered once at the end of the last block (forward) and once at the
+begin (backward), b s h (t-1)/t each, unless an LM head that is sharded along the vocabulary takes slices; one
+sum per norm, block and microbatch.
 Limits: all blocks with pairs treat tokens one by one outside of their pairs, and are called once per
 forward; t divides the tokens. A module that asks a slice for its length is given all tokens if all its
 layers take the same input.
@@ -54,13 +54,13 @@ from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
-TOKEN_SHARD = S(1)  # the place of a stream [rows, tokens, width] of which each rank has a slice of the tokens
+TOKEN_SHARD = S(1)  # of a residual stream [samples, tokens, hidden]: a slice of the tokens per rank
 
 
 @dataclass(frozen=True)
 class SequenceParallel(Strategy):
-    """Shards the stream between pairs by tokens along `axis`. With `regather`, gathered inputs are not
-    saved for backward.
+    """Shards the residual stream between pairs along the token dim over `axis`. With `regather`, gathered
+    inputs are not saved for backward.
     """
 
     name: ClassVar[str] = "sequence_parallel"
@@ -265,7 +265,7 @@ def _check_single_use(sharding: ShardingPlan, location: str) -> Iterator[Diagnos
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
         text = (
-            f"{both[0]} is called on the stream between pairs and on something else, and its "
+            f"{both[0]} is called on the residual stream between pairs and on something else, and its "
             f"ranks would add up unlike gradients"
         )
         yield Diagnostic(

@@ -10,10 +10,11 @@ column, all-reduce of shards across.
     forward and backward as in 2-D, within each square; then dW: summed shards, all-reduced over k
 
     received per rank and layer, forward + backward = 3 (q-1)/q^2 (|X|/d + |W|) + 2 (d-1)/(d q^2) |W| elements
-    stream: 1/(d q^2) of one device's; weights, gradients, optimizer states: 1/q^2
+    residual stream: 1/(d q^2) of one device's; weights, gradients, optimizer states: 1/q^2
 
-With the same ranks, more depth and smaller squares send less of the stream and hold more of the weights: d =
-1 is 2-D, q = 1 is data parallelism. Norms, embeddings, heads and the LM head are those of optimus_2d.py.
+With the same ranks, more depth and smaller squares send less of the residual stream and hold more of the
+weights: d = 1 is 2-D, q = 1 is data parallelism. Norms, embeddings, heads and the LM head are those of
+optimus_2d.py.
 Cost: that of 2-D on 1/d of the samples, and one all-reduce of the shards of the gradients.
 Limits: those of 2-D, and at least two squares.
 Paper: Wang et al. 2021, "Tesseract: Parallelize the Tensor Parallelism Efficiently", arXiv 2105.14500
@@ -43,8 +44,8 @@ DEPTH_AXIS = "dp_replicate"  # the axis along which squares lie one behind the o
 
 @dataclass(frozen=True)
 class TensorParallel25D(Strategy):
-    """Shards matrices and the stream by width along `axis`, in squares with dp_shard, one per rank of
-    dp_replicate.
+    """Shards matrices and the residual stream along the hidden dim over `axis`, in squares with dp_shard, one
+    per rank of dp_replicate.
 
     With `regather`, inputs of layers are gathered once more in backward, and not saved.
     """

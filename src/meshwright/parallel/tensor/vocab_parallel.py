@@ -1,25 +1,25 @@
-"""Vocabulary parallelism: embedding, head and logits are sharded by vocabulary.
+"""Vocabulary parallelism: embedding, LM head and logits are sharded along the vocabulary.
 
 Why it works: a row of the embedding is looked up on the rank that has the id; the others add zeros. A rank's
-part of the head computes the logits of its ids, and cross-entropy needs of the others only their log-sum-exp
-and the label's logit: two numbers per token (engine/losses/sharded_logits.py). Embedding and head, tied or
-not, are sharded alike, so a rank steps the same rows of both.
+part of the LM head computes the logits of its ids, and cross-entropy needs of the others only their
+log-sum-exp and the label's logit: two numbers per token (engine/losses/sharded_logits.py). Embedding and LM
+head, tied or not, are sharded alike, so a rank steps the same rows of both.
 
     ids ---> rows 0..33 ---P -> I---> ... layers ... ---I -> R---> logits 0..33  ---a, t--+         rank 0
     ids ---> rows 34..66 --P -> I---> ... layers ... ---I -> R---> logits 34..66 --a, t--+--> loss  rank 1
         backward: nothing                    backward: sum          backward: nothing
 
     a = log sum exp(a rank's logits), t = the label's logit or 0: loss = log sum exp(a_0, a_1, ...) - sum t
-    weights: embedding, head and its bias S(vocabulary); logits S(vocabulary), never gathered
+    weights: embedding, LM head and its bias S(vocabulary); logits S(vocabulary), never gathered
 
 The vocabulary need not divide by the number of ranks: the first ranks have one more.
 Cost, per microbatch of b samples of s tokens, on t ranks: one all_reduce of b s h in the forward, for the
-embedding, and one in the backward, for the head; two numbers of 4 bytes per token from each rank to each.
-Embedding, head, their gradients and optimizer states, and the logits: 1/t.
-Limits: an operation over all logits of a token between head and loss, a loss that cannot be taken in parts,
-or another reader of the embedding keep embedding or head unsharded (`meshwright inspect` says which, and
-why). An optimizer that reads whole matrices steps each on one rank, which then has it in full; AdamW, SGD
-and Lion do not.
+embedding, and one in the backward, for the LM head; two numbers of 4 bytes per token from each rank to each.
+Embedding, LM head, their gradients and optimizer states, and the logits: 1/t.
+Limits: an operation over all logits of a token between LM head and loss, a loss that cannot be computed in
+parts, or another reader of the embedding keep embedding or LM head unsharded (`meshwright inspect` says
+which, and why). An optimizer that reads whole matrices steps each on one rank, which then has it in full;
+AdamW, SGD and Lion do not.
 Paper: Shoeybi et al. 2019, "Megatron-LM", arXiv 1909.08053 (section 3: the parallel embedding and
 cross-entropy).
 """
@@ -62,7 +62,7 @@ VOCAB_ROLES = ("embedding", "lm_head")
 
 @dataclass(frozen=True)
 class VocabParallel(Strategy):
-    """Shards embeddings and heads by vocabulary along `axis`."""
+    """Shards embeddings and LM heads along the vocabulary over `axis`."""
 
     name: ClassVar[str] = "vocab_parallel"
     phase: ClassVar[StrategyPhase] = "shard"
@@ -84,7 +84,7 @@ class VocabParallel(Strategy):
         yield from check_units(sharding, self.layer_shardings(sharding))
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; the stream has the placement of `sharding`."""
+        """The layer shardings by role; the residual stream has the placement of `sharding`."""
         calls, compute = (
             sharding.global_plan.model_spec.layer_calls,
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
@@ -129,7 +129,7 @@ class VocabParallel(Strategy):
             words = (
                 range(*sharding.slice_range(weight.name, self.axis)),
                 weight.dim_split(0).num_units,
-            )  # rows, whatever the head calls them
+            )  # rows, whatever the LM head calls them
             layer_shardings[layer_key(layer)] = replace(
                 layer_shardings["embedding"], compute=partial(_embed_local_rows, *words)
             )
@@ -158,8 +158,8 @@ class VocabParallel(Strategy):
 
 
 def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
-    """Whether the model has an embedding or a head that can be sharded by vocabulary over `num_ranks`
-    ranks.
+    """Whether the model has an embedding or an LM head that can be sharded along the vocabulary over
+    `num_ranks` ranks.
     """
     words = [
         weight.split_of_side("in" if weight.role == "embedding" else "out")
@@ -170,7 +170,7 @@ def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
 
 
 def unsharded_vocab_notes(model_spec: ModelSpec) -> Iterator[str]:
-    """Yields a note on each embedding and head that is not sharded by vocabulary, with the reason."""
+    """Yields a note on each embedding and LM head that stays unsharded, with the reason."""
     kept = [
         weight
         for weight in model_spec.params

@@ -2,9 +2,9 @@
 source.
 
 With it a speed can be given as a fraction of the peak (MFU, model FLOPs utilization), and a plan can be
-priced before any device is rented. A device that is not in the table, every CPU among them, has no peak: then
-a speed is shown in FLOP/s only. Link rates are per device and direction: `link_rate` to the devices of its
-own host, `nic_rate` out of it.
+estimated before any device is rented. A device that is not in the table, every CPU among them, has no peak:
+then a speed is shown in FLOP/s only. Link rates are per device and direction: `link_rate` to the devices of
+its own host, `nic_rate` out of it.
 """
 
 import csv

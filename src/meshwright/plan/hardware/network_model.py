@@ -145,7 +145,7 @@ class NetworkModel:
                 yield from link.diagnostics(f"{location}.{name}")
         if self.intra_host is None and self.inter_host is None:
             yield Diagnostic(
-                "neither messages inside a host nor between hosts have a price",
+                "neither messages inside a host nor between hosts have a cost",
                 "measure: meshwright bench network",
                 location,
             )

@@ -23,7 +23,7 @@ NUM_INTEGRATION_STEPS = 2000  # of the sum that approximates the expected value
 
 
 @dataclass(frozen=True)
-class LagSample:
+class StragglerSample:
     """Work of `seconds`: how far the later of two devices is behind their mean, as a fraction of the work."""
 
     seconds: float
@@ -43,7 +43,7 @@ def expected_maximum(num_ranks: int) -> float:
     )
 
 
-def straggler_delay(stretches: Sequence[LagSample], seconds: float, num_ranks: int) -> float:
+def straggler_delay(stretches: Sequence[StragglerSample], seconds: float, num_ranks: int) -> float:
     """Seconds that the last of `num_ranks` is behind their mean, after work of `seconds`; 0 without
     measurements.
     """
@@ -52,7 +52,7 @@ def straggler_delay(stretches: Sequence[LagSample], seconds: float, num_ranks: i
     return seconds * _lag_fraction(stretches, seconds) * expected_maximum(num_ranks) / expected_maximum(2)
 
 
-def _lag_fraction(stretches: Sequence[LagSample], seconds: float) -> float:
+def _lag_fraction(stretches: Sequence[StragglerSample], seconds: float) -> float:
     if seconds <= stretches[0].seconds:
         return stretches[0].lag
     for low, high in pairwise(stretches):

@@ -197,7 +197,7 @@ class LossGuard:
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, on any number of devices."""
+    """The training job, independent of the number of devices."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -71,7 +71,7 @@ class ParamSpec:
     declared_role: str = ""
 
     def dim_split(self, dim: int) -> DimSplit:
-        """How `dim` is split; a dim about which nothing is known may be split anywhere."""
+        """The units into which `dim` is split; a dim about which nothing is known may be split anywhere."""
         return next(
             (split for split in self.dim_splits if split.dim == dim),
             DimSplit(dim, self.shape[dim], (self.shape[dim],)),

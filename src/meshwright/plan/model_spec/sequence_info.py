@@ -247,7 +247,7 @@ class GlueGather:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """What a model does along the sequence: tokens per sample, and the `inputs` and `targets` that have them
+    """The use of the sequence by a model: tokens per sample, and the `inputs` and `targets` that have them
     (along dim 1).
 
     `gathers` are what glue needs of all tokens, in order; `batch_dependent_reason` says why that differs

@@ -10,7 +10,7 @@ the table:
 
     backward of (src -> dst) is (adjoint(dst) -> adjoint(src)),     adjoint: R <-> P,  I <-> I,  S <-> S
 
-so neither a collective nor its gradient is chosen by hand. A house test shows that the table is closed under
+so neither a collective nor its gradient is chosen by hand. A test shows that the table is closed under
 this rule. The letters follow the R / I / V / P types of spmd_types and the placements of DTensor.
 """
 

@@ -3,7 +3,7 @@ block call.
 
     sharded with a layer         the rank's fraction of the layer's weight       q k v -> o, gate up -> down
     the rest of the block call   all; a slice if the residual stream is sharded  norms, residuals
-    logits of a head             as the head, if they reach the loss unchanged   the local vocabulary
+    logits of an LM head         as the LM head, if they reach the loss unchanged   the local vocabulary
 
 Fractions follow the rank's own sizes: of three groups of heads on two ranks, the first has two thirds. With
 sequence sharding they are multiplied by the rank's fraction of the tokens.
@@ -165,7 +165,7 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
 
 
 def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
-    """The head's call that a chunked LOSS computes instead of its block call; None if the loss is not
+    """The LM head's call that a chunked LOSS computes instead of its block call; None if the loss is not
     chunked.
     """
     logits = sharding.model_spec.logits

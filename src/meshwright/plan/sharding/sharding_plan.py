@@ -396,7 +396,7 @@ class ShardingPlan:
         return found
 
     def shard_alignments(self) -> dict[str, ShardAlignment]:
-        """How finely the optimizer lets the parameters be cut that are sharded or sliced, by name."""
+        """The shard alignment that the optimizer needs of each sharded or sliced parameter, by name."""
         return {
             each.param.name: each.shard_alignment
             for each in self.param_shardings

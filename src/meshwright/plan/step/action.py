@@ -4,7 +4,7 @@ An action names its kind (F forward, B backward, REDUCE, STEP...), its subject (
 microbatch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
 start in order and run beside them, and so do those on `send` and `recv`, which involve one other rank only.
 An action states what it waits for, what it communicates, how many operations it costs, and which memory it
-allocates and frees. The same list is priced, checked, drawn and executed.
+allocates and frees. The same list is estimated, checked, drawn and executed.
 
 Programs are keyed by *role* (a rank along pp), not by rank: ranks with the same role execute the same list,
 so a hundred thousand ranks cost as little as one. In `waits`, `role/name` refers to an action of another
@@ -38,7 +38,7 @@ class Transfer:
 
     `position` orders the transfers within one action. `peer` is, for a send, the index along the axis of the
     receiver, and for a receive that of the sender. Ranks along `replica_axes` would send the same data, so
-    each sends a piece of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
+    each sends a chunk of it. Only the ranks at `member_indices` along the axes take part (empty: all). With
     `num_neighbours`, groups are that many neighbours. A transfer `in_glue` is not repeated when a block is
     recomputed.
     """

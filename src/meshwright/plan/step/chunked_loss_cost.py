@@ -1,10 +1,10 @@
-"""Computes the cost of a chunked loss: LOSS multiplies with the head's weight for some tokens at a time.
+"""Computes the cost of a chunked loss: LOSS multiplies with the LM head's weight for some tokens at a time.
 
     at once    F(head)  logits of all tokens   LOSS  their gradient      B(head)  gradients of hidden, weight
     chunked    F(head)  nothing                LOSS  per chunk: logits, loss, gradient, and both of those
 
-The full logits never exist. The head's block call returns the input of the head. The gradient of its weight
-is complete after LOSS; the backward of the block call completes the rest of the block.
+The full logits are never materialized. The LM head's block call returns the input of the LM head. The
+gradient of its weight is complete after LOSS; the backward of the block call completes the rest of the block.
 """
 
 from dataclasses import dataclass

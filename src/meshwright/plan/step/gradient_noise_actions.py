@@ -1,8 +1,8 @@
 """Adds the actions that measure the gradient noise scale, after all strategies have edited the program.
 
     GRAD_SQNORM    squared norm of a gradient before other parts of the batch are added to it
-    REDUCE_SQNORM  those norms and their fractions of the batch, summed over the ranks
-    NOISE_SCALE    the gradient noise scale, from these small gradients and the norm of the full gradient
+    REDUCE_SQNORM  squared norms and batch fractions, summed over the ranks
+    NOISE_SCALE    the gradient noise scale, from the sums of REDUCE_SQNORM and the norm of the full gradient
 
 A part of the batch is what one rank accumulates; a single data rank, which has nothing to compare with, uses
 the first microbatch. `engine.step.gradient_noise` has the formulas. The list of a rank, with other ranks and

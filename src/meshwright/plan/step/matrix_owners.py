@@ -9,8 +9,8 @@ each to the rank that owns the least, so memory and work are balanced as well as
     rank 0   g0[a] g0[b]            G[a] -> step -> W[a]             w0[a] w0[b]
     rank 1   g1[a] g1[b]   gather   G[b] -> step -> W[b]   scatter   w1[a] w1[b]
 
-    GATHER_GRAD    slices of a group's summed gradients to their owners, before CLIP
-    SCATTER_PARAM  to each rank its slices of the updated parameters, after STEP
+    GATHER_GRAD    sends slices of a group's summed gradients to their owners, before CLIP
+    SCATTER_PARAM  sends each rank its slices of the updated parameters, after STEP
 
 If the group is also sharded flat, a slice is never cut by shards, and all slices of a parameter lie in the
 shards of one index: its owner is one of the ranks with that index. In a pipeline, the owner is one of the

@@ -6,7 +6,7 @@ S(flat).
                                                                       first backward; later ones add in place
     every microbatch    B1 PACK(1, 0) REDUCE(1, 0) .. B1' PACK(1, 1) REDUCE(1, 1) .. ACCUMULATE(1, 1)
 
-    PACK         gradients into a contiguous buffer, at the offsets of the flat parameter; frees them
+    PACK         copies gradients to their offsets in one contiguous buffer, and frees them
     REDUCE       reduce-scatter over the ranks; then, along `replicate_axis`, an all-reduce of the shards
     ACCUMULATE   adds a shard to the sum of earlier microbatches, or casts it to the dtype of gradients
     LOCAL_NORM   reads the sums: it waits for all of them

@@ -1,11 +1,12 @@
 """Builds the step of a single device, before any technique: the list that strategies rewrite.
 
     TOKEN_COUNT  the number of tokens of this step that count towards the loss (all microbatches)
-    F            forward of one block call                 LOSS         loss of one microbatch, its gradient
-    B            backward of one block call                LOSS_SUM     the loss of the whole step
-    I            the input-gradient half of a backward     W            the parameter-gradient half, later
+    F            forward of one block call               LOSS      loss of one microbatch, and its gradient
+    B            backward of one block call              LOSS_SUM  the loss of the whole step
+    I            the input-gradient half of a backward   W         the parameter-gradient half of a backward
     CLIP         the gradient norm, and clipping by it
-    LOCAL_NORM   squares of this rank's gradients          GLOBAL_NORM  their sum over ranks
+    LOCAL_NORM   sum of the squares of this rank's gradients
+    GLOBAL_NORM  sum of the squared norms over all ranks
     STEP         the optimizer; gradients are freed afterwards
 
 A rank may step more than once: then a list of `StageCalls` says after which backwards, each with the gradient
@@ -13,8 +14,8 @@ of that microbatch alone. LOCAL_NORM precedes each such STEP, nothing is clipped
 squares.
 
 If the loss needs the outputs of several ranks, GATHER (one output or target, from all ranks) precedes it.
-Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (out of a buffer of
-another dtype). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
+Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (copies gradients out of
+the buffer). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a code base keeps in memory, in bytes per element.
+"""Memory that a training framework keeps, in bytes per element.
 
 The same tensors exist everywhere, but not at the same time. A layer of hidden size h and FFN size f, on T
 tokens of a microbatch, saves for its backward, on one of t tensor ranks:

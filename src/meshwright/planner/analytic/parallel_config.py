@@ -1,7 +1,7 @@
 """A parallel configuration in the planner's terms: ranks per axis, schedule, ZeRO stage, recomputation.
 
-It is a plan without parameters, so thousands of them are priced in a second. The chosen one becomes a plan
-(mesh, strategies, program), which is checked, priced action by action and verified.
+It is a plan without parameters, so thousands of them are estimated in a second. The chosen one becomes a plan
+(mesh, strategies, program), which is checked, estimated action by action and verified.
 """
 
 from collections.abc import Iterator

@@ -21,7 +21,7 @@ from itertools import pairwise
 from math import inf, log
 from statistics import median
 
-from meshwright.plan.hardware.straggler_delay import LagSample, straggler_delay
+from meshwright.plan.hardware.straggler_delay import StragglerSample, straggler_delay
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS, AttentionSize
 from meshwright.planner.machine.cost_fit import CostFit, Sample, holdout_error
@@ -114,7 +114,7 @@ class DeviceProfile:
     attention: tuple[AttentionTiming, ...]
     memory_ops: tuple[MemoryOpTiming, ...]
     elementwise_ops: tuple[ElementwiseTiming, ...] = ()
-    lag_samples: tuple[LagSample, ...] = ()
+    straggler_samples: tuple[StragglerSample, ...] = ()
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
         """Seconds of `batch` products of [m, k] by [k, n]. Raises PlanError for an unmeasured `dtype`."""
@@ -157,7 +157,7 @@ class DeviceProfile:
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
         """Seconds that the last of `num_ranks` such devices is behind their mean, after work of `seconds`."""
-        return straggler_delay(self.lag_samples, seconds, num_ranks)
+        return straggler_delay(self.straggler_samples, seconds, num_ranks)
 
     def _memory_seconds(self, nbytes: float) -> float:
         timings = self._sorted_memory_ops
@@ -202,7 +202,7 @@ class DeviceProfile:
         for name in ("call_s", "call_backward_s"):
             if not 0 < vars(self)[name] < inf:
                 yield Diagnostic(f"a call of {vars(self)[name]} s", "write seconds, above 0", name)
-        for name in ("matmuls", "attention", "memory_ops", "elementwise_ops", "lag_samples"):
+        for name in ("matmuls", "attention", "memory_ops", "elementwise_ops", "straggler_samples"):
             for number, timing in enumerate(vars(self)[name]):
                 yield from _timing_diagnostics(timing, f"{name}.{number}")
         for name, timings in (("matmuls", self.matmuls), ("attention", self.attention)):
@@ -222,13 +222,13 @@ class DeviceProfile:
             {timing.operation for timing in self.elementwise_ops}.difference(COMPUTE_HEAVY_OPS)
         ):
             yield Diagnostic(
-                f"'{timing}' is not an operation that plans are priced by",
+                f"'{timing}' is not an operation that estimates of plans use",
                 suggest_name(timing, COMPUTE_HEAVY_OPS),
                 "elementwise_ops",
             )
         lengths = {
             "memory_ops": [timing.nbytes for timing in self.memory_ops],
-            "lag_samples": [timing.seconds for timing in self.lag_samples],
+            "straggler_samples": [timing.seconds for timing in self.straggler_samples],
         }
         for name, sizes in lengths.items():
             if sizes != sorted(set(sizes)):
@@ -296,7 +296,8 @@ def _attention_features(
 
 
 def _timing_diagnostics(
-    timing: MatmulTiming | AttentionTiming | MemoryOpTiming | ElementwiseTiming | LagSample, location: str
+    timing: MatmulTiming | AttentionTiming | MemoryOpTiming | ElementwiseTiming | StragglerSample,
+    location: str,
 ) -> Iterator[Diagnostic]:
     for key, value in vars(timing).items():
         if key in ("dtype", "operation"):

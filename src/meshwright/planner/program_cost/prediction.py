@@ -6,7 +6,7 @@
     idle_s            waits for other ranks, and gaps of the schedule
     optimizer_s       gradient norm, clipping, the optimizer
 
-The five of a role add up to the step. Ranks of one role do the same, so only the first of them is priced.
+The five of a role add up to the step. Ranks of one role do the same, so only the first of them is estimated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from meshwright.planner.program_cost.straggler_waits import with_straggler_waits
 
 OPTIMIZER_KINDS = ("CLIP", "LOCAL_NORM", "STEP", "GRAD_SQNORM", "STASH", "LOAD_STASHED", "LOAD_LATEST")
 NO_TRIAL_NOTE = (
-    "no trial of the model recorded its operations, so a block is priced by its FLOPs alone, at the speed "
+    "no trial of the model recorded its operations, so a block is estimated by its FLOPs alone, at the speed "
     "of large matmuls: expect the step to take up to twice as long"
 )
 

@@ -57,7 +57,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class _GroupState:
-    """What a rank keeps of one parameter group.
+    """The buffers and states of one parameter group on a rank.
 
     `owned_numel`: elements of whole matrices that the rank steps although it stores slices of them.
     """

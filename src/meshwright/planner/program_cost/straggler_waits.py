@@ -49,7 +49,7 @@ class _RankClock:
         return self._rank_sets[transfer]
 
     def lag_s(self, ranks: _CollectiveRanks, more_work_s: float = 0.0) -> float:
-        """How far the slowest of `ranks` is behind after `more_work_s` seconds of further work."""
+        """The delay of the slowest of `ranks` after `more_work_s` seconds of further work."""
         synchronized_at = max(self._synchronized_at.get(ranks.key, 0.0), self._along(ranks.axes))
         return self._action_costs.target.device_time.straggler_seconds(
             self.work_s + more_work_s - synchronized_at, ranks.num_ranks
@@ -59,7 +59,7 @@ class _RankClock:
         self._synchronized_at[ranks.key] = max(work_s, self._synchronized_at.get(ranks.key, 0.0))
 
     def _along(self, axes: frozenset[str]) -> float:
-        """When all ranks along `axes` were synchronized: the latest collectives that cover these axes."""
+        """The last synchronization of all ranks along `axes`: the latest collectives that cover them."""
         covered: frozenset[object] = frozenset()
         for key, work_s in sorted(self._synchronized_at.items(), key=lambda item: -item[1]):
             covered |= key

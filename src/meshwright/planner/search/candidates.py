@@ -79,7 +79,7 @@ def with_micro_batches(request: SearchRequest, mesh: ParallelConfig) -> Iterator
     """Yields `mesh` with each allowed number of samples per microbatch, in ascending order."""
     num_samples = request.batch // mesh.dp
     for micro_batch in divisors(num_samples):
-        if request.fixed.get("micro", micro_batch) == micro_batch and (
+        if request.fixed.get("micro_batch", micro_batch) == micro_batch and (
             not request.single_wave or num_samples // micro_batch <= mesh.pp
         ):
             yield replace(mesh, micro_batch=micro_batch, num_microbatches=num_samples // micro_batch)
@@ -128,7 +128,7 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
                     ),
                     None,
                 )
-    labels = {"shards": "ZeRO stage", "within": "ZeRO groups of"}
+    labels = {"zero_stage": "ZeRO stage", "dp_shard": "ZeRO groups of"}
     settings = [f"{labels[name]} {size}" for name, size in request.fixed.items() if name in labels]
     if settings and not zero_valid and any(candidate_meshes(request)):
         return Diagnostic(
@@ -142,11 +142,11 @@ def zero_options(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator
     """Yields the allowed ZeRO stages, each with the number of replicas in a ZeRO group (0: all)."""
     stages = range(4) if sized_mesh.data_parallel_size > 1 else (0,)
     for stage in stages:
-        if request.fixed.get("shards", stage) != stage:
+        if request.fixed.get("zero_stage", stage) != stage:
             continue
-        if "within" in request.fixed:
-            if stage and sized_mesh.dp % request.fixed["within"] == 0:
-                yield stage, request.fixed["within"]
+        if "dp_shard" in request.fixed:
+            if stage and sized_mesh.dp % request.fixed["dp_shard"] == 0:
+                yield stage, request.fixed["dp_shard"]
             continue
         yield stage, 0
         if stage == 3:
@@ -175,14 +175,14 @@ def valid_schedules(request: SearchRequest, sized_mesh: ParallelConfig) -> Itera
 
 def all_schedules(request: SearchRequest) -> Iterator[NamedSchedule]:
     """Yields the pipeline schedules of `request`, with the virtual stages per rank."""
-    fixed = request.fixed.get("chunks", 0)
+    fixed = request.fixed.get("virtual_stages", 0)
     for schedule, (profile, required) in request.schedules.items():
         for virtual_stages in [required] if required else [fixed] if fixed else VIRTUAL_STAGE_COUNTS:
             if fixed in (0, virtual_stages):
                 yield schedule, profile, virtual_stages
 
 
-def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
+def low_memory_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yields the configurations that need least memory on a mesh, the smallest first."""
     profiles = (
         [profile for profile, _ in request.schedules.values()]
@@ -193,7 +193,7 @@ def leanest_configs(request: SearchRequest, sized_mesh: ParallelConfig) -> Itera
         profiles, key=lambda profile: (profile.is_bidirectional, profile.in_flight, profile.uniform_memory)
     )
     for zero_stage in (3, 2, 1, 0):
-        if request.fixed.get("shards", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
+        if request.fixed.get("zero_stage", zero_stage) == zero_stage or sized_mesh.data_parallel_size == 1:
             for recompute in reversed(request.recompute_modes):
                 yield replace(
                     sized_mesh, zero_stage=zero_stage, recompute=recompute, schedule_profile=profile
@@ -204,7 +204,7 @@ def may_fit(request: SearchRequest, sized_mesh: ParallelConfig) -> bool:
     """Returns whether any configuration of a mesh with its microbatches may fit."""
     return any(
         estimate_memory(request.shape, config).total <= request.usable_memory
-        for config in leanest_configs(request, sized_mesh)
+        for config in low_memory_configs(request, sized_mesh)
     )
 
 
@@ -213,6 +213,9 @@ def min_memory_config(
 ) -> tuple[ParallelConfig, MemoryEstimate]:
     """Returns the configuration of a mesh with its microbatches that needs least memory."""
     return min(
-        ((config, estimate_memory(request.shape, config)) for config in leanest_configs(request, sized_mesh)),
+        (
+            (config, estimate_memory(request.shape, config))
+            for config in low_memory_configs(request, sized_mesh)
+        ),
         key=lambda each: each[1].total,
     )

@@ -30,7 +30,7 @@ from meshwright.planner.machine.machine import Machine, with_nic
 from meshwright.planner.search.candidates import (
     candidate_meshes,
     configs_on_mesh,
-    leanest_configs,
+    low_memory_configs,
     valid_schedules,
     zero_options,
 )
@@ -44,7 +44,7 @@ from meshwright.planner.search.lower_bounds import (
     tail_bound_s,
 )
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
-from meshwright.planner.search.search import Candidate, SearchResult, TopCandidates, price_meshes, search
+from meshwright.planner.search.search import Candidate, SearchResult, TopCandidates, estimate_meshes, search
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,10 @@ class DeviceKind:
         return max(self.layers_by_rank)
 
 
-def weakest_machine(machines: Sequence[Machine]) -> Machine:
-    """Returns all devices as if each had the worst figure of all kinds: what waiting replicas come to."""
+def slowest_rates_machine(machines: Sequence[Machine]) -> Machine:
+    """Returns all devices as if each had the slowest rates of all kinds: replicas that wait for each other
+    run at that speed.
+    """
     slow = min(machines, key=lambda each: each.peak_flops("bfloat16") * each.rates.matmul)
     devices = [each.device for each in machines]
     shared = set.intersection(*(set(device.flops) for device in devices))
@@ -94,20 +96,22 @@ def search_heterogeneous(
 ) -> SearchResult:
     """Returns the best configurations on all of `machines`; `request` has everything but the devices.
 
-    Without `prune` all configurations are priced, with the same result.
+    Without `prune` all configurations are estimated, with the same result.
     """
     combined = replace(
         request,
-        machine=weakest_machine(machines),
+        machine=slowest_rates_machine(machines),
         devices_by_kind=tuple(each.num_devices for each in machines),
     )
     found = search(combined, num_kept, prune=prune)
     top = TopCandidates(num_kept)
     for each in found.best:
         top.add(each)
-    pricer = HeterogeneousPricer(combined, machines)
-    num_priced = found.num_priced + price_meshes(pricer.request, pricer.meshes(), pricer, top, prune=prune)
-    return SearchResult(tuple(top.candidates), num_priced, None if top.candidates else found.nearest_miss)
+    estimator = HeterogeneousEstimator(combined, machines)
+    num_estimated = found.num_estimated + estimate_meshes(
+        estimator.request, estimator.meshes(), estimator, top, prune=prune
+    )
+    return SearchResult(tuple(top.candidates), num_estimated, None if top.candidates else found.nearest_miss)
 
 
 def search_each_kind(
@@ -120,7 +124,7 @@ def search_each_kind(
         yield each, next(iter(found.best), None)
 
 
-class HeterogeneousPricer:
+class HeterogeneousEstimator:
     """Evaluates pipelines over several kinds of devices, those with most memory first."""
 
     def __init__(self, request: SearchRequest, machines: Sequence[Machine]) -> None:
@@ -164,7 +168,7 @@ class HeterogeneousPricer:
     def may_fit(self, sized_mesh: ParallelConfig) -> bool:
         """Returns whether all kinds together hold all layers, with least memory per layer."""
         kinds, shape = self._device_kinds(sized_mesh), self.request.shape
-        for config in leanest_configs(self.request, sized_mesh):
+        for config in low_memory_configs(self.request, sized_mesh):
             capacities = [_max_layers(shape, config, kind) for kind in kinds]
             if (
                 all(capacities)
@@ -186,23 +190,23 @@ class HeterogeneousPricer:
             default=inf,
         )
 
-    def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
-        """Assigns layers and adds the configurations to `top`; returns how many were priced."""
-        num_priced, kinds = 0, self._device_kinds(sized_mesh)
+    def estimate(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
+        """Assigns layers and adds the configurations to `top`; returns how many were estimated."""
+        num_estimated, kinds = 0, self._device_kinds(sized_mesh)
         allowed_schedules = [
             named_schedule
             for named_schedule in valid_schedules(self.request, sized_mesh)
             if self.schedule_bound_s(sized_mesh, *named_schedule[1:]) <= max_seconds
         ]
         for config, schedule in configs_on_mesh(self.request, sized_mesh, allowed_schedules):
-            num_priced += 1
+            num_estimated += 1
             assigned = assign_layers(self.request.shape, config, kinds)
             candidate = (
                 None if assigned is None else _candidate(self.request.shape, config, schedule, assigned)
             )
             if candidate is not None and candidate.seconds <= top.cutoff_s:
                 top.add(candidate)
-        return num_priced
+        return num_estimated
 
     def schedule_bound_s(
         self, sized_mesh: ParallelConfig, profile: ScheduleProfile, virtual_stages: int

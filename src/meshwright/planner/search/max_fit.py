@@ -81,8 +81,8 @@ def find_max_fit(request: SearchRequest, quantity: str, num_kept: int = 3) -> Ma
 def fits(request: SearchRequest) -> bool:
     """Returns whether any configuration fits."""
     return any(
-        estimate_memory(request.shape, layout).total <= request.usable_memory
-        for layout in _min_batch_configs(request, fitting=True)
+        estimate_memory(request.shape, config).total <= request.usable_memory
+        for config in _min_batch_configs(request, fitting=True)
     )
 
 
@@ -201,7 +201,7 @@ def _max_layers(request: SearchRequest, num_kept: int) -> MaxFit | None:
 def _max_batch(request: SearchRequest, num_kept: int) -> MaxFit | None:
     # the batch, the batch with one more sample per microbatch, and the configuration of the latter
     best: tuple[int, int, ParallelConfig] | None = None
-    fixed_micro_batch = request.fixed.get("micro")
+    fixed_micro_batch = request.fixed.get("micro_batch")
     # every number of replicas divides this batch
     for mesh in candidate_meshes(replace(request, batch=request.machine.num_devices)):
         num_microbatches = mesh.pp

@@ -1,11 +1,12 @@
 """Defines a search: the model, the machine, the batch, what is fixed, and the checks of all these.
 
-    dp tp pp cp    ranks along an axis
-    shards         the ZeRO stage, 0 to 3; `within`: the number of replicas in a ZeRO group
-    micro          samples of a microbatch
-    chunks         virtual stages per pp rank
+    dp tp pp cp       ranks along an axis
+    zero_stage        the ZeRO stage, 0 to 3
+    dp_shard          the number of replicas in a ZeRO group
+    micro_batch       samples of a microbatch
+    virtual_stages    virtual stages per pp rank
 
-What is fixed is not searched. All contradictions are reported at once, before the search starts.
+Sizes that are fixed are not searched. All contradictions are reported at once, before the search starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ MIN_TOKENS_PER_RANK = 4096  # cp is not tried if it leaves fewer tokens of a seq
 USABLE_MEMORY_FRACTION = 0.96  # of a device's memory; the driver takes the rest
 PARALLEL_AXES = ("dp", "tp", "pp", "cp")
 MAX_QUANTITY = 1 << 32  # the largest batch, sequence length or number of devices
-SETTABLE_NAMES = (*PARALLEL_AXES, "shards", "within", "micro", "chunks")
+SETTABLE_NAMES = (*PARALLEL_AXES, "zero_stage", "dp_shard", "micro_batch", "virtual_stages")
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = ("none", "layers")
 
 
@@ -79,12 +80,12 @@ class SearchRequest:
                 yield Diagnostic(
                     f"'{name}' is not a setting of the search", suggest_name(name, SETTABLE_NAMES), name
                 )
-            elif size < (0 if name == "shards" else 1):
+            elif size < (0 if name == "zero_stage" else 1):
                 yield Diagnostic(f"{name} {size}", "write a whole number above 0", name)
         valid = {
             name: size
             for name, size in self.fixed.items()
-            if name in SETTABLE_NAMES and (size > 0 or name == "shards")
+            if name in SETTABLE_NAMES and (size > 0 or name == "zero_stage")
         }
         valid_request = replace(self, fixed=valid)
         yield from valid_request._axis_diagnostics()
@@ -115,10 +116,11 @@ class SearchRequest:
         if shape.heads > 0 and shape.heads % tp:
             text = f"tp {tp} does not divide {shape.heads} attention heads"
             yield Diagnostic(text, "each rank has as many heads: choose a divisor of their number", "tp")
-        if pp * self.fixed.get("chunks", 1) > shape.layers > 0:
-            chunks = f" x {self.fixed['chunks']} virtual stages" if "chunks" in self.fixed else ""
+        if pp * self.fixed.get("virtual_stages", 1) > shape.layers > 0:
+            virtual_stages = self.fixed.get("virtual_stages")
+            times = f" x {virtual_stages} virtual stages" if virtual_stages else ""
             yield Diagnostic(
-                f"pp {pp}{chunks} for {shape.layers} layers",
+                f"pp {pp}{times} for {shape.layers} layers",
                 "each stage has at least one layer: choose fewer stages",
                 "pp",
             )
@@ -135,41 +137,41 @@ class SearchRequest:
             )
 
     def _batch_diagnostics(self) -> Iterator[Diagnostic]:
-        dp, micro = self.fixed.get("dp", 1), self.fixed.get("micro", 1)
+        dp, micro_batch = self.fixed.get("dp", 1), self.fixed.get("micro_batch", 1)
         if self.batch % dp:
             text = f"a batch of {self.batch} samples on {dp} data-parallel replicas"
             fix = f"all replicas have as many: choose a batch of {-(-self.batch // dp) * dp}, or another dp"
             yield Diagnostic(text, fix, "batch")
-        elif self.batch // dp % micro:
-            text = f"{self.batch // dp} samples per replica in microbatches of {micro}"
-            text = text if dp > 1 else f"a batch of {self.batch} samples in microbatches of {micro}"
+        elif self.batch // dp % micro_batch:
+            text = f"{self.batch // dp} samples per replica in microbatches of {micro_batch}"
+            text = text if dp > 1 else f"a batch of {self.batch} samples in microbatches of {micro_batch}"
             yield Diagnostic(text, "microbatches are equal: choose a divisor of the samples", "micro_batch")
 
     def _zero_diagnostics(self) -> Iterator[Diagnostic]:
-        shards, within = self.fixed.get("shards"), self.fixed.get("within")
-        if shards is not None and shards > 3:
-            yield Diagnostic(f"ZeRO stage {shards}", "choose stage 0, 1, 2 or 3", "zero")
-        if shards and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:
+        zero_stage, group_size = self.fixed.get("zero_stage"), self.fixed.get("dp_shard")
+        if zero_stage is not None and zero_stage > 3:
+            yield Diagnostic(f"ZeRO stage {zero_stage}", "choose stage 0, 1, 2 or 3", "zero")
+        if zero_stage and self.fixed.get("dp") == 1 and self.fixed.get("cp", 1) == 1 and "cp" in self.fixed:
             yield Diagnostic(
-                f"ZeRO stage {shards} on one data-parallel replica",
+                f"ZeRO stage {zero_stage} on one data-parallel replica",
                 "do not set both dp and cp to 1, or choose ZeRO stage 0",
                 "zero",
             )
-        if within and self.machine.num_devices % within:
-            text = f"ZeRO groups of {within} replicas on {self.machine.num_devices} devices"
+        if group_size and self.machine.num_devices % group_size:
+            text = f"ZeRO groups of {group_size} replicas on {self.machine.num_devices} devices"
             yield Diagnostic(text, "groups are equal: choose a divisor of the number of devices", "dp_shard")
-        if within and shards == 0:
+        if group_size and zero_stage == 0:
             yield Diagnostic(
-                f"ZeRO groups of {within} replicas with ZeRO stage 0",
+                f"ZeRO groups of {group_size} replicas with ZeRO stage 0",
                 "choose ZeRO stage 1, 2 or 3, or do not set dp_shard",
                 "dp_shard",
             )
-        if within and self.fixed.get("dp", within) % within:
-            text = f"ZeRO groups of {within} replicas, of dp {self.fixed['dp']}"
+        if group_size and self.fixed.get("dp", group_size) % group_size:
+            text = f"ZeRO groups of {group_size} replicas, of dp {self.fixed['dp']}"
             yield Diagnostic(text, "groups are equal: choose a divisor of dp", "dp_shard")
 
     def _schedule_diagnostics(self) -> Iterator[Diagnostic]:
-        pp, chunks = self.fixed.get("pp"), self.fixed.get("chunks", 0)
+        pp, virtual_stages = self.fixed.get("pp"), self.fixed.get("virtual_stages", 0)
         for axis in self.required_axes:
             if self.fixed.get(axis) == 1:
                 yield Diagnostic(
@@ -177,12 +179,14 @@ class SearchRequest:
                     f"set {axis} to 2 or more, or do not set it",
                     axis,
                 )
-        if chunks and not any(num_stages in (0, chunks) for _, num_stages in self.schedules.values()):
+        if virtual_stages and not any(
+            num_stages in (0, virtual_stages) for _, num_stages in self.schedules.values()
+        ):
             stages_by_name = ", ".join(
                 f"{name} takes {num_stages}" for name, (_, num_stages) in self.schedules.items()
             )
             yield Diagnostic(
-                f"{chunks} virtual stages per rank, but {stages_by_name}",
+                f"{virtual_stages} virtual stages per rank, but {stages_by_name}",
                 "do not set virtual_stages, or choose a schedule that takes any number of virtual stages",
                 "virtual_stages",
             )

@@ -7,7 +7,7 @@ are evaluated in ascending order of their bounds, until a bound exceeds the slow
 Configurations with the same time and memory that differ only in the ZeRO stage, or in cp against
 microbatches of equal tokens, are shown once, as the simplest of them. The time of a layer is computed once
 per mesh. Configurations are evaluated in closed form (planner/analytic); the chosen one becomes a plan, whose
-program is priced action by action.
+program is estimated action by action.
 """
 
 from bisect import bisect_left, insort
@@ -101,13 +101,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best candidates, the fastest first, and the number of configurations that were priced.
+    """The best candidates, the fastest first, and the number of configurations that were estimated.
 
     `nearest_miss`: if nothing fits, the configuration that needs least memory.
     """
 
     best: tuple[Candidate, ...]
-    num_priced: int
+    num_estimated: int
     nearest_miss: tuple[ParallelConfig, MemoryEstimate] | None
 
 
@@ -128,18 +128,18 @@ class TopCandidates:
 
     def add(self, candidate: Candidate) -> None:
         """Keeps `candidate` if it is among the best."""
-        same_layout = next(
+        same_display = next(
             (each for each in self.candidates if each.display_key == candidate.display_key), None
         )
-        if same_layout is not None and same_layout.sort_key <= candidate.sort_key:
+        if same_display is not None and same_display.sort_key <= candidate.sort_key:
             return
-        if same_layout is not None:
-            self.candidates.remove(same_layout)
+        if same_display is not None:
+            self.candidates.remove(same_display)
         insort(self.candidates, candidate, key=lambda each: each.sort_key)
         del self.candidates[self.capacity :]
 
 
-class ConfigPricer(Protocol):
+class ConfigEstimator(Protocol):
     """Bounds and evaluates configurations: on one kind of device, or on several (heterogeneous.py)."""
 
     def mesh_bound_s(self, mesh: ParallelConfig) -> float:
@@ -154,8 +154,8 @@ class ConfigPricer(Protocol):
     def bound_s(self, sized_mesh: ParallelConfig) -> float:
         """Returns a lower bound on the step time of a mesh with its microbatches."""
 
-    def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
-        """Adds the configurations of a mesh with its microbatches to `top`; returns how many were priced.
+    def estimate(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
+        """Adds the configurations of a mesh with its microbatches to `top`; returns how many were estimated.
 
         Schedules whose bound is above `max_seconds` are skipped.
         """
@@ -166,54 +166,56 @@ def search(
 ) -> SearchResult:
     """Returns the `num_kept` best configurations of `request`, none slower than `max_seconds`.
 
-    Without `prune` all configurations are priced, with the same result.
+    Without `prune` all configurations are estimated, with the same result.
     """
     top, meshes = TopCandidates(num_kept, max_seconds), list(candidate_meshes(request))
-    num_priced = price_meshes(request, meshes, HomogeneousPricer(request), top, prune=prune)
+    num_estimated = estimate_meshes(request, meshes, HomogeneousEstimator(request), top, prune=prune)
     if top.candidates or max_seconds < inf:
-        return SearchResult(tuple(top.candidates), num_priced, None)
+        return SearchResult(tuple(top.candidates), num_estimated, None)
     misses = [
         each
         for each in (min_memory_config(request, mesh) for mesh in meshes)
         if each[1].total > request.usable_memory
     ]
-    return SearchResult((), num_priced, min(misses, key=lambda each: each[1].total, default=None))
+    return SearchResult((), num_estimated, min(misses, key=lambda each: each[1].total, default=None))
 
 
-def price_meshes(
+def estimate_meshes(
     request: SearchRequest,
     meshes: Iterable[ParallelConfig],
-    pricer: ConfigPricer,
+    estimator: ConfigEstimator,
     top: TopCandidates,
     *,
     prune: bool = True,
 ) -> int:
-    """Adds to `top` all configurations of `meshes` that may be among the best; returns how many were priced.
+    """Adds to `top` all configurations of `meshes` that may be among the best; returns the number estimated.
 
     The meshes with the lowest bounds come first.
     """
-    num_priced = 0
+    num_estimated = 0
     if not prune:
         return sum(
-            pricer.price(sized, top, inf) for mesh in meshes for sized in with_micro_batches(request, mesh)
+            estimator.estimate(sized, top, inf)
+            for mesh in meshes
+            for sized in with_micro_batches(request, mesh)
         )
     for mesh_bound, mesh in sorted(
-        ((pricer.mesh_bound_s(mesh), mesh) for mesh in meshes), key=lambda each: each[0]
+        ((estimator.mesh_bound_s(mesh), mesh) for mesh in meshes), key=lambda each: each[0]
     ):
         if mesh_bound > top.cutoff_s:
             break
         sizes = list(with_micro_batches(request, mesh))
-        fitting = sizes[: bisect_left(sizes, True, key=lambda sized: not pricer.may_fit(sized))]
+        fitting = sizes[: bisect_left(sizes, True, key=lambda sized: not estimator.may_fit(sized))]
         for bound, sized in sorted(
-            ((pricer.bound_s(sized), sized) for sized in fitting), key=lambda each: each[0]
+            ((estimator.bound_s(sized), sized) for sized in fitting), key=lambda each: each[0]
         ):
             if bound > top.cutoff_s:
                 break
-            num_priced += pricer.price(sized, top, top.cutoff_s)
-    return num_priced
+            num_estimated += estimator.estimate(sized, top, top.cutoff_s)
+    return num_estimated
 
 
-class HomogeneousPricer:
+class HomogeneousEstimator:
     """Evaluates configurations on devices of one kind."""
 
     def __init__(self, request: SearchRequest) -> None:
@@ -272,23 +274,23 @@ class HomogeneousPricer:
             ) + boundary_transfer_s(shape, sized_mesh, machine, virtual_stages)
         return SAFETY_FACTOR * bound
 
-    def price(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
-        """Adds the configurations of a mesh to `top`; returns how many were priced."""
-        request, microbatch, num_priced = self._request, self._microbatch_time(sized_mesh), 0
+    def estimate(self, sized_mesh: ParallelConfig, top: TopCandidates, max_seconds: float) -> int:
+        """Adds the configurations of a mesh to `top`; returns how many were estimated."""
+        request, microbatch, num_estimated = self._request, self._microbatch_time(sized_mesh), 0
         allowed_schedules = [
             named_schedule
             for named_schedule in valid_schedules(request, sized_mesh)
             if self.schedule_bound_s(sized_mesh, *named_schedule[1:]) <= max_seconds
         ]
         for config, schedule in configs_on_mesh(request, sized_mesh, allowed_schedules):
-            num_priced += 1
+            num_estimated += 1
             step = step_time(request.shape, config, request.machine, microbatch)
             if step.seconds > top.cutoff_s:
                 continue
             memory = estimate_memory(request.shape, config)
             if memory.total <= request.usable_memory:
                 top.add(Candidate(config, schedule, step, memory))
-        return num_priced
+        return num_estimated
 
     def _microbatch_time(self, sized_mesh: ParallelConfig) -> MicrobatchTime:
         key = (

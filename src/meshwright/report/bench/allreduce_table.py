@@ -13,7 +13,7 @@ from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.table import Column, Table
 
-LESSON_ALGORITHMS = (
+FORMULA_ALGORITHMS = (
     "naive",
     "reduce_broadcast",
     "ring",
@@ -78,7 +78,7 @@ def counts_table() -> Table:
         ["n =", *(Column(str(ranks), _counts_text) for ranks in sizes)],
         [
             (name, *(round_counts(get_algorithm(name), ranks) for ranks in sizes))
-            for name in LESSON_ALGORITHMS
+            for name in FORMULA_ALGORITHMS
         ],
         title="rounds / bytes sent by the busiest rank / by all, in units of the tensor (S)",
     )
@@ -104,7 +104,7 @@ def _timing_table(cluster: Cluster, ranks: int) -> Table:
         ["", *(Column(format_nbytes(nbytes), "{}") for nbytes in chosen)],
         [
             (name, *(cell(name, nbytes) for nbytes in chosen))
-            for name in (*LESSON_ALGORITHMS, BACKEND)
+            for name in (*FORMULA_ALGORITHMS, BACKEND)
             if name in found
         ],
         title=f"{ranks} ranks: milliseconds measured, and (by the formula, with {figures})",

@@ -33,8 +33,10 @@ def _summary(profile: DeviceProfile) -> Table:
         ),
         ("kernel call", f"{1e6 * profile.call_s:.3g} us, {1e6 * profile.call_backward_s:.3g} us backward"),
     ]
-    if profile.lag_samples:
-        shares = (f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.lag_samples)
+    if profile.straggler_samples:
+        shares = (
+            f"{100 * each.lag:.2g} % of {1e3 * each.seconds:.3g} ms" for each in profile.straggler_samples
+        )
         rows.append(("stragglers", f"the later of two ranks is behind by {', '.join(shares)}"))
     products, attention = profile.holdout_errors()
     text = (

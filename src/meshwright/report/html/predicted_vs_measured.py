@@ -85,7 +85,7 @@ def _time_comparisons(
 
 
 def _nbytes_comparisons(record: RunRecord, prediction: Mapping[str, Any]) -> Iterator[PredictionComparison]:
-    peak_nbytes, sent = prediction.get("held", {}), prediction.get("sent", {})
+    peak_nbytes, sent = prediction.get("peak_memory", {}), prediction.get("sent", {})
     ranks_per_role = max(1, record.world // max(1, len(peak_nbytes)))
     ranks = {
         rank: found

@@ -55,18 +55,18 @@ def limiting_reason(max_fit: MaxFit) -> str:
     if not max_fit.next_value:
         return "There is no smaller value."
     if max_fit.nearest_miss is None:
-        return f"No layout divides {following} evenly."
-    memory, layout = max_fit.nearest_miss.memory, max_fit.nearest_miss.config
+        return f"No configuration divides {following} evenly."
+    memory, config = max_fit.nearest_miss.memory, max_fit.nearest_miss.config
     parts = sorted(MEMORY_CATEGORIES, key=lambda part: -category_nbytes(memory, part))
     largest = ", ".join(
         f"{to_gib(category_nbytes(memory, part)):.1f} {part.replace('_', ' ')}" for part in parts[:3]
     )
-    where = f"on rank {max_fit.nearest_miss.pp_rank} of pp {layout.pp}" if layout.pp > 1 else "on each device"
-    named = ", ".join(axis_texts(layout)) or "one device"
+    where = f"on rank {max_fit.nearest_miss.pp_rank} of pp {config.pp}" if config.pp > 1 else "on each device"
+    named = ", ".join(axis_texts(config)) or "one device"
     need = "needs" if max_fit.next_value == 1 else "need"
     text = (
         f"{following} {need} {to_gib(memory.total):.1f} GiB of {to_gib(max_fit.request.usable_memory):.1f} "
-        f"{where}, in the smallest layout ({named})"
+        f"{where}, in the smallest configuration ({named})"
     )
     return f"{text}: {largest}."
 
@@ -77,7 +77,7 @@ def max_fit_dict(max_fit: MaxFit) -> dict[str, Any]:
     if max_fit.nearest_miss is not None:
         memory = max_fit.nearest_miss.memory
         next_size = {
-            "layout": asdict(max_fit.nearest_miss.config),
+            "configuration": asdict(max_fit.nearest_miss.config),
             "rank": max_fit.nearest_miss.pp_rank,
             "bytes": {part: category_nbytes(memory, part) for part in MEMORY_CATEGORIES},
             "largest_category": max_fit.nearest_miss.largest_category,

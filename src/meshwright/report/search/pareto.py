@@ -22,7 +22,7 @@ from meshwright.report.search.search_result import TIME_CATEGORIES, category_sec
 from meshwright.report.timeline.gantt_svg import gantt_svg
 from meshwright.report.timeline.gantt_text import DrawingUnits
 
-MAX_DRAWN = 8  # layouts whose seconds are drawn
+MAX_DRAWN = 8  # configurations whose seconds are drawn
 
 
 def pareto_front(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -40,7 +40,10 @@ def pareto_figure(candidates: Sequence[Candidate]) -> go.Figure:
     figure = go.Figure()
     hover = "<b>%{y:.3g} s, %{x:.1f} GiB</b><br>%{text}<extra></extra>"
     for points, look in (
-        (candidates, {"mode": "markers", "marker": {"color": "#93c5fd", "size": 7}, "name": "layouts"}),
+        (
+            candidates,
+            {"mode": "markers", "marker": {"color": "#93c5fd", "size": 7}, "name": "configurations"},
+        ),
         (
             front,
             {
@@ -74,18 +77,18 @@ def search_page(
         f"{request.shape.name} on {request.machine.num_devices} {request.machine.device.name}, "
         f"global batch {request.batch:,} samples"
     )
-    seconds_by_layout = {
+    seconds_by_config = {
         f"{number}. {config_text(each)}": {
             text: category_seconds(each, category) for category, text in TIME_CATEGORIES.items()
         }
         for number, each in enumerate(candidates[:MAX_DRAWN], start=1)
     }
     times = stacked_figure(
-        {escape(row): parts for row, parts in seconds_by_layout.items()}, "seconds of a step"
+        {escape(row): parts for row, parts in seconds_by_config.items()}, "seconds of a step"
     )
     times.update_layout(margin_l=430)
     schedule = (
-        gantt_svg({"the first layout": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes))
+        gantt_svg({"the first configuration": spans}, units=DrawingUnits("{:.4g} s".format, format_nbytes))
         if spans
         else ""
     )
@@ -94,7 +97,7 @@ def search_page(
     elif candidates[0].layer_assignment:
         drawn = note("Schedules on heterogeneous devices are not drawn.")
     else:
-        drawn = note("The first layout has no pipeline.")
+        drawn = note("The first configuration has no pipeline.")
     body = [
         f"<header><h1>{title}</h1></header><main>",
         section("Step time and memory", figure_html(pareto_figure(candidates), "pareto")),

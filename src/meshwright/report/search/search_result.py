@@ -1,4 +1,4 @@
-"""What a search found, as tables and text: the scenario, the ranking, why the first layout wins."""
+"""The result of a search as tables and text: the scenario, the ranking, why the first configuration wins."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -47,14 +47,14 @@ class TrainingBudget:
 
 @dataclass(frozen=True)
 class SearchAlternatives:
-    """Layouts that the best one is compared with.
+    """Configurations that the best one is compared with.
 
     Attributes:
         machines: the devices of each kind, where there are several kinds.
-        without_memory_limit: the fastest layout if memory were unlimited, where it is another one.
-        swapped_placement_s: seconds of the best layout, with tensor-parallel instead of data-parallel
+        without_memory_limit: the fastest configuration if memory were unlimited, where it is another one.
+        swapped_placement_s: seconds of the best configuration, with tensor-parallel instead of data-parallel
             ranks across hosts, or the reverse.
-        single_kind: the best layout on the devices of one kind alone, per kind; None if nothing fits.
+        single_kind: the best configuration on the devices of one kind alone, per kind; None if nothing fits.
     """
 
     machines: tuple[Machine, ...] = ()
@@ -79,7 +79,7 @@ def search_view(
 ) -> RenderableType:
     """Returns the whole result for the terminal."""
     values = search_dict(request, result, budget, alternatives)
-    rows = values["layouts"]
+    rows = values["configurations"]
     model = f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B parameters"
     cost = [Text("\n" + _cost_text(rows[0], budget)), _cost_table(rows, budget)] if budget.num_tokens else []
     return Group(
@@ -100,7 +100,7 @@ def search_dict(
     budget: TrainingBudget,
     alternatives: SearchAlternatives = NO_ALTERNATIVES,
 ) -> dict[str, Any]:
-    """Returns the result as plain values: the scenario, the reasons, and one entry per layout."""
+    """Returns the result as plain values: the scenario, the reasons, and one entry per configuration."""
     return {
         "shape": asdict(request.shape),
         "device": request.machine.device.name,
@@ -108,8 +108,8 @@ def search_dict(
         "batch": request.batch,
         "scenario": memory_scenario(request, alternatives.machines),
         "reasons": list(ranking_reasons(request, result, alternatives)),
-        "num_estimated": result.num_priced,
-        "layouts": [result_row(request, each, budget, alternatives.machines) for each in result.best],
+        "num_estimated": result.num_estimated,
+        "configurations": [result_row(request, each, budget, alternatives.machines) for each in result.best],
     }
 
 
@@ -178,10 +178,10 @@ def _oversized_parts(shape: ModelShape, memory: MemoryEstimate, most: float) -> 
 def ranking_reasons(
     request: SearchRequest, result: SearchResult, alternatives: SearchAlternatives = NO_ALTERNATIVES
 ) -> Iterator[str]:
-    """Yields lines that say where the time of the best layout goes, and what costs the others more."""
+    """Yields lines that say where the time of the best configuration goes, and what costs the others more."""
     best = result.best[0]
     yield (
-        f"{result.num_priced} layouts were estimated. {config_text(best)} is the fastest: "
+        f"{result.num_estimated} configurations were estimated. {config_text(best)} is the fastest: "
         f"{_time_shares(best)}."
     )
     for number, other in enumerate(result.best[1:4], start=2):
@@ -203,7 +203,7 @@ def ranking_reasons(
         )
         longer = "longer" if more > 0 else "less"
         yield (
-            f"With {other} ranks next to each other on hosts instead, the first layout takes "
+            f"With {other} ranks next to each other on hosts instead, the first configuration takes "
             f"{abs(more):.1f} % {longer}."
         )
     for kind, other in alternatives.single_kind:
@@ -235,7 +235,7 @@ def _time_shares(best: Candidate) -> str:
 
 
 def _differences(best: Candidate, other: Candidate) -> str:
-    """The change of each category in percent of the best layout's step, largest first; then of memory."""
+    """The change of each category in percent of the best one's step, largest first; then of memory."""
     changes = [
         ((category_seconds(other, part) - category_seconds(best, part)) / best.seconds, words)
         for part, words in TIME_CATEGORIES.items()
@@ -262,31 +262,31 @@ def axis_texts(config: ParallelConfig) -> list[str]:
 
 
 def config_text(candidate: Candidate) -> str:
-    """Returns a layout as one line: axes, techniques, schedule, microbatches x samples."""
-    layout = candidate.config
-    words = axis_texts(layout)
-    words += [_attention(layout)] if layout.cp > 1 else []
+    """Returns a configuration as one line: axes, techniques, schedule, microbatches x samples."""
+    config = candidate.config
+    words = axis_texts(config)
+    words += [_attention(config)] if config.cp > 1 else []
     words += (
         [
-            f"ZeRO {layout.zero_stage}"
-            + (f" over {layout.zero_group_size} ranks" if layout.zero_group_size else "")
+            f"ZeRO {config.zero_stage}"
+            + (f" over {config.zero_group_size} ranks" if config.zero_group_size else "")
         ]
-        if layout.zero_stage
+        if config.zero_stage
         else []
     )
     words += (
         [
             candidate.schedule
-            + (f" ({layout.virtual_stages} virtual stages)" if layout.virtual_stages > 1 else "")
+            + (f" ({config.virtual_stages} virtual stages)" if config.virtual_stages > 1 else "")
         ]
         if candidate.schedule
         else []
     )
     words += [
-        {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[layout.recompute]
+        {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[config.recompute]
     ]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
-    words += [f"{layout.num_microbatches:g} x {layout.micro_batch:g} samples"]
+    words += [f"{config.num_microbatches:g} x {config.micro_batch:g} samples"]
     return ", ".join(word for word in words if word)
 
 
@@ -311,13 +311,16 @@ def _layer_assignment_text(each: Candidate) -> str:
 def result_row(
     request: SearchRequest, candidate: Candidate, budget: TrainingBudget, machines: Sequence[Machine] = ()
 ) -> dict[str, Any]:
-    """Returns a layout as plain values: seconds, bytes, shares of the step; days and cost if asked for."""
+    """Returns a configuration as plain values: seconds, bytes, shares of the step.
+
+    With a budget also days and cost.
+    """
     tokens = request.batch * request.shape.sequence
     peak = sum(
         kind.num_devices * kind.peak_flops(candidate.config.dtype) for kind in machines or [request.machine]
     )
     row = {
-        "layout": asdict(candidate.config),
+        "configuration": asdict(candidate.config),
         "schedule": candidate.schedule,
         "name": config_text(candidate),
         "layer_assignment": list(candidate.layer_assignment),
@@ -348,7 +351,7 @@ def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
             "waiting": Column("bubble %", _percent),
             "exposed": Column("comm %", _percent),
             "peak_bytes": Column("GiB", _gib),
-            "name": Column("layout"),
+            "name": Column("configuration"),
         },
         rows,
     )

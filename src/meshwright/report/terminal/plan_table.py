@@ -157,7 +157,7 @@ def plan_summary(plan: Plan) -> dict[str, str]:
 
 
 def _sent_text(plan: Plan) -> str:
-    """What leaves each rank in a step; if ranks differ, the busiest and another."""
+    """The bytes that each rank sends in a step; if ranks differ, the busiest and another."""
     least_nbytes, most_nbytes, apart = 0.0, 0.0, False
     rank, actions = busiest_rank(plan)
     for move in (move for action in actions for move in action.transfers):

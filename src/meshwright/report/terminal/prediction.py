@@ -31,7 +31,7 @@ def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, 
     peak_nbytes = {
         role: peak_nbytes_by_category(plan, rank) for role, rank in zip(roles, first_ranks(plan), strict=True)
     }
-    values = {"held": peak_nbytes, "sent": sent_nbytes_by_role(plan)}
+    values = {"peak_memory": peak_nbytes, "sent": sent_nbytes_by_role(plan)}
     return values if prediction is None else {**values, **prediction.as_dict()}
 
 

@@ -38,7 +38,7 @@ MAX_LINES = 20  # of a run without a terminal
 
 @dataclass(frozen=True)
 class ProgressMetrics:
-    """What is shown of a step. Speeds are of all ranks; None: unknown, or no loss scale."""
+    """The metrics of a step that are shown. Speeds are of all ranks; None: unknown, or no loss scale."""
 
     step: int
     loss: float

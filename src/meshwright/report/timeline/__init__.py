@@ -2,7 +2,7 @@
 
 run_record          the files in the folder of a run, read for its report
 step_timeline       one step as bars on streams, planned and measured
-stage_turns         the rank, stage and time of every forward and backward of a microbatch
+stage_actions       the rank, stage and time of every forward and backward of a microbatch
 stage_table         a model in stages: their blocks, what crosses each boundary, and their schedule
 gantt_text          a schedule drawn as text, with the memory of each rank
 gantt_svg           a schedule drawn as SVG, with the memory of each rank

@@ -43,7 +43,7 @@ BAR_LEVELS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 @dataclass(frozen=True)
 class DrawingUnits:
-    """How times and amounts are formatted. `row_label` is the name of a row."""
+    """The format of times and amounts. `row_label` is the name of a row."""
 
     format_time: Callable[[float], str] = "{:.4g}".format
     format_amount: Callable[[float], str] = "{:.4g}".format

@@ -13,7 +13,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.step.simulator import SpansByRank
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_text import DrawingUnits, gantt_view, schedule_summary
-from meshwright.report.timeline.stage_turns import (
+from meshwright.report.timeline.stage_actions import (
     BlockCallsByStage,
     gantt_rows,
     max_in_flight,

@@ -37,7 +37,9 @@ MODEL_PREFIXES = (
 
 @dataclass(frozen=True)
 class ResumeResult:
-    """Where a run continues: the step (0: from the start), notes for the user, and the evaluation history."""
+    """The result of a resume: the step (0: from the start), notes for the user, and the evaluation
+    history.
+    """
 
     step: int
     notes: tuple[str, ...] = ()

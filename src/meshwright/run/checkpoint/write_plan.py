@@ -73,7 +73,9 @@ class ShardRange:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """What each rank of a group writes, by index: names of replicated tensors, and ranges of sharded ones."""
+    """The data that each rank of a group writes, by index: names of replicated tensors, and ranges of sharded
+    ones.
+    """
 
     full_tensors: tuple[tuple[str, ...], ...]
     shard_ranges: tuple[tuple[ShardRange, ...], ...]

@@ -92,7 +92,7 @@ class ExportableModel:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What was written: the files in `folder`, the bytes of the tensors, and the comparison."""
+    """The result of an export: the files in `folder`, the bytes of the tensors, and the comparison."""
 
     folder: Path
     files: tuple[str, ...]
@@ -262,7 +262,7 @@ def _state(
 
 
 def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict[str, _Slot]:
-    """Where each tensor will lie: in order, wide dtypes first within a file, so that each starts at a
+    """The file and offset of each tensor: in order, wide dtypes first within a file, so that each starts at a
     multiple of its width.
     """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]

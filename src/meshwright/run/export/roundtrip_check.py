@@ -38,8 +38,8 @@ ReadValue = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class RoundTripResult:
-    """What was compared, the largest difference and the tolerance; `rounding_difference` is the effect of a
-    narrower dtype.
+    """The result of a round trip: what was compared, the largest difference and the tolerance;
+    `rounding_difference` is the effect of a narrower dtype.
     """
 
     description: str

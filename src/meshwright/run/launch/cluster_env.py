@@ -118,8 +118,8 @@ class RankEnv:
 
 @dataclass(frozen=True)
 class LauncherClaim:
-    """What one launcher says of this process. `rank_key` is the variable with the rank; None where the
-    launcher says nothing.
+    """The environment that one launcher sets for this process. `rank_key` is the variable with the rank; None
+    where the launcher says nothing.
     """
 
     launcher: str

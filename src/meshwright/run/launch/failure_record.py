@@ -49,8 +49,8 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """How a rank failed. `time` is in seconds since the epoch; `traceback` is the full text, chained errors
-    included.
+    """The failure of a rank. `time` is in seconds since the epoch; `traceback` is the full text, chained
+    errors included.
     """
 
     rank: int

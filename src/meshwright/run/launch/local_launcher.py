@@ -79,7 +79,8 @@ CLEAN_EXIT_CODES = (0, -signal.SIGTERM, SIGTERM_EXIT_CODE)  # how a rank may end
 
 @dataclass(frozen=True)
 class LaunchTimeouts:
-    """How long the parent waits before it kills: for records after a failure, and for a save after a signal.
+    """The seconds that the parent waits before it kills: for records after a failure, and for a save after a
+    signal.
 
     `terminate_s` is below the 30 s after which schedulers kill.
     """
@@ -99,7 +100,7 @@ class FirstFailure:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How the job ended: the exit code, the failure to show, and the ranks that had to be killed."""
+    """The result of a launch: the exit code, the failure to show, and the ranks that had to be killed."""
 
     exit_code: int
     failure: FirstFailure | None = None

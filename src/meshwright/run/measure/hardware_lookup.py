@@ -1,4 +1,4 @@
-"""What `--hardware` names: a known kind of device, a file that describes one, or a file of `bench device`.
+"""Resolves `--hardware`: a known kind of device, a file that describes one, or a file of `bench device`.
 
     h100                     a known kind of device (plan/hardware/devices.csv)
     device.toml              measured by `bench device`; links come from a cluster.toml, or the vendor's data

@@ -27,7 +27,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from meshwright.plan.hardware.straggler_delay import LagSample
+from meshwright.plan.hardware.straggler_delay import StragglerSample
 from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS
 
 UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes of operands, and how many of them
@@ -156,7 +156,7 @@ def slice_batch_timer() -> Callable[[], tuple[float, ...]]:
     return lambda: tuple(time_slice() for _ in range(SLICES_PER_BATCH))
 
 
-def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[LagSample, ...]:
+def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[StragglerSample, ...]:
     """Returns the lag of windows of each length, from the slices of `ranks` in seconds, in order.
 
     The windows of several ranks are compared at the same time: a rank that is always slower always lags, and
@@ -172,7 +172,7 @@ def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[LagSample, ...]:
             if len(ranks) == 1
             else float(np.mean([_mean_distance(moment) for moment in windows.T]))
         )
-        found.append(LagSample(mean, distance / 2 / mean))
+        found.append(StragglerSample(mean, distance / 2 / mean))
         count *= WINDOW_GROWTH
     return tuple(found)
 

@@ -5,7 +5,7 @@ device.toml is written by `meshwright bench device` for people, and read by the 
 
     version, date, kind, device, torch, threads, ranks, memory      what was measured, when and how
     call_s, call_backward_s                                         the least seconds of an operation
-    matmuls, attention, memory_ops, elementwise_ops, lag_samples    the measurements:
+    matmuls, attention, memory_ops, elementwise_ops, straggler_samples    the measurements:
                                                                     planner/machine/device_profile.py
 """
 
@@ -74,8 +74,8 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
 
 
 PROFILE_HEADER = """\
-# What a device does per second, measured by `meshwright bench device`. Plans are priced by it: --hardware
-# device.toml. Measure again when the device, torch or the number of threads change.
+# What a device does per second, measured by `meshwright bench device`. Plans are estimated with it:
+# --hardware device.toml. Measure again when the device, torch or the number of threads change.
 """
 TABLE_COMMENTS = {
     "matmuls": (
@@ -85,7 +85,7 @@ TABLE_COMMENTS = {
     "attention": "fused attention without a mask: seconds, backward alone",
     "memory_ops": "operations that only read and write: bytes of both together, bytes/s",
     "elementwise_ops": "operations that compute much for each number: seconds of one",
-    "lag_samples": "work of so many seconds: how far the later of two is behind their mean, as a share",
+    "straggler_samples": "work of so many seconds: how far the later of two is behind their mean, as a share",
 }
 
 

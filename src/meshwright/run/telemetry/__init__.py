@@ -1,10 +1,10 @@
-"""Telemetry: what a run records and whom it notifies.
+"""Metrics, logs, traces, trackers and callbacks of a run.
 
 accounting      seconds, memory and bytes of a rank
 callbacks       functions that are called around the steps
 logs            log records of every rank; warnings on the terminal
 metrics_log     metrics.jsonl, and whether repeated steps are identical
-run_info        run_info.json: what the run is
+run_info        run_info.json: plan, versions and machine of a run
 chrome_trace    a timeline of some steps for Perfetto and chrome://tracing
 trackers        TensorBoard, Weights & Biases, trackio, MLflow
 """

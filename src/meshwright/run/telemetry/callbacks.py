@@ -52,7 +52,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class CallbackEvent:
-    """What a callback is called with: the step, and its record, evaluation result or checkpoint folder.
+    """The argument of a callback: the step, and its record, evaluation result or checkpoint folder.
 
     `evaluation` holds loss and tokens, and perplexity if the loss is per token; `is_best` says that it is
     the best so far. `spike` is the reason why the loss guard skipped the step, or "".

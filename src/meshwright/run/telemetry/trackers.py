@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackerRun:
-    """What a tracker knows of a run: folder, name, project, config as nested tables, first step."""
+    """The description of a run for a tracker: folder, name, project, config as nested tables, first step."""
 
     folder: Path
     name: str

@@ -53,7 +53,7 @@ PHASE_NAMES: dict[RunPhase, str] = {
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended: the last step, its loss, whether it was stopped, and the check of repeated steps.
+    """The result of a run: the last step, its loss, whether it was stopped, and the check of repeated steps.
 
     `stop_reason` says why evaluations ended the run early ("": they did not), `num_skipped` counts the
     harmful steps that the loss guard skipped, `num_overflows` the steps whose float16 gradients overflowed.

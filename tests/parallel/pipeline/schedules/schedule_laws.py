@@ -1,4 +1,4 @@
-"""What holds for every order: it is whole, plays to its end, is no faster than its busiest rank, and a swap
+"""Laws of every schedule: it is whole, plays to its end, is no faster than its busiest rank, and a swap
 is noticed.
 """
 

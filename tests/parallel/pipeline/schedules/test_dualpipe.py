@@ -23,7 +23,7 @@ TIMES = [(1, 1, 1), (2, 2, 1), (3, 2, 1), (4, 4, 3), (5, 4, 2)]  # F, I, W with 
 
 
 def idle(order: Schedule, costs: StageCosts) -> float:
-    """How much longer than its work the busiest rank takes; all ranks have the same work."""
+    """Returns how much longer than its work the busiest rank takes; all ranks have the same work."""
     found = hold(order, costs)
     return longest_rank_time(found) - found.busy_time(0)
 
@@ -60,8 +60,8 @@ def test_with_pairs_as_one_act_idle_time_is_that_of_the_paper(p: int, m: int, ti
 
 
 def idle_of_pairs(order: Schedule, costs: StageCosts) -> list[float]:
-    """How long each rank waits between its first act and its last, where a forward and the backward behind it
-    are one act.
+    """Returns how long each rank waits between its first act and its last, where a forward and the backward
+    behind it are one act.
     """
     acts = [list(paired(slots)) for slots in order.actions]
     at, free, first, work = ([0.0] * order.num_ranks for _ in range(4))

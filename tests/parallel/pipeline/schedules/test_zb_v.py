@@ -25,7 +25,7 @@ RANKS = (1, 2, 3, 4, 5, 6, 7, 8, 12)
 
 
 def idle(order: Schedule, costs: StageCosts) -> float:
-    """How much longer than its work the busiest rank takes; all ranks have the same work."""
+    """Returns how much longer than its work the busiest rank takes; all ranks have the same work."""
     found = hold(order, costs)
     return longest_rank_time(found) - found.busy_time(0)
 

@@ -37,7 +37,7 @@ SIZES = [(1, 4), (2, 6), (3, 9), (4, 12), (5, 10), (8, 24)]
 
 
 def idle(order: Schedule, costs: StageCosts) -> float:
-    """How much longer than its work the busiest rank takes; all ranks have the same work."""
+    """Returns how much longer than its work the busiest rank takes; all ranks have the same work."""
     found = hold(order, costs)
     return longest_rank_time(found) - found.busy_time(0)
 

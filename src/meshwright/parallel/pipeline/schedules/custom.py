@@ -1,8 +1,8 @@
 """Custom schedules: a CSV table with a row per rank, or a Python function that returns one.
 
 Why it works: a schedule is nothing but lists, so a list that a user wrote is as good as one that this
-package makes. It is checked for missing and duplicate actions, simulated, drawn, priced, and only then run.
-All errors are reported at once, each with its row and column; for a deadlock, an arrow shows the root.
+package makes. It is checked for missing and duplicate actions, simulated, drawn, estimated, and only then
+run. All errors are reported at once, each with its row and column; for a deadlock, an arrow shows the root.
 
     0F0,0F1,0F2,,0B0,,0B1,,0B2         row 1 is rank 0; a cell is stage, kind, microbatch; empty: a pause
     ,1F0,1F1,1B0,1F2,1B1,,1B2,         kinds: F forward, B backward, or its halves I (inputs) and W (weights)

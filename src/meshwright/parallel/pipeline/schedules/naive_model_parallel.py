@@ -1,4 +1,4 @@
-"""Model parallelism without a pipeline: the model lies on several ranks, and one of them works at a time.
+"""Model parallelism without a pipeline: layers are split over several ranks; one computes at a time.
 
 Why it works: a stage needs only the output of the stage before it, and in backward only the gradient from
 the stage behind it. So a model that is too large for one device is split into runs of layers, one per rank,

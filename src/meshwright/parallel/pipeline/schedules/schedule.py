@@ -140,8 +140,8 @@ class Schedule:
         return len({action[2] for actions in self.actions for action in actions})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """What must end before `action`, as (F or I, stage, microbatch); B counts as I, which gives the
-        same gradient.
+        """The actions that must end before `action`, as (F or I, stage, microbatch); B counts as I, which
+        gives the same gradient.
         """
         stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
         if action.kind == "F":

@@ -1,5 +1,5 @@
-"""The best layout of a search as a config: it states what was priced, `plan` accepts it, and it equals one
-device.
+"""The best configuration of a search as a config: it states what was estimated, `plan` accepts it, and it
+equals one device.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Computes when each rank runs which stage and microbatch, from a simulated program or a traced step.
 
-A *turn* is a run of actions of one kind on one stage for one microbatch: its forwards, its backwards, or a
-half of those. It lasts from the begin of the first to the end of the last. A rank that is idle while the
-input of its next turn is in flight waits for a message; before that was sent, the wait is a bubble.
+A *stage run* is a series of actions of one kind on one stage for one microbatch: its forwards, its backwards,
+or a half of those. It lasts from the begin of the first to the end of the last. A rank that is idle while the
+input of its next stage run is in flight waits for a message; before that was sent, the wait is a bubble.
 
     actions   F F F F  .....  RECV  B B B B         spans   F0  . ~  B0        (plan/step/simulator.py)
     memory    activations that these actions have allocated and not freed, received messages included
@@ -62,15 +62,13 @@ def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[st
 def gantt_rows(
     acts: Mapping[str, Sequence[TimedAction]], program: Program, parts: BlockCallsByStage
 ) -> SpansByRank:
-    """The turns of each role in the order of the program's roles, as spans; what they hold is in bytes."""
+    """The stage runs of each role in the order of the program's roles, as spans; memory in bytes."""
     sent = {qualified_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
-    start = min(
-        (span.begin for role, each in acts.items() for span in _stage_turns(each, parts)), default=0.0
-    )
+    start = min((span.begin for role, each in acts.items() for span in _stage_runs(each, parts)), default=0.0)
     found = []
     for role, actions in program.roles:
         came, holds = _send_times(role, actions, sent), _activation_nbytes(actions)
-        found.append(list(_span_row(_stage_turns(acts.get(role, ()), parts), came, holds, start)))
+        found.append(list(_span_row(_stage_runs(acts.get(role, ()), parts), came, holds, start)))
     return found
 
 
@@ -91,7 +89,7 @@ def max_in_flight(actions: Iterable[Action], block_calls: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
-class _StageTurn:
+class _StageRun:
     kind: str
     microbatch: int
     stage: int
@@ -106,9 +104,9 @@ class _StageTurn:
         return max(act.end for act in self.actions)
 
 
-def _stage_turns(acts: Sequence[TimedAction], parts: BlockCallsByStage) -> list[_StageTurn]:
+def _stage_runs(acts: Sequence[TimedAction], parts: BlockCallsByStage) -> list[_StageRun]:
     stage_of = {block_call: number for number, part in enumerate(parts) for block_call in part}
-    turns: list[_StageTurn] = []
+    runs: list[_StageRun] = []
     pending: list[
         TimedAction
     ] = []  # the loss, and forwards once more, which belong to the backward that follows
@@ -122,35 +120,45 @@ def _stage_turns(acts: Sequence[TimedAction], parts: BlockCallsByStage) -> list[
         )
         if not letter:
             pending.append(act)
-        elif turns and (turns[-1].kind, turns[-1].microbatch, turns[-1].stage) == (letter, microbatch, part):
-            turns[-1] = _StageTurn(letter, microbatch, part, (*turns[-1].actions, *pending, act))
+        elif runs and (runs[-1].kind, runs[-1].microbatch, runs[-1].stage) == (
+            letter,
+            microbatch,
+            part,
+        ):
+            runs[-1] = _StageRun(letter, microbatch, part, (*runs[-1].actions, *pending, act))
             pending = []
         else:
-            turns.append(_StageTurn(letter, microbatch, part, (*pending, act)))
+            runs.append(_StageRun(letter, microbatch, part, (*pending, act)))
             pending = []
-    return turns
+    return runs
 
 
 def _span_row(
-    turns: Sequence[_StageTurn],
+    runs: Sequence[_StageRun],
     sent_at: Mapping[str, float],
     activation_nbytes: Mapping[str, tuple[int, int]],
     start: float,
 ) -> Iterator[TimelineSpan]:
-    numbers = sorted({turn.stage for turn in turns})
+    numbers = sorted({run.stage for run in runs})
     free, now = start, 0.0
-    for turn in turns:
-        send_times = [sent_at[act.action.name] for act in turn.actions if act.action.name in sent_at]
-        on_its_way = max(free, *send_times) if send_times else turn.begin
-        if on_its_way < turn.begin:
-            yield TimelineSpan("~", on_its_way - start, turn.begin - start, memory=now, memory_after=now)
-        nbytes = [activation_nbytes.get(act.action.name, (0, 0)) for act in turn.actions]
+    for run in runs:
+        send_times = [sent_at[act.action.name] for act in run.actions if act.action.name in sent_at]
+        on_its_way = max(free, *send_times) if send_times else run.begin
+        if on_its_way < run.begin:
+            yield TimelineSpan("~", on_its_way - start, run.begin - start, memory=now, memory_after=now)
+        nbytes = [activation_nbytes.get(act.action.name, (0, 0)) for act in run.actions]
         during, after = float(max(most for most, _ in nbytes)), float(nbytes[-1][1])
-        chunk = numbers.index(turn.stage)
+        chunk = numbers.index(run.stage)
         yield TimelineSpan(
-            turn.kind, turn.begin - start, turn.end - start, turn.microbatch, chunk, during, after
+            run.kind,
+            run.begin - start,
+            run.end - start,
+            run.microbatch,
+            chunk,
+            during,
+            after,
         )
-        free, now = turn.end, after
+        free, now = run.end, after
 
 
 def _send_times(role: str, actions: Sequence[Action], sent: Mapping[str, float]) -> dict[str, float]:

@@ -9,14 +9,14 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Allocation, Program
 from meshwright.plan.step.simulator import TimelineSpan
-from meshwright.report.timeline.stage_table import stage_block_calls
-from meshwright.report.timeline.stage_turns import (
+from meshwright.report.timeline.stage_actions import (
     TimedAction,
     gantt_rows,
     max_in_flight,
     simulated_actions,
     traced_actions,
 )
+from meshwright.report.timeline.stage_table import stage_block_calls
 from tests.tiny_model import analyzed_model, tiny_job
 
 PARTS = [["a"], ["b"]]
