@@ -11,10 +11,16 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.data_source import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
+from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import I, P, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.single_device import FIRST_ROLE, sequential_stage_calls, single_device_program
+from meshwright.plan.step.single_device import (
+    BATCH_INFO,
+    FIRST_ROLE,
+    sequential_stage_calls,
+    single_device_program,
+)
 from meshwright.run.data.shuffle import ShuffledOrder
 from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import SyntheticModel
@@ -55,6 +61,27 @@ def test_only_the_two_numbers_of_the_step_are_sent():
     sent = {a.kind: (a.transfer.collective, a.transfer.axes) for a in split.actions(FIRST_ROLE) if a.transfer}
     assert sent == dict.fromkeys(("TOKEN_COUNT", "LOSS_SUM"), ("all_reduce", ("dp_replicate",)))
     assert [a.name for a in split.actions(FIRST_ROLE)] == [a.name for a in alone.actions(FIRST_ROLE)]
+
+
+def test_a_loss_of_the_whole_batch_gathers_its_outputs_and_one_count_per_shared_output():
+    outputs = (
+        BatchTensor("embedding", (4,), "float32"),
+        BatchTensor("scale", (), "float32", per_sample=False),
+        BatchTensor("unused", (9,), "float32", used_by_loss=False),
+    )
+    model_spec = replace(
+        SPACE.model_spec,
+        targets=(BatchTensor("index", (), "int64"),),
+        outputs=outputs,
+        needs_global_batch=True,
+    )
+    space = ShardingPlan.one_device(SPACE.mesh, model_spec)
+    alone = single_device_program(space, tiny_job(), 1, sequential_stage_calls(model_spec.block_calls, 1))
+    actions = BatchSplit().rewrite(alone, BatchSplit().place(space), tiny_job()).actions(FIRST_ROLE)
+    local = tiny_job().train.batch // 3
+    sent = {a.subject: a.transfer.nbytes for a in actions if a.kind == "GATHER" and a.transfer}
+    # batch_info: the number of samples, and a sum of the one output that ranks share
+    assert sent == {BATCH_INFO: 8 * 2, "index": 8 * local, "embedding": 8 * 4 * local}  # in float64
 
 
 def test_two_split_axes_share_their_messages():
