@@ -16,7 +16,8 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
 from meshwright.parallel.pipeline.schedules.custom import to_csv
-from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
+from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
+from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule
 from meshwright.parallel.tensor.layer_sharding import LayerSharding
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
@@ -142,6 +143,23 @@ def test_both_halves_have_the_operations_of_a_backward():
     flops = {kind: sum(action.flops for action in plan.actions if action.kind == kind) for kind in "FIW"}
     assert flops["I"] + flops["W"] == 2 * flops["F"]
     assert flops["W"] < flops["F"] < flops["I"]  # attention has no weights
+
+
+def test_a_schedule_is_searched_with_the_operations_of_both_halves(monkeypatch: pytest.MonkeyPatch):
+    seen = list[StageCosts]()
+
+    def recorded(ranks: int, microbatches: int, virtual_stages: int, costs: StageCosts) -> Schedule:
+        seen.append(costs)
+        return zb_h1_schedule(ranks, microbatches)
+
+    entry = replace(SCHEDULES["zb_h1"], build=recorded)
+    monkeypatch.setattr("meshwright.parallel.pipeline.pipeline.find_schedule", lambda name: entry)
+    Pipeline(schedule="zb_h1").build_schedule(planned(llama(), Mesh(pp=2), Pipeline()).sharding, 7)
+    costs = seen[-1]
+    assert [2 * forward for forward in costs.forward] == [
+        inputs + weights for inputs, weights in zip(costs.input_grad, costs.weight_grad, strict=True)
+    ]
+    assert min(costs.weight_grad) > 0
 
 
 Edit = Callable[[Sequence[Action]], Sequence[Action]]
