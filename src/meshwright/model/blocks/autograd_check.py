@@ -104,7 +104,9 @@ def _items(outputs: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces:
-    """The parts of the graph of a finished forward. Raises PlanError for a tensor that bypasses outputs."""
+    """Returns the parts of the graph of a finished forward. Raises PlanError for a tensor that bypasses
+    outputs.
+    """
     owner: dict[Node, str] = {}
     users: dict[int, set[str]] = defaultdict(set)
     for block_call in forward_pass.block_calls.values():
@@ -126,7 +128,7 @@ def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces
 
 
 def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:
-    """The nodes from `roots` back to the leaves, each once."""
+    """Yields the nodes from `roots` back to the leaves, each once."""
     todo = list(dict.fromkeys(roots))
     seen = set(todo)
     while todo:
@@ -138,12 +140,14 @@ def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def is_leaf_node(node: Node) -> bool:
-    """Whether `node` accumulates into a leaf, which is then `node.variable`."""
+    """Returns whether `node` accumulates into a leaf, which is then `node.variable`."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def reachable_leaf_names(tensor: torch.Tensor, names: Mapping[int, str]) -> set[str | None]:
-    """The names of the leaves (by id) that the graph of `tensor` reaches; None stands for other leaves."""
+    """Returns the names of the leaves (by id) that the graph of `tensor` reaches; None stands for other
+    leaves.
+    """
     return {names.get(id(node.variable)) for node in backward_nodes([tensor.grad_fn]) if is_leaf_node(node)}
 
 

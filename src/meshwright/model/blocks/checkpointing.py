@@ -153,7 +153,7 @@ class CheckpointedCall:
         *,
         copy_inputs: bool,
     ) -> "CheckpointedCall":
-        """The record of `run(*args, **kwargs)`, with `inputs` as (args, kwargs).
+        """Returns the record of `run(*args, **kwargs)`, with `inputs` as (args, kwargs).
 
         `input_leaves` replace tensors in it, by id; with `copy_inputs` they may be written in place, so their
         values are copied.
@@ -249,7 +249,7 @@ class CheckpointedCall:
 
 
 def tensors_with_graph(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value` that need a leaf at a block boundary: those with a graph, each once."""
+    """Returns the tensors in `value` that need a leaf at a block boundary: those with a graph, each once."""
     found = (tensor for tensor in tree_tensors(value) if tensor.requires_grad and not tensor.is_leaf)
     return list({id(tensor): tensor for tensor in found}.values())
 

@@ -108,8 +108,8 @@ def sharded_attention(
     position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with the interface of transformers, for [samples, heads, tokens, head dim]; keys may have
-    fewer heads.
+    """Returns attention with the interface of transformers, for [samples, heads, tokens, head dim]; keys may
+    have fewer heads.
 
     Returns [samples, tokens, heads, head dim] and None. Raises PlanError for arguments that torch's function
     does not support.

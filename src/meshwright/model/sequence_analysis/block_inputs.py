@@ -236,7 +236,7 @@ def _describe_mask(mask: torch.Tensor | None, shared_lengths: Collection[int]) -
 
 
 def is_unrelated_to_tokens(arguments: SDPAArguments, trial_lengths: TrialLengths) -> bool:
-    """Whether no operand of an attention call has sharded tokens."""
+    """Returns whether no operand of an attention call has sharded tokens."""
     return not any(find_token_dims(each, trial_lengths.prime_product) for each in arguments.tensors)
 
 

@@ -91,7 +91,7 @@ class CarriedFeatures:
         return self._feature_ids.get(tensor)
 
     def record(self, tensor: torch.Tensor, numbers: FeatureIds | None) -> None:
-        """Note what `tensor` carries."""
+        """Notes what `tensor` carries."""
         if numbers is not None:
             self._feature_ids[tensor] = drop_constant_dims(np.asarray(numbers))
         elif tensor in self._feature_ids:
@@ -109,7 +109,7 @@ class CarriedFeatures:
         return tuple(size > 1 for size in tensor.shape) if known is None else known
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the features of `tensor`, or that it is constant, are known."""
+        """Returns whether the features of `tensor`, or that it is constant, are known."""
         return tensor in self._feature_ids or tensor in self._varying_dims
 
     def set_constant(self, tensor: torch.Tensor, varying_dims: Sequence[bool] | None = None) -> None:

@@ -41,7 +41,7 @@ ProposeSplits = Callable[[frozenset[str]], SplitProposal]
 def try_on_slices(
     propose: ProposeSplits, make_module: MakeModule, prepare: PrepareForward, blocks: Sequence[str]
 ) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
-    """The proposal that runs, the size attributes with which it does, and notes on what was given up.
+    """Returns the proposal that runs, the size attributes with which it does, and notes on what was given up.
 
     `propose` makes a proposal without some layers, `make_module` a module on fake tensors, and `prepare`
     returns the function that runs its forward, once everything is ready for that.

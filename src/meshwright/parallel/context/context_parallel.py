@@ -54,7 +54,7 @@ END_OF_CALL = 1e9  # behind all that a visit itself moves
 
 
 def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
-    """`program` with the gathers of tokens along `axis` that glue between blocks needs."""
+    """Returns `program` with the gathers of tokens along `axis` that glue between blocks needs."""
     tokens = sharding.global_plan.model_spec.sequence_info
     if tokens is None or not tokens.gathers:
         return program
@@ -170,7 +170,7 @@ class ContextParallel(Strategy):
 
     @abstractmethod
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
-        """The tokens of each of `num_ranks` ranks."""
+        """Returns the tokens of each of `num_ranks` ranks."""
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         sharded = replace(
@@ -187,8 +187,8 @@ def add_attention_comm(
     forward_transfers: AttentionTransfers,
     backward_transfers: AttentionTransfers,
 ) -> Program:
-    """`program` with the collectives of attention, convolutions and glue: `forward` in runs of a block call,
-    `backward` in backwards.
+    """Returns `program` with the collectives of attention, convolutions and glue: `forward` in runs of a
+    block call, `backward` in backwards.
 
     In a split backward they are in the half of input gradients, or in the other if the block call needs none.
     """
@@ -239,7 +239,7 @@ def add_attention_comm(
 
 
 def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int]:
-    """The numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
+    """Returns the numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
 
     Key/value heads that several ranks share count on each; if the model repeats them for attention, one per
     query head.

@@ -43,8 +43,8 @@ def ring_memory(
     attend: AttentionSpec,
     num_samples: int,
 ) -> AttentionMemory:
-    """Memory that a ring adds to one attention call: a copy of its output for the next product, which may
-    overwrite it.
+    """Returns the memory that a ring adds to one attention call: a copy of its output for the next product,
+    which may overwrite it.
     """
     heads, _ = local_heads(sharding, attend)
     return AttentionMemory(
@@ -63,7 +63,7 @@ def exchange_memory(
     attend: AttentionSpec,
     num_samples: int,
 ) -> AttentionMemory:
-    """Memory that the exchange of tokens and heads adds to one attention call."""
+    """Returns the memory that the exchange of tokens and heads adds to one attention call."""
     if sequence_sharding.num_inner_ranks == 1:
         return AttentionMemory()
     heads, groups = local_heads(sharding, attend)
@@ -89,7 +89,7 @@ def add_attention_memory(
         AttentionMemory()
     ),
 ) -> Program:
-    """`program` with the memory of attention: `memory_of` a call on a number of samples, and
+    """Returns `program` with the memory of attention: `memory_of` a call on a number of samples, and
     `in_flight_nbytes` of a backward.
     """
     tokens = sharding.global_plan.model_spec.sequence_info

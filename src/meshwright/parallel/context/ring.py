@@ -164,14 +164,14 @@ class RingAttention(ContextParallel):
 
 
 def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) -> SequenceSharding:
-    """The sequence sharding of that load balancing."""
+    """Returns the sequence sharding of that load balancing."""
     return SequenceSharding(
         num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped"
     )
 
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
-    """The relative error that `comm_dtype` may cause (see the module)."""
+    """Returns the relative error that `comm_dtype` may cause (see the module)."""
     tokens = sharding.global_plan.model_spec.sequence_info
     return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
@@ -179,8 +179,8 @@ def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
 def ring_transfers(
     numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """The collectives of a forward and of a backward round a ring of `num_steps` steps, `numel` elements per
-    message.
+    """Returns the collectives of a forward and of a backward round a ring of `num_steps` steps, `numel`
+    elements per message.
 
     In backward each message of gradients stands behind the next one of keys and values.
     """
@@ -197,8 +197,8 @@ def ring_transfers(
 
 
 def in_flight_nbytes(num_ranks: int, action: Action) -> int:
-    """Bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients at home, and
-    travelling gradients.
+    """Returns the bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients at home,
+    and travelling gradients.
     """
     sent = [move.nbytes for move in action.inner_transfers if move.collective == "shift"]
     return 2 * sent[0] + min(num_ranks + 1, 4) * sent[-1] if sent else 0

@@ -56,7 +56,7 @@ class KVHeadAssignment:
 
     @classmethod
     def for_heads(cls, heads: int, groups: int, num_ranks: int) -> "KVHeadAssignment":
-        """The assignment of `heads` query heads, which share `groups` key/value heads, to `num_ranks`
+        """Returns the assignment of `heads` query heads, which share `groups` key/value heads, to `num_ranks`
         ranks; they divide evenly.
         """
         each, shared = heads // num_ranks, heads // groups
@@ -103,7 +103,7 @@ class HeadExchange:
 
     @classmethod
     def along_axis(cls, axis: str, sequence_sharding: SequenceSharding, runtime: Runtime) -> "HeadExchange":
-        """The exchange along `axis` of the rank of `runtime`."""
+        """Returns the exchange along `axis` of the rank of `runtime`."""
         near = (
             sequence_sharding.num_inner_ranks
             if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
@@ -123,7 +123,7 @@ class HeadExchange:
     def gather_inputs(
         self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str
     ) -> AttentionInputs:
-        """`inputs` with the tokens of all neighbours, and this rank's heads."""
+        """Returns `inputs` with the tokens of all neighbours, and this rank's heads."""
         heads, near = inputs.query.shape[1], self.sequence_sharding.num_inner_ranks
         if heads % near:
             raise PlanError(
@@ -145,7 +145,7 @@ class HeadExchange:
         )
 
     def head_range(self, inputs: AttentionInputs) -> tuple[int, int]:
-        """The range of the query heads of `inputs` that this rank computes."""
+        """Returns the range of the query heads of `inputs` that this rank computes."""
         each, place = (
             inputs.query.shape[1] // self.sequence_sharding.num_inner_ranks,
             self.index % self.sequence_sharding.num_inner_ranks,
@@ -236,7 +236,7 @@ class HeadExchange:
 
 
 def has_masks_by_query(sharding: ShardingPlan) -> bool:
-    """Whether any exchanged mask has a row per query: then all are exchanged as if they had."""
+    """Returns whether any exchanged mask has a row per query: then all are exchanged as if they had."""
     tokens = sharding.global_plan.model_spec.sequence_info
     masks = [each.mask for each in (tokens.attention_calls if tokens else ()) if each.mask is not None]
     return any(mask.per_query and not mask.is_replicated for mask in masks)
@@ -250,8 +250,8 @@ def exchange_transfers(
     attend: AttentionSpec,
     num_samples: int,
 ) -> tuple[list[Transfer], list[Transfer], list[Transfer], list[Transfer]]:
-    """The collectives of one attention call: of inputs and outputs in forward, of outputs and inputs in
-    backward.
+    """Returns the collectives of one attention call: of inputs and outputs in forward, of outputs and inputs
+    in backward.
     """
     if sequence_sharding.num_inner_ranks == 1:
         return [], [], [], []

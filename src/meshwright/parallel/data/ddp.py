@@ -148,8 +148,8 @@ class DDP(Strategy):
 
 
 def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[ParamGroup]]:
-    """`param_groups` in consecutive buckets of at most `max_numel` elements; a larger group is a bucket of
-    its own.
+    """Returns `param_groups` in consecutive buckets of at most `max_numel` elements; a larger group is a
+    bucket of its own.
 
     Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
     slices.

@@ -161,7 +161,7 @@ class PipeDream(Strategy):
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """The schedule of all pipeline ranks for `num_microbatches` microbatches."""
+        """Returns the schedule of all pipeline ranks for `num_microbatches` microbatches."""
         return self._pipeline.build_schedule(sharding, num_microbatches)
 
     @property
@@ -186,13 +186,13 @@ class WeightVersion(NamedTuple):
 
 
 def pipedream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of one step: 1F1B, after which the pipeline drains."""
+    """Returns the schedule of one step: 1F1B, after which the pipeline drains."""
     return one_f_one_b.one_f_one_b_schedule(num_ranks, num_microbatches)
 
 
 def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[WeightVersion]:
-    """The weight versions that each stage uses for each microbatch with an update after each backward, in
-    that order.
+    """Returns the weight versions that each stage uses for each microbatch with an update after each
+    backward, in that order.
 
     With `stashing`, a backward uses the weights of its forward; otherwise the newest ones.
     """
@@ -218,7 +218,9 @@ def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[Weight
 
 
 def max_versions_kept(schedule: Schedule) -> list[int]:
-    """The largest number of weight versions that each stage holds at once, the newest one included."""
+    """Returns the largest number of weight versions that each stage holds at once, the newest one
+    included.
+    """
     most = [1] * len(schedule.virtual_stages)
     for actions in schedule.actions:
         seen = [0] * len(schedule.virtual_stages)

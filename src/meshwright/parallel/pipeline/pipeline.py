@@ -78,7 +78,7 @@ from meshwright.plan.strategy import Strategy, StrategyPhase
 
 
 def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """The block calls, of `boundaries`, with which the second and later of `num_stages` stages begin.
+    """Returns the block calls, of `boundaries`, with which the second and later of `num_stages` stages begin.
 
     The most expensive stage is as cheap as possible; of equal splits the one with the earliest boundaries is
     taken:
@@ -268,7 +268,7 @@ class Pipeline(Strategy):
         return (("file", self._file_digest),) if self._file_digest else ()
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """The schedule of all pipeline ranks for `num_microbatches` microbatches."""
+        """Returns the schedule of all pipeline ranks for `num_microbatches` microbatches."""
         call = self._request(sharding, num_microbatches)
         schedule, idle = _cached_schedule(call), _idle_stages(call)
         if schedule.virtual_stages != self._placement(sharding):

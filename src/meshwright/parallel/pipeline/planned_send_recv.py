@@ -77,19 +77,19 @@ class TransferRoutes:
         self._micros: dict[int, _MicrobatchTransfers] = {}
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs `stage` for the microbatch."""
+        """Returns the rank that runs `stage` for the microbatch."""
         return self._rank[stage, microbatch]
 
     def transfers(self, microbatch: int) -> list[StageTransfer]:
-        """The transfers of a microbatch's values; stages on one rank pass values without sending."""
+        """Returns the transfers of a microbatch's values; stages on one rank pass values without sending."""
         return self._microbatch_transfers(microbatch).transfers
 
     def transfers_into(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those that end at `stage`."""
+        """Returns those that end at `stage`."""
         return self._microbatch_transfers(microbatch).by_target[stage]
 
     def transfers_from(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those that begin at `stage`."""
+        """Returns those that begin at `stage`."""
         return self._microbatch_transfers(microbatch).by_source[stage]
 
     def _microbatch_transfers(self, micro: int) -> "_MicrobatchTransfers":
@@ -103,8 +103,8 @@ class TransferRoutes:
         return self._micros[micro]
 
     def order_receives(self, actions: Iterable[Action], pp_rank: int) -> list[Action]:
-        """`actions` of `pp_rank`, with its receives from each other rank in the order in which that rank
-        sends.
+        """Returns `actions` of `pp_rank`, with its receives from each other rank in the order in which that
+        rank sends.
         """
         actions = list(actions)
         receives = {action.name: action for action in actions if action.stream == "recv"}
@@ -176,7 +176,7 @@ class SendRecvInsertion:
         self._routes, self._mine = routes, dict(sharding.coordinate)[axis]
 
     def insert(self, actions: list[Action]) -> list[Action]:
-        """`actions` with receives before each run of a stage, and sends behind it."""
+        """Returns `actions` with receives before each run of a stage, and sends behind it."""
         num_samples, done, taken = (
             samples_per_microbatch(actions, self._space, self._job),
             list[Action](),

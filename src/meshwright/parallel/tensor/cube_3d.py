@@ -108,7 +108,9 @@ class TensorParallel3D(Strategy):
             yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; those of norms, packed matrices and tied weights by layer name."""
+        """Returns the layer shardings by role; those of norms, packed matrices and tied weights by layer
+        name.
+        """
         b, c = self.axis, DEPTH_AXIS
         product = LayerSharding(
             {c: "in", b: "out"},

@@ -81,7 +81,7 @@ class Redistribution:
         )
 
     def transfers(self, numel: int, sharding: ShardingPlan, job: Job, at: int = 0) -> Iterator[Transfer]:
-        """The collective of a value of `numel` elements, if there is one."""
+        """Yields the collective of a value of `numel` elements, if there is one."""
         dtype = job.precision.parameters if self.in_param_dtype else job.precision.compute
         dtype = "float32" if self.at_least_float32 and dtype in ("bfloat16", "float16") else dtype
         act = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
@@ -125,8 +125,8 @@ class LayerSharding:
         )
 
     def weight_side(self, axis: str, weight: ParamSpec) -> str:
-        """The side of `weight` that is sharded along `axis`. A bias added to a sum that is scattered by
-        width is sharded likewise.
+        """Returns the side of `weight` that is sharded along `axis`. A bias added to a sum that is scattered
+        by width is sharded likewise.
         """
         scattered = (
             self.output_redistribution is not None
@@ -150,18 +150,18 @@ LayerShardings = Mapping[str, LayerSharding]  # by role; that of a single layer 
 
 
 def layer_key(layer: str) -> str:
-    """The key of a single layer in LayerShardings."""
+    """Returns the key of a single layer in LayerShardings."""
     return f"layer {layer}"  # a layer may have the name of a role: lm_head
 
 
 def find_layer_sharding(layer_shardings: LayerShardings, layer: str, role: str) -> LayerSharding | None:
-    """The sharding of `layer`: its own, else that of its role."""
+    """Returns the sharding of `layer`: its own, else that of its role."""
     return layer_shardings.get(layer_key(layer), layer_shardings.get(role))
 
 
 def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> dict[str, tuple[str, ...]]:
-    """By layer, all layers that end in one sum with it, in the order in which they run; the last one runs
-    the sum.
+    """Returns, by layer, all layers that end in one sum with it, in the order in which they run; the last one
+    runs the sum.
     """
     found: dict[tuple[int, Redistribution], list[str]] = {}
     for call in (call for call in calls if call.sum_id):
@@ -176,7 +176,7 @@ def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> d
 
 
 def shard_params(sharding: ShardingPlan, layer_shardings: LayerShardings) -> ShardingPlan:
-    """`sharding` with every parameter, trained or frozen, as the sharding of its layer requires."""
+    """Returns `sharding` with every parameter, trained or frozen, as the sharding of its layer requires."""
     shard = partial(_shard_param, layer_shardings)
     return sharding.map_param_shardings(shard).map_param_shardings(shard, frozen=True)
 
@@ -206,7 +206,7 @@ def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding)
 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
-    """Patch every layer to compute as its sharding says."""
+    """Patches every layer to compute as its sharding says."""
     sharding = runtime.plan.sharding
     came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = (
@@ -239,7 +239,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
-    """The product with the rank's slice of the weight of a linear layer, and its bias."""
+    """Returns the product with the rank's slice of the weight of a linear layer, and its bias."""
     weight, bias, transposed = params["weight"], params.get("bias"), is_weight_transposed(module)
     if (waits := deferred_backward_calls(x)) is None:
         return F.linear(x, weight.t() if transposed else weight, bias)
@@ -249,7 +249,7 @@ def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.T
 def module_forward(
     runtime: Runtime, module: nn.Module, params: ParamTensors, *given: Any, **named: Any
 ) -> torch.Tensor:
-    """The forward of `module` with the parameters `params`."""
+    """Returns the forward of `module` with the parameters `params`."""
     before = dict(module._parameters)
     try:
         module._parameters.update(params)
@@ -261,7 +261,7 @@ def module_forward(
 def redistribute(
     runtime: Runtime, tensor: torch.Tensor, redistribution: Redistribution | None, overlap: OverlapFn = None
 ) -> torch.Tensor:
-    """`tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
+    """Returns `tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
     flight.
     """
     if redistribution is None or redistribution.src == redistribution.dst:
@@ -347,7 +347,7 @@ def _saved_for_backward(
 
 
 def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[LayerParam]]:
-    """The parameters of every layer, by their names in the layer."""
+    """Returns the parameters of every layer, by their names in the layer."""
     found: dict[str, list[LayerParam]] = {}
     for param_sharding in param_shardings:
         for name in param_sharding.param.names:
@@ -357,7 +357,7 @@ def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[
 
 
 def unsharded_params(params: Iterable[LayerParam], axis: str) -> list[LayerParam]:
-    """Those of `params` that are not sharded along `axis`."""
+    """Returns those of `params` that are not sharded along `axis`."""
     return [
         (leaf, param_sharding) for leaf, param_sharding in params if axis not in param_sharding.sliced_dims
     ]

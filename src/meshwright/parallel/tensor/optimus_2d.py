@@ -99,8 +99,8 @@ class TensorParallel2D(Strategy):
         yield from check_weight_shards(sharding, "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; norms and tied weights by layer name. Layers sharded by vocabulary
-        are left out.
+        """Returns the layer shardings by role; norms and tied weights by layer name. Layers sharded by
+        vocabulary are left out.
         """
         product = LayerSharding(
             {self.axis: "out"},
@@ -162,7 +162,9 @@ class TensorParallel2D(Strategy):
 
 
 def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardings:
-    """The shardings of norms by name, if the stream is sharded by width along `axes`, innermost last."""
+    """Returns the shardings of norms by name, if the stream is sharded by width along `axes`, innermost
+    last.
+    """
     found = {}
     for call in (call for call in sharding.model_spec.layer_calls if call.role == "norm"):
         if call.norm_formula is not None:
@@ -184,8 +186,8 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
 def with_redistributions(
     before: tuple[Redistribution, ...], compute: ComputeFn, after: tuple[Redistribution, ...] = ()
 ) -> dict[str, Any]:
-    """The fields `compute` and `inner_redistributions` of a LayerSharding with several redistributions of
-    input and output.
+    """Returns the fields `compute` and `inner_redistributions` of a LayerSharding with several
+    redistributions of input and output.
     """
     return {
         "compute": partial(_compute_between, before, compute, after),
@@ -194,7 +196,7 @@ def with_redistributions(
 
 
 def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str, bool]]:
-    """The weights that an embedding and a head share, with these two, and whether the head is a plain
+    """Yields the weights that an embedding and a head share, with these two, and whether the head is a plain
     product.
     """
     roles = {call.name: call.role for call in model_spec.layer_calls}
@@ -207,7 +209,7 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
 
 
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
-    """The keys of roles and layers that another strategy shards by vocabulary along `axis`."""
+    """Returns the keys of roles and layers that another strategy shards by vocabulary along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
     for param_sharding in sharding.param_shardings:
         words = param_sharding.param.split_of_side(
@@ -262,7 +264,7 @@ ShardedSide = tuple[
 
 
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
-    """The sides of weights that are sharded."""
+    """Yields the sides of weights that are sharded."""
     for weight in sharding.model_spec.params:
         layer_sharding = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
         sides = (

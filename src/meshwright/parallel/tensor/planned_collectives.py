@@ -73,7 +73,9 @@ class _BlockCallComm:
 def add_planned_comm(
     program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
 ) -> Program:
-    """`program` with the collectives of all sharded layers in the forwards and backwards that run them."""
+    """Returns `program` with the collectives of all sharded layers in the forwards and backwards that run
+    them.
+    """
 
     def add_comm(actions: list[Action]) -> list[Action]:
         block_calls = _block_call_comm(
@@ -88,7 +90,9 @@ def add_planned_comm(
 
 
 def reduce_token_count_along(program: Program, axis: str) -> Program:
-    """`program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop request."""
+    """Returns `program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop
+    request.
+    """
     return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
 
 

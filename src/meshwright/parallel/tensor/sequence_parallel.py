@@ -134,7 +134,7 @@ class SequenceParallel(Strategy):
                 return
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The shardings of norms on slices, by layer name."""
+        """Returns the shardings of norms on slices, by layer name."""
         norms = [
             call
             for call in sharding.model_spec.layer_calls

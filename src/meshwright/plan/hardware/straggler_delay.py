@@ -32,7 +32,7 @@ class LagSample:
 
 @cache
 def expected_maximum(num_ranks: int) -> float:
-    """The expected maximum of `num_ranks` standard normal variables."""
+    """Returns the expected maximum of `num_ranks` standard normal variables."""
     distribution = NormalDist()
     quantiles = [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)]
     return (
@@ -44,8 +44,8 @@ def expected_maximum(num_ranks: int) -> float:
 
 
 def straggler_delay(stretches: Sequence[LagSample], seconds: float, num_ranks: int) -> float:
-    """Seconds that the last of `num_ranks` is behind their mean, after work of `seconds`; 0 without
-    measurements.
+    """Returns the seconds that the last of `num_ranks` is behind their mean, after work of `seconds`; 0
+    without measurements.
     """
     if num_ranks < 2 or seconds <= 0 or not stretches:
         return 0.0

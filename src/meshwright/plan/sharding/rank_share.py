@@ -20,13 +20,15 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 
 def local_token_fraction(sharding: ShardingPlan) -> Fraction:
-    """The fraction of the tokens of a sample that this rank runs."""
+    """Returns the fraction of the tokens of a sample that this rank runs."""
     sequence_info = _sequence_info(sharding)
     return Fraction(1) if sequence_info is None else _fraction(sharding, sequence_info.length)
 
 
 def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Per token count in a sample, the fraction that this rank runs, with and without padding tokens."""
+    """Returns, per token count in a sample, the fraction that this rank runs, with and without padding
+    tokens.
+    """
     sequence_info = _sequence_info(sharding)
     return (
         ()
@@ -39,7 +41,7 @@ def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, F
 
 
 def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") -> Fraction:
-    """The fraction of the tokens through `block_call`, or its `module`, that this rank runs."""
+    """Returns the fraction of the tokens through `block_call`, or its `module`, that this rank runs."""
     sequence_info = _sequence_info(sharding)
     return (
         Fraction(1)
@@ -49,7 +51,7 @@ def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") ->
 
 
 def unpadded_fraction(sharding: ShardingPlan, block_call: str) -> Fraction:
-    """The fraction of the tokens that `block_call` returns on this rank, without padding tokens."""
+    """Returns the fraction of the tokens that `block_call` returns on this rank, without padding tokens."""
     sequence_info = _sequence_info(sharding)
     return (
         Fraction(1)
@@ -111,7 +113,7 @@ FULL_LAYER = _LayerShare(FULL, frozenset())
 
 
 def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
-    """The share of every block call on this rank."""
+    """Returns the share of every block call on this rank."""
     model_spec, layer_shares = sharding.model_spec, _layer_shares(sharding)
     calls, weight_grads = _layer_calls(model_spec), list(weight_grad_flops(model_spec))
     head = (
@@ -165,7 +167,7 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
 
 
 def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
-    """The head's call that a chunked LOSS computes instead of its block call; None if the loss is not
+    """Returns the head's call that a chunked LOSS computes instead of its block call; None if the loss is not
     chunked.
     """
     logits = sharding.model_spec.logits
@@ -182,7 +184,7 @@ def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
 
 
 def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
-    """The forward operations of `call` per sample on this rank."""
+    """Returns the forward operations of `call` per sample on this rank."""
     return _local_amount(
         sharding,
         call.block_call,
@@ -192,8 +194,8 @@ def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
 
 
 def weight_grad_flops(model_spec: ModelSpec) -> tuple[int, ...]:
-    """Per block call and sample, the operations for gradients of parameters; the rest of two forwards is for
-    input gradients.
+    """Returns, per block call and sample, the operations for gradients of parameters; the rest of two
+    forwards is for input gradients.
 
     Only matrix products with trained weights count: attention has none. All operations, if the layers are
     unknown.

@@ -121,7 +121,7 @@ def _value(text: str) -> Any:
 def _set_value(
     document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
 ) -> tuple[str, ...]:
-    """Set `path` in `document`; returns it with names in place of positions, or () when
+    """Sets `path` in `document`; returns it with names in place of positions, or () when
     it could not be set.
     """
     node: Any = document

@@ -75,8 +75,8 @@ class TextDataset(TokenDataset):
         return num_windows(self.tokens, self.sequence)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already
-        shifted.
+        """Returns the samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are
+        already shifted.
 
         labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent
         sample: inputs of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is

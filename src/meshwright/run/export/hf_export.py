@@ -285,7 +285,7 @@ def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict
 
 
 def _write_headers(folder: Path, slots: Mapping[str, _Slot]) -> dict[str, int]:
-    """Write each file's header; returns the byte at which the tensors of each file begin."""
+    """Writes each file's header; returns the byte at which the tensors of each file begin."""
     headers: dict[str, dict[str, Any]] = {}
     for name, slot in slots.items():
         header = headers.setdefault(slot.file, {"__metadata__": {"format": "pt"}})

@@ -55,7 +55,7 @@ class Finding:
 
 
 def host_findings(folder: Path, cache: Path, interface: str | None = None) -> Iterator[Finding]:
-    """Returns all findings about this host without torch, for runs in `folder` and downloads in `cache`.
+    """Yields all findings about this host without torch, for runs in `folder` and downloads in `cache`.
 
     `interface` is the network interface that GLOO_SOCKET_IFNAME names, or None.
     """

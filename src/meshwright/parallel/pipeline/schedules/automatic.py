@@ -70,7 +70,7 @@ KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 def automatic_schedule(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts
 ) -> Schedule:
-    """The best schedule found if all ranks wait for each other at the end; two stages per rank are
+    """Returns the best schedule found if all ranks wait for each other at the end; two stages per rank are
     V-shaped.
     """
     stages = (
@@ -93,7 +93,7 @@ def search_schedule(
     num_trials: int = 200,
     virtual_stages: tuple[VirtualStage, ...] = (),
 ) -> ScheduleTimeline:
-    """The timeline of the best schedule found for these costs, of `num_ranks` stages or a multiple.
+    """Returns the timeline of the best schedule found for these costs, of `num_ranks` stages or a multiple.
 
     Args:
         limits: memory of each rank, in the unit of `costs.activation_memory`; empty: unlimited.
@@ -122,7 +122,7 @@ def search_schedule(
 
 
 def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, Schedule]]:
-    """The named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
+    """Yields the named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
     if num_stages == num_ranks:
         yield (
             "naive_model_parallel",

@@ -69,8 +69,8 @@ class ScheduleCell(NamedTuple):
 
 
 def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of ranks and
-    microbatches.
+    """Returns the schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of
+    ranks and microbatches.
 
     Raises:
         PlanError: with all errors of the schedule.
@@ -96,12 +96,12 @@ def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Se
 
 
 def is_schedule_source(name: str) -> bool:
-    """Whether `name` is a file with a schedule, not the name of one."""
+    """Returns whether `name` is a file with a schedule, not the name of one."""
     return name.endswith(".csv") or ".py:" in name
 
 
 def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]:
-    """The placement of stages in `source`; a function is called for as many microbatches as ranks.
+    """Returns the placement of stages in `source`; a function is called for as many microbatches as ranks.
 
     Raises:
         PlanError: it cannot be read, or is for another number of ranks.
@@ -112,7 +112,7 @@ def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]
 
 
 def file_digest(source: str) -> str:
-    """16 hex digits of the contents of the file of `source`; "" if there is none."""
+    """Returns 16 hex digits of the contents of the file of `source`; "" if there is none."""
     path = _path(source)
     return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
@@ -122,7 +122,7 @@ def _path(source: str) -> Path:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """`schedule` as a CSV with a row per rank, without pauses."""
+    """Returns `schedule` as a CSV with a row per rank, without pauses."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         [f"{s.virtual_stage}{s.kind}{s.microbatch}" for s in actions] for actions in schedule.actions

@@ -42,8 +42,8 @@ OLDEST_PENDING_W = -1  # in place of a stage: the W that waits longest
 
 
 def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule DualPipe. Virtual stage k is stage k on rank k (up), p + k is stage p - 1 - k on rank k
-    (down).
+    """Returns the schedule DualPipe. Virtual stage k is stage k on rank k (up), p + k is stage p - 1 - k on
+    rank k (down).
 
     The first half of the microbatches goes up, one more if they are odd.
 
@@ -69,7 +69,7 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule DualPipeV: stage k on rank k, and on rank 2 p - 1 - k after the turn."""
+    """Returns the schedule DualPipeV: stage k on rank k, and on rank 2 p - 1 - k after the turn."""
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     each = max(num_microbatches, 2 * num_ranks)
     lists = (

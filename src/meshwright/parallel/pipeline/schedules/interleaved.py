@@ -36,7 +36,7 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
-    """The schedule interleaved 1F1B: stage k on rank k modulo `num_ranks`."""
+    """Returns the schedule interleaved 1F1B: stage k on rank k modulo `num_ranks`."""
     sizes = group_sizes(num_ranks, num_microbatches)
     forwards, backwards = (
         list(_chunk_order(sizes, range(num_virtual_stages))),
@@ -60,7 +60,7 @@ def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stag
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """The numbers of microbatches that go round together; larger groups first, sizes differ by one at
+    """Returns the numbers of microbatches that go round together; larger groups first, sizes differ by one at
     most.
     """
     count = max(1, num_microbatches // num_ranks)

@@ -73,8 +73,8 @@ def greedy_schedule(
     rule: PriorityRule,
     limits: Sequence[float] = (),
 ) -> Schedule:
-    """The schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of memory on
-    each rank.
+    """Returns the schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of
+    memory on each rank.
 
     A rank's limit is at least the memory of one microbatch on all its stages.
     """
@@ -82,7 +82,7 @@ def greedy_schedule(
 
 
 def longest_rank_time(timeline: ScheduleTimeline) -> float:
-    """The longest time of a rank from its first action to its last, as in published bubble rates.
+    """Returns the longest time of a rank from its first action to its last, as in published bubble rates.
 
     It is the time of a step if ranks step one by one; if all ranks wait for each other in between, that is
     `end`.
@@ -91,7 +91,7 @@ def longest_rank_time(timeline: ScheduleTimeline) -> float:
 
 
 def fits_memory(timeline: ScheduleTimeline, limits: Sequence[float]) -> bool:
-    """Whether no rank holds more than its limit."""
+    """Returns whether no rank holds more than its limit."""
     return all(
         peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True)
     )
@@ -206,7 +206,7 @@ class _ListScheduler:
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """`schedule` with every B as I and W, one behind the other, so input gradients leave earlier."""
+    """Returns `schedule` with every B as I and W, one behind the other, so input gradients leave earlier."""
     kinds: Mapping[str, tuple[PassKind, ...]] = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
     lists = (
         tuple(
@@ -222,7 +222,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def fill_bubbles(
     schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float = 1.0
 ) -> Schedule:
-    """`schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
+    """Returns `schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
     `schedule` does not.
     """
     return _BubbleFilling(schedule, costs, limits, patience).run()

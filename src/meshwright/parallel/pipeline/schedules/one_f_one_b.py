@@ -26,7 +26,7 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAc
 
 
 def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule 1F1B, one stage per rank."""
+    """Returns the schedule 1F1B, one stage per rank."""
     return Schedule.with_looped_placement(
         _rank_actions(rank, min(num_ranks - 1 - rank, num_microbatches), num_microbatches)
         for rank in range(num_ranks)

@@ -47,7 +47,7 @@ class ScheduleEntry:
     source: str = ""
 
     def virtual_stages(self, num_ranks: int, num_virtual_stages: int) -> tuple[VirtualStage, ...]:
-        """The placement of stages, for any number of microbatches."""
+        """Returns the placement of stages, for any number of microbatches."""
         if self.source:
             return custom.load_virtual_stages(self.source, num_ranks)
         return self.build(
@@ -92,7 +92,7 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
 
 
 def find_schedule(name: str) -> ScheduleEntry | None:
-    """The schedule of that name, or the one of a file; None if there is none."""
+    """Returns the schedule of that name, or the one of a file; None if there is none."""
     if name in SCHEDULES or not custom.is_schedule_source(name):
         return SCHEDULES.get(name)
 

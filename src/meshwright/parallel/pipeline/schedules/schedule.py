@@ -67,7 +67,7 @@ def missing_actions(
 
 
 def format_numbers(sorted_numbers: Sequence[int]) -> str:
-    """Ascending numbers as text: 0 .. 3, 5, 7 .. 9."""
+    """Returns ascending numbers as text: 0 .. 3, 5, 7 .. 9."""
     runs: list[list[int]] = []
     for number in sorted_numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -113,8 +113,8 @@ class Schedule:
     def with_looped_placement(
         cls, actions: Iterable[Iterable[tuple[PassKind, int, int]]], num_virtual_stages: int = 1
     ) -> "Schedule":
-        """The schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k modulo the
-        ranks.
+        """Returns the schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k
+        modulo the ranks.
         """
         lists = tuple(tuple(ScheduleAction(*action) for action in each) for each in actions)
         return cls(
@@ -140,8 +140,8 @@ class Schedule:
         return len({action[2] for actions in self.actions for action in actions})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """What must end before `action`, as (F or I, stage, microbatch); B counts as I, which gives the
-        same gradient.
+        """Yields what must end before `action`, as (F or I, stage, microbatch); B counts as I, which gives
+        the same gradient.
         """
         stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
         if action.kind == "F":
@@ -155,7 +155,7 @@ class Schedule:
                 yield "I", stage + 1, microbatch
 
     def output_of(self, action: ScheduleAction) -> Dependency | None:
-        """The dependency of others that `action` fulfils; None for W."""
+        """Returns the dependency of others that `action` fulfils; None for W."""
         stage = self.virtual_stages[action.virtual_stage].stage
         return None if action.kind == "W" else ("F" if action.kind == "F" else "I", stage, action.microbatch)
 
@@ -226,7 +226,7 @@ class StageCosts:
         transfer: float = 0.0,
         activation_memory: float = 1.0,
     ) -> "StageCosts":
-        """The costs of equal stages; a microbatch holds `activation_memory` until W."""
+        """Returns the costs of equal stages; a microbatch holds `activation_memory` until W."""
         each = [activation_memory] * num_stages
         return cls(
             [forward] * num_stages,
@@ -238,7 +238,7 @@ class StageCosts:
         )
 
     def seconds(self, kind: PassKind, stage: int) -> float:
-        """The time of a pass of this kind."""
+        """Returns the time of a pass of this kind."""
         if kind == "F":
             return self.forward[stage]
         return {
@@ -262,7 +262,7 @@ class ScheduleTimeline:
         return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
 
     def busy_time(self, rank: int) -> float:
-        """The time that `rank` computes."""
+        """Returns the time that `rank` computes."""
         return sum(end - start for start, end in self.spans[rank])
 
     @property
@@ -284,7 +284,7 @@ class ScheduleDeadlock(Exception):
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
-    """The timeline of `schedule`, which has no errors: every action runs as early as its list and its
+    """Returns the timeline of `schedule`, which has no errors: every action runs as early as its list and its
     dependencies allow.
 
     Raises:
@@ -344,8 +344,8 @@ class _Simulation:
 
 
 def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[tuple[float, float]]:
-    """The memory of `rank` during and after each of its actions: F allocates at its start, backwards free
-    at their end.
+    """Returns the memory of `rank` during and after each of its actions: F allocates at its start, backwards
+    free at their end.
     """
     if not costs.activation_memory:
         return []
@@ -419,7 +419,7 @@ def _deadlock_root(
 
 
 def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:
-    """The spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
+    """Returns the spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
     schedule = timeline.schedule
     ended = {
         schedule.output_of(action): (end, rank)

@@ -60,12 +60,14 @@ class VSchedulePattern(NamedTuple):
 
 
 def v_shaped_placement(num_ranks: int) -> tuple[VirtualStage, ...]:
-    """Two stages per rank, on the way down and back."""
+    """Returns two stages per rank, on the way down and back."""
     return tuple(VirtualStage(min(stage, 2 * num_ranks - 1 - stage), stage) for stage in range(2 * num_ranks))
 
 
 def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule ZB-V: the memory of 1F1B on every rank, no bubble if all passes take the same time."""
+    """Returns the schedule ZB-V: the memory of 1F1B on every rank, no bubble if all passes take the same
+    time.
+    """
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     return Schedule(
         v_shaped_placement(num_ranks),
@@ -79,21 +81,21 @@ def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_v_half_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule V-Half: about half the memory and half the bubble of 1F1B."""
+    """Returns the schedule V-Half: about half the memory and half the bubble of 1F1B."""
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 2, 1, 2), (1, 0, 0) if num_ranks % 2 else (3, 0, 4))
     )
 
 
 def zb_v_min_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
+    """Returns the schedule V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
     )
 
 
 def repeat_passes(count: int, *acts: StagePass) -> tuple[StagePass, ...]:
-    """These passes, `count` times."""
+    """Returns these passes, `count` times."""
     return acts * count
 
 

@@ -58,19 +58,19 @@ PRIORITY_RULES = tuple(
 
 
 def zb_h1_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule ZB-H1: the memory of 1F1B, about a third of its bubble."""
+    """Returns the schedule ZB-H1: the memory of 1F1B, about a third of its bubble."""
     return _handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
 
 
 def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule ZB-H2: twice the memory of 1F1B, no bubble if all passes take the same time."""
+    """Returns the schedule ZB-H2: twice the memory of 1F1B, no bubble if all passes take the same time."""
     return _handcrafted(
         num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank
     )
 
 
 def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> Schedule:
-    """The schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` microbatches of its
+    """Returns the schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` microbatches of its
     stage.
     """
     return zb_schedule_within_memory(num_ranks, num_microbatches, costs, 2 * num_ranks)
@@ -79,7 +79,7 @@ def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> 
 def zb_schedule_within_memory(
     num_ranks: int, num_microbatches: int, costs: StageCosts, max_microbatches: int
 ) -> Schedule:
-    """The shortest schedule for these costs, of those of `PRIORITY_RULES`, H1 and H2.
+    """Returns the shortest schedule for these costs, of those of `PRIORITY_RULES`, H1 and H2.
 
     No rank holds more than `max_microbatches` microbatches of its stage; ZB-1p has `num_ranks`. Without
     `costs.activation_memory`, a microbatch holds one unit until W.
