@@ -66,7 +66,7 @@ def join_world(
 
 
 def _abandon() -> None:
-    """Ends this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
+    """End this process: another rank has failed, and whatever the main thread is stuck in hears no signal."""
     logger.error("another rank has failed, and this one is stuck: it is ended")
     os._exit(1)
 
