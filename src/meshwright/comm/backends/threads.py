@@ -118,24 +118,24 @@ class ThreadBackend:
             self._num_issued[rank, line] += 1
             self._last_calls[rank] = collective_input.call
             self._raise_failure(rank, collective_input.call)
-            meeting = self._pending.setdefault((line, number), PendingCollective(line[1], group.axes, number))
-            meeting.inputs[rank] = collective_input
-            first = next(iter(meeting.inputs.values()))  # whom all that have come fit
+            pending = self._pending.setdefault((line, number), PendingCollective(line[1], group.axes, number))
+            pending.inputs[rank] = collective_input
+            first = next(iter(pending.inputs.values()))  # whom all that have come fit
             if not _is_compatible(first.call, collective_input.call):
-                self._fail(rank, f"the ranks do not call the same collective.\n{self._table(meeting)}")
-            if meeting.missing_ranks:
-                return meeting
+                self._fail(rank, f"the ranks do not call the same collective.\n{self._table(pending)}")
+            if pending.missing_ranks:
+                return pending
             del self._pending[line, number]
-        _complete(collective_input.call, [meeting.inputs[peer] for peer in meeting.ranks])
+        _complete(collective_input.call, [pending.inputs[peer] for peer in pending.ranks])
         with self._lock:
-            meeting.is_done = True
-            meeting.inputs.clear()
-            for call in meeting.callbacks:
+            pending.is_done = True
+            pending.inputs.clear()
+            for call in pending.callbacks:
                 call()
-            bell = self._conditions.pop(meeting, None)
-            if bell is not None:
-                bell.notify_all()
-        return meeting
+            condition = self._conditions.pop(pending, None)
+            if condition is not None:
+                condition.notify_all()
+        return pending
 
     def add_done_callback(self, pending: PendingCollective, callback: Callable[[], None]) -> None:
         """Calls `callback` when `pending` is done, in the thread that completes it; at once if it is."""
@@ -162,8 +162,8 @@ class ThreadBackend:
         with self._lock:
             if pending.is_done:
                 return
-            bell = self._conditions.setdefault(pending, Condition(self._lock))
-            in_time = bell.wait_for(settled, self.timeout_s)
+            condition = self._conditions.setdefault(pending, Condition(self._lock))
+            in_time = condition.wait_for(settled, self.timeout_s)
             if pending.is_done:
                 return
             self._raise_failure(rank, call)
@@ -191,8 +191,8 @@ class ThreadBackend:
         raise error
 
     def _wake_all(self) -> None:
-        for bell in self._conditions.values():
-            bell.notify_all()
+        for condition in self._conditions.values():
+            condition.notify_all()
 
     def _table(self, pending: PendingCollective) -> str:
         lines = [f"collective {pending.number} over {' x '.join(pending.axes)}:"]

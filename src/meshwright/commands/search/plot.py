@@ -80,6 +80,6 @@ def winner_timeline(request: SearchRequest, best: Candidate) -> SpansByRank:
     halves = [scale * each.backward / 2 for each in costs]
     sent = boundary_send_s(request.shape, layout, request.machine)
     priced = StageCosts([scale * each.forward for each in costs], halves, halves, transfer=sent)
-    micros = int(min(layout.num_microbatches, max(8, NUM_ROUNDS * layout.pp)))
-    order = schedule.build(layout.pp, micros, layout.virtual_stages, priced)
+    num_microbatches = int(min(layout.num_microbatches, max(8, NUM_ROUNDS * layout.pp)))
+    order = schedule.build(layout.pp, num_microbatches, layout.virtual_stages, priced)
     return schedule_spans(simulate(order, priced), priced)

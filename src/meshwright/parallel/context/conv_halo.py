@@ -112,7 +112,7 @@ def halo_transfers(
         * FLOAT_NBYTES[dtype]
     )
     gather, scatter = (("all_gather", nbytes), ("reduce_scatter", nbytes * ranks))
-    forth, back = (Transfer(act, (axis,), size, dtype=dtype) for act, size in (gather, scatter))
+    forth, back = (Transfer(collective, (axis,), size, dtype=dtype) for collective, size in (gather, scatter))
     return [forth], [back] if convolve.needs_grad else []
 
 

@@ -115,23 +115,23 @@ class RingAttention(ContextParallel):
         return {}
 
     def _forward_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> list[Transfer]:
-        return self._ring_transfers(sharding, job, attention_call, rows)[0]
+        return self._ring_transfers(sharding, job, attention_call, num_samples)[0]
 
     def _backward_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> list[Transfer]:
-        return self._ring_transfers(sharding, job, attention_call, rows)[1]
+        return self._ring_transfers(sharding, job, attention_call, num_samples)[1]
 
     def _ring_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> tuple[list[Transfer], list[Transfer]]:
         ranks = sharding.mesh.size(self.axis)
         most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attention_call.key_len))
         _, groups = local_heads(sharding, attention_call)
         return ring_transfers(
-            rows * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
+            num_samples * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
             ranks - 1,
             self.axis,
             self.comm_dtype,

@@ -271,9 +271,13 @@ def exchange_transfers(
         * KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks).num_sent
     )
 
-    def swap(numel: int, dtype: str = dtype, act: str = "all_to_all") -> Transfer:
+    def swap(numel: int, dtype: str = dtype, collective: str = "all_to_all") -> Transfer:
         return Transfer(
-            act, (axis,), numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype], dtype=dtype, num_neighbours=near
+            collective,
+            (axis,),
+            numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype],
+            dtype=dtype,
+            num_neighbours=near,
         )
 
     taken = [

@@ -112,7 +112,7 @@ class DDP(Strategy):
         bucket: Sequence[ParamGroup],
         axes: tuple[str, ...],
         job: Job,
-        micro: int | None,
+        microbatch: int | None,
     ) -> "_BucketEnd":
         casts = job.precision.reduce != job.precision.parameters
         tensors = tuple(name for param_group in bucket for name in param_group.names)
@@ -126,7 +126,7 @@ class DDP(Strategy):
             pack = Action(
                 "PACK",
                 param_group.name,
-                micro,
+                microbatch,
                 waits=(actions[at].name,),
                 tensors=param_group.names,
                 allocations=takes,
@@ -138,12 +138,14 @@ class DDP(Strategy):
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         algorithm = SizeRule.parse(self.algorithm).algorithm_for(held.nbytes)
         transfer = Transfer("all_reduce", axes, held.nbytes, algorithm, job.precision.reduce)
-        reduce = Action("REDUCE", name, micro, stream="comm", waits=waits, tensors=tensors, transfer=transfer)
+        reduce = Action(
+            "REDUCE", name, microbatch, stream="comm", waits=waits, tensors=tensors, transfer=transfer
+        )
         behind.setdefault(last, []).append(reduce)
         if not casts:
             return _BucketEnd(reduce, held.name, tuple(map(grad_name, bucket)))
         return _BucketEnd(
-            Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
+            Action("UNPACK", name, microbatch, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
         )
 
 

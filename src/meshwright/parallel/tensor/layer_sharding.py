@@ -84,11 +84,11 @@ class Redistribution:
         """Yields the collective of a value of `numel` elements, if there is one."""
         dtype = job.precision.parameters if self.in_param_dtype else job.precision.compute
         dtype = "float32" if self.at_least_float32 and dtype in ("bfloat16", "float16") else dtype
-        act = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
-        if act in COLLECTIVES:
+        collective = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
+        if collective in COLLECTIVES:
             numel //= sharding.mesh.group_size(self.sharded_axes)
             put_in = numel if self.src.letter == "P" else numel // sharding.mesh.size(self.axis)
-            yield Transfer(act, (self.axis,), put_in * FLOAT_NBYTES[dtype], dtype=dtype, position=at)
+            yield Transfer(collective, (self.axis,), put_in * FLOAT_NBYTES[dtype], dtype=dtype, position=at)
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
         params_by_layer(sharding.param_shardings),
         dict[str, dict[int | str, Redistribution]](),
     )
-    turns = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
+    sum_members = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
     for call in {(call.name, call.role): call for call in sharding.model_spec.layer_calls}.values():
         layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
         if layer_sharding is not None:
@@ -224,7 +224,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
             )
             runtime.patches.replace_forward(
                 call.name,
-                partial(_layer_forward, runtime, layer_sharding, leaves, came, turns.get(call.name)),
+                partial(_layer_forward, runtime, layer_sharding, leaves, came, sum_members.get(call.name)),
             )
             if (
                 layer_sharding.input_redistribution is not None
@@ -297,7 +297,7 @@ def _layer_forward(
     layer_sharding: LayerSharding,
     shared: SharedParams,
     came: InputOrigins,
-    turn: JointSumMember | None,
+    joint_sum_member: JointSumMember | None,
     module: nn.Module,
     x: Any,
     *more: Any,
@@ -314,16 +314,20 @@ def _layer_forward(
     def compute(x: Any) -> torch.Tensor:
         return layer_sharding.compute(runtime, module, held, x, *more, **named)
 
-    if turn is not None and layer_sharding.output_redistribution is not None and turn.defers_sum:
-        return turn.contribute(
+    if (
+        joint_sum_member is not None
+        and layer_sharding.output_redistribution is not None
+        and joint_sum_member.defers_sum
+    ):
+        return joint_sum_member.contribute(
             compute(x),
             biases,
             layer_sharding.output_redistribution.dst,
             runtime.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
     waiting: Iterator[torch.Tensor] = iter(())
-    if turn is not None:
-        inputs, others = turn.collect()
+    if joint_sum_member is not None:
+        inputs, others = joint_sum_member.collect()
         waiting, biases = iter(split_samples(inputs, layer_sharding.num_chunks)), [*biases, *others]
     with _saved_for_backward(runtime, layer_sharding, given):
         y = run_in_chunks(

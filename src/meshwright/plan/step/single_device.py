@@ -448,4 +448,4 @@ class BackwardIndex:
             for i in self._at.get(block_call, ())
         )
         microbatches = ((self._actions[i].microbatch, i) for i in found)
-        return sorted({micro: i for micro, i in microbatches if microbatch in (None, micro)}.values())
+        return sorted({each: i for each, i in microbatches if microbatch in (None, each)}.values())

@@ -93,11 +93,11 @@ def with_straggler_waits(action_costs: ActionCosts, actions: Iterable[Action]) -
 
 
 def _with_inner_waits(
-    clock: _RankClock, cost: ActionCost, meetings: Sequence[_CollectiveRanks]
+    clock: _RankClock, cost: ActionCost, collectives: Sequence[_CollectiveRanks]
 ) -> ActionCost:
     """Adds the waits inside an action; its work is spread evenly between its collectives."""
-    for index, ranks in enumerate(meetings):
-        work_s = cost.compute_s * (index + 1) / len(meetings)
+    for index, ranks in enumerate(collectives):
+        work_s = cost.compute_s * (index + 1) / len(collectives)
         cost = replace(cost, comm_s=cost.comm_s + clock.lag_s(ranks, work_s))
         clock.synchronize(ranks, clock.work_s + work_s)
     return cost

@@ -188,13 +188,13 @@ def _pod_command(job: JobFile) -> list[str]:
     train = ["meshwright", "train", *job.train_args]
     if job.ranks_per_host == 1:
         return train
-    meeting = (
+    rendezvous_args = (
         [f"--master-addr={_master(job)}", f"--master-port={DEFAULT_PORT}"]
         if job.num_hosts > 1
         else ["--standalone"]
     )
     hosts = [f"--nnodes={job.num_hosts}", "--node-rank=$(POD_INDEX)"] if job.num_hosts > 1 else []
-    return ["torchrun", *hosts, *meeting, f"--nproc-per-node={job.ranks_per_host}", "-m", *train]
+    return ["torchrun", *hosts, *rendezvous_args, f"--nproc-per-node={job.ranks_per_host}", "-m", *train]
 
 
 def _pod_variables(job: JobFile) -> str:

@@ -33,9 +33,12 @@ def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     )
 
 
-def _rank_actions(rank: int, ahead: int, micros: int) -> Iterator[ScheduleAction]:
+def _rank_actions(rank: int, ahead: int, num_microbatches: int) -> Iterator[ScheduleAction]:
     yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
-    for microbatch in range(micros - ahead):
+    for microbatch in range(num_microbatches - ahead):
         yield ScheduleAction("F", rank, microbatch + ahead)
         yield ScheduleAction("B", rank, microbatch)
-    yield from (ScheduleAction("B", rank, microbatch) for microbatch in range(micros - ahead, micros))
+    yield from (
+        ScheduleAction("B", rank, microbatch)
+        for microbatch in range(num_microbatches - ahead, num_microbatches)
+    )

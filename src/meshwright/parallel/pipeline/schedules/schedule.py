@@ -79,7 +79,7 @@ def format_numbers(sorted_numbers: Sequence[int]) -> str:
 
 PassKind = Literal["F", "B", "I", "W"]
 PASS_KINDS: tuple[PassKind, ...] = ("F", "B", "I", "W")
-Dependency = tuple[str, int, int]  # (F or I, stage, micro)
+Dependency = tuple[str, int, int]  # (F or I, stage, microbatch)
 
 
 class ScheduleAction(NamedTuple):
@@ -164,8 +164,8 @@ class Schedule:
         deadlocks.
         """
         stages, num_stages = self.virtual_stages, self.num_stages
-        done: dict[tuple[int, int], int] = {}  # (stage, micro) -> how often each kind, as one number
-        place: dict[tuple[int, int], int] = {}  # (stage, micro) -> the virtual stage that does it
+        done: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> how often each kind, as one number
+        place: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> the virtual stage that does it
         split: dict[tuple[int, int], set[int]] = {}
         for rank, actions in enumerate(self.actions):
             once = dict.fromkeys(actions)
@@ -304,30 +304,30 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
 
 
 class _Simulation:
-    def __init__(self, order: Schedule, costs: StageCosts) -> None:
-        self.slots, self.parts, self.transfer = order.actions, order.num_stages, costs.transfer
-        self.part = [stage.stage for stage in order.virtual_stages]
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.actions, self.num_stages, self.transfer = schedule.actions, schedule.num_stages, costs.transfer
+        self.stage_of = [stage.stage for stage in schedule.virtual_stages]
         self.seconds = {
-            kind: [costs.seconds(kind, part) for part in range(order.num_stages)] for kind in PASS_KINDS
+            kind: [costs.seconds(kind, stage) for stage in range(schedule.num_stages)] for kind in PASS_KINDS
         }
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in order.actions]
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
         self.ended: dict[int, tuple[float, int]] = {}
         self.waiting: dict[int, list[int]] = {}  # what ranks stand before
-        self.ready = list(range(order.num_ranks))
+        self.ready = list(range(schedule.num_ranks))
 
     def advance(self, rank: int) -> None:
-        spans, ended, waiting, stages = self.spans[rank], self.ended, self.waiting, self.parts
+        spans, ended, waiting, num_stages = self.spans[rank], self.ended, self.waiting, self.num_stages
         free = spans[-1][1] if spans else 0.0
-        for kind, stage, microbatch in islice(self.slots[rank], len(spans), None):
-            part = self.part[stage]
-            own = 2 * (microbatch * stages + part)
+        for kind, virtual_stage, microbatch in islice(self.actions[rank], len(spans), None):
+            stage = self.stage_of[virtual_stage]
+            own = 2 * (microbatch * num_stages + stage)
             needs: tuple[int, ...] = ()
             if kind == "F":
-                needs = (own - 2,) if part else ()
+                needs = (own - 2,) if stage else ()
             elif kind == "W":
                 needs = (own + 1,)
             else:
-                needs = (own, own + 3) if part + 1 < stages else (own,)
+                needs = (own, own + 3) if stage + 1 < num_stages else (own,)
             start = free
             for need in needs:
                 if need not in ended:
@@ -335,7 +335,7 @@ class _Simulation:
                     return
                 end, at = ended[need]
                 start = max(start, end if at == rank else end + self.transfer)
-            free = start + self.seconds[kind][part]
+            free = start + self.seconds[kind][stage]
             spans.append((start, free))
             if kind != "W":
                 given = own if kind == "F" else own + 1

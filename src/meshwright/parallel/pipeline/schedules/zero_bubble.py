@@ -103,21 +103,26 @@ def zb_schedule_within_memory(
 
 
 def _handcrafted(
-    ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]
+    ranks: int, num_microbatches: int, ahead: Callable[[int], int], late: Callable[[int], int]
 ) -> Schedule:
-    raise_diagnostics(check_counts(ranks, micros))
+    raise_diagnostics(check_counts(ranks, num_microbatches))
     return Schedule.with_looped_placement(
-        _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros)
+        _rank_actions(
+            rank, min(ahead(rank), num_microbatches), min(late(rank), num_microbatches), num_microbatches
+        )
         for rank in range(ranks)
     )
 
 
-def _rank_actions(rank: int, ahead: int, late: int, micros: int) -> Iterator[ScheduleAction]:
+def _rank_actions(rank: int, ahead: int, late: int, num_microbatches: int) -> Iterator[ScheduleAction]:
     yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
-    for microbatch in range(micros):
+    for microbatch in range(num_microbatches):
         yield ScheduleAction("I", rank, microbatch)
         if microbatch >= late:
             yield ScheduleAction("W", rank, microbatch - late)
-        if microbatch + ahead < micros:
+        if microbatch + ahead < num_microbatches:
             yield ScheduleAction("F", rank, microbatch + ahead)
-    yield from (ScheduleAction("W", rank, microbatch) for microbatch in range(micros - late, micros))
+    yield from (
+        ScheduleAction("W", rank, microbatch)
+        for microbatch in range(num_microbatches - late, num_microbatches)
+    )
