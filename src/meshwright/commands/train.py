@@ -182,7 +182,9 @@ def train_rank(
             engine = stack.enter_context(ready.make_trainer(world))
             stack.enter_context(engine.oom_advisor)
             check_same_plan(world, plan)
-            feed = stack.enter_context(prefetch(ready.feed(plan, rank_env.rank), plan.run.workers))
+            batches = stack.enter_context(
+                prefetch(ready.local_batches(plan, rank_env.rank), plan.run.workers)
+            )
             progress.phase = "resuming"
             resumed = resume(engine.executor, plan, world, ready.dataset.digest, from_step)
             if show:
@@ -192,7 +194,7 @@ def train_rank(
             logger.info("plan %s on %s; %s", plan.hash, world.device, "; ".join(resumed.notes))
             started = perf_counter()
             callbacks_context = (
-                rank0_callbacks(resolved, feed.num_steps, resumed.step, world.device, console)
+                rank0_callbacks(resolved, batches.num_steps, resumed.step, world.device, console)
                 if show
                 else nullcontext(())
             )
@@ -203,7 +205,7 @@ def train_rank(
                 ended = train_loop(
                     engine.executor,
                     plan,
-                    feed,
+                    batches,
                     world,
                     should_stop,
                     heard,
@@ -213,7 +215,7 @@ def train_rank(
                 )
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
-                _conclude(ready, feed.num_steps, resumed.step, ended, perf_counter() - started, console)
+                _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
             text = _sample(ready, engine, ended, show=show)
             if show:
                 _farewell(ready, text, ended, console)

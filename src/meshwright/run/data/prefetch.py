@@ -28,10 +28,10 @@ MaybeBatch = dict[str, torch.Tensor] | None
 
 
 @dataclass
-class PrefetchedFeed:
-    """A feed whose next batches are prepared by the threads of `pool`, at most `depth` of them ahead."""
+class PrefetchedBatches:
+    """Local batches that the threads of `pool` prepare, at most `depth` of them ahead of their step."""
 
-    feed: LocalBatches
+    batches: LocalBatches
     pool: ThreadPoolExecutor
     depth: int
     _first: int = 0  # the step of the first in the queue
@@ -40,16 +40,16 @@ class PrefetchedFeed:
     @property
     def dataset(self) -> Dataset:
         """The samples."""
-        return self.feed.dataset
+        return self.batches.dataset
 
     @property
     def num_steps(self) -> int | None:
         """The number of global steps until the samples end; None if unknown or without end."""
-        return self.feed.num_steps
+        return self.batches.num_steps
 
     def sample_ids(self, step: int) -> list[list[int]]:
         """Returns the ids of the samples of each data rank in global step `step`."""
-        return self.feed.sample_ids(step)
+        return self.batches.sample_ids(step)
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the samples end before global step `step`."""
@@ -74,8 +74,8 @@ class PrefetchedFeed:
         return self._queue[0].result()
 
     def _make(self, step: int) -> tuple[bool, MaybeBatch]:
-        over = self.feed.has_ended(step)
-        return over, None if over else self.feed.batch(step)
+        over = self.batches.has_ended(step)
+        return over, None if over else self.batches.batch(step)
 
     def _drop(self, count: int) -> None:
         for _ in range(count):
@@ -83,16 +83,16 @@ class PrefetchedFeed:
 
 
 @contextmanager
-def prefetch(feed: LocalBatches, workers: int) -> Iterator[LocalBatches | PrefetchedFeed]:
-    """Yields `feed` with its next batches prepared by `workers` threads; with 0, `feed` itself. All threads
-    end on exit.
+def prefetch(batches: LocalBatches, workers: int) -> Iterator[LocalBatches | PrefetchedBatches]:
+    """Yields `batches`, the next ones of which are prepared by `workers` threads; with 0, `batches` itself. All
+    threads end on exit.
     """
     if not workers:
-        yield feed
+        yield batches
         return
-    workers = workers if feed.is_thread_safe else 1
+    workers = workers if batches.is_thread_safe else 1
     pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
-    made = PrefetchedFeed(feed, pool, 2 * workers)
+    made = PrefetchedBatches(batches, pool, 2 * workers)
     try:
         yield made
     except BaseException:

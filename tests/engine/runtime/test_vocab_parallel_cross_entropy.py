@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness.peak_bytes import PeakLive
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.redistribute import all_gather
-from meshwright.engine.runtime import loss as pieces
+from meshwright.engine.runtime import vocab_parallel_cross_entropy as pieces
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.vocab_parallel_cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from meshwright.plan.job.errors import PlanError
@@ -69,20 +69,6 @@ def test_it_equals_the_loss_on_the_whole_vocabulary(
     assert torch.allclose(
         torch.cat([gradient for _, gradient in found], -1), whole.grad, rtol=1e-12, atol=1e-14
     )
-
-
-def test_smoothing_is_torchs():
-    flat, labels = LOGITS.view(-1, WORDS), LABELS.view(-1)
-    by_torch = torch.nn.functional.cross_entropy(flat, labels, label_smoothing=0.2, reduction="sum")
-    assert torch.equal(token_cross_entropy(0.2).total(LOGITS, {"labels": LABELS}), by_torch)
-    assert not token_cross_entropy(0.2).is_token_nll
-    assert token_cross_entropy().is_token_nll
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.5])
-def test_an_invalid_label_smoothing_is_refused(smoothing: float):
-    with pytest.raises(PlanError, match=rf"label_smoothing = {smoothing}\n.*from 0 .the label alone. to 1"):
-        token_cross_entropy(smoothing)
 
 
 def test_half_precision_is_summed_in_float32_and_its_gradient_is_half():
