@@ -199,7 +199,7 @@ def train_rank(
                 else nullcontext(())
             )
             with stop_flag() as should_stop, callbacks_context as run_callbacks:
-                mine = (_telling(console), *ready.callbacks) if show else ()
+                mine = (_event_printer(console), *ready.callbacks) if show else ()
                 evaluating = ready.eval_samples(rank_env.rank)
                 heard = (*run_callbacks, *mine)
                 ended = train_loop(
@@ -218,7 +218,7 @@ def train_rank(
                 _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
             text = _sample(ready, engine, ended, show=show)
             if show:
-                _farewell(ready, text, ended, console)
+                _print_paths(ready, text, ended, console)
     return ended
 
 
@@ -254,7 +254,7 @@ def _write_run_plan(resolved: ResolvedRequest) -> Path:
     return folder / "plan.toml"
 
 
-def _telling(console: Console) -> Callback:
+def _event_printer(console: Console) -> Callback:
     def on_evaluate(moment: CallbackEvent) -> None:
         numbers = "".join(
             f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity"
@@ -343,7 +343,7 @@ def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: b
         )
 
 
-def _farewell(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:
+def _print_paths(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:
     run = ready.plan.run
     if text:
         console.rule("a sample")

@@ -26,7 +26,7 @@ Node = Any  # torch.autograd.graph.Node, whose attributes depend on the operatio
 
 
 @dataclass(frozen=True)
-class GraphPieces:
+class GraphPartition:
     """The graph of one forward: the part of each node, and the parts that use each leaf, by the leaf's id.
 
     A part is a block call, or ROOT for glue.
@@ -103,7 +103,7 @@ def _items(outputs: Any) -> Iterable[tuple[Any, Any]]:
     return outputs.items() if isinstance(outputs, dict) else ()
 
 
-def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces:
+def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPartition:
     """Returns the parts of the graph of a finished forward. Raises PlanError for a tensor that bypasses
     outputs.
     """
@@ -124,7 +124,7 @@ def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces
             users[id(node.variable)].add(ROOT)
         elif owner.setdefault(node, ROOT) != ROOT:
             raise _bypass_error(owner[node], "the glue between blocks")
-    return GraphPieces(owner, users)
+    return GraphPartition(owner, users)
 
 
 def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:

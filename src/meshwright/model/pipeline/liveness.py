@@ -65,7 +65,7 @@ IN_PLACE_FIX = "write x = x + y for x += y"
 HOOK_FIX = "register it where the model is called, or on a tensor that the block makes"
 
 
-class LateGrads:
+class LateGradientChanges:
     """Finds values whose gradient changes after the line that makes them, and closes the boundaries in
     between.
     """
@@ -160,7 +160,7 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.record, self._caches = ForwardRecord(), lru_caches(module)
-        self._late_grads = LateGrads(self.record)
+        self._late_grads = LateGradientChanges(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self._on_block_call, self._count_draws, self._sharded_forward = enter, drawn, sharded_forward

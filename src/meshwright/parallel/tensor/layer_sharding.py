@@ -258,7 +258,7 @@ def module_forward(
         module._parameters.update(before)
 
 
-def redistribute(
+def apply_redistribution(
     runtime: Runtime, tensor: torch.Tensor, redistribution: Redistribution | None, overlap: OverlapFn = None
 ) -> torch.Tensor:
     """Returns `tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
@@ -287,7 +287,7 @@ def _gate_with_redistributions(
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     for slot, move in moves.items():
         x = given[slot]
-        given[slot] = redistribute(runtime, x, move)
+        given[slot] = apply_redistribution(runtime, x, move)
         came[given[slot]] = x
     return inner(*(given[i] for i in range(len(args))), **{key: given[key] for key in kwargs})
 
@@ -304,7 +304,7 @@ def _layer_forward(
     **named: Any,
 ) -> torch.Tensor:
     given: Any = x if x is None else came.get(x, x)
-    x = x if given is not x else redistribute(runtime, x, layer_sharding.input_redistribution)
+    x = x if given is not x else apply_redistribution(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.collectives.redistribute(held[leaf], axis, I, R)
@@ -334,7 +334,9 @@ def _layer_forward(
             x,
             layer_sharding.num_chunks,
             lambda part: add_summand(compute(part), next(waiting, None)),
-            lambda y, meanwhile: redistribute(runtime, y, layer_sharding.output_redistribution, meanwhile),
+            lambda y, meanwhile: apply_redistribution(
+                runtime, y, layer_sharding.output_redistribution, meanwhile
+            ),
         )
     return y + reduce(torch.add, biases) if biases else y
 

@@ -49,11 +49,11 @@ from meshwright.parallel.tensor.layer_sharding import (
     LayerShardings,
     ParamTensors,
     Redistribution,
+    apply_redistribution,
     bind_layers,
     find_layer_sharding,
     layer_key,
     module_forward,
-    redistribute,
     shard_params,
 )
 from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
@@ -89,7 +89,7 @@ class TensorParallel2D(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.tensor_parallel"
         yield from check_sharded_once(sharding, self.axis, location)
-        yield from check_roles(sharding, location)
+        yield from check_all_params_sharded(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -224,7 +224,7 @@ def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
     return found
 
 
-def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
+def check_all_params_sharded(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     """Yields parameters without a known sharding, since no rank has the full stream."""
     left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
@@ -361,11 +361,11 @@ def _compute_between(
     x: torch.Tensor,
 ) -> torch.Tensor:
     for move in before:
-        x = redistribute(runtime, x, move)
+        x = apply_redistribution(runtime, x, move)
     bias = held.get("bias") if any(move.src == P for move in after) else None
     y = compute(runtime, module, held if bias is None else {**held, "bias": None}, x)
     for move in after:
-        y = redistribute(runtime, y, move)
+        y = apply_redistribution(runtime, y, move)
     return y if bias is None else y + bias  # added once, to the sum
 
 
@@ -397,7 +397,7 @@ def _sharded_norm(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = norm_statistics(formula, wide)
     for axis in axes:
-        known = redistribute(
+        known = apply_redistribution(
             runtime, known, Redistribution(axis, WIDTH_SHARD, R, in_param_dtype=True, at_least_float32=True)
         )
     y = apply_norm(formula, wide, combine_statistics(formula, known), held["weight"], held.get("bias"))

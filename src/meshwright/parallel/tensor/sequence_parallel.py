@@ -36,10 +36,10 @@ from meshwright.parallel.tensor.layer_sharding import (
     LayerSharding,
     LayerShardings,
     Redistribution,
+    apply_redistribution,
     bind_layers,
     layer_key,
     module_forward,
-    redistribute,
 )
 from meshwright.parallel.tensor.planned_collectives import add_planned_comm
 from meshwright.plan.job.errors import Diagnostic
@@ -226,16 +226,18 @@ def _block_with_stream_comm(
     if isinstance(residual_flow.arg, int):
         args = (
             *args[: residual_flow.arg],
-            redistribute(runtime, args[residual_flow.arg], first),
+            apply_redistribution(runtime, args[residual_flow.arg], first),
             *args[residual_flow.arg + 1 :],
         )
     else:
-        kwargs[residual_flow.arg] = redistribute(runtime, kwargs[residual_flow.arg], first)
+        kwargs[residual_flow.arg] = apply_redistribution(runtime, kwargs[residual_flow.arg], first)
     given = inner(*args, **kwargs)
     if residual_flow.output_index is None:
-        return redistribute(runtime, given, last)
+        return apply_redistribution(runtime, given, last)
     several = list(given)
-    several[residual_flow.output_index] = redistribute(runtime, several[residual_flow.output_index], last)
+    several[residual_flow.output_index] = apply_redistribution(
+        runtime, several[residual_flow.output_index], last
+    )
     return type(given)(several)
 
 

@@ -102,19 +102,19 @@ class BlockShare:
 
 
 @dataclass(frozen=True)
-class _LayerShare:
+class _LayerFraction:
     """A rank's fraction of the weight of a layer, and the axes along which the weight is sliced."""
 
     fraction: Fraction
     axes: frozenset[str]
 
 
-FULL_LAYER = _LayerShare(FULL, frozenset())
+FULL_LAYER = _LayerFraction(FULL, frozenset())
 
 
 def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
     """Returns the share of every block call on this rank."""
-    model_spec, layer_shares = sharding.model_spec, _layer_shares(sharding)
+    model_spec, layer_fractions = sharding.model_spec, _layer_fractions(sharding)
     calls, weight_grads = _layer_calls(model_spec), list(weight_grad_flops(model_spec))
     head = (
         model_spec.logits.layer
@@ -127,7 +127,7 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
     for i, block_call in enumerate(model_spec.block_calls):
         flops, saved_numel, numel = model_spec.flops[i], saved[i], model_spec.output_numel[i]
         local_calls = [
-            (call, layer_shares.get(call.name, FULL_LAYER))
+            (call, layer_fractions.get(call.name, FULL_LAYER))
             for call in calls[block_call]
             if call is not chunked_head
         ]
@@ -189,7 +189,7 @@ def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
         sharding,
         call.block_call,
         call.flops,
-        [(_layer_shares(sharding).get(call.name, FULL_LAYER), call.flops)],
+        [(_layer_fractions(sharding).get(call.name, FULL_LAYER), call.flops)],
     )
 
 
@@ -222,20 +222,20 @@ def _layer_calls(model_spec: ModelSpec) -> dict[str, list[LayerCall]]:
     return calls
 
 
-def _layer_shares(sharding: ShardingPlan) -> Mapping[str, _LayerShare]:
+def _layer_fractions(sharding: ShardingPlan) -> Mapping[str, _LayerFraction]:
     found = {}
     for param_sharding, total in zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True):
         if param_sharding.sliced_dims:
-            layer_shares = _LayerShare(
+            layer_fractions = _LayerFraction(
                 Fraction(param_sharding.param.numel, total.param.numel), frozenset(param_sharding.sliced_dims)
             )
             names = (name.rpartition(".") for name in param_sharding.param.names)
-            found |= {layer: layer_shares for layer, _, leaf in names if leaf == "weight"}
+            found |= {layer: layer_fractions for layer, _, leaf in names if leaf == "weight"}
     return found
 
 
 def _local_amount(
-    sharding: ShardingPlan, block_call: str, total: int, sharded: list[tuple[_LayerShare, int]]
+    sharding: ShardingPlan, block_call: str, total: int, sharded: list[tuple[_LayerFraction, int]]
 ) -> int:
     local_calls = sum(
         (

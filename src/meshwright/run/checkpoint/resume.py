@@ -22,7 +22,11 @@ from meshwright.run.checkpoint.directories import (
     retire_later_checkpoints,
     step_folder,
 )
-from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_all_ranks, verify_checkpoint
+from meshwright.run.checkpoint.integrity import (
+    consensus_for_load,
+    newest_valid_on_all_ranks,
+    verify_checkpoint,
+)
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
 from meshwright.run.checkpoint.save_load import open_tensors
 from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
@@ -58,7 +62,7 @@ def resume(
     """
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
-    consensus = load_consensus(world, "the run does not resume")
+    consensus = consensus_for_load(world, "the run does not resume")
     manifest = (
         _newest(folder, executor, consensus, notes)
         if step is None

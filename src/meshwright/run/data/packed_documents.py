@@ -209,7 +209,9 @@ def open_documents(source: DataConfig, reader: RowReader, tokenizer: Tokenizer, 
     encode = make_encoder(source, tokenizer)
     what = f"chat {source.chat}" if source.chat else f"text {source.column}"
     key = f"{what} {tokenizer.digest} {reader.digest}"
-    kept = open_token_cache(cache, key, tokenizer.vocab_size, lambda: _sound(encode(reader.read()), source))
+    kept = open_token_cache(
+        cache, key, tokenizer.vocab_size, lambda: _raise_encoding_errors(encode(reader.read()), source)
+    )
     return Conversations(kept, source, tokenizer) if source.chat else PackedTexts(kept, source, tokenizer)
 
 
@@ -264,7 +266,9 @@ class Conversations(TokenDataset):
         return wanted is None or bool(wanted[1 : self.sequence + 1].any())
 
 
-def _sound(encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig) -> Iterator[EncodedDocument]:
+def _raise_encoding_errors(
+    encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig
+) -> Iterator[EncodedDocument]:
     """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of
     any document.
     """

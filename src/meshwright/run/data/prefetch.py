@@ -84,7 +84,7 @@ class PrefetchedBatches:
 
 @contextmanager
 def prefetch(batches: LocalBatches, workers: int) -> Iterator[LocalBatches | PrefetchedBatches]:
-    """Yields `batches`, the next ones of which are prepared by `workers` threads; with 0, `batches` itself. All
+    """Yields `batches` with the next ones prepared by `workers` threads; with 0, `batches` itself. All
     threads end on exit.
     """
     if not workers:

@@ -46,7 +46,7 @@ def choose_algorithms(
         else:
             if measured is None:
                 measured = _measured(cluster, strategy)
-                notes += _doubts(measured, cluster)
+                notes += _mismatch_warnings(measured, cluster)
             ranks, per_host = _placed(strategy, mesh, measured)
             choice = choose_rule(measured, ranks, per_host)
             rule = str(choice.rule)
@@ -84,7 +84,7 @@ def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]
     return len(ranks), 0 if hosts == 1 else -(-len(ranks) // hosts)
 
 
-def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
+def _mismatch_warnings(cluster: Cluster, path: str) -> Iterator[str]:
     here = describe_machine()
     gpu = torch.cuda.is_available()
     if (cluster.transport == "nccl") != gpu:
