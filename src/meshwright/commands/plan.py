@@ -100,12 +100,14 @@ def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> Res
     request, ready = resolved
     known = request.run.cluster if not hardware or is_hardware_file(hardware) else ""
     run = replace(
-        request.run, hardware=_absolute(hardware) or request.run.hardware, cluster=_absolute(cluster) or known
+        request.run,
+        hardware=_make_absolute(hardware) or request.run.hardware,
+        cluster=_make_absolute(cluster) or known,
     )
     return replace(request, run=run), replace(ready, plan=replace(ready.plan, run=run))
 
 
-def _absolute(word: str) -> str:
+def _make_absolute(word: str) -> str:
     return str(Path(word).absolute()) if Path(word).is_file() else word
 
 

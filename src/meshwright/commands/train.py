@@ -61,7 +61,11 @@ def rank0_callbacks(
     folder = Path(plan.run.folder)
     try:
         write_run_info(
-            plan, plan_summary(plan), state_nbytes_by_role(plan), device, prediction_dict(plan, _priced(plan))
+            plan,
+            plan_summary(plan),
+            state_nbytes_by_role(plan),
+            device,
+            prediction_dict(plan, _predict(plan)),
         )
     except OSError as error:
         logger.warning("what the run is cannot be written, and its report will know less: %s", error)
@@ -76,7 +80,7 @@ def rank0_callbacks(
         yield (Callback(on_step_end=partial(_show, show)), *trackers)
 
 
-def _priced(plan: Plan) -> StepPrediction | None:
+def _predict(plan: Plan) -> StepPrediction | None:
     try:
         return predict_plan(plan, plan.run.hardware, plan.run.cluster)
     except PlanError as error:
@@ -164,7 +168,7 @@ def train_rank(
     """Trains as one rank; rank 0 prints. `stop_flag` is entered for the steps: it yields a function that
     says whether to stop.
     """
-    with _guarded(rank_env, config, overrides, console) as (progress, resolved):
+    with _record_failures(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
         plan = ready.plan
         if rank_env.launcher_env is not None and show:  # else the launching process has written it
@@ -223,7 +227,7 @@ def train_rank(
 
 
 @contextmanager
-def _guarded(
+def _record_failures(
     rank_env: RankEnv, config: Path, overrides: Sequence[str], console: Console
 ) -> Iterator[tuple[RankProgress, ResolvedRequest]]:
     """Yields the resolved request; a failure is recorded for the launching process, or printed under another

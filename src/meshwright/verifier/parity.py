@@ -93,7 +93,7 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
         id(each): {action.name: action for action in each.actions} for each in microbatch_plans
     }
     known_messages = [
-        _resized(a, plans_by_shapes[id(microbatch_plans[a.microbatch])])
+        _resize(a, plans_by_shapes[id(microbatch_plans[a.microbatch])])
         if microbatch_plans and a.microbatch is not None
         else a
         for a in plan.actions
@@ -111,7 +111,7 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
     ]
 
 
-def _resized(action: Action, plans_by_shapes: Mapping[str, Action]) -> Action:
+def _resize(action: Action, plans_by_shapes: Mapping[str, Action]) -> Action:
     """Returns `action` with the sizes of `others`, by name.
 
     A smaller microbatch may need no recomputation; then its forward counts as the planned kind and moves as

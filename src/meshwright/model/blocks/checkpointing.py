@@ -80,7 +80,9 @@ class ModuleSnapshot:
             part.values = part.values if part.written else {}
             part.buffers = {}  # the objects are only needed to compare
             part.attributes = (
-                part.attributes if _differ(part.attributes, _module_attributes(part.module)) else {}
+                part.attributes
+                if _attributes_differ(part.attributes, _module_attributes(part.module))
+                else {}
             )
         self._parts = [part for part in self._parts if part.values or part.attributes]
 
@@ -115,7 +117,7 @@ def _buffer_versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     return {name: (buffer, buffer._version) for name, buffer in module._buffers.items() if buffer is not None}
 
 
-def _differ(one: dict[str, object], other: dict[str, object]) -> bool:
+def _attributes_differ(one: dict[str, object], other: dict[str, object]) -> bool:
     return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 

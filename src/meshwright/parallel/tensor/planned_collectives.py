@@ -123,7 +123,7 @@ def _block_call_comm(
     def transfers_of(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
         return tuple(each for move, numel, at in taken for each in move.transfers(numel, sharding, job, at))
 
-    def booked(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
+    def plan_block_call(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
         back = list(_backward_moves(mine, num_samples, leaves, learning))
         if boundaries is not None and not boundaries.input_needs_grad(block_call):
             back = [(taken, True) for taken, _ in back]
@@ -134,7 +134,7 @@ def _block_call_comm(
         more = _gathered_numel(mine, num_samples, sharding, learning) * FLOAT_NBYTES[job.precision.compute]
         return _BlockCallComm(transfers_of(_forward_moves(mine, num_samples)), whole, first, late, more)
 
-    return {block_call: booked(block_call, mine) for block_call, mine in calls.items()}
+    return {block_call: plan_block_call(block_call, mine) for block_call, mine in calls.items()}
 
 
 def _local_calls(sharding: ShardingPlan) -> Iterator[LayerCall]:

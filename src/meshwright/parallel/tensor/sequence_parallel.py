@@ -197,7 +197,7 @@ class SequenceParallel(Strategy):
                     *last.transfers(numel, sharding, job, at=len(sharding.model_spec.layer_calls))
                 ]
 
-        def crossed(action: Action) -> Action:
+        def add_transfers(action: Action) -> Action:
             back = action.kind in INPUT_GRAD_KINDS
             more = met.get((action.subject, back), []) if back or action.kind in FORWARD_KINDS else []
             return (
@@ -211,7 +211,7 @@ class SequenceParallel(Strategy):
                 else action
             )
 
-        return [crossed(action) for action in actions]
+        return [add_transfers(action) for action in actions]
 
 
 def _block_with_stream_comm(

@@ -165,7 +165,7 @@ class StageBoundaries:
         """
         raise_diagnostics(self.diagnostics(boundaries))
         starts = [0, *(self.index[boundary] for boundary in boundaries), len(self.block_calls)]
-        return tuple(self._part(start, end) for start, end in pairwise(starts))
+        return tuple(self._make_stage(start, end) for start, end in pairwise(starts))
 
     def diagnostics(self, boundaries: Sequence[str]) -> Iterator[Diagnostic]:
         """Yields what keeps the model from being split at `boundaries`."""
@@ -189,9 +189,11 @@ class StageBoundaries:
             if boundary in closed and self.index[boundary]:
                 before = self.block_calls[self.index[boundary] - 1]
                 text = f"no stage can begin with '{boundary}', after '{before}': {closed[boundary].reason}"
-                yield Diagnostic(text, f"{self._instead(boundary)}{closed[boundary].fix}", "boundaries")
+                yield Diagnostic(
+                    text, f"{self._suggest_boundaries(boundary)}{closed[boundary].fix}", "boundaries"
+                )
 
-    def _instead(self, boundary: str) -> str:
+    def _suggest_boundaries(self, boundary: str) -> str:
         """The open boundaries next to a closed one, as text."""
         at, open_calls = self.index[boundary], self.open_boundaries()
         below = [block_call for block_call in open_calls if self.index[block_call] < at][-1:]
@@ -199,7 +201,7 @@ class StageBoundaries:
         found = " or ".join(f"'{block_call}'" for block_call in below + above)
         return f"begin it with {found}; or " if found else "do not split the model; or "
 
-    def _part(self, start: int, end: int) -> StageSpec:
+    def _make_stage(self, start: int, end: int) -> StageSpec:
         inside, index = range(start, end), self.index
         before = [v for v in self.values if index[v.producer] < start and index[v.consumers[-1]] >= start]
         inputs = tuple(v for v in before if any(index[block_call] in inside for block_call in v.consumers))

@@ -298,7 +298,7 @@ class ShardingPlan:
         return replace(
             logical,
             model_spec=model_spec,
-            param_shardings=tuple(logical._sliced(each, coordinate) for each in param_shardings),
+            param_shardings=tuple(logical._slice(each, coordinate) for each in param_shardings),
             all_ranks=logical,
             coordinate=tuple(coordinate.items()),
         )
@@ -324,7 +324,7 @@ class ShardingPlan:
             found.append(DimShard(axes, dim_split, self.mesh.group_size(axes), index))
         return tuple(found)
 
-    def _sliced(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
+    def _slice(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
         shape = param_sharding.param.shape
         for shard in self.dim_shards(param_sharding, coordinate):
             shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)

@@ -50,7 +50,7 @@ class _RankClock:
 
     def lag_s(self, ranks: _CollectiveRanks, more_work_s: float = 0.0) -> float:
         """How far the slowest of `ranks` is behind after `more_work_s` seconds of further work."""
-        synchronized_at = max(self._synchronized_at.get(ranks.key, 0.0), self._along(ranks.axes))
+        synchronized_at = max(self._synchronized_at.get(ranks.key, 0.0), self._last_synchronized(ranks.axes))
         return self._action_costs.target.device_time.straggler_seconds(
             self.work_s + more_work_s - synchronized_at, ranks.num_ranks
         )
@@ -58,7 +58,7 @@ class _RankClock:
     def synchronize(self, ranks: _CollectiveRanks, work_s: float) -> None:
         self._synchronized_at[ranks.key] = max(work_s, self._synchronized_at.get(ranks.key, 0.0))
 
-    def _along(self, axes: frozenset[str]) -> float:
+    def _last_synchronized(self, axes: frozenset[str]) -> float:
         """When all ranks along `axes` were synchronized: the latest collectives that cover these axes."""
         covered: frozenset[object] = frozenset()
         for key, work_s in sorted(self._synchronized_at.items(), key=lambda item: -item[1]):

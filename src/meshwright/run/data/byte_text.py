@@ -57,7 +57,7 @@ class TextDataset(TokenDataset):
         root = Path(source.source)
         self.sequence, self.tokenizer = source.sequence, ByteTokenizer()
         self.files = list_files(source, DEFAULT_PATTERNS)
-        content = _joined(self.files)
+        content = _join_files(self.files)
         if len(content) < 2:
             what = (
                 f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at "
@@ -121,7 +121,7 @@ def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
         return b"", Diagnostic(
             f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where
         )
-    odd = _undecodable(text)
+    odd = _count_undecodable(text)
     if odd > MAX_UNDECODABLE * len(text):
         return b"", Diagnostic(
             f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where
@@ -188,7 +188,7 @@ def _matches(relative: PurePath, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(candidate, pattern) for pattern in patterns for candidate in candidates)
 
 
-def _joined(files: Sequence[Path]) -> bytearray:
+def _join_files(files: Sequence[Path]) -> bytearray:
     content, diagnostics = bytearray(), []
     for path in files:
         text, diagnostic = read_text(path)
@@ -201,7 +201,7 @@ def _joined(files: Sequence[Path]) -> bytearray:
     return content
 
 
-def _undecodable(text: bytes) -> int:
+def _count_undecodable(text: bytes) -> int:
     """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held
     twice.
     """

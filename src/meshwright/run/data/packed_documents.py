@@ -94,7 +94,11 @@ def encode_conversation(
     if diagnostic is not None or not isinstance(messages, list):
         return diagnostic or Diagnostic("no conversation", "write a list of messages", where)
     try:
-        found = _marked(tokenizer, messages) if has_tag else _prefixed(tokenizer, messages, where)
+        found = (
+            _encode_with_mask(tokenizer, messages)
+            if has_tag
+            else _encode_by_prefixes(tokenizer, messages, where)
+        )
     except (
         Exception
     ) as error:  # a template is a program: jinja, and its own raise_exception, say why it refuses
@@ -139,7 +143,7 @@ def _short_repr(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _marked(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocument:
+def _encode_with_mask(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocument:
     found = tokenizer.hf_tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -148,18 +152,18 @@ def _marked(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocum
     )
 
 
-def _prefixed(
+def _encode_by_prefixes(
     tokenizer: PretrainedTokenizer, messages: list[Any], where: str
 ) -> EncodedDocument | Diagnostic:
-    def written(upto: int, *, cue: bool = False) -> str:
+    def render(upto: int, *, cue: bool = False) -> str:
         return tokenizer.hf_tokenizer.apply_chat_template(
             messages[:upto], tokenize=False, add_generation_prompt=cue
         )
 
-    whole, spans = written(len(messages)), []
+    whole, spans = render(len(messages)), []
     for i, message in enumerate(messages):
         if message["role"] == ASSISTANT:
-            before, after = written(i, cue=True), written(i + 1)
+            before, after = render(i, cue=True), render(i + 1)
             if not (after.startswith(before) and whole.startswith(after)):
                 text = (
                     f"the template has no generation marks, and writes message {i} differently when there "

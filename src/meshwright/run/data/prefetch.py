@@ -53,17 +53,17 @@ class PrefetchedBatches:
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the samples end before global step `step`."""
-        return self._prepared(step)[0]
+        return self._prepare(step)[0]
 
     def batch(self, step: int) -> MaybeBatch:
         """Returns this rank's samples of global step `step` (from 0); None when all are absent."""
-        return self._prepared(step)[1]
+        return self._prepare(step)[1]
 
     def wait_idle(self, timeout_s: float) -> None:
         """Waits until no batch is being prepared, at most `timeout_s` seconds."""
         wait(self._queue, timeout_s)
 
-    def _prepared(self, step: int) -> tuple[bool, MaybeBatch]:
+    def _prepare(self, step: int) -> tuple[bool, MaybeBatch]:
         if step < self._first or step > self._first + len(self._queue):
             self._drop(len(self._queue))
             self._first = step

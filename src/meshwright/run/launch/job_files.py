@@ -121,13 +121,13 @@ def kubernetes_manifest(job: JobFile) -> str:
     )
     mounts, volumes = "- {name: shm, mountPath: /dev/shm}", "- {name: shm, emptyDir: {medium: Memory}}"
     if claim:
-        mounts += f"\n- {{name: run, mountPath: {_quoted(path)}}}"
+        mounts += f"\n- {{name: run, mountPath: {_quote(path)}}}"
         volumes += f"\n- {{name: run, persistentVolumeClaim: {{claimName: {claim}}}}}"
     container = f"""\
         - name: train
-          image: {_quoted(job.image)}
-          command: [{", ".join(map(_quoted, _pod_command(job)))}]
-          workingDir: {_quoted(path or "/")}
+          image: {_quote(job.image)}
+          command: [{", ".join(map(_quote, _pod_command(job)))}]
+          workingDir: {_quote(path or "/")}
           env:
           # the index of the pod; the names of launchers' own variables are kept free for them
           - name: POD_INDEX
@@ -243,7 +243,7 @@ def _train(job: JobFile) -> str:
     return shlex.join(["meshwright", "train", *job.train_args])
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 

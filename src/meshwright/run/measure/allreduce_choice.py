@@ -45,7 +45,7 @@ def choose_algorithms(
             notes.append(f"auto keeps '{rule}' for {strategy.name}, with which the run in {folder} began")
         else:
             if measured is None:
-                measured = _measured(cluster, strategy)
+                measured = _read_measurement(cluster, strategy)
                 notes += _mismatch_warnings(measured, cluster)
             ranks, per_host = _placed(strategy, mesh, measured)
             choice = choose_rule(measured, ranks, per_host)
@@ -64,7 +64,7 @@ def _with_rule(strategy: Strategy, rule: str) -> Strategy:
     return replace(strategy, **fields)
 
 
-def _measured(cluster: str, strategy: Strategy) -> Cluster:
+def _read_measurement(cluster: str, strategy: Strategy) -> Cluster:
     if not cluster:
         text = "auto chooses by the measured cost of the links, and no measurement is named"
         fix = (

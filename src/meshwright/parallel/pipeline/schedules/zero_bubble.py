@@ -59,12 +59,12 @@ PRIORITY_RULES = tuple(
 
 def zb_h1_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns the schedule ZB-H1: the memory of 1F1B, about a third of its bubble."""
-    return _handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
+    return _build_handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
 
 
 def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     """Returns the schedule ZB-H2: twice the memory of 1F1B, no bubble if all passes take the same time."""
-    return _handcrafted(
+    return _build_handcrafted(
         num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank
     )
 
@@ -102,7 +102,7 @@ def zb_schedule_within_memory(
     ).schedule
 
 
-def _handcrafted(
+def _build_handcrafted(
     ranks: int, num_microbatches: int, ahead: Callable[[int], int], late: Callable[[int], int]
 ) -> Schedule:
     raise_diagnostics(check_counts(ranks, num_microbatches))
