@@ -298,7 +298,6 @@ def _shrink_microbatch(plan: Plan) -> Iterator[CandidateChange]:
 
 
 def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
-    """Uses the ranks of a data-parallel axis for sequence sharding."""
     split = [strategy.axis for strategy in plan.strategies if isinstance(strategy, BatchSplit)]
     for axis in split if plan.mesh.cp == 1 else ():
         ranks = plan.mesh.size(axis)
@@ -316,7 +315,6 @@ def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
 
 
 def _move_axis(old: Strategy, axis: str) -> Strategy:
-    """Moves a strategy from `axis` to the axis of sequence sharding."""
     match old:
         case ZeRO() if old.axis == axis:
             return replace(old, axis=CP_AXIS)
@@ -328,7 +326,6 @@ def _move_axis(old: Strategy, axis: str) -> Strategy:
 
 
 def _recompute(plan: Plan) -> Iterator[CandidateChange]:
-    """Adds activation checkpointing."""
     if not any(isinstance(strategy, ActivationCheckpointing) for strategy in plan.strategies):
         yield (
             '[[strategies]] name = "activation_checkpointing"',

@@ -90,7 +90,6 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
 
 
 def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> ExecutionTarget:
-    """One device per rank, as measured or as known of its kind."""
     network, notes = _network_time(links, machine.num_devices)
     if links is not None:
         machine, more = with_measured_links(machine, links)

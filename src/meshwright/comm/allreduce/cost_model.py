@@ -106,8 +106,6 @@ def round_loads(
 
 
 class _RoundTotals:
-    """The load of one round, accumulated rank by rank."""
-
     def __init__(self) -> None:
         self.messages_by_host: dict[int, Counter[int]] = {}
         self.receivers_by_host: Counter[int] = Counter()

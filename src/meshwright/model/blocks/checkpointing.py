@@ -43,8 +43,6 @@ from meshwright.plan.job.errors import PlanError
 
 @dataclass(slots=True)
 class _SubmoduleSnapshot:
-    """One module: its attributes, its buffers with their versions, and copies of their values."""
-
     module: nn.Module
     attributes: dict[str, object]
     buffers: dict[str, tuple[torch.Tensor, int]]

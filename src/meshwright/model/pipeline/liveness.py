@@ -375,7 +375,6 @@ class _ForwardRecorder(TorchFunctionMode):
     def _rename_written(
         self, tensor: torch.Tensor, name: str, first_number: int, func: str, source_line: str
     ) -> list[tuple[str, str]]:
-        """Gives new names to all values in the storage that was written through `tensor`."""
         storage = storage_id(tensor)
         self._written_storages.add(storage)
         same_storage = [t for t in self._names if storage_id(t) == storage]
@@ -419,7 +418,6 @@ class _ForwardRecorder(TorchFunctionMode):
         )
 
     def _record_use(self, tensor: torch.Tensor, *, glue: bool = False) -> None:
-        """Records that the last block call, or the glue after it, uses `tensor`."""
         made_in = self._made_in.get(tensor)
         if tensor in self._names:
             name = self._names[tensor]

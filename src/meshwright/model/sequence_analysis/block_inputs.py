@@ -123,7 +123,6 @@ def analyze_block_inputs(
 
 
 def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]:
-    """Returns the lengths in glue of inputs whose tokens started inside the model."""
     given = find_sharded_tensors(value)
     plain = [
         each
@@ -145,7 +144,6 @@ def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]
 def _inner_token_dims(
     tensor: torch.Tensor, local_tensor: torch.Tensor, inner_lengths: set[int], sizes: TrialLengths
 ) -> list[int]:
-    """Returns the dims of a tensor that are such tokens, by their length in glue."""
     inputs_found = [
         dim
         for dim, size in enumerate(local_tensor.shape)

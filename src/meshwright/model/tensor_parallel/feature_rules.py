@@ -347,7 +347,6 @@ def _stack(op: FeatureOp) -> None:
 
 
 def _reduce(op: FeatureOp) -> None:
-    """Ties all ids along the dims of a sum, norm or softmax."""
     numbers, ndim, dims = op.first_ids, op.args[0].ndim, op.dim
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         dims = range(ndim)
@@ -393,7 +392,6 @@ def _glu(op: FeatureOp) -> None:
 
 
 def _index(op: FeatureOp) -> None:
-    """Picks entries along one dim, by a known or unknown index."""
     numbers = op.first_ids
     if op.packet is aten.index:
         indexed_dims = [(dim, index) for dim, index in enumerate(op.args[1]) if index is not None]

@@ -77,7 +77,6 @@ def _find_failure(
     ready: PrepareForward,
     blocks: Sequence[str],
 ) -> _Failure | None:
-    """The first thing that does not run; None if everything runs."""
     flow, entered_blocks = FeatureFlow(), [""]
     shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
@@ -122,7 +121,6 @@ def _find_failure(
 
 
 def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
-    """A layer whose slice has other units than the proposal says."""
     roles = {
         node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"
     }
@@ -210,7 +208,6 @@ def _take_portion(
 
 
 def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
-    """The layers of all blocks like `block`: those with heads, or all if none have."""
     pattern = LAYER_NUMBER.sub("*", block)
     inside = [
         name

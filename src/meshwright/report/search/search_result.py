@@ -371,7 +371,6 @@ def _cost_table(rows: Sequence[Mapping[str, Any]], budget: TrainingBudget) -> Ta
 
 
 def _number_rows(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """The values of each row by the keys of `columns`, behind its number."""
     cells = [(number, *(row[key] for key in columns)) for number, row in enumerate(rows, start=1)]
     return Table([Column("", "{}"), *columns.values()], cells, title=title)
 

@@ -50,8 +50,6 @@ def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
 
 @dataclass(frozen=True)
 class _ScheduleDrawing:
-    """The simulated schedule, as wide as the terminal."""
-
     plan: Plan
     show_all: bool
 
@@ -83,7 +81,6 @@ def row_label(world: int, roles: int) -> str:
 
 
 def _idle_warning(plan: Plan) -> Iterator[Text]:
-    """A warning if there are too few microbatches to keep all pp ranks busy."""
     ranks = len(plan.sharding.block_calls_by_pp_rank)
     if plan.num_microbatches < ranks:
         found = simulated_spans(plan)

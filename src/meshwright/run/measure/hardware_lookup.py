@@ -106,8 +106,6 @@ class DeviceTable:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that describes a machine."""
-
     device: DeviceTable
     rates: dict[str, float] = field(default_factory=dict)
 

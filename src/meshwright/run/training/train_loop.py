@@ -168,10 +168,6 @@ def save_checkpoint(folder: Path, executor: Executor, meta: Mapping[str, Any], w
 
 
 class _TrainLoop:
-    """The state of the loop on one rank: its metrics log, callbacks, evaluation history, and whether it is
-    over.
-    """
-
     def __init__(
         self,
         executor: Executor,
