@@ -49,8 +49,8 @@ from meshwright.plan.step.single_device import (
 )
 from meshwright.plan.strategy import Strategy, StrategyPhase
 
-LOSS_SITE = ""  # stands for it among visits
-END_OF_CALL = 1e9  # behind all that a visit itself moves
+LOSS_SITE = ""  # stands for it among block calls
+END_OF_CALL = 1e9  # behind all that a block call itself moves
 
 
 def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
@@ -153,7 +153,7 @@ def _gather_and_scatter(
 
 
 CP_AXIS = "cp"
-FORWARD_KINDS = (*FORWARD_KINDS, "RECOMPUTE")  # kinds that run a visit forward
+FORWARD_KINDS = (*FORWARD_KINDS, "RECOMPUTE")  # kinds that run a block call forward
 
 AttentionTransfers = Callable[
     [AttentionSpec, int], Sequence[Transfer]

@@ -36,7 +36,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime
 
-MAX_REPORTED = 3  # visits in a message
+MAX_REPORTED = 3  # block calls in a message
 UNEVEN_HEADS = "attention has {} heads on a rank, and they go to {} ranks in equal number"
 HEAD_SHARD, TOKEN_SHARD = S(1), S(2)  # of [rows, heads, tokens, width]
 
