@@ -156,9 +156,9 @@ def nic_load(algorithm: AllReduceAlgorithm, host_of: Sequence[int]) -> float:
         for rank, local_rounds in enumerate(rounds):
             for parcel in local_rounds[number].sends:
                 crosses = host_of[rank] != host_of[parcel.peer]
-                out[host_of[rank]] += len(parcel.pieces) * crosses
-                into[host_of[parcel.peer]] += len(parcel.pieces) * crosses
-        total += max(*out.values(), *into.values()) / algorithm.num_pieces(size)
+                out[host_of[rank]] += len(parcel.chunks) * crosses
+                into[host_of[parcel.peer]] += len(parcel.chunks) * crosses
+        total += max(*out.values(), *into.values()) / algorithm.num_chunks(size)
     return total
 
 

@@ -126,7 +126,7 @@ def plan_changes(analyzed: AnalyzedModel, plan: Plan, rank: int) -> Iterator[Pla
     here = [
         *_shards(plan, (1, 2)),
         *_fewer_in_flight(plan),
-        *_smaller(plan),
+        *_shrink_microbatch(plan),
         *_shards(plan, (3,)),
         *_recompute(plan),
     ]
@@ -290,7 +290,7 @@ def _fewer_in_flight(plan: Plan) -> Iterator[CandidateChange]:
                 yield f'strategies.pipeline.schedule = "{name}"', others, plan.micro_batch
 
 
-def _smaller(plan: Plan) -> Iterator[CandidateChange]:
+def _shrink_microbatch(plan: Plan) -> Iterator[CandidateChange]:
     """Uses the next smaller microbatch that divides the local batch."""
     divisors = [n for n in range(1, plan.micro_batch // 2 + 1) if plan.local_batch % n == 0]
     if divisors:
@@ -298,13 +298,12 @@ def _smaller(plan: Plan) -> Iterator[CandidateChange]:
 
 
 def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
-    """Uses the ranks of a data-parallel axis for sequence sharding."""
     split = [strategy.axis for strategy in plan.strategies if isinstance(strategy, BatchSplit)]
     for axis in split if plan.mesh.cp == 1 else ():
         ranks = plan.mesh.size(axis)
         mesh = replace(plan.mesh, **{axis: 1, CP_AXIS: ranks})
         others = tuple(
-            _along(old, axis)
+            _move_axis(old, axis)
             for old in plan.strategies
             if not (isinstance(old, BatchSplit) and old.axis == axis)
         )
@@ -315,8 +314,7 @@ def _sequence_sharded(plan: Plan) -> Iterator[tuple[Mesh, CandidateChange]]:
         yield mesh, (message, (*others, RingAttention()), plan.micro_batch)
 
 
-def _along(old: Strategy, axis: str) -> Strategy:
-    """Moves a strategy from `axis` to the axis of sequence sharding."""
+def _move_axis(old: Strategy, axis: str) -> Strategy:
     match old:
         case ZeRO() if old.axis == axis:
             return replace(old, axis=CP_AXIS)
@@ -328,7 +326,6 @@ def _along(old: Strategy, axis: str) -> Strategy:
 
 
 def _recompute(plan: Plan) -> Iterator[CandidateChange]:
-    """Adds activation checkpointing."""
     if not any(isinstance(strategy, ActivationCheckpointing) for strategy in plan.strategies):
         yield (
             '[[strategies]] name = "activation_checkpointing"',

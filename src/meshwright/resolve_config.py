@@ -62,7 +62,7 @@ class ResolvedRun:
     callbacks: tuple[Callback, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def feed(self, plan: Plan, rank: int) -> LocalBatches:
+    def local_batches(self, plan: Plan, rank: int) -> LocalBatches:
         """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without
         the held-out ones.
         """

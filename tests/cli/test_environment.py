@@ -1,7 +1,6 @@
-"""The process environment as the command reads it: ranks, variables set for libraries, and signals."""
+"""The process environment as the command reads it: ranks, and variables set for libraries."""
 
 import os
-import signal
 
 import pytest
 
@@ -9,7 +8,6 @@ from meshwright.cli import environment
 from meshwright.cli.environment import current_rank
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.network_interfaces import loopback_interface
-from meshwright.run.launch.signals import stop_flag
 from tests.command_line import become_the_only_rank, forget_ranks
 
 WATCHED = ("GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "MASTER_ADDR", "LOCAL_WORLD_SIZE")
@@ -90,18 +88,3 @@ def test_the_ranks_of_our_own_launcher_have_a_file_and_no_place(monkeypatch):
     start(monkeypatch, MESHWRIGHT_STORE="/store", MESHWRIGHT_LIFELINE="5")
     ranked = current_rank()
     assert (ranked.store_path, ranked.lifeline_fd, ranked.launcher_env) == ("/store", 5, None)
-
-
-@pytest.mark.parametrize(
-    ("number", "counts_as"),
-    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)],
-)
-def test_a_signal_is_a_stop_request_while_a_handler_is_installed(number, counts_as):
-    received: list[int] = []
-    before = signal.getsignal(number)
-    with stop_flag(received) as stopping:
-        assert not stopping()
-        signal.raise_signal(number)
-        assert stopping()
-    assert received == [counts_as]
-    assert signal.getsignal(number) is before

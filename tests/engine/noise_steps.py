@@ -22,7 +22,7 @@ def train_and_record(
     assert static_checks(plan) == []
 
     def rank(world: World) -> tuple[list[Metrics], list[Tiny]]:
-        executor, feed = (
+        executor, local_batches = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
@@ -31,7 +31,7 @@ def train_and_record(
             model = Tiny().double()
             model.load_state_dict(executor.gather_parameters())
             models.append(model)
-            metrics.append(executor.step(feed.batch(step)))
+            metrics.append(executor.step(local_batches.batch(step)))
         executor.close()
         return metrics, models
 

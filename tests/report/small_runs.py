@@ -40,11 +40,11 @@ def train_small_run(
     write_run_info(plan, plan_summary(plan), state_nbytes_by_role(plan), torch.device("cpu"))
 
     def rank(world):
-        executor, feed = (
+        executor, local_batches = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
-        train_loop(executor, plan, feed, world, lambda: False)
+        train_loop(executor, plan, local_batches, world, lambda: False)
         executor.close()
 
     run_on_threads(rank, plan.mesh)

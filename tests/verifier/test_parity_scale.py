@@ -110,11 +110,11 @@ def test_adam_would_have_hidden_the_scale(analyzed: AnalyzedModel, plan: Plan):
     after = []
     for strategies in (LAYERS, (BatchSplit(), Averaging(bucket_mb=300 / 2**20))):
         adam = plan_of(analyzed, 3, strategies, 2, job)
-        feed = case_of(analyzed, adam).batch_reader
+        read_batch = case_of(analyzed, adam).batch_reader
 
-        def body(world: World, adam: Plan = adam, feed: Any = feed) -> torch.Tensor:
+        def body(world: World, adam: Plan = adam, read_batch: Any = read_batch) -> torch.Tensor:
             executor = executor_of(analyzed, adam, world)
-            executor.step(feed(adam, world.rank)(0))
+            executor.step(read_batch(adam, world.rank)(0))
             return executor.state.trained_module.parameters["head.weight"].detach()
 
         after.append(run_on_threads(body, Mesh(dp_replicate=3))[0])

@@ -27,9 +27,9 @@ def by_hand(
     module = case.make_trained_module().module
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     velocity = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    feed, history = case.batch_reader(case.single_device_plan, 0), []
+    read_batch, history = case.batch_reader(case.single_device_plan, 0), []
     for step in range(steps):
-        batch = feed(step)
+        batch = read_batch(step)
         logits = module(batch["input_ids"])
         kept = batch["labels"] != IGNORE_INDEX
         loss = nn.functional.cross_entropy(logits[kept], batch["labels"][kept], reduction="sum") / kept.sum()

@@ -54,8 +54,6 @@ class RendezvousEndpoint:
 
 
 class _RendezvousWait:
-    """The time that `rank` has waited at `endpoint`."""
-
     def __init__(self, endpoint: RendezvousEndpoint, rank: int, timeout_s: float) -> None:
         self.endpoint, self.rank, self.timeout_s = endpoint, rank, timeout_s
         self.started_at, self.logged = time.monotonic(), False

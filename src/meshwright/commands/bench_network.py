@@ -145,7 +145,7 @@ def bench_local_ranks(
 def bench_rank(rank_env: RankEnv, request: NetworkBenchRequest, result_folder: Path) -> None:
     """Measures as one of the local ranks; rank 0 writes the timings into `result_folder`."""
     with record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd):
-        timings, transport = _measured(rank_env, request, 0)
+        timings, transport = _measure_algorithms(rank_env, request, 0)
         if rank_env.rank == 0:
             (result_folder / "timings.json").write_text(
                 json.dumps(asdict(_RankTimings(transport, tuple(timings))))
@@ -174,7 +174,7 @@ def bench_job(rank_env: RankEnv, request: NetworkBenchRequest, out: Path) -> Clu
         fix = "start as many ranks on every host, neighbours on one host (srun --distribution=block)"
         raise PlanError(text, fix=fix, location="bench network")
     per_host = 0 if place.local_world == place.world else place.local_world
-    timings, transport = _measured(rank_env, request, per_host)
+    timings, transport = _measure_algorithms(rank_env, request, per_host)
     return write_cluster(_cluster(timings, transport, per_host), out) if rank_env.rank == 0 else None
 
 
@@ -195,7 +195,7 @@ def write_page(cluster: Cluster, path: Path) -> None:
         path.write_text(network_page(cluster, meshwright.__version__), encoding="utf-8")
 
 
-def _measured(
+def _measure_algorithms(
     rank_env: RankEnv, request: NetworkBenchRequest, per_host: int
 ) -> tuple[list[AllReduceTiming], str]:
     names = [str(each) for each in FLAT_ALGORITHMS if each.refusal(rank_env.world) is None]

@@ -50,7 +50,7 @@ def export_checkpoint(
             location="--dtype",
         )
     checkpoint, manifest = _checkpoint(path)
-    trained = _trained(checkpoint, manifest)
+    trained = _load_trained(checkpoint, manifest)
     return checkpoint, export_model(
         trained, out, EXPORT_DTYPES.get(dtype), _nbytes(max_shard_size), merge=merge
     )
@@ -109,7 +109,7 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
         )
         output = _child_report(report, ended)
         if "tensors" not in output or not part.is_file():
-            raise _refused(file, output, key)
+            raise _refusal(file, output, key)
         tensors = read_header(part)
         part.replace(out)
     return len(tensors)
@@ -134,7 +134,7 @@ def _checkpoint(path: Path) -> tuple[Path, Manifest]:
     return found, manifest
 
 
-def _trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
+def _load_trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
     asked, seed = _source(checkpoint, manifest)
     loaded = load_model(replace(asked, weights="", skip=()), seed)  # the values are in the checkpoint
     _check_model(loaded, checkpoint, manifest)
@@ -213,7 +213,7 @@ def _child_report(report: Path, ended: subprocess.CompletedProcess[bytes]) -> di
     )
 
 
-def _refused(file: Path, output: Mapping[str, Any], key: str) -> PlanError:
+def _refusal(file: Path, output: Mapping[str, Any], key: str) -> PlanError:
     entries = list(_words(output.get("entries")))
     fix = "save a dict of tensors only: torch.save(model.state_dict(), ...)"
     if entries and not key:

@@ -100,12 +100,14 @@ def with_hardware(resolved: ResolvedRequest, hardware: str, cluster: str) -> Res
     request, ready = resolved
     known = request.run.cluster if not hardware or is_hardware_file(hardware) else ""
     run = replace(
-        request.run, hardware=_absolute(hardware) or request.run.hardware, cluster=_absolute(cluster) or known
+        request.run,
+        hardware=_make_absolute(hardware) or request.run.hardware,
+        cluster=_make_absolute(cluster) or known,
     )
     return replace(request, run=run), replace(ready, plan=replace(ready.plan, run=run))
 
 
-def _absolute(word: str) -> str:
+def _make_absolute(word: str) -> str:
     return str(Path(word).absolute()) if Path(word).is_file() else word
 
 
@@ -153,11 +155,13 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     found = make_model_report(loaded, example, loss.targets, make_loss_spec(loss))
     if found.analyzed is None:
         return ModelExplanation(found, job.precision.parameters, None, False, found.diagnostics)
-    space, asked, diagnostics = _laid(found.analyzed, request)
-    return ModelExplanation(found, job.precision.parameters, space, asked, tuple(diagnostics))
+    sharding, asked, diagnostics = _place_strategies(found.analyzed, request)
+    return ModelExplanation(found, job.precision.parameters, sharding, asked, tuple(diagnostics))
 
 
-def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, bool, list[Diagnostic]]:
+def _place_strategies(
+    analyzed: AnalyzedModel, request: PlanRequest
+) -> tuple[ShardingPlan, bool, list[Diagnostic]]:
     """Returns the sharding under the strategies of `request`, whether any of them shards the model, and the
     diagnostics.
 
@@ -182,23 +186,27 @@ def _laid(analyzed: AnalyzedModel, request: PlanRequest) -> tuple[ShardingPlan, 
             replace(analyzed.model_spec, sequence_info=analyzed.sequence_info),
             list(error.diagnostics),
         )
-    space = ShardingPlan.one_device(mesh, model_spec)
-    dividing = [
+    sharding = ShardingPlan.one_device(mesh, model_spec)
+    sharding_strategies = [
         strategy
         for strategy in chosen
         if strategy.phase == "shard" or (strategy.phase == "schedule" and not diagnostics)
     ]
-    dividing = dividing if asked else []
+    sharding_strategies = sharding_strategies if asked else []
     for strategy in sort_by_phase(chosen):
-        diagnostics += strategy.check(request.job, space) if strategy in dividing else ()
-        space = strategy.place(space)
+        diagnostics += strategy.check(request.job, sharding) if strategy in sharding_strategies else ()
+        sharding = strategy.place(sharding)
     return (
-        space,
+        sharding,
         asked,
         [
             *field_errors,
             *diagnostics,
-            *(diagnostic for strategy in dividing for diagnostic in strategy.check_combined(space)),
+            *(
+                diagnostic
+                for strategy in sharding_strategies
+                for diagnostic in strategy.check_combined(sharding)
+            ),
         ],
     )
 

@@ -71,14 +71,14 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
             f"operations take"
         )
         notes.append(f"{text} {profile.threads / threads:.3g} times as long")
-    wire, link_notes = _wire(links, world)
+    network, link_notes = _network_time(links, world)
     slower = profile.threads / threads
     name = f"{profile.device}, {cores} cores"
     hosts = max(1, world // per_host)
     return ExecutionTarget(
         name,
         profile,
-        wire,
+        network,
         False,
         cores,
         threads,
@@ -90,8 +90,7 @@ def _on_cores(profile: DeviceProfile, links: Cluster | None, world: int) -> Exec
 
 
 def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster | None) -> ExecutionTarget:
-    """One device per rank, as measured or as known of its kind."""
-    wire, notes = _wire(links, machine.num_devices)
+    network, notes = _network_time(links, machine.num_devices)
     if links is not None:
         machine, more = with_measured_links(machine, links)
         notes = (*notes, *more)
@@ -100,14 +99,14 @@ def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster 
         and machine.num_devices > 1
         and (machine.device.nic_rate or machine.num_devices <= machine.devices_per_host)
     ):
-        wire, notes = RatedNetworkTime(machine), ()
+        network, notes = RatedNetworkTime(machine), ()
     device_time = RatedDeviceTime(machine) if profile is None else profile
     return ExecutionTarget(
-        machine.device.name, device_time, wire, peak_flops=machine.device.flops, notes=notes
+        machine.device.name, device_time, network, peak_flops=machine.device.flops, notes=notes
     )
 
 
-def _wire(links: Cluster | None, world: int) -> tuple[NetworkTime, tuple[str, ...]]:
+def _network_time(links: Cluster | None, world: int) -> tuple[NetworkTime, tuple[str, ...]]:
     if links is None:
         return UnknownNetworkTime(), (UNMEASURED_LINKS,) if world > 1 else ()
     if world > max(links.ranks):

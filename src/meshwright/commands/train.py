@@ -168,7 +168,7 @@ def train_rank(
     """Trains as one rank; rank 0 prints. `stop_flag` is entered for the steps: it yields a function that
     says whether to stop.
     """
-    with _guarded(rank_env, config, overrides, console) as (progress, resolved):
+    with _record_failures(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
         plan = ready.plan
         if rank_env.launcher_env is not None and show:  # else the launching process has written it
@@ -186,7 +186,9 @@ def train_rank(
             engine = stack.enter_context(ready.make_trainer(world))
             stack.enter_context(engine.oom_advisor)
             check_same_plan(world, plan)
-            feed = stack.enter_context(prefetch(ready.feed(plan, rank_env.rank), plan.run.workers))
+            batches = stack.enter_context(
+                prefetch(ready.local_batches(plan, rank_env.rank), plan.run.workers)
+            )
             progress.phase = "resuming"
             resumed = resume(engine.executor, plan, world, ready.dataset.digest, from_step)
             if show:
@@ -196,18 +198,18 @@ def train_rank(
             logger.info("plan %s on %s; %s", plan.hash, world.device, "; ".join(resumed.notes))
             started = perf_counter()
             callbacks_context = (
-                rank0_callbacks(resolved, feed.num_steps, resumed.step, world.device, console)
+                rank0_callbacks(resolved, batches.num_steps, resumed.step, world.device, console)
                 if show
                 else nullcontext(())
             )
             with stop_flag() as should_stop, callbacks_context as run_callbacks:
-                mine = (_telling(console), *ready.callbacks) if show else ()
+                mine = (_event_printer(console), *ready.callbacks) if show else ()
                 evaluating = ready.eval_samples(rank_env.rank)
                 heard = (*run_callbacks, *mine)
                 ended = train_loop(
                     engine.executor,
                     plan,
-                    feed,
+                    batches,
                     world,
                     should_stop,
                     heard,
@@ -217,15 +219,15 @@ def train_rank(
                 )
             logger.info("ended at step %d, %s", ended.step, "stopped" if ended.stopped else "done")
             if show:
-                _conclude(ready, feed.num_steps, resumed.step, ended, perf_counter() - started, console)
+                _conclude(ready, batches.num_steps, resumed.step, ended, perf_counter() - started, console)
             text = _sample(ready, engine, ended, show=show)
             if show:
-                _farewell(ready, text, ended, console)
+                _print_paths(ready, text, ended, console)
     return ended
 
 
 @contextmanager
-def _guarded(
+def _record_failures(
     rank_env: RankEnv, config: Path, overrides: Sequence[str], console: Console
 ) -> Iterator[tuple[RankProgress, ResolvedRequest]]:
     """Yields the resolved request; a failure is recorded for the launching process, or printed under another
@@ -256,7 +258,7 @@ def _write_run_plan(resolved: ResolvedRequest) -> Path:
     return folder / "plan.toml"
 
 
-def _telling(console: Console) -> Callback:
+def _event_printer(console: Console) -> Callback:
     def on_evaluate(moment: CallbackEvent) -> None:
         numbers = "".join(
             f", {name} {value:.4f}" for name, value in moment.evaluation.items() if name == "perplexity"
@@ -345,7 +347,7 @@ def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: b
         )
 
 
-def _farewell(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:
+def _print_paths(ready: ResolvedRun, text: str, ended: TrainResult, console: Console) -> None:
     run = ready.plan.run
     if text:
         console.rule("a sample")

@@ -53,11 +53,11 @@ def train(
             raise PlanError(text, fix="pass held_out=...", location="held_out")
         resumed = resume(trainer.executor, plan, world, everything.digest)
         evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
-        with prefetch(open_local_batches(training, plan, world.rank), plan.run.workers) as feed:
+        with prefetch(open_local_batches(training, plan, world.rank), plan.run.workers) as batches:
             return play_all(
                 trainer.executor,
                 plan,
-                feed,
+                batches,
                 world,
                 should_stop,
                 callbacks,

@@ -170,7 +170,7 @@ def _scaled_down(request: PlanRequest, world: int | None) -> ResolvedRun:
 
 def _case(ready: ResolvedRun) -> ParityCase:
     return make_parity_case(
-        ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.feed(plan, rank).batch
+        ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.local_batches(plan, rank).batch
     )
 
 

@@ -32,7 +32,7 @@ from meshwright.plan.strategy import Strategy
 
 
 def by_name_and_mode(classes: Iterable[type[Strategy]]) -> dict[str, dict[str, type[Strategy]]]:
-    """The classes by name, then by mode; the first mode of a name is its default."""
+    """Returns the classes by name, then by mode; the first mode of a name is its default."""
     registry: dict[str, dict[str, type[Strategy]]] = {}
     for each in classes:
         registry.setdefault(each.name, {})[each.mode] = each

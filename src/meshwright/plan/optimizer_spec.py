@@ -67,13 +67,13 @@ class ParamOptimizer:
 
 
 def matching_group(config: OptimizerConfig, name: str) -> ParamGroupConfig | None:
-    """The first group whose pattern matches the logical name."""
+    """Returns the first group whose pattern matches the logical name."""
     return next((group for group in config.groups if fnmatchcase(name, group.pattern)), None)
 
 
 def param_optimizer(config: OptimizerConfig, param: ParamSpec) -> ParamOptimizer:
-    """The update rule of `config` for `param`; unless a group says otherwise, norms and biases (1-D) have no
-    weight decay.
+    """Returns the update rule of `config` for `param`; unless a group says otherwise, norms and biases (1-D)
+    have no weight decay.
     """
     group = matching_group(config, param.name)
     lr, decay = config.lr, config.weight_decay if len(param.shape) > 1 else 0.0
@@ -89,20 +89,20 @@ def param_optimizer(config: OptimizerConfig, param: ParamSpec) -> ParamOptimizer
 
 
 def shard_alignment_of(config: OptimizerConfig, param: ParamSpec) -> ShardAlignment:
-    """The shard alignment of the optimizer that updates `param`."""
+    """Returns the shard alignment of the optimizer that updates `param`."""
     return SHARD_ALIGNMENTS[param_optimizer(config, param).optimizer]
 
 
 def depends_on_role(config: OptimizerConfig) -> bool:
-    """Whether the optimizer of a parameter depends on its role in the model."""
+    """Returns whether the optimizer of a parameter depends on its role in the model."""
     return config.name in FALLBACK_OPTIMIZERS
 
 
 def optimizer_state_nbytes(
     rule: OptimizerName, shape: tuple[int, ...], itemsize: int = 4, momentum: float = 0.0
 ) -> int:
-    """The bytes of the optimizer states of a parameter of `shape`, with `itemsize` bytes per element, without
-    counters.
+    """Returns the bytes of the optimizer states of a parameter of `shape`, with `itemsize` bytes per element,
+    without counters.
 
     For a shard of a parameter, if the optimizer allows it, `shape` is (its elements,).
     """
@@ -120,8 +120,8 @@ def optimizer_state_nbytes(
 
 
 def update_scratch_nbytes(rule: OptimizerName, shape: tuple[int, ...], itemsize: int = 4) -> int:
-    """The peak temporary bytes of an update of a parameter of `shape`: the update and its intermediate
-    results.
+    """Returns the peak temporary bytes of an update of a parameter of `shape`: the update and its
+    intermediate results.
     """
     numel, itemsize = prod(shape), max(itemsize, FLOAT_NBYTES["float32"])
     if rule == "muon":  # the products of the smaller side, or their operands

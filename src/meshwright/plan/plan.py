@@ -64,8 +64,8 @@ class Plan:
         *,
         alignment_optimizer: OptimizerConfig | None = None,
     ) -> "Plan":
-        """The plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes the whole
-        local batch.
+        """Returns the plan for `job` on `mesh`: strategies applied in phase order. `micro_batch` = 0 takes
+        the whole local batch.
 
         Shards are aligned for the job's optimizer, or for `alignment_optimizer` (a comparison updates with
         another one). Raises PlanError with every diagnostic of the job, the mesh, the batch and the
@@ -123,7 +123,7 @@ class Plan:
         )
 
     def for_rank(self, rank: int) -> "Plan":
-        """The plan of `rank`, with its own parameters, slices and action list."""
+        """Returns the plan of `rank`, with its own parameters, slices and action list."""
         sharding = self.sharding.at_coordinate(self.mesh.coordinate(rank))
         if sharding.param_shardings == self.sharding.param_shardings and local_fractions_by_length(
             sharding
@@ -134,14 +134,16 @@ class Plan:
         )
 
     def with_micro_batch(self, micro_batch: int) -> "Plan":
-        """This rank's plan with microbatches of another size: what it executes on a last, smaller batch."""
+        """Returns this rank's plan with microbatches of another size: what it executes on a last, smaller
+        batch.
+        """
         train = replace(self.job.train, batch=micro_batch * self.num_microbatches * self.num_data)
         job = replace(self.job, train=train)
         program = _program(job, self.sharding, self.strategies, micro_batch)
         return replace(self, job=job, micro_batch=micro_batch, program=program)
 
     def with_model_spec(self, model_spec: ModelSpec) -> "Plan":
-        """This plan with the specification of the same model on samples of another length."""
+        """Returns this plan with the specification of the same model on samples of another length."""
         sharding = replace(self.sharding.global_plan, model_spec=model_spec).at_coordinate(
             dict(self.sharding.coordinate)
         )
@@ -150,7 +152,7 @@ class Plan:
         )
 
     def role_plans(self) -> Iterator["Plan"]:
-        """The plans of the ranks of each role, in the order of the program's roles."""
+        """Yields the plans of the ranks of each role, in the order of the program's roles."""
         for pp_rank in range(len(self.program.roles)):
             yield replace(self, sharding=self.sharding.at_pp_rank(pp_rank))
 
@@ -192,25 +194,25 @@ class Plan:
         return sum(strategy.tolerance(self.sharding) for strategy in self.strategies)
 
     def data_index(self, rank: int) -> int:
-        """The index of `rank` among the `num_data` parts of the batch."""
+        """Returns the index of `rank` among the `num_data` parts of the batch."""
         return self.mesh.index(self.mesh.coordinate(rank), self.sharding.data_axes)
 
     def microbatch_starts(self, index: int) -> list[int]:
-        """The first sample of each microbatch of data index `index`, in the global batch."""
+        """Returns the first sample of each microbatch of data index `index`, in the global batch."""
         num_data = self.num_data
         return [
             (microbatch * num_data + index) * self.micro_batch for microbatch in range(self.num_microbatches)
         ]
 
     def is_primary_rank(self, rank: int) -> bool:
-        """Whether `rank` reads samples, computes the loss and updates: every rank does, unless a primary rank
-        does it for it.
+        """Returns whether `rank` reads samples, computes the loss and updates: every rank does, unless a
+        primary rank does it for it.
         """
         coordinate = self.mesh.coordinate(rank)
         return not any(coordinate[axis] for axis in self.sharding.primary_rank_axes)
 
     def samples_read(self, rank: int) -> list[int]:
-        """The samples of the global batch that `rank` reads, microbatch by microbatch.
+        """Returns the samples of the global batch that `rank` reads, microbatch by microbatch.
 
         A primary rank reads those of all its ranks, in the order of the batch; they read none.
         """
@@ -233,7 +235,7 @@ class Plan:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything that affects results, as plain values."""
+        """Returns everything that affects results, as plain values."""
         params = [
             [
                 w.name,

@@ -73,37 +73,37 @@ class Strategy(ABC):
         return iter(())
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        """`sharding` with the layouts that this technique changes."""
+        """Returns `sharding` with the layouts that this technique changes."""
         return sharding
 
     def order_stage_calls(
         self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
     ) -> Sequence[StageCalls]:
-        """The order in which a rank goes through its block calls; by default unchanged."""
+        """Returns the order in which a rank goes through its block calls; by default unchanged."""
         return stage_calls
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
-        """`program` with the actions that this technique adds, removes or moves."""
+        """Returns `program` with the actions that this technique adds, removes or moves."""
         return program
 
     def bind(self, runtime: Runtime) -> Mapping[str, Handler]:
-        """Handlers for the kinds of action that this technique introduces."""
+        """Returns the handlers for the kinds of action that this technique introduces."""
         return {}
 
     def tolerance(self, sharding: ShardingPlan) -> float:
-        """The relative rounding error of this technique, in units of the largest number of a block; 0: it
-        rounds nothing.
+        """Returns the relative rounding error of this technique, in units of the largest number of a block;
+        0: it rounds nothing.
         """
         return 0.0
 
     def file_digests(self) -> tuple[tuple[str, str], ...]:
-        """Digests of the files that this technique names, by key: they affect results, and no option holds
-        them.
+        """Returns the digests of the files that this technique names, by key: they affect results, and no
+        option holds them.
         """
         return ()
 
     def as_dict(self) -> dict[str, Any]:
-        """The strategy as a table of a plan file."""
+        """Returns the strategy as a table of a plan file."""
         mode = {"mode": self.mode} if self.mode else {}
         return {"name": self.name, **mode, **{item.name: getattr(self, item.name) for item in fields(self)}}
 
@@ -121,5 +121,5 @@ class Strategy(ABC):
 
 
 def sort_by_phase(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
-    """The strategies in the order in which they apply; within a phase, as the user wrote them."""
+    """Returns the strategies in the order in which they apply; within a phase, as the user wrote them."""
     return tuple(sorted(strategies, key=lambda strategy: PHASES.index(strategy.phase)))

@@ -86,7 +86,7 @@ def sharding_diagnostics(sharding: ShardingPlan, strategies: tuple[Strategy, ...
     idle = [
         axis
         for axis in AXES
-        if sharding.mesh.size(axis) > 1 and axis not in used_axes and not _used(sharding, axis)
+        if sharding.mesh.size(axis) > 1 and axis not in used_axes and not _uses_axis(sharding, axis)
     ]
     if idle:
         ranks = " x ".join(str(sharding.mesh.size(axis)) for axis in idle)
@@ -127,7 +127,7 @@ def precision_diagnostics(job: Job, sharding: ShardingPlan) -> Iterator[Diagnost
         yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
 
 
-def _used(sharding: ShardingPlan, axis: str) -> bool:
+def _uses_axis(sharding: ShardingPlan, axis: str) -> bool:
     layouts = [sharding.batch_layout, *(param_sharding.layout for param_sharding in sharding.param_shardings)]
     return any(axis in dict(layout.placements) for layout in layouts)
 

@@ -246,7 +246,6 @@ def compare_trace(planned: Sequence[TracedMessage], rank_trace: RankTrace) -> It
 def _differences(
     planned: Sequence[TracedMessage], issued: Sequence[TracedMessage]
 ) -> Iterator[tuple[str, str]]:
-    """Yields the action, and what is wrong with it."""
     issued_by_action: Mapping[str, list[TracedMessage]] = defaultdict(list)
     for message in issued:
         issued_by_action[message.action].append(message)

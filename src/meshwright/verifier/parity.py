@@ -69,7 +69,6 @@ class PlannedMessages:
             yield from ((step, message) for message in known_messages[microbatches])
 
     def _plan_for_shapes(self, rank: int, step: int, shapes: BatchShapes) -> Plan:
-        """Returns the plan of microbatches of these shapes, on `rank`; `step` has such ones."""
         read_batch, lengths = (
             shapes[0][1][0],
             frozenset((name, shape[1:]) for name, shape in shapes if name in self._column_names),
@@ -93,7 +92,7 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
         id(each): {action.name: action for action in each.actions} for each in microbatch_plans
     }
     known_messages = [
-        _resized(a, plans_by_shapes[id(microbatch_plans[a.microbatch])])
+        _resize(a, plans_by_shapes[id(microbatch_plans[a.microbatch])])
         if microbatch_plans and a.microbatch is not None
         else a
         for a in plan.actions
@@ -111,7 +110,7 @@ def planned_messages(plan: Plan, microbatch_plans: Sequence[Plan] = ()) -> list[
     ]
 
 
-def _resized(action: Action, plans_by_shapes: Mapping[str, Action]) -> Action:
+def _resize(action: Action, plans_by_shapes: Mapping[str, Action]) -> Action:
     """Returns `action` with the sizes of `others`, by name.
 
     A smaller microbatch may need no recomputation; then its forward counts as the planned kind and moves as
@@ -244,7 +243,6 @@ def issued_messages(report: RankReport) -> list[PlannedMessage]:
 
 
 def _not_compared(plan: Plan, reports: list[RankReport]) -> Iterator[str]:
-    """Yields in sentences what keeps the reports from being a proof."""
     reporting_ranks = {report.rank for report in reports}
     for rank in sorted(set(range(plan.mesh.world_size)) - reporting_ranks):
         yield f"rank {rank} did not report"
@@ -278,7 +276,6 @@ def _replica_drift(report: RankReport, other: RankReport) -> Difference | None:
 
 
 def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -> Difference | None:
-    """Returns the first collective that is not the one that the program states at this place."""
     steps = report.microbatch_shapes or [()] * report.num_steps
     for found, stands in zip_longest(issued_messages(report), expected_messages.messages(report.rank, steps)):
         step, planned_message = stands or (len(steps), None)
@@ -289,8 +286,6 @@ def _unplanned_message(report: RankReport, expected_messages: PlannedMessages) -
 
 
 class _RankComparison:
-    """Compares the numbers of a rank with the reference, and records differences in its report."""
-
     def __init__(self, parity_case: ParityCase, reference: Reference, report: RankReport) -> None:
         self._parity_case, self._reference, self._report = parity_case, reference, report
         self.executor: Executor | None = None

@@ -115,7 +115,6 @@ def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
 
 
 def _message_partners(program: Program) -> Mapping[str, str]:
-    """Returns the receive of each send, and the send of each receive, by full names."""
     found: dict[str, str] = {}
     for role, actions in program.roles:
         for action in (action for action in actions if action.stream == "recv"):

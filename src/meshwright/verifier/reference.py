@@ -216,7 +216,6 @@ def _loss(
     step: int,
     begin: int = 0,
 ) -> torch.Tensor:
-    """Returns the mean loss of `batch`, the samples from `begin` on of the step's batch."""
     inputs = parity_case.loss.model_inputs(batch)
     if rng is None:
         outputs = subject.module(**inputs)

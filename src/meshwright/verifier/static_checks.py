@@ -325,7 +325,6 @@ def _check_uses(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """Yields weights that are not broadcast after one rank has stepped for all."""
     for axis in plan.sharding.primary_rank_axes:
         broadcasts = [
             action
@@ -338,7 +337,6 @@ def _check_copies(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _check_whole_batch(plan: Plan, actions: Sequence[Action]) -> Iterator[str]:
-    """Yields a loss of the whole batch that does not wait for all samples."""
     model_spec = plan.model_spec
     if plan.num_data == 1 or not (model_spec.needs_global_batch or plan.sharding.primary_rank_axes):
         return

@@ -5,7 +5,7 @@ formulas.
 from fractions import Fraction
 
 from meshwright.comm.allreduce import FLAT_ALGORITHMS, get_algorithm
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, piece_numel
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, chunk_numel
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16)
 HOSTS = tuple(get_algorithm(f"hierarchical/{per_host}") for per_host in (2, 3, 4, 8))
@@ -26,18 +26,18 @@ def numels(size: int) -> list[int]:
 
 def counted(algorithm: AllReduceAlgorithm, size: int, index: int, numel: int) -> int:
     """The elements of all parcels that the rank at `index` sends."""
-    num = algorithm.num_pieces(size)
+    num = algorithm.num_chunks(size)
     parcels = [parcel for each in algorithm.rounds(size, index) for parcel in each.sends]
-    return sum(piece_numel(numel, num, piece) for parcel in parcels for piece in parcel.pieces)
+    return sum(chunk_numel(numel, num, chunk) for parcel in parcels for chunk in parcel.chunks)
 
 
 def port_time(algorithm: AllReduceAlgorithm, size: int) -> tuple[int, Fraction]:
     """Rounds, and S/B units of time: each round lasts as long as the busiest port sends, or receives."""
-    num = algorithm.num_pieces(size)
+    num = algorithm.num_chunks(size)
     everyone = [algorithm.rounds(size, index) for index in range(size)]
     rounds, total = 0, 0
     for same_time in zip(*everyone, strict=True):
         ways = [parcels for each in same_time for parcels in (each.sends, each.receives)]
-        busiest = max(sum(len(parcel.pieces) for parcel in parcels) for parcels in ways)
+        busiest = max(sum(len(parcel.chunks) for parcel in parcels) for parcels in ways)
         rounds, total = rounds + (busiest > 0), total + busiest
     return rounds, Fraction(total, num)

@@ -9,11 +9,11 @@ import pytest
 from meshwright.comm.allreduce import get_algorithm
 from meshwright.comm.allreduce.allreduce_algorithm import (
     AllReduceAlgorithm,
-    PieceMessage,
+    ChunkMessage,
     Round,
     cached_num_sent,
+    chunk_numel,
     min_max_sent,
-    piece_numel,
 )
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.allreduce.recursive_doubling import RecursiveDoublingAllReduce
@@ -109,12 +109,12 @@ def test_what_one_rank_sends_the_other_expects_in_the_same_round(algorithm: AllR
     everyone = [algorithm.rounds(size, index) for index in range(size)]
     for same_time in zip(*everyone, strict=True):
         sent = {
-            (index, parcel.peer, parcel.pieces)
+            (index, parcel.peer, parcel.chunks)
             for index, each in enumerate(same_time)
             for parcel in each.sends
         }
         expected = {
-            (parcel.peer, index, parcel.pieces)
+            (parcel.peer, index, parcel.chunks)
             for index, each in enumerate(same_time)
             for parcel in each.receives
         }
@@ -153,7 +153,7 @@ def test_one_rank_on_several_hosts_is_no_error():
 @pytest.mark.parametrize("size", SIZES)
 def test_chunks_fill_the_tensor_and_differ_by_one_element_at_most(size: int):
     for numel in numels(size):
-        lengths = [piece_numel(numel, size, piece) for piece in range(size)]
+        lengths = [chunk_numel(numel, size, chunk) for chunk in range(size)]
         assert sum(lengths) == numel
         assert max(lengths) - min(lengths) <= 1
 
@@ -180,7 +180,7 @@ class Wrong(AllReduceAlgorithm):
 
     change: str
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return size
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
@@ -188,11 +188,11 @@ class Wrong(AllReduceAlgorithm):
         if self.change == "one round less":
             return rounds[:-1]
         if self.change == "sends to the left":
-            turned = [PieceMessage((index - 1) % size, each.sends[0].pieces) for each in rounds]
+            turned = [ChunkMessage((index - 1) % size, each.sends[0].chunks) for each in rounds]
             return tuple(
                 Round((to,), each.receives, each.accumulate) for to, each in zip(turned, rounds, strict=True)
             )
-        both = [PieceMessage(each.sends[0].peer, (*each.sends[0].pieces, index)) for each in rounds]
+        both = [ChunkMessage(each.sends[0].peer, (*each.sends[0].chunks, index)) for each in rounds]
         return tuple(
             Round((more,), each.receives, each.accumulate) for more, each in zip(both, rounds, strict=True)
         )
@@ -215,7 +215,7 @@ LAWS = (
 
 
 @pytest.mark.parametrize(
-    ("change", "law"), [*zip(("one round less", "a piece more", "sends to the left"), LAWS, strict=True)]
+    ("change", "law"), [*zip(("one round less", "a chunk more", "sends to the left"), LAWS, strict=True)]
 )
 def test_a_planted_mistake_breaks_its_law_at_three_ranks(change: str, law):
     with pytest.raises(AssertionError):

@@ -65,7 +65,7 @@ def test_messages_between_hosts_share_the_network_card():
         local_sum=FREE,
         inter_host=link(1.0, 1.0),
     )
-    # 4 ranks on 2 hosts. Ring: one piece leaves each host in each of 6 rounds. Doubling: both ranks send all
+    # 4 ranks on 2 hosts. Ring: one chunk leaves each host in each of 6 rounds. Doubling: both ranks send all
     # in one round of two
     assert all_reduce_seconds(get_algorithm("ring"), 4, 8, network, 2) == pytest.approx(6 * (1.0 + 2.0))
     assert all_reduce_seconds(get_algorithm("recursive_doubling"), 4, 8, network, 2) == pytest.approx(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round
 from meshwright.comm.allreduce.one_shot import OneShotAllReduce
 from meshwright.comm.allreduce.ring import RingAllReduce
 from meshwright.comm.backends import run_algorithm
@@ -150,19 +150,19 @@ def test_half_types_that_meet_in_one_round_are_rounded_once():
 
 @dataclass(frozen=True)
 class Turned(AllReduceAlgorithm):
-    """A ring whose pieces go round the wrong way: right among two ranks, and wrong among three."""
+    """A ring whose chunks go round the wrong way: right among two ranks, and wrong among three."""
 
     name: ClassVar[str] = "turned"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return size
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         right, left = (index + 1) % size, (index - 1) % size
         collect = [
             Round(
-                (PieceMessage(right, ((index + 1 + step) % size,)),),
-                (PieceMessage(left, ((index + step) % size,)),),
+                (ChunkMessage(right, ((index + 1 + step) % size,)),),
+                (ChunkMessage(left, ((index + step) % size,)),),
                 accumulate=True,
             )
             for step in range(size - 1)
@@ -239,4 +239,4 @@ def test_empty_parcels_are_not_sent():
     sent = [sends for index in range(4) for sends, _ in parts(RingAllReduce(), 4, index, 1)]
     assert (
         sum(map(len, sent)) == 6
-    )  # one piece holds the one element: summed in three rounds, handed on in three
+    )  # one chunk holds the one element: summed in three rounds, handed on in three

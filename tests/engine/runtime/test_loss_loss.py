@@ -32,6 +32,20 @@ def test_nothing_that_counts_is_a_sum_of_zero():
     assert loss.count(batch) == 0
 
 
+def test_smoothing_is_torchs():
+    flat, labels = LOGITS.view(-1, 5), LABELS.view(-1)
+    by_torch = F.cross_entropy(flat, labels, label_smoothing=0.2, reduction="sum")
+    assert torch.equal(token_cross_entropy(0.2).total(LOGITS, {"labels": LABELS}), by_torch)
+    assert not token_cross_entropy(0.2).is_token_nll
+    assert token_cross_entropy().is_token_nll
+
+
+@pytest.mark.parametrize("smoothing", [-0.1, 1.5])
+def test_an_invalid_label_smoothing_is_refused(smoothing: float):
+    with pytest.raises(PlanError, match=rf"label_smoothing = {smoothing}\n.*from 0 .the label alone. to 1"):
+        token_cross_entropy(smoothing)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
     logits = LOGITS.to(dtype).requires_grad_()

@@ -32,13 +32,16 @@ def seen(plan: Plan) -> list[tuple[list[ProfilerSpan], list]]:
     """The spans of the second step on each rank, and the metrics of two steps."""
 
     def rank(world):
-        executor, feed, watch = (
+        executor, local_batches, watch = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
             StepProfiler(world.device),
         )
-        metrics = [executor.step(feed.batch(0)), executor.step(feed.batch(1), profiler=watch)]
-        metrics.append(executor.step(feed.batch(2)))
+        metrics = [
+            executor.step(local_batches.batch(0)),
+            executor.step(local_batches.batch(1), profiler=watch),
+        ]
+        metrics.append(executor.step(local_batches.batch(2)))
         executor.close()
         return watch.spans(), metrics
 
@@ -94,11 +97,11 @@ def test_a_wait_of_the_compute_stream_ends_no_earlier_than_the_message(plan, spa
 
 def test_a_profiled_step_computes_the_same(plan):
     def unwatched(world):
-        executor, feed = (
+        executor, local_batches = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
-        return [executor.step(feed.batch(step)) for step in range(3)]
+        return [executor.step(local_batches.batch(step)) for step in range(3)]
 
     assert [metrics for _, metrics in seen(plan)] == run_on_threads(unwatched, plan.mesh)
 
@@ -132,12 +135,12 @@ def test_sizes_are_those_of_the_tensors():
     plan = plan_of(ANALYZED, 3)
 
     def rank(world):
-        executor, feed = (
+        executor, local_batches = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         before = executor.memory_by_category()
-        executor.step(feed.batch(0))
+        executor.step(local_batches.batch(0))
         return before, executor.memory_by_category()
 
     (before, after), *_ = run_on_threads(rank, plan.mesh)

@@ -94,7 +94,7 @@ def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], li
     """Each rank's metrics, and its model as it was before each step."""
 
     def rank(world: World) -> tuple[list[Metrics], list[nn.Module]]:
-        executor, feed = (
+        executor, local_batches = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
@@ -102,7 +102,7 @@ def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], li
         for step in range(steps):
             models.append(make_trained_module(ANALYZED, world.device, torch.float64).module)
             models[-1].load_state_dict(copy.deepcopy(executor.state.trained_module.module.state_dict()))
-            metrics.append(executor.step(feed.batch(step)))
+            metrics.append(executor.step(local_batches.batch(step)))
         executor.close()
         return metrics, models
 
@@ -114,8 +114,10 @@ def train_and_record(plan: Plan, steps: int = 4) -> list[tuple[list[Metrics], li
 def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, micro_batch: int, strategies):
     plan = plan_of(ANALYZED, ranks, strategies, micro_batch, noisy(tiny_job()))
     outcome = train_and_record(plan)
-    feeds = [open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)]
-    steps = [[feed.batch(step) for feed in feeds] for step in range(4)]
+    batches_by_rank = [
+        open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(ranks)
+    ]
+    steps = [[local_batches.batch(step) for local_batches in batches_by_rank] for step in range(4)]
     counts = {LOSS.count(batch).item() for parts in steps for batch in parts}
     assert len(counts) > 1, "the parts must differ in what counts in them"
     expected = averaged(
@@ -129,8 +131,8 @@ def test_it_is_what_the_formula_gives_for_every_ranks_own_gradient(ranks: int, m
 def test_one_rank_compares_its_first_micro_batch_with_the_whole(micro_batch: int):
     plan = plan_of(ANALYZED, 1, micro_batch=micro_batch, job=noisy(tiny_job()))
     ((metrics, models),) = train_and_record(plan)
-    feed = open_local_batches(ExampleDataset(token_samples()), plan, 0)
-    batches = [feed.batch(step) for step in range(4)]
+    local_batches = open_local_batches(ExampleDataset(token_samples()), plan, 0)
+    batches = [local_batches.batch(step) for step in range(4)]
     found = [
         by_hand(model, [b], [sample_range(b, 0, micro_batch)])
         for model, b in zip(models, batches, strict=True)
@@ -143,11 +145,11 @@ def test_gradients_that_travel_in_another_dtype_are_measured_before_they_are_cas
     job = noisy(tiny_job())
     job = replace(job, precision=replace(job.precision, reduce="float32"))
     (metrics, models), *_ = train_and_record(plan_of(ANALYZED, 3, job=job), steps=1)
-    feeds = [
+    batches_by_rank = [
         open_local_batches(ExampleDataset(token_samples()), plan_of(ANALYZED, 3, job=job), rank)
         for rank in range(3)
     ]
-    parts = [feed.batch(0) for feed in feeds]
+    parts = [local_batches.batch(0) for local_batches in batches_by_rank]
     (expected,) = averaged([by_hand(models[0], parts, parts)])
     assert metrics[0].noise_scale == pytest.approx(expected, rel=1e-5)
 
@@ -295,12 +297,12 @@ def test_it_changes_no_result_and_passes_the_static_checks(
     assert verdict.passed, str(verdict)
 
     def rank(world: World, plan: Plan) -> dict[str, bytes]:
-        executor, feed = (
+        executor, local_batches = (
             executor_of(analyzed, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
         for step in range(3):
-            executor.step(feed.batch(step))
+            executor.step(local_batches.batch(step))
         executor.close()
         return bits(
             {name: value for name, value in executor.state_dict().items() if not name.startswith("noise/")}

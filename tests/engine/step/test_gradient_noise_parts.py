@@ -43,10 +43,10 @@ BESIDE: dict[str, tuple[Mesh, tuple[Strategy, ...]]] = {
 @pytest.mark.parametrize("layout", ALONE)
 def test_one_data_rank_compares_its_first_micro_batch_with_the_whole(layout: str):
     metrics, models = train_and_record(*ALONE[layout], 3)
-    feed = open_local_batches(
+    local_batches = open_local_batches(
         ExampleDataset(token_samples()), make_plan(ANALYZED, tiny_job(), Mesh(), (), 3), 0
     )
-    batches = [feed.batch(step) for step in range(3)]
+    batches = [local_batches.batch(step) for step in range(3)]
     expected = averaged(
         by_hand(model, [each], [sample_range(each, 0, 3)])
         for model, each in zip(models, batches, strict=True)
@@ -60,10 +60,10 @@ def test_it_equals_the_formula_on_each_separately_summed_part_of_the_batch(layou
     mesh, strategies = BESIDE[layout]
     metrics, models = train_and_record(mesh, strategies)
     plan = make_plan(ANALYZED, tiny_job(), Mesh(dp_replicate=3), None, 2)
-    feeds = [open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(3)]
+    batches_by_rank = [open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(3)]
     found = []
     for step, model in enumerate(models):
-        parts = [feed.batch(step) for feed in feeds]
+        parts = [local_batches.batch(step) for local_batches in batches_by_rank]
         size = 2 if layout == "stage 3" else 4
         small = [sample_range(each, at, at + size) for each in parts for at in range(0, 4, size)]
         found.append(by_hand(model, parts, [each for each in small if (each["labels"] >= 0).any()]))
@@ -78,11 +78,11 @@ def test_tensor_parallel_slices_of_stages_count_each_weight_once():
         plan = make_plan(analyzed, noisy(tiny_job()), mesh, strategies, 3)
 
         def rank(world: World) -> list[float | None]:
-            executor, feed = (
+            executor, local_batches = (
                 executor_of(analyzed, plan, world),
                 open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
             )
-            found = [executor.step(feed.batch(step)).noise_scale for step in range(3)]
+            found = [executor.step(local_batches.batch(step)).noise_scale for step in range(3)]
             executor.close()
             return found
 

@@ -32,12 +32,12 @@ def test_it_equals_the_formula_on_each_separately_summed_part_of_the_batch(layou
     mesh, strategies = LAYOUTS[layout]
     plan = make_plan(ANALYZED, noisy(tiny_job()), mesh, strategies, micro_batch)
     outcome, models = train_and_record(mesh, strategies, micro_batch)
-    feeds = [
+    batches_by_rank = [
         open_local_batches(ExampleDataset(token_samples()), plan, rank) for rank in range(mesh.world_size)
     ]
     found = []
     for step, model in enumerate(models):
-        parts = [feed.batch(step) for feed in feeds]
+        parts = [local_batches.batch(step) for local_batches in batches_by_rank]
         size = plan.local_batch if "stage 1" in layout else plan.micro_batch
         small = [
             sample_range(each, at, at + size) for each in parts for at in range(0, plan.local_batch, size)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.model.blocks.autograd_check import GraphPieces, backward_nodes, is_leaf_node, split_graph
+from meshwright.model.blocks.autograd_check import GraphPartition, backward_nodes, is_leaf_node, split_graph
 from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import analyze_model, both_ways
@@ -111,7 +111,7 @@ def test_gradients_taken_inside_a_block_are_exact():
     assert done.block_calls == ["0", "1", "2"]
 
 
-def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, GraphPieces]:
+def forward_of(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, GraphPartition]:
     driver = ForwardDriver(dict(model.named_children()))
     try:
         outputs, final_call, forward_pass = driver.forward(lambda block_call: None, lambda: model(x))

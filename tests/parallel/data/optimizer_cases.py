@@ -85,9 +85,9 @@ def plan_of(
 
 def trained(executor: Executor, world: World, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """All parameters, whole, after that many steps more."""
-    feed = open_local_batches(ExampleDataset(token_samples()), executor.plan, world.rank)
+    local_batches = open_local_batches(ExampleDataset(token_samples()), executor.plan, world.rank)
     for step in range(executor.steps_done, executor.steps_done + steps):
-        executor.step(feed.batch(step % 2))
+        executor.step(local_batches.batch(step % 2))
     return {name: value.clone() for name, value in executor.gather_parameters().items()}
 
 

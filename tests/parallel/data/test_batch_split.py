@@ -185,9 +185,9 @@ def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(analyzed: An
     because counts differ.
     """
     plan = plan_of(analyzed, 3, job=replace(tiny_job(), train=TrainConfig(steps=20, batch=12)))
-    feed = case_of(analyzed, plan).batch_reader
+    read_batch = case_of(analyzed, plan).batch_reader
     module, _, _ = analyzed.make_module("cpu", torch.float64)
-    parts = [feed(plan, rank)(0) for rank in range(3)]
+    parts = [read_batch(plan, rank)(0) for rank in range(3)]
     sums = [
         torch.nn.functional.cross_entropy(
             module(part["input_ids"]).flatten(0, 1), part["labels"].flatten(), reduction="sum"
@@ -197,7 +197,7 @@ def test_the_loss_is_that_of_the_global_batch_not_the_mean_of_means(analyzed: An
     counts = [(part["labels"] != IGNORE_INDEX).sum().item() for part in parts]
     assert len(set(counts)) > 1
     loss = run_on_threads(
-        lambda world: executor_of(analyzed, plan, world).step(feed(plan, world.rank)(0)).loss, plan.mesh
+        lambda world: executor_of(analyzed, plan, world).step(read_batch(plan, world.rank)(0)).loss, plan.mesh
     )[0]
     assert loss == pytest.approx(sum(sums).item() / sum(counts), rel=1e-13)
     assert loss != pytest.approx(sum((s / c).item() for s, c in zip(sums, counts, strict=True)) / 3, rel=1e-6)

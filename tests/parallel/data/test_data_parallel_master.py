@@ -95,9 +95,11 @@ def test_processes_equal_threads_and_all_ranks_end_with_the_same_parameters(proc
 def test_only_the_master_reads_data_and_it_reads_all_of_it(analyzed: AnalyzedModel):
     plan = master_plan(analyzed)
     assert [plan.samples_read(rank) for rank in range(3)] == [list(range(12)), [], []]
-    feeds = [open_local_batches(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)]
-    assert len(feeds[0]["labels"]) == 12
-    assert feeds[1:] == [None, None]
+    batches_by_rank = [
+        open_local_batches(ExampleDataset(token_samples()), plan, rank).batch(0) for rank in range(3)
+    ]
+    assert len(batches_by_rank[0]["labels"]) == 12
+    assert batches_by_rank[1:] == [None, None]
     shares = [
         select_local_batch({key: value[:7] for key, value in token_samples().items()}, plan, rank)
         for rank in range(3)

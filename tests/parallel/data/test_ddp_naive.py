@@ -59,12 +59,12 @@ def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
     after = []
     for store in (NaiveDDP(), DDP(bucket_mb=1e-4)):
         plan = plan_of(analyzed, 3, (BatchSplit(), store), micro_batch=2)
-        feed = case_of(analyzed, plan).batch_reader
+        read_batch = case_of(analyzed, plan).batch_reader
 
-        def body(world: World, plan=plan, feed=feed) -> dict[str, torch.Tensor]:
+        def body(world: World, plan=plan, read_batch=read_batch) -> dict[str, torch.Tensor]:
             executor = executor_of(analyzed, plan, world)
             for step in range(10):
-                executor.step(feed(plan, world.rank)(step))
+                executor.step(read_batch(plan, world.rank)(step))
             return {name: p.detach() for name, p in executor.state.trained_module.parameters.items()}
 
         after.append(run_on_threads(body, plan.mesh)[0])

@@ -59,7 +59,7 @@ def reduced_gradients(
     job = replace(tiny_job(), precision=precision)
     plan = plan_of(analyzed, 3, (BatchSplit(), store), micro_batch, job)
     assert static_checks(plan) == []
-    feed = case_of(analyzed, plan).batch_reader
+    read_batch = case_of(analyzed, plan).batch_reader
     seen: dict[int, dict[str, torch.Tensor]] = {}
 
     def body(world: World) -> None:
@@ -68,14 +68,16 @@ def reduced_gradients(
                 name: p.grad.clone() for name, p in state.trained_module.trainable_parameters.items()
             }
 
-        executor_of(analyzed, plan, world, extra_handlers={"CLIP": look}).step(feed(plan, world.rank)(0))
+        executor_of(analyzed, plan, world, extra_handlers={"CLIP": look}).step(
+            read_batch(plan, world.rank)(0)
+        )
 
     run_on_threads(body, plan.mesh)
     for other in (0, 2):
         assert all(torch.equal(seen[1][name], seen[other][name]) for name in seen[1]), (
             "every rank holds the same bits"
         )
-    batches = [feed(plan, rank)(0) for rank in range(3)]
+    batches = [read_batch(plan, rank)(0) for rank in range(3)]
     count = sum((batch["labels"] != IGNORE_INDEX).sum().item() for batch in batches)
     magnitudes = {name: torch.zeros_like(grad) for name, grad in seen[1].items()}
     for batch in batches:
@@ -106,9 +108,9 @@ def twenty_adam_steps(world: World) -> tuple[dict[str, str], list[Metrics]]:
     analyzed = analyzed_model(p=0.1)
     job = replace(tiny_job(), precision=PrecisionConfig(), optimizer=OptimizerConfig("adamw", lr=0.01))
     plan = plan_of(analyzed, 3, (BatchSplit(), SMALL), 2, job)
-    feed = case_of(analyzed, plan).batch_reader(plan, world.rank)
+    read_batch = case_of(analyzed, plan).batch_reader(plan, world.rank)
     executor = executor_of(analyzed, plan, world)
-    metrics = [executor.step(feed(step)) for step in range(20)]
+    metrics = [executor.step(read_batch(step)) for step in range(20)]
     return {
         name: sha256(value.numpy().tobytes()).hexdigest() for name, value in executor.state_dict().items()
     }, metrics

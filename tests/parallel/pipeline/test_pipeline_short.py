@@ -83,9 +83,9 @@ def test_processes_send_what_is_stated_of_the_rows_there_and_no_other_number_pas
 
 def trained(world: World, plan: Plan) -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and parameters of an epoch of 17 samples: a last batch of 5, of microbatches of 2."""
-    feed = open_local_batches(ExampleDataset(token_samples(17)), plan, world.rank)
+    local_batches = open_local_batches(ExampleDataset(token_samples(17)), plan, world.rank)
     with parallelize(analyzed_model(), plan, world=world) as engine:
-        losses = [engine.step(feed.batch(step)).loss for step in range(feed.num_steps or 0)]
+        losses = [engine.step(local_batches.batch(step)).loss for step in range(local_batches.num_steps or 0)]
         return losses, {name: value.clone() for name, value in engine.executor.gather_parameters().items()}
 
 

@@ -44,11 +44,13 @@ def measured(analyzed: AnalyzedModel, plan: Plan) -> list[float]:
     """The noise scale of three steps, the same on every rank."""
 
     def rank(world: World) -> list[float]:
-        executor, feed = (
+        executor, local_batches = (
             executor_of(analyzed, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
-        return [executor.step(feed.batch(step)).noise_scale or -1.0 for step in range(3)]  # -1: not known yet
+        return [
+            executor.step(local_batches.batch(step)).noise_scale or -1.0 for step in range(3)
+        ]  # -1: not known yet
 
     found = run_on_threads(rank, plan.mesh)
     assert all(each == found[0] for each in found)

@@ -119,7 +119,7 @@ def test_statistics_of_a_slice_alone_are_noticed(monkeypatch: pytest.MonkeyPatch
     def alone(runtime: object, tensor: torch.Tensor, move: Redistribution) -> torch.Tensor:
         return torch.cat([tensor] * 2, -1)  # as if the other rank had the same
 
-    monkeypatch.setattr(optimus_2d, "redistribute", alone)
+    monkeypatch.setattr(optimus_2d, "apply_redistribution", alone)
     analyzed, plan = planned(analyzed_even_llama(), Mesh(dp_shard=2, tp=2), SQUARE)
     assert not verify(analyzed, plan, batches(1)).passed
 

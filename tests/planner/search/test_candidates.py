@@ -12,7 +12,7 @@ from meshwright.planner.search.candidates import (
     low_memory_configs,
     may_fit,
     valid_schedules,
-    with_micro_batches,
+    with_microbatch_sizes,
 )
 from meshwright.planner.search.request import SearchRequest
 
@@ -38,7 +38,7 @@ def test_every_allowed_choice_is_a_candidate():
     laid = [
         each
         for mesh in candidate_meshes(asked)
-        for sized in with_micro_batches(asked, mesh)
+        for sized in with_microbatch_sizes(asked, mesh)
         for each in configs_on_mesh(asked, sized)
     ]
     assert {schedule for _, schedule in laid} == {"", *ORDERS}
@@ -70,7 +70,10 @@ def test_an_axis_that_is_fixed_is_no_choice():
 def test_only_allowed_schedules_are_candidates():
     asked = request()
     sized = next(
-        sized for mesh in candidate_meshes(asked) if mesh.pp == 4 for sized in with_micro_batches(asked, mesh)
+        sized
+        for mesh in candidate_meshes(asked)
+        if mesh.pp == 4
+        for sized in with_microbatch_sizes(asked, mesh)
     )
     every = list(valid_schedules(asked, sized))
     assert {schedule for _, schedule in configs_on_mesh(asked, sized)} == {
@@ -88,7 +91,7 @@ def test_no_layout_holds_less_than_the_leanest_and_more_samples_hold_more():
         asked = request(schedules=orders)
         for mesh in candidate_meshes(asked):
             before = 0.0
-            for sized in with_micro_batches(asked, mesh):
+            for sized in with_microbatch_sizes(asked, mesh):
                 least = min(
                     estimate_memory(asked.shape, layout).total for layout in low_memory_configs(asked, sized)
                 )

@@ -11,7 +11,7 @@ from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
 from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.machine import Machine, make_machine
-from meshwright.planner.search.candidates import with_micro_batches
+from meshwright.planner.search.candidates import with_microbatch_sizes
 from meshwright.planner.search.heterogeneous import (
     DeviceKind,
     HeterogeneousEstimator,
@@ -125,7 +125,7 @@ def test_no_split_takes_less_than_the_lower_bound_of_its_mesh():
         0,
     )
     for mesh in ground.meshes():
-        for sized in with_micro_batches(ground.request, mesh):
+        for sized in with_microbatch_sizes(ground.request, mesh):
             best = TopCandidates(1000)
             ground.estimate(sized, best, inf)
             assigned += len(best.candidates)

@@ -14,7 +14,7 @@ from meshwright.planner.search.candidates import (
     candidate_meshes,
     configs_on_mesh,
     valid_schedules,
-    with_micro_batches,
+    with_microbatch_sizes,
 )
 from meshwright.planner.search.lower_bounds import SAFETY_FACTOR, sample_bound
 from meshwright.planner.search.request import SearchRequest
@@ -38,7 +38,7 @@ def test_no_layout_takes_less_than_the_lower_bound_of_its_mesh(
     asked = SearchRequest(replace(SMALL, sequence=sequence), given, 24, SCHEDULES, min_tokens_per_rank=256)
     ground, close = HomogeneousEstimator(asked), []
     for mesh in candidate_meshes(asked):
-        for sized in with_micro_batches(asked, mesh):
+        for sized in with_microbatch_sizes(asked, mesh):
             true = inf
             for turn in valid_schedules(asked, sized):
                 taken = min(

@@ -12,7 +12,11 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.checkpoint.consensus import ERROR_PREFIX, OK_PREFIX, ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_all_ranks, verify_checkpoint
+from meshwright.run.checkpoint.integrity import (
+    consensus_for_load,
+    newest_valid_on_all_ranks,
+    verify_checkpoint,
+)
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
 from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import read_manifest
@@ -41,7 +45,7 @@ def flip(path: Path) -> None:
 def verdict(world: World, place: Path) -> str:
     """Returns what a rank finds wrong with the checkpoint at `place`; "" when it would go on."""
     try:
-        verify_checkpoint(place, load_consensus(world, "the test does not go on"))
+        verify_checkpoint(place, consensus_for_load(world, "the test does not go on"))
     except CheckpointError as error:
         return str(error)
     return ""
@@ -171,7 +175,7 @@ def test_a_check_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path):
                 raise CheckpointError("it does not fit", fix="take another", location=str(place))
 
         with pytest.raises(CheckpointError) as caught:
-            verify_checkpoint(path, load_consensus(world, "the test does not go on"), fits)
+            verify_checkpoint(path, consensus_for_load(world, "the test does not go on"), fits)
         return str(caught.value)
 
     assert (
@@ -204,7 +208,7 @@ def test_a_half_written_checkpoint_is_passed_over_by_all(tmp_path: Path):
     by_ranks(tmp_path, 1)
     by_ranks(tmp_path, 2).rename(tmp_path / "step-00000002.partial-0123abcd")
     for path, manifest, rejected in run_on_threads(
-        lambda world: newest_valid_on_all_ranks(tmp_path, load_consensus(world, "")), THREE
+        lambda world: newest_valid_on_all_ranks(tmp_path, consensus_for_load(world, "")), THREE
     ):
         assert path == step_folder(tmp_path, 1)
         assert manifest == read_manifest(path)
@@ -213,7 +217,7 @@ def test_a_half_written_checkpoint_is_passed_over_by_all(tmp_path: Path):
         ]
     assert (
         run_on_threads(
-            lambda world: newest_valid_on_all_ranks(tmp_path / "none", load_consensus(world, "")), THREE
+            lambda world: newest_valid_on_all_ranks(tmp_path / "none", consensus_for_load(world, "")), THREE
         )
         == [(None, None, [])] * 3
     )
@@ -231,7 +235,7 @@ def test_a_failure_that_is_none_of_the_checkpoint_is_an_error_on_all_and_no_reas
                 raise RuntimeError("the device is gone")
 
         with pytest.raises(ConsensusError) as caught:
-            newest_valid_on_all_ranks(tmp_path, load_consensus(world, "the test does not go on"), broken)
+            newest_valid_on_all_ranks(tmp_path, consensus_for_load(world, "the test does not go on"), broken)
         return str(caught.value)
 
     first, second, third = run_on_threads(body, THREE)
@@ -249,7 +253,7 @@ def test_every_vote_of_a_reading_is_an_entry_of_the_ledger(tmp_path: Path):
 
     def body(world: World) -> set[str]:
         world.ledger.is_recording = True
-        verify_checkpoint(path, load_consensus(world, ""))
+        verify_checkpoint(path, consensus_for_load(world, ""))
         return {f"{entry.action} {entry.collective}" for entry in world.ledger.entries}
 
     assert run_on_threads(body, THREE) == [{"RESUME all_gather"}] * 3

@@ -69,9 +69,9 @@ def plan_of(layout: str, job: Job, analyzed: AnalyzedModel = ANALYZED) -> Plan:
 
 
 def play(engine: Trainer, plan: Plan, world: World, last: int) -> None:
-    feed = open_local_batches(ExampleDataset(token_samples()), plan, world.rank)
+    local_batches = open_local_batches(ExampleDataset(token_samples()), plan, world.rank)
     while engine.steps_done < last:
-        engine.step(feed.batch(engine.steps_done))
+        engine.step(local_batches.batch(engine.steps_done))
 
 
 def assert_holds(engine: Trainer, saved: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

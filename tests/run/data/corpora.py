@@ -82,8 +82,8 @@ def samples(data: Dataset, ids: Iterable[int]) -> list[tuple[tuple[int, ...], tu
     ]
 
 
-def feeds_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) -> list[LocalBatches]:
-    """The feed of each of `ranks` data-parallel ranks over `data`."""
+def local_batches_of(data: Dataset, ranks: int, source: DataConfig, train: TrainConfig) -> list[LocalBatches]:
+    """The local batches of each of `ranks` data-parallel ranks over `data`."""
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
     job = Job(ModelConfig("m.py:f"), source, train)
     plan = Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, 0)

@@ -44,8 +44,13 @@ def test_held_out_samples_are_never_trained_on():
     training, held = split_held_out(DATA, made.job.evaluate)
     assert (len(training), len(held)) == (24, 7)
     assert held.batch([0, -1, 6])["id"].tolist() == [24, 30]
-    feeds = [open_local_batches(training, made, rank) for rank in range(2)]
-    seen = {i for step in range(20) for feed in feeds for i in feed.batch(step)["id"].tolist()}
+    batches_by_rank = [open_local_batches(training, made, rank) for rank in range(2)]
+    seen = {
+        i
+        for step in range(20)
+        for local_batches in batches_by_rank
+        for i in local_batches.batch(step)["id"].tolist()
+    }
     assert seen == set(range(24))
 
 

@@ -32,7 +32,7 @@ def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
     return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, micro_batch)
 
 
-def feeds(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[LocalBatches]:
+def batches_by_rank(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[LocalBatches]:
     made = plan(ranks, micro_batch, epochs)
     return [open_local_batches(ExampleDataset(EXAMPLE), made, rank) for rank in range(ranks)]
 
@@ -45,23 +45,28 @@ def played(rows: list[dict[str, torch.Tensor] | None]) -> list[int]:
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 5 - 1), (2, 0), (2, 3), (3, 2), (4, 1), (6, 2)])
 @pytest.mark.parametrize("step", [0, 1, 2, 7, 1000])
 def test_a_step_has_the_same_samples_under_every_plan(ranks, micro_batch, step):
-    mine = played([feed.batch(step) for feed in feeds(ranks, micro_batch)])
-    assert mine == played([feeds(1)[0].batch(step)])
+    mine = played([local_batches.batch(step) for local_batches in batches_by_rank(ranks, micro_batch)])
+    assert mine == played([batches_by_rank(1)[0].batch(step)])
     assert len(mine) == BATCH
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_finite_data_is_played_to_the_end_each_sample_once_per_epoch(ranks, epochs):
-    each = feeds(ranks, epochs=epochs)
-    (steps,) = {feed.num_steps for feed in each}
+    each = batches_by_rank(ranks, epochs=epochs)
+    (steps,) = {local_batches.num_steps for local_batches in each}
     assert steps == -(-ROWS * epochs // BATCH)
     counts = Counter(
-        sample for step in range(steps) for sample in played([feed.batch(step) for feed in each])
+        sample
+        for step in range(steps)
+        for sample in played([local_batches.batch(step) for local_batches in each])
     )
     assert counts == dict.fromkeys(range(ROWS), epochs)
-    assert len(played([feed.batch(steps - 1) for feed in each])) == ROWS * epochs - (steps - 1) * BATCH
-    assert [feed.batch(steps) for feed in each] == [None] * ranks
+    assert (
+        len(played([local_batches.batch(steps - 1) for local_batches in each]))
+        == ROWS * epochs - (steps - 1) * BATCH
+    )
+    assert [local_batches.batch(steps) for local_batches in each] == [None] * ranks
 
 
 def test_size_errors_are_reported_with_those_of_the_source_and_before_tokenizing(tmp_path):
@@ -80,21 +85,23 @@ def test_size_errors_are_reported_with_those_of_the_source_and_before_tokenizing
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_the_data_is_over_after_its_last_step(epochs):
-    feed = feeds(3, epochs=epochs)[1]
-    assert [feed.has_ended(step) for step in (0, feed.num_steps - 1, feed.num_steps)] == [False, False, True]
-    assert not feeds(1)[0].has_ended(10**6)
+    local_batches = batches_by_rank(3, epochs=epochs)[1]
+    assert [
+        local_batches.has_ended(step) for step in (0, local_batches.num_steps - 1, local_batches.num_steps)
+    ] == [False, False, True]
+    assert not batches_by_rank(1)[0].has_ended(10**6)
 
 
 def test_data_without_end_has_no_last_step():
-    assert feeds(2)[0].num_steps is None
+    assert batches_by_rank(2)[0].num_steps is None
 
 
 def test_a_short_step_fills_the_first_micro_batches_first():
     """31 rows in steps of 12: the third step has 7. Four shares of 3: two ranks, two microbatches."""
-    order = feeds(1, epochs=1)[0].batch(2)
+    order = batches_by_rank(1, epochs=1)[0].batch(2)
     assert order is not None
     samples = order["labels"].tolist()
-    left, right = (feed.batch(2) for feed in feeds(2, 3, epochs=1))
+    left, right = (local_batches.batch(2) for local_batches in batches_by_rank(2, 3, epochs=1))
     assert left is not None
     assert right is not None
     assert left["labels"].tolist() == [*samples[0:3], samples[6]]
@@ -102,7 +109,7 @@ def test_a_short_step_fills_the_first_micro_batches_first():
 
 
 def test_samples_keep_all_their_keys():
-    batch = feeds(3)[1].batch(4)
+    batch = batches_by_rank(3)[1].batch(4)
     assert batch is not None
     assert torch.equal(batch["x"], EXAMPLE["x"][batch["labels"]])
 

@@ -16,7 +16,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
 from meshwright.run.data.local_batches import LocalBatches, open_dataset
 from meshwright.run.data.mixture import MAX_PERIOD, MixedOrder, Mixture, integer_shares, interleave
-from tests.run.data.corpora import MARKED, TALKS, feeds_of, jsonl, samples, tokenizer
+from tests.run.data.corpora import MARKED, TALKS, jsonl, local_batches_of, samples, tokenizer
 
 SHARES = st.lists(st.integers(1, 40), min_size=1, max_size=6)
 SIZES, WEIGHTS, BATCH = (37, 11, 23), (5.0, 3.0, 2.0), 12
@@ -128,15 +128,17 @@ def source(folder, **changes) -> DataConfig:
     return DataConfig(mixture=parts, tokenizer=tokenizer(folder / "t", MARKED), sequence=24, **changes)
 
 
-def feeds(data, ranks: int, epochs: int = 0) -> list[LocalBatches]:
-    return feeds_of(data, ranks, DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5))
+def batches_by_rank(data, ranks: int, epochs: int = 0) -> list[LocalBatches]:
+    return local_batches_of(
+        data, ranks, DataConfig("example", epochs=epochs), TrainConfig(batch=BATCH, seed=5)
+    )
 
 
 def played(each: list[LocalBatches], steps: range) -> Counter:
     found: Counter = Counter()
     for step in steps:
-        for feed in each:
-            batch = feed.batch(step)
+        for local_batches in each:
+            batch = local_batches.batch(step)
             if batch is not None:
                 rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
                 found.update((tuple(x), tuple(y)) for x, y in rows if set(y) != {-100})
@@ -149,17 +151,19 @@ def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with
     tmp_path, ranks: int, epochs: int
 ):
     data = open_dataset(source(tmp_path, epochs=epochs), None, tmp_path / "cache")
-    alone = feeds(data, 1, epochs)
+    alone = batches_by_rank(data, 1, epochs)
     steps = alone[0].num_steps or 15
     whole = played(alone, range(steps))
-    many = feeds(data, ranks, epochs)
-    assert {feed.num_steps for feed in many} == {alone[0].num_steps}
+    many = batches_by_rank(data, ranks, epochs)
+    assert {local_batches.num_steps for local_batches in many} == {alone[0].num_steps}
     assert played(many, range(steps)) == whole
     assert (
-        played(alone, range(4)) + played(many, range(4, 7)) + played(feeds(data, 3, epochs), range(7, steps))
+        played(alone, range(4))
+        + played(many, range(4, 7))
+        + played(batches_by_rank(data, 3, epochs), range(7, steps))
         == whole
     )
-    assert all(feed.batch(steps) is None for feed in many) == bool(epochs)
+    assert all(local_batches.batch(steps) is None for local_batches in many) == bool(epochs)
 
 
 def test_samples_come_from_the_sources_that_their_ids_name(tmp_path):

@@ -14,14 +14,14 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data import prefetch
 from meshwright.run.data.local_batches import ExampleDataset, LocalBatches, open_local_batches
-from meshwright.run.data.prefetch import PrefetchedFeed
+from meshwright.run.data.prefetch import PrefetchedBatches
 from meshwright.run.data.prefetch import prefetch as ahead
 from tests.paper_model import SyntheticModel
 
 ROWS = {"labels": torch.arange(31)}
 
 
-def feed(data=None, epochs: int = 0) -> LocalBatches:
+def local_batches(data=None, epochs: int = 0) -> LocalBatches:
     job = Job(ModelConfig("m.py:f"), DataConfig("example", epochs=epochs), TrainConfig(batch=4, seed=5))
     return open_local_batches(
         data or ExampleDataset(ROWS), Plan.make(job, Mesh(), SyntheticModel().model_spec), 0
@@ -64,9 +64,9 @@ class Watched(ExampleDataset):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_batches_are_the_same_with_any_number_of_workers(count: int):
-    plain = [rows(feed(epochs=1).batch(step)) for step in range(9)]
-    with ahead(feed(epochs=1), count) as made:
-        assert isinstance(made, PrefetchedFeed)
+    plain = [rows(local_batches(epochs=1).batch(step)) for step in range(9)]
+    with ahead(local_batches(epochs=1), count) as made:
+        assert isinstance(made, PrefetchedBatches)
         assert [rows(made.batch(step)) for step in range(9)] == plain
         assert [made.has_ended(step) for step in (7, 8)] == [False, True]
         assert made.num_steps == 8
@@ -74,15 +74,15 @@ def test_batches_are_the_same_with_any_number_of_workers(count: int):
     assert threads() == []
 
 
-def test_without_workers_the_feed_is_used_as_it_is():
-    here = feed()
+def test_without_workers_the_batches_are_used_as_they_are():
+    here = local_batches()
     with ahead(here, 0) as made:
         assert made is here
 
 
 def test_batches_are_made_by_other_threads_and_not_too_far_ahead():
     data = Watched()
-    with ahead(feed(data), 2) as made:
+    with ahead(local_batches(data), 2) as made:
         made.batch(0)
         made.batch(1)
     assert set(data.asked) <= {"data_0", "data_1"}
@@ -90,16 +90,16 @@ def test_batches_are_made_by_other_threads_and_not_too_far_ahead():
 
 
 def test_a_step_can_be_asked_for_out_of_turn():
-    plain = feed()
-    with ahead(feed(), 2) as made:
+    plain = local_batches()
+    with ahead(local_batches(), 2) as made:
         for step in (3, 3, 4, 100, 2, 5):
             assert rows(made.batch(step)) == rows(plain.batch(step))
             assert made.has_ended(step) is False
 
 
 def test_an_error_is_raised_by_its_own_step_with_the_place_where_it_happened():
-    order = [feed().order.ids(step, 4) for step in range(4)]
-    with ahead(feed(Watched(broken=order[2][1])), 1) as made:
+    order = [local_batches().order.ids(step, 4) for step in range(4)]
+    with ahead(local_batches(Watched(broken=order[2][1])), 1) as made:
         for step in range(2):
             assert rows(made.batch(step)) == order[step]
         with pytest.raises(ValueError, match="is broken") as caught:
@@ -114,7 +114,7 @@ def test_an_error_is_raised_although_a_thread_waits_and_pending_batches_are_drop
     data = Watched(gate=gate)
 
     def fail() -> None:
-        with ahead(feed(data), 1) as made:
+        with ahead(local_batches(data), 1) as made:
             asking = threading.Thread(target=made.batch, args=(0,), name="data asking")
             asking.start()
             assert data.begun.wait(20)

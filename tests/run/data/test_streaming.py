@@ -13,7 +13,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
 from meshwright.run.data.local_batches import LocalBatches
 from meshwright.run.data.streaming import TokenStream
-from tests.run.data.corpora import MARKED, TALKS, feeds_of, opened, samples, tokenizer
+from tests.run.data.corpora import MARKED, TALKS, local_batches_of, opened, samples, tokenizer
 
 TEXTS = [f"line {n} of some" + " more" * (n % 5) for n in range(40)]
 BATCH, SEQUENCE = 12, 7
@@ -51,14 +51,14 @@ def talks(folder: Path, *, streaming: bool = True, **changes) -> DataConfig:
     )
 
 
-def feeds(data, ranks: int, source: DataConfig) -> list[LocalBatches]:
-    return feeds_of(data, ranks, source, TrainConfig(batch=BATCH))
+def batches_by_rank(data, ranks: int, source: DataConfig) -> list[LocalBatches]:
+    return local_batches_of(data, ranks, source, TrainConfig(batch=BATCH))
 
 
 def played(each: list[LocalBatches], steps: range) -> Counter:
     found: Counter = Counter()
     for step in steps:
-        for batch in [feed.batch(step) for feed in each]:
+        for batch in [local_batches.batch(step) for local_batches in each]:
             if batch is not None:
                 rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
                 found.update((tuple(x), tuple(y)) for x, y in rows if set(y) != {-100})
@@ -90,23 +90,27 @@ def test_the_samples_are_the_same_on_any_number_of_ranks_and_after_going_on_with
 ):
     source = kind(tmp_path)
     data = opened(source, tmp_path)
-    whole = played(feeds(data, 1, source), range(6))
+    whole = played(batches_by_rank(data, 1, source), range(6))
     assert whole.total() == 6 * BATCH
-    assert played(feeds(data, ranks, source), range(6)) == whole
-    assert played(feeds(data, 1, source), range(2)) + played(feeds(data, ranks, source), range(2, 6)) == whole
+    assert played(batches_by_rank(data, ranks, source), range(6)) == whole
+    assert (
+        played(batches_by_rank(data, 1, source), range(2))
+        + played(batches_by_rank(data, ranks, source), range(2, 6))
+        == whole
+    )
 
 
 @pytest.mark.parametrize("kind", [texts, talks])
 def test_a_stream_begins_again_and_ends_after_its_epochs_on_all_ranks_together(tmp_path, kind):
     source = kind(tmp_path, epochs=3)
-    each = feeds(opened(source, tmp_path), 3, source)
-    assert {feed.num_steps for feed in each} == {None}
+    each = batches_by_rank(opened(source, tmp_path), 3, source)
+    assert {local_batches.num_steps for local_batches in each} == {None}
     steps = next(step for step in range(1000) if each[0].has_ended(step))
-    assert [feed.has_ended(steps) for feed in each] == [True] * 3
-    assert [feed.has_ended(steps - 1) for feed in each] == [False] * 3
-    assert [feed.batch(steps) for feed in each] != [], "asking behind the end is no error"
+    assert [local_batches.has_ended(steps) for local_batches in each] == [True] * 3
+    assert [local_batches.has_ended(steps - 1) for local_batches in each] == [False] * 3
+    assert [local_batches.batch(steps) for local_batches in each] != [], "asking behind the end is no error"
     if kind is talks:
-        assert set(played(feeds(opened(source, tmp_path), 1, source), range(steps)).values()) == {3}
+        assert set(played(batches_by_rank(opened(source, tmp_path), 1, source), range(steps)).values()) == {3}
 
 
 def test_packed_texts_run_on_over_the_end_of_the_stream(tmp_path):
@@ -122,12 +126,12 @@ def test_a_rank_tokenises_only_the_conversations_that_it_plays(tmp_path, monkeyp
     source = talks(tmp_path)
     data = opened(source, tmp_path)
     seen = []
-    for feed in feeds(data, 3, source)[1:2]:
-        inner = feed.dataset._encode
+    for local_batches in batches_by_rank(data, 3, source)[1:2]:
+        inner = local_batches.dataset._encode
         monkeypatch.setattr(
-            feed.dataset, "_encode", lambda rows, inner=inner: (seen.append(1), inner(rows))[1]
+            local_batches.dataset, "_encode", lambda rows, inner=inner: (seen.append(1), inner(rows))[1]
         )
-        feed.batch(2)
+        local_batches.batch(2)
     assert len(seen) == BATCH // 3
 
 

@@ -109,6 +109,6 @@ def test_a_port_in_use_is_told_with_another():
 
 def test_a_socket_on_all_interfaces_counts_as_open():
     with socket.create_server(("127.0.0.1", 0)) as private, socket.create_server(("0.0.0.0", 0)) as public:
-        open_ports = host_checks._listening()
+        open_ports = host_checks._list_listening_ports()
         assert public.getsockname()[1] in open_ports
         assert private.getsockname()[1] not in open_ports

@@ -1,4 +1,4 @@
-"""A swallowed Ctrl-C is still noticed when ranks are about to start."""
+"""A swallowed Ctrl-C is still noticed when ranks are about to start; a signal is a stop request."""
 
 import signal
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from meshwright.run.launch.local_launcher import launch_ranks
-from meshwright.run.launch.signals import InterruptHandler, raise_if_interrupted
+from meshwright.run.launch.signals import InterruptHandler, raise_if_interrupted, stop_flag
 
 
 @pytest.fixture
@@ -35,3 +35,18 @@ def test_a_swallowed_one_keeps_ranks_from_starting(handler, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         launch_ranks(["-c", "print('started')"], 1, tmp_path, {})
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "counts_as"),
+    [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT), (signal.SIGUSR1, signal.SIGTERM)],
+)
+def test_a_signal_is_a_stop_request_while_a_handler_is_installed(number, counts_as):
+    received: list[int] = []
+    before = signal.getsignal(number)
+    with stop_flag(received) as stopping:
+        assert not stopping()
+        signal.raise_signal(number)
+        assert stopping()
+    assert received == [counts_as]
+    assert signal.getsignal(number) is before

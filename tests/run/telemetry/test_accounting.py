@@ -31,11 +31,11 @@ def trained(folder: Path, ranks: int, **run: object) -> Plan:
     plan = replace(plan_of(ANALYZED, ranks, job=job), run=RunConfig(str(folder), save_every=2, **run))
 
     def rank(world):
-        executor, feed = (
+        executor, local_batches = (
             executor_of(ANALYZED, plan, world),
             open_local_batches(ExampleDataset(token_samples()), plan, world.rank),
         )
-        train_loop(executor, plan, feed, world, lambda: False)
+        train_loop(executor, plan, local_batches, world, lambda: False)
         executor.close()
 
     run_on_threads(rank, plan.mesh)

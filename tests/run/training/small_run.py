@@ -68,12 +68,12 @@ class SmallRun:
             training, held = split_held_out(DATA, plan.job.evaluate)
             resumed = resume(executor, plan, world, DATA.digest, step)
             evaluating = None if held is None else EvalSamples(held, plan, plan.data_index(world.rank))
-            feed = open_local_batches(training, plan, world.rank)
+            local_batches = open_local_batches(training, plan, world.rank)
             try:
                 return train_loop(
                     executor,
                     plan,
-                    feed,
+                    local_batches,
                     world,
                     lambda: self.stop(world.rank, executor.steps_done),
                     self.callbacks,

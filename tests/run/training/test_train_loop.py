@@ -65,11 +65,11 @@ class SmallRun:
         def rank(world: World) -> tuple[ResumeResult, TrainResult, list[StepRecord]]:
             executor, lines = executor_of(self.analyzed, plan, world), []
             resumed = resume(executor, plan, world, data.digest, step)
-            feed = open_local_batches(data, plan, world.rank)
+            local_batches = open_local_batches(data, plan, world.rank)
             ended = train_loop(
                 executor,
                 plan,
-                feed,
+                local_batches,
                 world,
                 lambda: self.stop(world.rank, executor.steps_done),
                 (listing(lines),),
@@ -247,9 +247,9 @@ def test_a_failure_can_say_where_it_happened(tmp_path):
 
     def rank(world: World) -> None:
         executor = executor_of(small_run.analyzed, small_run.plan, world)
-        feed = open_local_batches(data, small_run.plan, 0)
+        local_batches = open_local_batches(data, small_run.plan, 0)
         watch = Callback(on_step_end=lambda moment: seen.append((moment.step, progress.step, progress.phase)))
-        train_loop(executor, small_run.plan, feed, world, lambda: False, (watch,), progress)
+        train_loop(executor, small_run.plan, local_batches, world, lambda: False, (watch,), progress)
         executor.close()
 
     run_on_threads(rank, small_run.plan.mesh)

@@ -42,8 +42,8 @@ def test_a_skipped_step_is_counted_and_written_down_with_its_samples(tmp_path):
     (line,) = run.lines("spike").values()
     assert (line["step"], line["action"], line["reasons"][0]) == (5, "skip", "the loss is nan")
     plan = run.plan
-    feed = open_local_batches(split_held_out(DATA, plan.job.evaluate)[0], plan, 0)
-    assert [rank["samples"] for rank in line["ranks"]] == feed.sample_ids(4)
+    local_batches = open_local_batches(split_held_out(DATA, plan.job.evaluate)[0], plan, 0)
+    assert [rank["samples"] for rank in line["ranks"]] == local_batches.sample_ids(4)
     assert [rank["phase"] for rank in line["ranks"]] == ["", "loss"]
     assert run.lines()[5]["skipped"]
     assert [step for step, spike in enumerate(told, start=1) if spike] == [5]

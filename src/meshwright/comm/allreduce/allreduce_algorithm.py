@@ -1,15 +1,15 @@
-"""An all-reduce algorithm as data: who sends which pieces to whom, round by round.
+"""An all-reduce algorithm as data: who sends which chunks to whom, round by round.
 
-The tensor is cut into pieces that differ by at most one element. A *round* lists what one rank sends and
+The tensor is cut into chunks that differ by at most one element. A *round* lists what one rank sends and
 receives at the same time; the next one begins when both have ended. An algorithm is a pure function from
 (number of ranks, index of a rank) to rounds: the same value is executed over send and receive
 (comm/backends/run_algorithm.py), counted, estimated and drawn. What is received is either added to this
-rank's piece or replaces it.
+rank's chunk or replaces it.
 
-    Round(sends=(PieceMessage(1, (0,)),), receives=(PieceMessage(2, (2,)),), accumulate=True)
-    piece 0 goes to the rank at index 1; piece 2 comes from index 2 and is added to this rank's piece 2
+    Round(sends=(ChunkMessage(1, (0,)),), receives=(ChunkMessage(2, (2,)),), accumulate=True)
+    chunk 0 goes to the rank at index 1; chunk 2 comes from index 2 and is added to this rank's chunk 2
 
-[Note: same bits] Every rank ends with the same bits, because each piece is summed once, in a fixed order, by
+[Note: same bits] Every rank ends with the same bits, because each chunk is summed once, in a fixed order, by
 one owner that distributes it; or by every rank from the same summands in the same order. Summands of one
 round are added in rank order, this rank's in its place. A rank that added its own first would end with
 different bits, and replicas would drift. Two summands need no order: a + b and b + a are the same bits.
@@ -29,23 +29,23 @@ NUM_SAMPLED_RANKS = 64  # ranks at either end
 
 
 @dataclass(frozen=True)
-class PieceMessage:
-    """The pieces that go to, or come from, the rank at index `peer` in one round, in this order."""
+class ChunkMessage:
+    """The chunks that go to, or come from, the rank at index `peer` in one round, in this order."""
 
     peer: int
-    pieces: tuple[int, ...]
+    chunks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Round:
     """The messages that one rank sends and receives at once.
 
-    Received pieces are added if `accumulate`, else they replace the piece. With `uses_original_operand` the
+    Received chunks are added if `accumulate`, else they replace the chunk. With `uses_original_operand` the
     unmodified operand is sent and added to, whatever earlier rounds have changed.
     """
 
-    sends: tuple[PieceMessage, ...] = ()
-    receives: tuple[PieceMessage, ...] = ()
+    sends: tuple[ChunkMessage, ...] = ()
+    receives: tuple[ChunkMessage, ...] = ()
     accumulate: bool = False
     uses_original_operand: bool = False
 
@@ -63,8 +63,8 @@ class AllReduceAlgorithm(ABC):
         return self.name
 
     @abstractmethod
-    def num_pieces(self, size: int) -> int:
-        """Returns into how many pieces the tensor is cut among `size` ranks."""
+    def num_chunks(self, size: int) -> int:
+        """Returns into how many chunks the tensor is cut among `size` ranks."""
 
     @abstractmethod
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
@@ -93,18 +93,18 @@ class AllReduceAlgorithm(ABC):
         return None
 
 
-def piece_numel(numel: int, num_pieces: int, piece: int) -> int:
-    """Returns the number of elements of `piece` when `numel` elements are cut into `num_pieces`."""
-    return (piece + 1) * numel // num_pieces - piece * numel // num_pieces
+def chunk_numel(numel: int, num_chunks: int, chunk: int) -> int:
+    """Returns the number of elements of `chunk` when `numel` elements are cut into `num_chunks`."""
+    return (chunk + 1) * numel // num_chunks - chunk * numel // num_chunks
 
 
-def wrapped_numel(numel: int, num_pieces: int, first: int, num_selected: int) -> int:
-    """Returns the number of elements of `num_selected` pieces from `first` on.
+def wrapped_numel(numel: int, num_chunks: int, first: int, num_selected: int) -> int:
+    """Returns the number of elements of `num_selected` chunks from `first` on.
 
     Wrapping around after the last.
     """
-    whole, end = divmod(first + num_selected, num_pieces)
-    return whole * numel + end * numel // num_pieces - first * numel // num_pieces
+    whole, end = divmod(first + num_selected, num_chunks)
+    return whole * numel + end * numel // num_chunks - first * numel // num_chunks
 
 
 def ceil_log2(size: int) -> int:
@@ -129,7 +129,7 @@ def min_max_sent(algorithm: AllReduceAlgorithm, size: int, numel: int) -> tuple[
     """Returns the fewest and the most elements that any rank sends.
 
     Only the first and last `NUM_SAMPLED_RANKS` ranks are counted: roles go by index, the busiest is at index
-    0, and in between ranks differ by single elements of their pieces.
+    0, and in between ranks differ by single elements of their chunks.
     """
     indices = {*range(min(size, NUM_SAMPLED_RANKS)), *range(max(0, size - NUM_SAMPLED_RANKS), size)}
     sent = [algorithm.num_sent(size, index, numel) for index in indices]

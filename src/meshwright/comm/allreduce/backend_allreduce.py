@@ -33,8 +33,8 @@ class BackendAllReduce(AllReduceAlgorithm):
 
     name: ClassVar[str] = "backend"
 
-    def num_pieces(self, size: int) -> int:
-        return RingAllReduce().num_pieces(size)
+    def num_chunks(self, size: int) -> int:
+        return RingAllReduce().num_chunks(size)
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         return RingAllReduce().rounds(size, index)

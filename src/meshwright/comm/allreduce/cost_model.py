@@ -98,62 +98,60 @@ def round_loads(
     """
     ranks_per_host = ranks_per_host or size
     gathered: list[_RoundTotals] = []
-    pieces = algorithm.num_pieces(size)
+    chunks = algorithm.num_chunks(size)
     for index in range(size):
         for number, each in enumerate(algorithm.rounds(size, index)):
             if number == len(gathered):
                 gathered.append(_RoundTotals())
-            gathered[number].add_rank(each, index, ranks_per_host, pieces)
+            gathered[number].add_rank(each, index, ranks_per_host, chunks)
     return tuple(Counter(round_.round_load() for round_ in gathered).items())
 
 
 class _RoundTotals:
-    """The load of one round, accumulated rank by rank."""
-
     def __init__(self) -> None:
         self.messages_by_host: dict[int, Counter[int]] = {}
         self.receivers_by_host: Counter[int] = Counter()
         self.busiest_rank_by_host: dict[int, tuple[int, Counter[int]]] = {}  # of each host the busiest
         self.max_added = 0.0
-        self.sent_from_host: Counter[int] = Counter()  # pieces that leave a host, and that come into it
+        self.sent_from_host: Counter[int] = Counter()  # chunks that leave a host, and that come into it
         self.received_by_host: Counter[int] = Counter()
-        self.num_pieces = 1
+        self.num_chunks = 1
 
-    def add_rank(self, round_: Round, index: int, ranks_per_host: int, num_pieces: int) -> None:
-        self.num_pieces = num_pieces
+    def add_rank(self, round_: Round, index: int, ranks_per_host: int, num_chunks: int) -> None:
+        self.num_chunks = num_chunks
         host = index // ranks_per_host
         sent = [message for message in round_.sends if message.peer // ranks_per_host == host]
         come = [message for message in round_.receives if message.peer // ranks_per_host == host]
-        self.messages_by_host.setdefault(host, Counter()).update(len(message.pieces) for message in sent)
+        self.messages_by_host.setdefault(host, Counter()).update(len(message.chunks) for message in sent)
         self.receivers_by_host[host] += bool(come)
-        mine = Counter(len(message.pieces) for message in (*sent, *come))
-        if host not in self.busiest_rank_by_host or _total_pieces(mine) > _total_pieces(
+        mine = Counter(len(message.chunks) for message in (*sent, *come))
+        if host not in self.busiest_rank_by_host or _total_chunks(mine) > _total_chunks(
             self.busiest_rank_by_host[host][1]
         ):
             self.busiest_rank_by_host[host] = (index, mine)
-        self.sent_from_host[host] += sum(len(message.pieces) for message in round_.sends) - sum(
-            len(message.pieces) for message in sent
+        self.sent_from_host[host] += sum(len(message.chunks) for message in round_.sends) - sum(
+            len(message.chunks) for message in sent
         )
-        self.received_by_host[host] += sum(len(message.pieces) for message in round_.receives) - sum(
-            len(message.pieces) for message in come
+        self.received_by_host[host] += sum(len(message.chunks) for message in round_.receives) - sum(
+            len(message.chunks) for message in come
         )
         if round_.accumulate:
-            self.max_added = max(self.max_added, sum(len(message.pieces) for message in round_.receives))
+            self.max_added = max(self.max_added, sum(len(message.chunks) for message in round_.receives))
 
     def round_load(self) -> RoundLoad:
-        host = max(self.messages_by_host, key=lambda each: _total_pieces(self.messages_by_host[each]))
+        host = max(self.messages_by_host, key=lambda each: _total_chunks(self.messages_by_host[each]))
         leaving = max(*self.sent_from_host.values(), *self.received_by_host.values())
         return RoundLoad(
             max(self.receivers_by_host.values()),
             self._fractions(self.messages_by_host[host]),
             self._fractions(self.busiest_rank_by_host[host][1]),
-            self.max_added / self.num_pieces,
-            leaving / self.num_pieces,
+            self.max_added / self.num_chunks,
+            leaving / self.num_chunks,
         )
 
     def _fractions(self, counts: Mapping[int, int]) -> MessageCounts:
-        return tuple((length / self.num_pieces, count) for length, count in sorted(counts.items()) if count)
+        return tuple((length / self.num_chunks, count) for length, count in sorted(counts.items()) if count)
 
 
-def _total_pieces(counts: Mapping[int, int]) -> int:
+def _total_chunks(counts: Mapping[int, int]) -> int:
     return sum(length * count for length, count in counts.items())

@@ -14,7 +14,7 @@ side. A second ring inside each host gathers the slices.
     seconds = 2 (g-1 + k-1) a + 2 (n-1)/n S/B
     two kinds of links: 2 (g-1) a_in + 2 (g-1)/g S/B_in  +  2 (k-1) a_out + 2 (k-1)/k S/B_out (per host)
 
-Cost: the ring's bytes per rank, in fewer rounds: 2 (g+k-2) where the flat ring has 2 (gk-1). Each piece has
+Cost: the ring's bytes per rank, in fewer rounds: 2 (g+k-2) where the flat ring has 2 (gk-1). Each chunk has
 one owner.
 Limits: the ranks of a host must be neighbours (0..g-1, g..2g-1, ...), and every host must have the same
 number. The usual claim "sends g times less between hosts" compares with algorithms in which every rank talks
@@ -29,7 +29,7 @@ Paper: Jia et al. 2018, arXiv 1807.11205 (section 3.3.2); Cho et al. 2019, "Blue
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round, piece_numel
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round, chunk_numel
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class HierarchicalAllReduce(AllReduceAlgorithm):
     def __str__(self) -> str:
         return f"{self.name}/{self.ranks_per_host}"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return size
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
@@ -56,11 +56,11 @@ class HierarchicalAllReduce(AllReduceAlgorithm):
         inside = [host * self.ranks_per_host + other for other in range(self.ranks_per_host)]
         across = [other * self.ranks_per_host + place for other in range(hosts)]
         slices = [tuple(range(first, first + hosts)) for first in range(0, size, hosts)]
-        pieces: list[tuple[int, ...]] = [(piece,) for piece in slices[place]]
+        chunks: list[tuple[int, ...]] = [(chunk,) for chunk in slices[place]]
         return (
             *_ring_rounds(inside, place, slices, place - 1, adds=True),
-            *_ring_rounds(across, host, pieces, host - 1, adds=True),
-            *_ring_rounds(across, host, pieces, host, adds=False),
+            *_ring_rounds(across, host, chunks, host - 1, adds=True),
+            *_ring_rounds(across, host, chunks, host, adds=False),
             *_ring_rounds(inside, place, slices, place, adds=False),
         )
 
@@ -73,10 +73,10 @@ class HierarchicalAllReduce(AllReduceAlgorithm):
         hosts = size // self.ranks_per_host
         host, place = divmod(index, self.ranks_per_host)
         own, right = (
-            piece_numel(numel, self.ranks_per_host, place),
-            piece_numel(numel, self.ranks_per_host, (place + 1) % self.ranks_per_host),
+            chunk_numel(numel, self.ranks_per_host, place),
+            chunk_numel(numel, self.ranks_per_host, (place + 1) % self.ranks_per_host),
         )
-        kept = (piece_numel(numel, size, place * hosts + piece % hosts) for piece in (host, host + 1))
+        kept = (chunk_numel(numel, size, place * hosts + chunk % hosts) for chunk in (host, host + 1))
         return (
             2 * numel - own - right + 2 * own - sum(kept)
         )  # inside: all but what the ring keeps; across: of the own slice
@@ -112,8 +112,8 @@ def _ring_rounds(
     num, right, left = len(ring), ring[(at + 1) % len(ring)], ring[at - 1]
     return [
         Round(
-            (PieceMessage(right, parts[(first - step) % num]),),
-            (PieceMessage(left, parts[(first - step - 1) % num]),),
+            (ChunkMessage(right, parts[(first - step) % num]),),
+            (ChunkMessage(left, parts[(first - step - 1) % num]),),
             adds,
         )
         for step in range(num - 1)

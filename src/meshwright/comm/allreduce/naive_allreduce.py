@@ -24,7 +24,7 @@ costs).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round
 
 WHOLE_TENSOR = (0,)
 
@@ -35,18 +35,18 @@ class NaiveAllReduce(AllReduceAlgorithm):
 
     name: ClassVar[str] = "naive"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         if size == 1:
             return ()
-        others = tuple(PieceMessage(other, WHOLE_TENSOR) for other in range(size) if other != index)
+        others = tuple(ChunkMessage(other, WHOLE_TENSOR) for other in range(size) if other != index)
         as_root = Round(receives=others, accumulate=True, uses_original_operand=True)
         return tuple(
             as_root
             if root == index
-            else Round(sends=(PieceMessage(root, WHOLE_TENSOR),), uses_original_operand=True)
+            else Round(sends=(ChunkMessage(root, WHOLE_TENSOR),), uses_original_operand=True)
             for root in range(size)
         )
 

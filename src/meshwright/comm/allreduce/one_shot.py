@@ -22,7 +22,7 @@ bytes).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class OneShotAllReduce(AllReduceAlgorithm):
 
     name: ClassVar[str] = "one_shot"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
-        others = tuple(PieceMessage(other, (0,)) for other in range(size) if other != index)
+        others = tuple(ChunkMessage(other, (0,)) for other in range(size) if other != index)
         return (Round(others, others, accumulate=True),) if others else ()
 
     def num_rounds(self, size: int) -> int:

@@ -25,7 +25,7 @@ IJHPCA 19 (4.4).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class RecursiveDoublingAllReduce(AllReduceAlgorithm):
 
     name: ClassVar[str] = "recursive_doubling"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
@@ -67,5 +67,5 @@ def _power_of_two_split(size: int) -> tuple[int, int, int]:
     return 1 << swaps, size - (1 << swaps), swaps
 
 
-def _whole_tensor_with(peer: int) -> tuple[PieceMessage, ...]:
-    return (PieceMessage(peer, (0,)),)
+def _whole_tensor_with(peer: int) -> tuple[ChunkMessage, ...]:
+    return (ChunkMessage(peer, (0,)),)

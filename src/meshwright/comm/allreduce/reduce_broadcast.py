@@ -20,7 +20,7 @@ broadcast).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round
 
 ROOT, WHOLE_TENSOR = 0, (0,)
 
@@ -31,16 +31,16 @@ class ReduceBroadcastAllReduce(AllReduceAlgorithm):
 
     name: ClassVar[str] = "reduce_broadcast"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
         if size == 1:
             return ()
         if index == ROOT:
-            others = tuple(PieceMessage(other, WHOLE_TENSOR) for other in range(size) if other != ROOT)
+            others = tuple(ChunkMessage(other, WHOLE_TENSOR) for other in range(size) if other != ROOT)
             return Round(receives=others, accumulate=True), Round(sends=others)
-        to_root = (PieceMessage(ROOT, WHOLE_TENSOR),)
+        to_root = (ChunkMessage(ROOT, WHOLE_TENSOR),)
         return Round(sends=to_root, accumulate=True), Round(receives=to_root)
 
     def num_rounds(self, size: int) -> int:

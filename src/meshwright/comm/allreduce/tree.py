@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, PieceMessage, Round, ceil_log2
+from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round, ceil_log2
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class TreeAllReduce(AllReduceAlgorithm):
 
     name: ClassVar[str] = "tree"
 
-    def num_pieces(self, size: int) -> int:
+    def num_chunks(self, size: int) -> int:
         return 1
 
     def rounds(self, size: int, index: int) -> tuple[Round, ...]:
@@ -56,8 +56,8 @@ class TreeAllReduce(AllReduceAlgorithm):
         for bit in range(ceil_log2(size)):
             far = 1 << bit
             if index % (2 * far) == far:
-                yield Round(sends=(PieceMessage(index - far, (0,)),), accumulate=True)
+                yield Round(sends=(ChunkMessage(index - far, (0,)),), accumulate=True)
             elif index % (2 * far) == 0 and index + far < size:
-                yield Round(receives=(PieceMessage(index + far, (0,)),), accumulate=True)
+                yield Round(receives=(ChunkMessage(index + far, (0,)),), accumulate=True)
             else:
                 yield Round(accumulate=True)

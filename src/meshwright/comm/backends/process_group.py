@@ -104,7 +104,7 @@ class TorchGroup(Group):
                 self._process_group.recv([torch.empty(1)], peer, ABORT_TAG).wait(timedelta(milliseconds=1))
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
-        """Send `tensor` to the rank at index `target`."""
+        """Sends `tensor` to the rank at index `target`."""
         call = announce(self, "send", tensor, action=action, source=target)
         if self.on_gloo:  # straight to the backend, as in `_summed`: the same way, 15 us shorter
             return self._issue(
@@ -119,7 +119,7 @@ class TorchGroup(Group):
         )
 
     def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
-        """Fill `tensor` with what the rank at index `source` sends."""
+        """Fills `tensor` with what the rank at index `source` sends."""
         call = announce(self, "recv", tensor, action=action, source=source)
         if self.on_gloo:
             return self._issue(
@@ -134,7 +134,7 @@ class TorchGroup(Group):
         )
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
-        """Sum `tensor` over the group, in place.
+        """Sums `tensor` over the group, in place.
 
         Raises PlanError for an algorithm that is unknown, or cannot run in this group.
         """
@@ -155,7 +155,7 @@ class TorchGroup(Group):
         return total, self._pair_exchange(call, _flat(tensor), _flat(total))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
+        """Fills `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
         call = announce(self, "all_gather", tensor, output, action=action)
         how = (
             partial(broadcast_all_gather, index=self.index)
@@ -165,7 +165,7 @@ class TorchGroup(Group):
         return self._issue(call, partial(how, _flat(output), _flat(tensor)), keep=(output, tensor))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
+        """Fills `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
         call = announce(self, "reduce_scatter", tensor, output, action=action)
         if not self.on_gloo:
             return self._issue(
@@ -192,14 +192,14 @@ class TorchGroup(Group):
         return self._receive_buffers.receive(sent, issue)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+        """Sends slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         call = announce(self, "all_to_all", tensor, output, action=action)
         return self._issue(
             call, partial(dist.all_to_all_single, _flat(output), _flat(tensor)), keep=(output, tensor)
         )
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Send `tensor` to the rank `by` places on, round the group.
+        """Sends `tensor` to the rank `by` places on, round the group.
 
         `output` comes from the rank as far behind.
         """
@@ -214,7 +214,7 @@ class TorchGroup(Group):
         return self._issue(call, start, keep=(output, tensor))
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
-        """Overwrite `tensor` with that of the rank at index `source` of the group."""
+        """Overwrites `tensor` with that of the rank at index `source` of the group."""
         call = announce(self, "broadcast", tensor, action=action, source=source)
         return self._issue(
             call, partial(dist.broadcast, _flat(tensor), src=self.ranks[source]), keep=(tensor,)
@@ -223,8 +223,7 @@ class TorchGroup(Group):
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
-
+        """Fills `output` with this rank's slice of the source's `tensor` (size x output.numel() elements;
         None elsewhere).
         """
         call = announce(self, "scatter", output, tensor, action=action, source=source)
@@ -235,8 +234,7 @@ class TorchGroup(Group):
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements.
-
+        """Fills the target's `output` (size x tensor.numel() elements;
         None elsewhere) with all ranks' `tensor`, in rank order.
         """
         call = announce(self, "gather", tensor, output, action=action, source=target)
@@ -245,7 +243,7 @@ class TorchGroup(Group):
         return self._issue(call, start, keep=(tensor, *(pieces or ())))
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Sum `tensor` over the group, in place on the rank at index `target`.
+        """Sums `tensor` over the group, in place on the rank at index `target`.
 
         The others' may hold anything afterwards.
         """
@@ -253,7 +251,7 @@ class TorchGroup(Group):
         return self._issue(call, partial(dist.reduce, _flat(tensor), dst=self.ranks[target]), keep=(tensor,))
 
     def barrier(self, *, action: str = "") -> None:
-        """Return when every rank has come."""
+        """Returns when every rank has come."""
         call = announce(self, "barrier", torch.empty(0), action=action)
         token = torch.zeros(1, device=self.device)
         self._issue(call, partial(dist.all_reduce, token), keep=(token,)).wait()

@@ -4,8 +4,8 @@
 continues when they have been delivered. Processes deliver them by send and receive, round by round; threads
 run all ranks in turn (`run_all_ranks`). So the tests on threads test the code that runs on a network.
 
-A message is sent from, and received into, the tensor itself if its pieces are adjacent and nothing is added
-to them. Otherwise it goes through a scratch buffer: summands, and pieces that wrap around the end.
+A message is sent from, and received into, the tensor itself if its chunks are adjacent and nothing is added
+to them. Otherwise it goes through a scratch buffer: summands, and chunks that wrap around the end.
 """
 
 from collections.abc import Generator, Iterable, Sequence
@@ -16,7 +16,7 @@ import torch
 
 from meshwright.comm.allreduce.allreduce_algorithm import (
     AllReduceAlgorithm,
-    PieceMessage,
+    ChunkMessage,
     Round,
     cached_rounds,
 )
@@ -92,12 +92,12 @@ def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor
 
 @lru_cache(maxsize=512)
 def _sized_rounds(algorithm: AllReduceAlgorithm, size: int, index: int, numel: int) -> tuple[SizedRound, ...]:
-    cuts = [piece * numel // algorithm.num_pieces(size) for piece in range(algorithm.num_pieces(size) + 1)]
+    cuts = [chunk * numel // algorithm.num_chunks(size) for chunk in range(algorithm.num_chunks(size) + 1)]
 
-    def ranges_of(messages: Iterable[PieceMessage]) -> tuple[MessageRanges, ...]:
+    def ranges_of(messages: Iterable[ChunkMessage]) -> tuple[MessageRanges, ...]:
         found = [
             MessageRanges(
-                message.peer, _merge_ranges([(cuts[piece], cuts[piece + 1]) for piece in message.pieces])
+                message.peer, _merge_ranges([(cuts[chunk], cuts[chunk + 1]) for chunk in message.chunks])
             )
             for message in messages
         ]
@@ -111,9 +111,9 @@ def _sized_rounds(algorithm: AllReduceAlgorithm, size: int, index: int, numel: i
     return tuple(steps)
 
 
-def _merge_ranges(pieces: Iterable[ElementRange]) -> tuple[ElementRange, ...]:
+def _merge_ranges(chunks: Iterable[ElementRange]) -> tuple[ElementRange, ...]:
     runs: list[ElementRange] = []
-    for first, end in pieces:
+    for first, end in chunks:
         if runs and runs[-1][1] == first:
             runs[-1] = (runs[-1][0], end)
         elif end > first:

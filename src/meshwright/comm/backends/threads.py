@@ -118,24 +118,24 @@ class ThreadBackend:
             self._num_issued[rank, line] += 1
             self._last_calls[rank] = collective_input.call
             self._raise_failure(rank, collective_input.call)
-            meeting = self._pending.setdefault((line, number), PendingCollective(line[1], group.axes, number))
-            meeting.inputs[rank] = collective_input
-            first = next(iter(meeting.inputs.values()))  # whom all that have come fit
+            pending = self._pending.setdefault((line, number), PendingCollective(line[1], group.axes, number))
+            pending.inputs[rank] = collective_input
+            first = next(iter(pending.inputs.values()))  # whom all that have come fit
             if not _is_compatible(first.call, collective_input.call):
-                self._fail(rank, f"the ranks do not call the same collective.\n{self._table(meeting)}")
-            if meeting.missing_ranks:
-                return meeting
+                self._fail(rank, f"the ranks do not call the same collective.\n{self._table(pending)}")
+            if pending.missing_ranks:
+                return pending
             del self._pending[line, number]
-        _complete(collective_input.call, [meeting.inputs[peer] for peer in meeting.ranks])
+        _complete(collective_input.call, [pending.inputs[peer] for peer in pending.ranks])
         with self._lock:
-            meeting.is_done = True
-            meeting.inputs.clear()
-            for call in meeting.callbacks:
+            pending.is_done = True
+            pending.inputs.clear()
+            for call in pending.callbacks:
                 call()
-            bell = self._conditions.pop(meeting, None)
-            if bell is not None:
-                bell.notify_all()
-        return meeting
+            condition = self._conditions.pop(pending, None)
+            if condition is not None:
+                condition.notify_all()
+        return pending
 
     def add_done_callback(self, pending: PendingCollective, callback: Callable[[], None]) -> None:
         """Calls `callback` when `pending` is done, in the thread that completes it; at once if it is."""
@@ -162,8 +162,8 @@ class ThreadBackend:
         with self._lock:
             if pending.is_done:
                 return
-            bell = self._conditions.setdefault(pending, Condition(self._lock))
-            in_time = bell.wait_for(settled, self.timeout_s)
+            condition = self._conditions.setdefault(pending, Condition(self._lock))
+            in_time = condition.wait_for(settled, self.timeout_s)
             if pending.is_done:
                 return
             self._raise_failure(rank, call)
@@ -191,8 +191,8 @@ class ThreadBackend:
         raise error
 
     def _wake_all(self) -> None:
-        for bell in self._conditions.values():
-            bell.notify_all()
+        for condition in self._conditions.values():
+            condition.notify_all()
 
     def _table(self, pending: PendingCollective) -> str:
         lines = [f"collective {pending.number} over {' x '.join(pending.axes)}:"]
@@ -308,15 +308,15 @@ class ThreadGroup(Group):
         self._rank = world.rank
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
-        """Send `tensor` to the rank at index `target`; the wait returns when it has received it."""
+        """Sends `tensor` to the rank at index `target`; the wait returns when it has received it."""
         return self._submit(announce(self, "send", tensor, action=action, source=target), tensor, None)
 
     def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
-        """Fill `tensor` with what the rank at index `source` sends."""
+        """Fills `tensor` with what the rank at index `source` sends."""
         return self._submit(announce(self, "recv", tensor, action=action, source=source), tensor, tensor)
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = "backend") -> Work:
-        """Sum `tensor` over the group, in place: in rank order, or as the rounds of `algorithm` say.
+        """Sums `tensor` over the group, in place: in rank order, or as the rounds of `algorithm` say.
 
         Raises PlanError for an algorithm that is unknown, or cannot run in this group.
         """
@@ -325,19 +325,19 @@ class ThreadGroup(Group):
         )
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
+        """Fills `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
         return self._submit(announce(self, "all_gather", tensor, output, action=action), tensor, output)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
+        """Fills `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
         return self._submit(announce(self, "reduce_scatter", tensor, output, action=action), tensor, output)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+        """Sends slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._submit(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Send `tensor` to the rank `by` places on, round the group.
+        """Sends `tensor` to the rank `by` places on, round the group.
 
         `output` comes from the rank as far behind.
         """
@@ -346,14 +346,13 @@ class ThreadGroup(Group):
         )
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
-        """Overwrite `tensor` with that of the rank at index `source` of the group."""
+        """Overwrites `tensor` with that of the rank at index `source` of the group."""
         return self._submit(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
 
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
-
+        """Fills `output` with this rank's slice of the source's `tensor` (size x output.numel() elements;
         None elsewhere).
         """
         call = announce(self, "scatter", output, tensor, action=action, source=source)
@@ -362,8 +361,7 @@ class ThreadGroup(Group):
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements.
-
+        """Fills the target's `output` (size x tensor.numel() elements;
         None elsewhere) with all ranks' `tensor`, in rank order.
         """
         return self._submit(
@@ -371,12 +369,12 @@ class ThreadGroup(Group):
         )
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Sum `tensor` over the group in rank order, in place on the rank at index `target`."""
+        """Sums `tensor` over the group in rank order, in place on the rank at index `target`."""
         call = announce(self, "reduce", tensor, action=action, source=target)
         return self._submit(call, tensor, tensor if self.index == target else None)
 
     def barrier(self, *, action: str = "") -> None:
-        """Return when every rank has come."""
+        """Returns when every rank has come."""
         token = torch.empty(0)
         self._submit(announce(self, "barrier", token, action=action), token, token).wait()
 

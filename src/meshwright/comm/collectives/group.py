@@ -210,8 +210,7 @@ class Group(ABC):
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fills `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
-
+        """Fills `output` with this rank's slice of the source's `tensor` (size x output.numel() elements;
         None elsewhere).
         """
 
@@ -219,8 +218,7 @@ class Group(ABC):
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fills the target's `output` (size x tensor.numel() elements.
-
+        """Fills the target's `output` (size x tensor.numel() elements;
         None elsewhere) with all `tensor`s in rank order.
         """
 

@@ -121,12 +121,12 @@ def _apply(
     action: str,
     overlap_fn: OverlapFn,
 ) -> torch.Tensor:
-    act = redistribution_name(src, dst)
-    if act not in COLLECTIVES and overlap_fn is not None:
+    collective = redistribution_name(src, dst)
+    if collective not in COLLECTIVES and overlap_fn is not None:
         overlap_fn()
     # read only where the letter is S
     src_dim, dst_dim = (-1 if place.dim is None else place.dim for place in (src, dst))
-    match act:
+    match collective:
         case "keep":
             return tensor.view_as(tensor)
         case "all_reduce":

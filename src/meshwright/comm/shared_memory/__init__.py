@@ -19,5 +19,5 @@ Linux, or across hosts, all ranks of a group agree on gloo, and log the reason.
     shared_memory_group    the collectives
     segment                one shared memory segment, seen from one rank
     handshake              how the ranks of a group agree to share a segment, or that they cannot
-    compile_library        compiles the C part (memory.c, chunks.h, sums.h, bell.h) on first use
+    compile_library        compiles the C part (memory.c, chunks.h, sums.h, counter.h) on first use
 """

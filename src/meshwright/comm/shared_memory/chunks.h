@@ -1,46 +1,46 @@
 /* What the memory holds, and how operands go through it: at once through the slots, or in chunks through the staging areas.
  *
- *     beat       0       1       2       3               of an all-reduce in chunks 0, 1; all ranks leave a beat together
+ *     phase      0       1       2       3               of an all-reduce in chunks 0, 1; all ranks leave a phase together
  *     put        0       1                               own chunk, without the own slice -> own staging
  *     reduce             0       1                       own slice of all stagings -> own tensor and own results
  *     collect                    0       1               the others' results -> own tensor
  *
- * What only moves, or is summed into slices that stay apart, is put, and taken one beat later. Two areas in turn suffice:
- * when chunk k + 2 is put, a beat has ended after the one in which chunk k was read.
+ * What only moves, or is summed into slices that stay apart, is put, and taken one phase later. Two areas in turn suffice:
+ * when chunk k + 2 is put, a phase has ended after the one in which chunk k was read.
  */
-#include "bell.h"
+#include "counter.h"
 #include "sums.h"
 
 enum { DEPTH = 16, SLOT = 1 << 16, AREA = 1 << 20, FAR = 1 << 20 };
 enum { MOST_RANKS = 256 }; /* as in segment.py */
 enum { ALL_REDUCE, REDUCE, ALL_GATHER, GATHER, BROADCAST, REDUCE_SCATTER, ALL_TO_ALL, SCATTER, BARRIER, SHIFT }; /* as in shared_memory_group.py */
 
-struct said {
+struct posted {
     _Alignas(64) _Atomic uint32_t number; /* plus 1: 0 is nothing */
-    _Atomic uint32_t gone;
+    _Atomic uint32_t departed;
     uint32_t kind, dtype, source;
     uint64_t nbytes;
 };
 
 struct rank {
-    _Alignas(64) _Atomic uint32_t beats; /* that it has come to */
+    _Alignas(64) _Atomic uint32_t phases; /* that it has come to */
     _Atomic uint32_t left;
-    struct said said[DEPTH];
+    struct posted posted[DEPTH];
 };
 
 struct head {
     char word[64]; /* by which a rank knows that this is the memory it was told of */
-    struct bell came[DEPTH], gone[DEPTH], beat;
+    struct wait_counter arrived[DEPTH], departed[DEPTH], phase;
     _Alignas(64) _Atomic uint32_t num_left;
 };
 
-/* What this process keeps of an operation. `nbytes` is the operand; `met`: all have come to it; `beating`: come to a beat. */
+/* What this process keeps of an operation. `nbytes` is the operand; `met`: all have come to it; `in_phase`: come to a phase. */
 struct operation {
     const char *in;
     char *out;
     size_t nbytes;
     uint32_t kind, dtype, source;
-    int met, beating;
+    int met, in_phase;
     uint64_t step;
 };
 
@@ -172,7 +172,7 @@ static void collect(const struct group *g, const struct operation *o, uint64_t c
     }
 }
 
-static void beat(const struct group *g, const struct operation *o, uint64_t num) {
+static void run_phase(const struct group *g, const struct operation *o, uint64_t num) {
     const char *from[MOST_RANKS];
     uint64_t step = o->step, area = g->chunks + step;
     int far = piece(g, o) * (o->kind == ALL_GATHER || o->kind == ALL_TO_ALL ? (size_t)g->size : 1) >= FAR;

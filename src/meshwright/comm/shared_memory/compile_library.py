@@ -19,7 +19,7 @@ from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-SOURCE_FOLDER, SOURCE_FILES = Path(__file__).parent, ("memory.c", "chunks.h", "sums.h", "bell.h")
+SOURCE_FOLDER, SOURCE_FILES = Path(__file__).parent, ("memory.c", "chunks.h", "sums.h", "counter.h")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-std=gnu11", "-O3", "-march=native", "-shared", "-fPIC")
 COMPILE_TIMEOUT_S = 120.0
@@ -31,9 +31,9 @@ SIGNATURES = {  # memory.c: what goes in, what comes out
     "shared_unmap": ((POINTER,), None),
     "shared_post": ((POINTER, UINT64, UINT32, UINT32, UINT32, POINTER, POINTER, UINT64), ctypes.c_int),
     "shared_finish": ((POINTER, UINT64, INT64), ctypes.c_int),
-    "shared_room": ((POINTER, UINT64, INT64), ctypes.c_int),
+    "shared_wait_place": ((POINTER, UINT64, INT64), ctypes.c_int),
     "shared_agree": ((POINTER, UINT64), ctypes.c_int),
-    "shared_said": ((POINTER, UINT64, ctypes.c_int, ctypes.POINTER(UINT64)), ctypes.c_int),
+    "shared_posted": ((POINTER, UINT64, ctypes.c_int, ctypes.POINTER(UINT64)), ctypes.c_int),
     "shared_awaits": ((POINTER, UINT64, ctypes.c_int, ctypes.c_int), ctypes.c_int),
     "shared_has_left": ((POINTER, ctypes.c_int), ctypes.c_int),
     "shared_leave": ((POINTER,), None),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
 from meshwright.comm.watchdog.host_process import HostProcess
 
-DONE, PENDING, MISMATCH = range(3)  # answers, as in bell.h
+DONE, PENDING, MISMATCH = range(3)  # answers, as in counter.h
 MAX_RANKS = 256  # as in chunks.h
 SECRET_NBYTES = 64  # at the start of the memory
 
@@ -68,7 +68,7 @@ class SharedSegment:
         self._post, self._finish, self._wait_for_place = (
             library.shared_post,
             library.shared_finish,
-            library.shared_room,
+            library.shared_wait_place,
         )
         self._library = library
         # not at exit: the communication thread may still use it, and the kernel unmaps it in any case
@@ -105,7 +105,7 @@ class SharedSegment:
         None if it has not.
         """
         words = (ctypes.c_uint64 * 4)()
-        if not self._library.shared_said(self._address, number, index, words):
+        if not self._library.shared_posted(self._address, number, index, words):
             return None
         kind, dtype, source, nbytes = words
         return kind, dtype, source, nbytes

@@ -150,15 +150,15 @@ class SharedMemoryGroup(Group):
         self._gloo_group.abort()
 
     def send(self, tensor: torch.Tensor, *, target: int, action: str = "") -> Work:
-        """Send `tensor` to the rank at index `target`, over gloo."""
+        """Sends `tensor` to the rank at index `target`, over gloo."""
         return self._gloo_group.send(tensor, target=target, action=action)
 
     def recv(self, tensor: torch.Tensor, *, source: int, action: str = "") -> Work:
-        """Fill `tensor` with what the rank at index `source` sends, over gloo."""
+        """Fills `tensor` with what the rank at index `source` sends, over gloo."""
         return self._gloo_group.recv(tensor, source=source, action=action)
 
     def all_reduce(self, tensor: torch.Tensor, *, action: str = "", algorithm: str = BACKEND) -> Work:
-        """Sum `tensor` over the group in rank order, in place.
+        """Sums `tensor` over the group in rank order, in place.
 
         By another algorithm than the backend's over gloo. Raises PlanError for an algorithm that is unknown,
         or cannot run in this group.
@@ -168,19 +168,19 @@ class SharedMemoryGroup(Group):
         return self._issue(announce(self, "all_reduce", tensor, action=action), tensor, tensor)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
+        """Fills `output` (size x tensor.numel() elements) with every rank's `tensor`, in rank order."""
         return self._issue(announce(self, "all_gather", tensor, output, action=action), tensor, output)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Fill `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
+        """Fills `output` with this rank's slice of the sum of `tensor` (size x output.numel() elements)."""
         return self._issue(announce(self, "reduce_scatter", tensor, output, action=action), tensor, output)
 
     def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *, action: str = "") -> Work:
-        """Send slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
+        """Sends slice i of `tensor` to rank i; slice i of `output` comes from rank i."""
         return self._issue(announce(self, "all_to_all", tensor, output, action=action), tensor, output)
 
     def shift(self, output: torch.Tensor, tensor: torch.Tensor, *, offset: int = 1, action: str = "") -> Work:
-        """Send `tensor` to the rank `by` places on, round the group.
+        """Sends `tensor` to the rank `by` places on, round the group.
 
         `output` comes from the rank as far behind.
         """
@@ -188,14 +188,13 @@ class SharedMemoryGroup(Group):
         return self._issue(call, tensor, output) if call.source else copy_to_output(output, tensor)
 
     def broadcast(self, tensor: torch.Tensor, *, source: int = 0, action: str = "") -> Work:
-        """Overwrite `tensor` with that of the rank at index `source` of the group."""
+        """Overwrites `tensor` with that of the rank at index `source` of the group."""
         return self._issue(announce(self, "broadcast", tensor, action=action, source=source), tensor, tensor)
 
     def scatter(
         self, output: torch.Tensor, tensor: torch.Tensor | None, *, source: int = 0, action: str = ""
     ) -> Work:
-        """Fill `output` with this rank's slice of the source's `tensor` (size x output.numel() elements.
-
+        """Fills `output` with this rank's slice of the source's `tensor` (size x output.numel() elements;
         None elsewhere).
         """
         call = announce(self, "scatter", output, tensor, action=action, source=source)
@@ -204,22 +203,21 @@ class SharedMemoryGroup(Group):
     def gather(
         self, output: torch.Tensor | None, tensor: torch.Tensor, *, target: int = 0, action: str = ""
     ) -> Work:
-        """Fill the target's `output` (size x tensor.numel() elements.
-
+        """Fills the target's `output` (size x tensor.numel() elements;
         None elsewhere) with all ranks' `tensor`, in rank order.
         """
         call = announce(self, "gather", tensor, output, action=action, source=target)
         return self._issue(call, tensor, tensor if output is None else output)
 
     def reduce(self, tensor: torch.Tensor, *, target: int = 0, action: str = "") -> Work:
-        """Sum `tensor` over the group in rank order, in place on the rank at index `target`.
+        """Sums `tensor` over the group in rank order, in place on the rank at index `target`.
 
         The others keep theirs.
         """
         return self._issue(announce(self, "reduce", tensor, action=action, source=target), tensor, tensor)
 
     def barrier(self, *, action: str = "") -> None:
-        """Return when every rank has come."""
+        """Returns when every rank has come."""
         token = torch.empty(0)
         self._issue(announce(self, "barrier", token, action=action), token, token).wait()
 

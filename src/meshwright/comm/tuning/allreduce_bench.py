@@ -50,7 +50,7 @@ def time_all_reduces(
         _sample(group, operand, name, nbytes, 1)  # connects the ranks, and brings the memory
     wanted = cells
     for sweep in range(MAX_SWEEPS):
-        for name, nbytes in _rotated(wanted, sweep):
+        for name, nbytes in _rotate(wanted, sweep):
             samples[name, nbytes].append(_sample(group, operand, name, nbytes, num_repeats(nbytes)))
         spent = _max_over_ranks(group, operand, [num_repeats(cell[1]) * sum(samples[cell]) for cell in cells])
         share = budget_s / len(cells)
@@ -80,7 +80,7 @@ def relative_spread(samples: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def _rotated(cells: Sequence[BenchCell], sweep: int) -> list[BenchCell]:
+def _rotate(cells: Sequence[BenchCell], sweep: int) -> list[BenchCell]:
     """`cells` size by size, the algorithms of each rotated by one in every sweep."""
     turned: list[BenchCell] = []
     for nbytes in dict.fromkeys(nbytes for _, nbytes in cells):

@@ -126,7 +126,7 @@ class Watchdog:
         if error is not None:
             text = f"{type(error).__name__}: {error}".rstrip(": ")
             stack = traceback_frames(error.__traceback__) or status.stack
-            status = replace(status, error=text, is_root_cause=not is_consequence(error), stack=stack)
+            status = replace(status, error=text, is_root_cause=not is_secondary_failure(error), stack=stack)
         with suppress(RuntimeError):  # the store may be gone, with the rank that kept it
             self._store.set(f"left/{self._rank}", status.to_json())
             if error is not None:
@@ -352,7 +352,7 @@ def _leave_running() -> None:
     """Leave a stuck process to whoever started it."""
 
 
-def is_consequence(error: BaseException) -> bool:
+def is_secondary_failure(error: BaseException) -> bool:
     """Returns whether `error` only follows from the failure of another rank."""
     cause: BaseException | None = error
     while cause is not None:

@@ -99,7 +99,7 @@ def calibrate_from_run(
 
     Raises PlanError when the run used another device, or its plan is outside the analytic model.
     """
-    if not _is(base_machine.device, previous.device):
+    if not _is_kind(base_machine.device, previous.device):
         text = f"the run used {previous.device}, and the plan is for {base_machine.device.name}"
         fix = (
             "name a run on such a device, or plan for the device of the run; a [device] table "
@@ -187,7 +187,7 @@ def parallel_config_of(request: PlanRequest, mesh: Mesh) -> ParallelConfig:
     )
 
 
-def _is(device: DeviceSpec, called: str) -> bool:
+def _is_kind(device: DeviceSpec, called: str) -> bool:
     """Whether the driver's name `called` is this kind of device. Names alone do not decide: "H200" is part
     of "GH200".
     """
@@ -201,10 +201,10 @@ def _is(device: DeviceSpec, called: str) -> bool:
 
 
 def _sending(previous: PreviousRun, mesh: Mesh, machine: Machine) -> float | None:
-    wire = RatedNetworkTime(machine)
+    network = RatedNetworkTime(machine)
     found = [(each, mesh.peers(0, each.axes)) for each in previous.collectives]
     large = [(each, ranks) for each, ranks in found if len(ranks) > 1 and each.nbytes >= MIN_MESSAGE_NBYTES]
-    planned = sum(wire.seconds(_transfer(each), ranks) for each, ranks in large)
+    planned = sum(network.seconds(_transfer(each), ranks) for each, ranks in large)
     return sum(each.seconds for each, _ in large) / planned if planned else None
 
 

@@ -119,7 +119,7 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     )
     raise_diagnostics([*diagnostics, *_without_limit(request, options.max_fit).diagnostics()])
     if options.max_fit:
-        return replace(_limited(options, request, kinds), notes=notes)
+        return replace(_search_max_fit(options, request, kinds), notes=notes)
     found = (
         search_heterogeneous(request, kinds, options.num_kept)
         if len(kinds) > 1
@@ -249,7 +249,9 @@ def _without_limit(request: SearchRequest, fit: str) -> SearchRequest:
     return request
 
 
-def _limited(options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine]) -> SearchOutcome:
+def _search_max_fit(
+    options: SearchOptions, request: SearchRequest, kinds: Sequence[Machine]
+) -> SearchOutcome:
     found = find_max_fit(request, options.max_fit, options.num_kept)
     if found is None or not found.result.best:
         least = {

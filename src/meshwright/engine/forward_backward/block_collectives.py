@@ -113,8 +113,6 @@ class BlockCollectives:
 
 @dataclass(frozen=True)
 class _StorageView:
-    """The place of a saved tensor in the storage of the redistributed one."""
-
     size: torch.Size
     stride: tuple[int, ...]
     offset: int

@@ -333,7 +333,6 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
 
 
 def _drop_padding(outputs: Any, output_shards: OutputShards) -> Any:
-    """Returns `outputs` without padding tokens."""
     pairs = zip(tree_tensors(outputs), output_shards, strict=True)
     without_padding = {
         id(each): each.narrow(shards_by_output[0], 0, shards_by_output[1].num_tokens)

@@ -47,9 +47,9 @@ def _stages_interleave(plan: Plan, actions: tuple[Action, ...]) -> bool:
         (action.subject, action.microbatch): i for i, action in enumerate(actions) if action.kind == "B"
     }
     local_stages = [
-        part.block_calls
-        for part in plan.sharding.stages
-        if part.block_calls[0] in plan.sharding.model_spec.block_calls
+        stage.block_calls
+        for stage in plan.sharding.stages
+        if stage.block_calls[0] in plan.sharding.model_spec.block_calls
     ]
     microbatches = {microbatch for _, microbatch in position}
     spans = [

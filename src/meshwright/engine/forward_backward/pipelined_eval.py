@@ -53,8 +53,6 @@ class EvalMicrobatch:
 
 @dataclass
 class _PipelinedForward:
-    """A forward in flight: its inputs, stages, transfers, values that have arrived, and receives."""
-
     microbatch: EvalMicrobatch
     inputs: Mapping[str, torch.Tensor]
     forward_graph: ForwardGraph
@@ -236,7 +234,6 @@ class PipelinedEvaluation:
         )
 
     def _run_stage(self, stage: int, number: int) -> Iterator[tuple[EvalMicrobatch, Any]]:
-        """Runs a stage when its inputs have arrived, and sends its outputs."""
         evaluation_forward, now = self._forwards[number], self._max_stages_per_rank * number + stage
         self._wait_for_sends(now - self._max_stages_per_rank)
         for transfer in self._recvs_of(stage, number):

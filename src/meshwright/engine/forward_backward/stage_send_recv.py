@@ -38,8 +38,6 @@ MAX_CACHED_SHAPES = 4096  # of stage values; samples of more lengths than that c
 
 @dataclass
 class _MicrobatchValues:
-    """One microbatch in flight: values by name, runs of stages, and gradients that have arrived."""
-
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     stage_runs: dict[str, StageResult] = field(default_factory=dict)  # by the first block call of the stage
     gradients: dict[str, list[torch.Tensor]] = field(default_factory=dict)
@@ -288,7 +286,6 @@ class StageIO:
         stage_value: StageValue,
         microbatch: int,
     ) -> torch.Tensor:
-        """Returns the full value, gathered from the slices of all ranks."""
         group, shape = self._state.world.group(transfer.axes), self._shape(stage_value, microbatch)
         gathered = value_slice.new_empty(group.size * len(value_slice))
         self._state.works[action.name] = group.all_gather(gathered, value_slice, action=action.name)

@@ -92,7 +92,6 @@ class StepRNG:
             yield
 
     def _samples(self, microbatch: int) -> torch.Tensor:
-        """Returns the global ids of the samples of a microbatch."""
         plan, num_samples = self._plan, len(next(iter(self._state.microbatches[microbatch].values())))
         first = plan.microbatch_starts(plan.data_index(self._state.world.rank))[microbatch]
         cursor = self.step * plan.job.train.batch + first

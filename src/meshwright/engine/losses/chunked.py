@@ -128,11 +128,6 @@ class _LossAndGradients:
 
 @dataclass(frozen=True)
 class _ChunkedLossCall:
-    """The loss of one batch in chunks: `hidden` replaces the logits among `outputs`.
-
-    Products are computed in `compute_dtype`.
-    """
-
     loss: Loss
     outputs: Any
     hidden: torch.Tensor
@@ -243,8 +238,6 @@ class _LogitsProduct(torch.autograd.Function):
 
 
 class _ChunkedLossFunction(torch.autograd.Function):
-    """The loss as a scalar whose gradients are computed with it."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -245,7 +245,6 @@ class GlobalBatchLoss:
         return padded
 
     def _gathered_samples(self, batch_column: BatchTensor, samples_per_rank: list[int]) -> torch.Tensor:
-        """Returns the gathered samples of all ranks without padding: (samples of the global batch, ...)."""
         buffer = self._gathered_buffers[batch_column.name]
         if buffer is None:
             raise RuntimeError(

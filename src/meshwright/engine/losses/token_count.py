@@ -24,12 +24,12 @@ class TokenCounter:
         self._plan, self._state = plan, state
         self._own_step_microbatches = frozenset(stepped_microbatches(plan.actions))
         self._sends_each = bool(self._own_step_microbatches) and plan.num_data > 1
-        self._rows, self._stop = 0, False
+        self._num_samples, self._stop = 0, False
         self._totals: Sequence[float] | None = None
 
     def begin_step(self, num_samples: int, *, stop: bool) -> None:
         """Begins a step with `num_samples` on this rank, which may ask to stop after it."""
-        self._rows, self._stop = num_samples, stop
+        self._num_samples, self._stop = num_samples, stop
 
     def count(self, action: Action) -> None:
         """Computes the weights of this rank's samples, and starts their sum over the ranks."""
@@ -48,7 +48,7 @@ class TokenCounter:
             if self._sends_each
             else []
         )
-        self._totals = (weight, self._stop, self._rows, tokens, *each_weight)
+        self._totals = (weight, self._stop, self._num_samples, tokens, *each_weight)
         if action.transfer is not None:
             # replicas with the same samples count once
             replica_axes = [

@@ -56,19 +56,19 @@ class Adafactor(PerParamOptimizer):
         squares = gradient.square().add_(SQUARE_EPS)
         if gradient.ndim > 1:
             rows, columns = (
-                _averaged(state, "row_var", squares.mean(-1), weight),
-                _averaged(state, "col_var", squares.mean(-2), weight),
+                _update_average(state, "row_var", squares.mean(-1), weight),
+                _update_average(state, "col_var", squares.mean(-2), weight),
             )
             second_moment = (rows / rows.mean(-1, keepdim=True))[..., :, None] * columns[..., None, :]
         else:
-            second_moment = _averaged(state, "variance", squares, weight)
+            second_moment = _update_average(state, "variance", squares, weight)
         update = gradient * second_moment.clamp(min=SQUARE_EPS).rsqrt()
         update /= _rms(update).clamp(min=1.0)
         step_size = group["lr"] * _rms(parameter.to(update.dtype)).clamp(min=MIN_RMS)
         parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_((update * step_size).to(parameter.dtype))
 
 
-def _averaged(state: dict[str, Any], key: str, value: torch.Tensor, weight: float) -> torch.Tensor:
+def _update_average(state: dict[str, Any], key: str, value: torch.Tensor, weight: float) -> torch.Tensor:
     """Updates the running average under `key` with `value` at `weight`; the first call stores `value`."""
     state[key] = state[key].lerp_(value, weight) if key in state else value
     return state[key]

@@ -112,7 +112,7 @@ class FlatParamStore:
         )
 
     def is_flattened(self, name: str) -> bool:
-        """Whether the weight `name` lies in a flat parameter."""
+        """Returns whether the weight `name` lies in a flat parameter."""
         return name in self._by_name
 
     def param_shard(self, name: str) -> ParamShard | None:
@@ -130,7 +130,7 @@ class FlatParamStore:
         )
 
     def stores_locally(self, name: str) -> bool:
-        """Whether this rank stores anything of the flattened weight `name` between its uses."""
+        """Returns whether this rank stores anything of the flattened weight `name` between its uses."""
         return not self._by_name[name].is_sharded or self.param_shard(name) is not None
 
     def shard_values(self, param_shard: ParamShard) -> torch.Tensor:

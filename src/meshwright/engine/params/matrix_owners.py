@@ -27,8 +27,6 @@ from meshwright.plan.strategy import Handler
 
 @dataclass(frozen=True)
 class _ParamSlice:
-    """The slice of a weight on one rank."""
-
     shape: tuple[int, ...]
     spans: tuple[DimRanges, ...]
 
@@ -162,7 +160,6 @@ class MatrixOwners:
     def _rank_slices(
         self, parcel: MatrixParcel, names: tuple[str, ...], flat: torch.Tensor
     ) -> Iterator[tuple[str, _ParamSlice, torch.Tensor]]:
-        """Yields the slices of `names` in `flat`, which holds those of every rank, one after the other."""
         for index, slices in enumerate(self._slices_of_rank[parcel.axes]):
             at = index * parcel.numel
             for name in names:

@@ -148,8 +148,8 @@ class Executor:
         holds the microbatches, whose sequences may differ in length. `stop` asks all ranks to stop after this
         step: each sees it in the metrics. `profiler` records the time of each action.
         """
-        acts, state = self._actions, self.state
-        acts.begin_step(self.steps_done, batch, stop=stop)
+        step_actions, state = self._actions, self.state
+        step_actions.begin_step(self.steps_done, batch, stop=stop)
         lr = self._set_lr()
         self._cursor, self._current_entries = (
             0,
@@ -162,10 +162,14 @@ class Executor:
             state.current_action = start.name
             microbatch = start.microbatch or 0
             if profiler is None:
-                acts.forward(microbatch, self._before_block(microbatch), first_block_call=start.subject)
+                step_actions.forward(
+                    microbatch, self._before_block(microbatch), first_block_call=start.subject
+                )
             else:
                 with profiler.record_span(f"forward({microbatch})", GLUE):
-                    acts.forward(microbatch, self._before_block(microbatch), profiler.end_span, start.subject)
+                    step_actions.forward(
+                        microbatch, self._before_block(microbatch), profiler.end_span, start.subject
+                    )
         self._execute_until(len(self._entries))
         wait_for_works(state.works, state.works, profiler)
         self.steps_done += 1
@@ -173,7 +177,7 @@ class Executor:
         if self._heap_warmup_left and state.world.device.type == "cpu":
             trim_heap()
             self._heap_warmup_left -= 1
-        return acts.metrics(self.steps_done, lr)
+        return step_actions.metrics(self.steps_done, lr)
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
         """Returns the loss over `batches`, exact over all ranks; each passes its own samples.

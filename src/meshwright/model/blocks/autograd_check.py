@@ -26,7 +26,7 @@ Node = Any  # torch.autograd.graph.Node, whose attributes depend on the operatio
 
 
 @dataclass(frozen=True)
-class GraphPieces:
+class GraphPartition:
     """The graph of one forward: the part of each node, and the parts that use each leaf, by the leaf's id.
 
     A part is a block call, or ROOT for glue.
@@ -103,8 +103,10 @@ def _items(outputs: Any) -> Iterable[tuple[Any, Any]]:
     return outputs.items() if isinstance(outputs, dict) else ()
 
 
-def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces:
-    """The parts of the graph of a finished forward. Raises PlanError for a tensor that bypasses outputs."""
+def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPartition:
+    """Returns the parts of the graph of a finished forward. Raises PlanError for a tensor that bypasses
+    outputs.
+    """
     owner: dict[Node, str] = {}
     users: dict[int, set[str]] = defaultdict(set)
     for block_call in forward_pass.block_calls.values():
@@ -122,11 +124,11 @@ def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPieces
             users[id(node.variable)].add(ROOT)
         elif owner.setdefault(node, ROOT) != ROOT:
             raise _bypass_error(owner[node], "the glue between blocks")
-    return GraphPieces(owner, users)
+    return GraphPartition(owner, users)
 
 
 def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:
-    """The nodes from `roots` back to the leaves, each once."""
+    """Yields the nodes from `roots` back to the leaves, each once."""
     todo = list(dict.fromkeys(roots))
     seen = set(todo)
     while todo:
@@ -138,12 +140,14 @@ def backward_nodes(roots: Iterable[Node]) -> Iterator[Node]:
 
 
 def is_leaf_node(node: Node) -> bool:
-    """Whether `node` accumulates into a leaf, which is then `node.variable`."""
+    """Returns whether `node` accumulates into a leaf, which is then `node.variable`."""
     return node.name() == "torch::autograd::AccumulateGrad"
 
 
 def reachable_leaf_names(tensor: torch.Tensor, names: Mapping[int, str]) -> set[str | None]:
-    """The names of the leaves (by id) that the graph of `tensor` reaches; None stands for other leaves."""
+    """Returns the names of the leaves (by id) that the graph of `tensor` reaches; None stands for other
+    leaves.
+    """
     return {names.get(id(node.variable)) for node in backward_nodes([tensor.grad_fn]) if is_leaf_node(node)}
 
 

@@ -39,7 +39,7 @@ from meshwright.plan.plan import Plan
 
 
 def batch_coupled_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch norms of `module`, by name, that use the statistics of their batch in training.
+    """Returns the batch norms of `module`, by name, that use the statistics of their batch in training.
 
     A module in eval mode is set to training as a whole; one in training mode keeps its submodules in eval
     mode.
@@ -53,7 +53,9 @@ def batch_coupled_norms(module: nn.Module) -> dict[str, _BatchNorm]:
 
 
 def norm_diagnostics(plan: Plan, module: nn.Module) -> Iterator[Diagnostic]:
-    """Diagnostics of splitting the batch of `plan` for the norms of `module`, as its factory returns it."""
+    """Yields diagnostics of splitting the batch of `plan` for the norms of `module`, as its factory returns
+    it.
+    """
     yield from _spectral_norm_diagnostics(plan, module)
     norms, ranks = batch_coupled_norms(module), plan.mesh.group_size(plan.sharding.grad_sum_axes)
     if not norms or (ranks == 1 and plan.num_microbatches == 1):
@@ -178,7 +180,9 @@ class TableUseMode(TorchDispatchMode):
 
 
 def table_diagnostics(plan: Plan, module: nn.Module, table_uses: Sequence[TableUse]) -> Iterator[Diagnostic]:
-    """Diagnostics of `plan` for `module` with these `table_uses` (parameter or location, kind of use)."""
+    """Yields diagnostics of `plan` for `module` with these `table_uses` (parameter or location, kind of
+    use).
+    """
     tied = {weight.name for weight in plan.model_spec.params if weight.aliases}
     batched = plan.mesh.group_size(plan.sharding.grad_sum_axes) > 1 or plan.num_microbatches > 1
     parts = f"{plan.mesh.world_size} ranks x {plan.num_microbatches} microbatches"
@@ -241,7 +245,7 @@ def _master_dtype(plan: Plan) -> str:
 def buffer_diagnostics(
     plan: Plan, module: nn.Module, written_buffers: Collection[str]
 ) -> Iterator[Diagnostic]:
-    """Diagnostics for saved buffers among `written_buffers` that no stage of `plan` has to itself."""
+    """Yields diagnostics for saved buffers among `written_buffers` that no stage of `plan` has to itself."""
     if not plan.sharding.block_calls_by_pp_rank:
         return
     blocks = tuple(f"{block_of(block_call)}." for block_call in plan.model_spec.block_calls)

@@ -43,8 +43,6 @@ from meshwright.plan.job.errors import PlanError
 
 @dataclass(slots=True)
 class _SubmoduleSnapshot:
-    """One module: its attributes, its buffers with their versions, and copies of their values."""
-
     module: nn.Module
     attributes: dict[str, object]
     buffers: dict[str, tuple[torch.Tensor, int]]
@@ -80,7 +78,9 @@ class ModuleSnapshot:
             part.values = part.values if part.written else {}
             part.buffers = {}  # the objects are only needed to compare
             part.attributes = (
-                part.attributes if _differ(part.attributes, _module_attributes(part.module)) else {}
+                part.attributes
+                if _attributes_differ(part.attributes, _module_attributes(part.module))
+                else {}
             )
         self._parts = [part for part in self._parts if part.values or part.attributes]
 
@@ -115,7 +115,7 @@ def _buffer_versions(module: nn.Module) -> dict[str, tuple[torch.Tensor, int]]:
     return {name: (buffer, buffer._version) for name, buffer in module._buffers.items() if buffer is not None}
 
 
-def _differ(one: dict[str, object], other: dict[str, object]) -> bool:
+def _attributes_differ(one: dict[str, object], other: dict[str, object]) -> bool:
     return one.keys() != other.keys() or any(value is not other[key] for key, value in one.items())
 
 
@@ -155,7 +155,7 @@ class CheckpointedCall:
         *,
         copy_inputs: bool,
     ) -> "CheckpointedCall":
-        """The record of `run(*args, **kwargs)`, with `inputs` as (args, kwargs).
+        """Returns the record of `run(*args, **kwargs)`, with `inputs` as (args, kwargs).
 
         `input_leaves` replace tensors in it, by id; with `copy_inputs` they may be written in place, so their
         values are copied.
@@ -251,7 +251,7 @@ class CheckpointedCall:
 
 
 def tensors_with_graph(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value` that need a leaf at a block boundary: those with a graph, each once."""
+    """Returns the tensors in `value` that need a leaf at a block boundary: those with a graph, each once."""
     found = (tensor for tensor in tree_tensors(value) if tensor.requires_grad and not tensor.is_leaf)
     return list({id(tensor): tensor for tensor in found}.values())
 

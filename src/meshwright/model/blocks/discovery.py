@@ -28,7 +28,7 @@ _CHAINS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn.Module]:
-    """The blocks of `module` by name, in module order.
+    """Returns the blocks of `module` by name, in module order.
 
     `declared` names replace the search; WHOLE_MODEL alone is the module. Raises PlanError for a declared name
     that is not a submodule, and for one that lies inside another declared block or is the same module.
@@ -45,7 +45,9 @@ def find_blocks(module: nn.Module, declared: Sequence[str] = ()) -> dict[str, nn
 
 
 def param_owners(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[int, list[str]]:
-    """For each parameter (by id), the names of the blocks that contain it; other parameters are absent."""
+    """Returns, for each parameter (by id), the names of the blocks that contain it; other parameters are
+    absent.
+    """
     owners: dict[int, list[str]] = {}
     for name, block in blocks.items():
         for parameter in block.parameters():

@@ -107,7 +107,7 @@ class ForwardDriver:
         return self._pass is not None and not self._pass.in_block
 
     def is_block(self, name: str) -> bool:
-        """Whether the module `name` is one of the blocks."""
+        """Returns whether the module `name` is one of the blocks."""
         return name in self._blocks
 
     @contextmanager
@@ -321,7 +321,9 @@ class ForwardDriver:
         return {key: self.writable_leaf(leaf) for key, leaf in leaves.items()} if self._in_place else leaves
 
     def writable_leaf(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The tensor that the model gets for `leaf`: an alias if it may be written in place, else itself."""
+        """Returns the tensor that the model gets for `leaf`: an alias if it may be written in place, else
+        itself.
+        """
         return GradAlias.apply(leaf, leaf) if self._in_place else leaf
 
 

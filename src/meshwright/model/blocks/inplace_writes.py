@@ -58,7 +58,9 @@ UNTRACKED_ACCESS = frozenset(
 
 
 def written_tensor(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The tensor into which the torch function `name` (with underscores) writes; None if there is none."""
+    """Returns the tensor into which the torch function `name` (with underscores) writes; None if there is
+    none.
+    """
     if isinstance(kwargs.get("out"), torch.Tensor):
         return kwargs["out"]
     in_place = name in WRITE_FUNCTIONS or (
@@ -69,7 +71,7 @@ def written_tensor(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def glue_write_error(name: str) -> PlanError:
-    """The error for the function `name` in glue, which writes where not all ranks would see it."""
+    """Returns the error for the function `name` in glue, which writes where not all ranks would see it."""
     text = f"glue writes ('{name}') into a tensor of which each rank has some of the tokens"
     return PlanError(
         text,
@@ -113,7 +115,7 @@ class UntrackedWrites:
 
 
 def untracked_write_diagnostics(plan: Plan, lines: Sequence[str]) -> Iterator[Diagnostic]:
-    """Diagnostics of `plan` for glue that writes, in these `lines`, without a version change."""
+    """Yields diagnostics of `plan` for glue that writes, in these `lines`, without a version change."""
     recomputes = CHECKPOINTED_FORWARD in plan.program.kinds
     if lines and (
         recomputes or plan.sharding.block_calls_by_pp_rank or plan.sharding.sequence_sharding is not None

@@ -43,19 +43,20 @@ class LossSpec:
 
 
 def batch_columns(batch: TensorBatch) -> tuple[BatchTensor, ...]:
-    """The tensors of a batch, by name, as batch tensors of the model spec."""
+    """Returns the tensors of a batch, by name, as batch tensors of the model spec."""
     return tuple(BatchTensor(name, tuple(value.shape[1:]), _dtype(value)) for name, value in batch.items())
 
 
 def distinct_tensors(outputs: Any) -> list[torch.Tensor]:
-    """The tensors in `outputs`, each once, in order."""
+    """Returns the tensors in `outputs`, each once, in order."""
     return list({id(tensor): tensor for tensor in tree_tensors(outputs)}.values())
 
 
 def loss_inputs(
     loss_spec: LossSpec, batch: TensorBatch, outputs: Any, other_outputs: Any = None
 ) -> tuple[BatchTensor, ...]:
-    """The `distinct_tensors` of a trial on `batch`; `other_outputs` are those with another batch size.
+    """Returns the `distinct_tensors` of a trial on `batch`; `other_outputs` are those with another batch
+    size.
 
     Raises PlanError if a loss of the whole batch takes a tensor that compares samples, and if such a loss
     reads more than its targets.
@@ -83,7 +84,7 @@ def loss_inputs(
 
 
 def loss_saved_numel(loss_spec: LossSpec, batch: TensorBatch, outputs: Any) -> int:
-    """The elements that the loss itself saves for backward, for all samples of `batch`.
+    """Returns the elements that the loss itself saves for backward, for all samples of `batch`.
 
     0 for a loss of the whole batch, and for one that cannot run on the trial's outputs.
     """

@@ -44,7 +44,7 @@ class SavedActivations:
             self._outside[storage._cdata] = storage
 
     def numel(self, block_calls: Sequence[str]) -> list[int]:
-        """The elements saved inside each of `block_calls`, over all samples."""
+        """Returns the elements saved inside each of `block_calls`, over all samples."""
         total = dict.fromkeys(block_calls, 0.0)
         for each in self._single_user_storages():
             (user,) = each.users
@@ -52,7 +52,9 @@ class SavedActivations:
         return [round(total[block_call]) for block_call in block_calls]
 
     def saved_storages(self) -> list[tuple[int, int, float]]:
-        """For each storage saved in a block call: time of first save, storage id, elements of all samples."""
+        """Returns, for each storage saved in a block call: time of first save, storage id, elements of all
+        samples.
+        """
         return [(each.when, each.storage._cdata, each.numel) for each in self._single_user_storages()]
 
     def _single_user_storages(self) -> Iterator["_StorageUse"]:

@@ -22,7 +22,9 @@ USER_CHECKPOINT_FIX = (
 
 
 def in_user_checkpoint() -> bool:
-    """Whether the running code is inside torch.utils.checkpoint, of either kind, by the model itself."""
+    """Returns whether the running code is inside torch.utils.checkpoint, of either kind, by the model
+    itself.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is not None and hooks[0].__module__ == CHECKPOINT_MODULE:
         return True
@@ -35,7 +37,9 @@ def in_user_checkpoint() -> bool:
 
 
 def user_checkpoint_diagnostics(plan: Plan) -> Iterator[Diagnostic]:
-    """Diagnostics for blocks that the model itself recomputes, and in which ranks of `plan` communicate."""
+    """Yields diagnostics for blocks that the model itself recomputes, and in which ranks of `plan`
+    communicate.
+    """
     actions = [
         action for _, listed in plan.program.roles for action in listed if action.kind in FORWARD_KINDS
     ]

@@ -108,8 +108,8 @@ def sharded_attention(
     position_bias: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention with the interface of transformers, for [samples, heads, tokens, head dim]; keys may have
-    fewer heads.
+    """Returns attention with the interface of transformers, for [samples, heads, tokens, head dim]; keys may
+    have fewer heads.
 
     Returns [samples, tokens, heads, head dim] and None. Raises PlanError for arguments that torch's function
     does not support.
@@ -156,7 +156,6 @@ def _is_causal(module: nn.Module) -> bool:
 
 
 def _has_relative_bias(module: nn.Module) -> bool:
-    """Whether the module attends like T5, with a relative bias."""
     has_attributes = {BIAS_FLAG, "is_decoder", "is_causal", "n_heads"} <= vars(module).keys()
     return (
         has_attributes and type(module).__module__.startswith("transformers.") and _takes_offset(type(module))
@@ -214,7 +213,6 @@ def _sharded_bias(
 
 
 def _zero_scalar(module: nn.Module) -> torch.Tensor:
-    """One zero in the dtype of the queries, for a bias without memory."""
     weight = next(module.parameters())
     device_type = weight.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
@@ -254,7 +252,6 @@ def _patched_configs(module: nn.Module) -> dict[int, Any]:
 
 @cache
 def _pluggable(device_type: type[Any]) -> bool:
-    """Whether models of this type support torch's attention and look it up by the name in their config."""
     has_attributes: Any = next(
         each for each in device_type.__mro__ if each.__module__.startswith("transformers.")
     )

@@ -194,7 +194,6 @@ def shard_block_outputs(value: Any, sequence_info: BlockSequenceInfo, get_shard:
 def _shard_of_dim(
     tensor: torch.Tensor, dim: int, shares: GetShard, planned_length: int, block_call: str
 ) -> TokenShard:
-    """Returns the shard of `tensor` along `dim`."""
     length = tensor.shape[dim] if dim < tensor.ndim else 0
     shard = shares(planned_length, length)
     if shard.length != length:

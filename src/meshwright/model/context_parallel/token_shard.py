@@ -109,7 +109,7 @@ class TokenShard:
         return tensor if self.is_full else select_spans(tensor, dim, self.spans)
 
     def positions(self, device: torch.device | str) -> torch.Tensor:
-        """The positions of this rank's tokens, int64 [num_tokens]."""
+        """Returns the positions of this rank's tokens, int64 [num_tokens]."""
         return self.take_padded(torch.arange(self.length, device=device), 0)
 
 

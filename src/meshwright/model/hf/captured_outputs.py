@@ -45,13 +45,17 @@ class CaptureMark:
 
 
 def capture_marks() -> tuple[CaptureMark, ...]:
-    """A mark in every list that transformers is filling on this thread; none if nothing is captured."""
+    """Returns a mark in every list that transformers is filling on this thread; none if nothing is
+    captured.
+    """
     lists = _active_lists()
     return tuple(_list_marks(lists)) if lists else ()
 
 
 def empty_capture_lists() -> CaptureLists | None:
-    """Lists like those that transformers is filling, as long, holding None; None if nothing is captured."""
+    """Returns lists like those that transformers is filling, as long, holding None; None if nothing is
+    captured.
+    """
     lists = _active_lists()
     if not lists:
         return None

@@ -31,7 +31,8 @@ from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics,
 def repository_factory(
     folder: Path, raw: Mapping[str, Any], auto_map: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """The function that constructs the model of `raw`, from classes in `folder` that `auto_map` names.
+    """Returns the function that constructs the model of `raw`, from classes in `folder` that `auto_map`
+    names.
 
     Raises PlanError if the code cannot be imported, lacks the architecture, or refuses the config.
     """
@@ -80,7 +81,7 @@ class TextLimits:
 def config_factory(
     source: str, overrides: Mapping[str, Any], *, trust_remote_code: bool = False
 ) -> Callable[[], nn.Module]:
-    """The function that constructs the model of the config at `source`, a .json file or its folder.
+    """Returns the function that constructs the model of the config at `source`, a .json file or its folder.
 
     The class is the first of `architectures`; without that field, the causal language model of the model
     type. Classes from the folder itself (`auto_map`) are used only with `trust_remote_code`.
@@ -106,13 +107,15 @@ def config_factory(
 
 
 def read_config(source: str) -> Any:
-    """The config at `source`; makes no model and runs no code. Raises PlanError as `config_factory` does."""
+    """Returns the config at `source`; makes no model and runs no code. Raises PlanError as `config_factory`
+    does.
+    """
     raw = _read_json(Path(source))
     return _build_config(source, raw, raw.pop("auto_map", None), {})
 
 
 def text_limits(module: nn.Module) -> TextLimits:
-    """The text limits in the config of a transformers model; empty for other modules."""
+    """Returns the text limits in the config of a transformers model; empty for other modules."""
     config = config_of(module)
     if config is None:
         return TextLimits()
@@ -189,7 +192,7 @@ def _check_overrides(overrides: Mapping[str, Any], config: Any) -> dict[str, Any
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether the config of a transformers model says that its published weights are quantized."""
+    """Returns whether the config of a transformers model says that its published weights are quantized."""
     config = config_of(module)
     return config is not None and config.to_dict().get("quantization_config") is not None
 

@@ -27,7 +27,7 @@ CODE_PATTERNS = ("*.py",)
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` can only be a repository of the hub: ORG/NAME, and no path on this machine."""
+    """Returns whether `name` can only be a repository of the hub: ORG/NAME, and no path on this machine."""
     path = Path(name)
     return (
         bool(HUB_ID.fullmatch(name))
@@ -38,7 +38,7 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
-    """The path `name`, or the folder of its snapshot if it is a hub id.
+    """Returns the path `name`, or the folder of its snapshot if it is a hub id.
 
     Raises PlanError if the hub does not have it and the cache does not either.
     """
@@ -70,7 +70,7 @@ def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
 
 
 def pin_revision(source: ModelConfig) -> ModelConfig:
-    """`source` with the commit as its revision, if it names a hub id; otherwise unchanged.
+    """Returns `source` with the commit as its revision, if it names a hub id; otherwise unchanged.
 
     Raises PlanError for a revision without a hub id, for two repositories under one revision, for
     trust_remote_code without a hub id, and if the hub cannot be reached.

@@ -33,18 +33,21 @@ TP_STYLE_ROLES = {
 
 
 def is_transformers_model(module: nn.Module) -> bool:
-    """Whether `module` is a model of transformers."""
+    """Returns whether `module` is a model of transformers."""
     return "PreTrainedModel" in {kind.__name__ for kind in type(module).__mro__}
 
 
 def config_of(module: nn.Module) -> Any:
-    """The transformers config of `module`, or of its base if it is adapted; None for other modules."""
+    """Returns the transformers config of `module`, or of its base if it is adapted; None for other
+    modules.
+    """
     config = vars(_unwrap_adapters(module)).get("config")
     return config if "PreTrainedConfig" in {kind.__name__ for kind in type(config).__mro__} else None
 
 
 def declared_roles(module: nn.Module) -> dict[str, str]:
-    """The roles that the models inside `module` declare, by pattern of full names; outer models come first.
+    """Returns the roles that the models inside `module` declare, by pattern of full names; outer models come
+    first.
 
     A pattern in a config belongs to the base model; on the model with a head around it, it matches nothing.
     """
@@ -64,13 +67,13 @@ def declared_roles(module: nn.Module) -> dict[str, str]:
 
 
 def output_head(module: nn.Module) -> nn.Module | None:
-    """The module that computes logits, if the model declares it."""
+    """Returns the module that computes logits, if the model declares it."""
     bare: Any = _unwrap_adapters(module)
     return bare.get_output_embeddings() if is_transformers_model(bare) else None
 
 
 def attention_implementation(module: nn.Module) -> str:
-    """The name of transformers' attention implementation if it can be exchanged; else ""."""
+    """Returns the name of transformers' attention implementation if it can be exchanged; else ""."""
     config = config_of(module)
     kinds = {type(inner) for inner in module.modules() if is_transformers_model(inner)}
     exchanged = any(kind._supports_attention_backend for kind in cast(Any, kinds))
@@ -78,7 +81,9 @@ def attention_implementation(module: nn.Module) -> str:
 
 
 def sdpa_advice(module: nn.Module, module_name: str) -> str:
-    """Advice for a part `module_name` that computes attention scores itself: use torch's attention."""
+    """Returns the advice for a part `module_name` that computes attention scores itself: use torch's
+    attention.
+    """
     inner = [
         each
         for at, each in module.named_modules()

@@ -26,17 +26,18 @@ WRAPPER_CLASSES = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether `module` is a model of peft."""
+    """Returns whether `module` is a model of peft."""
     return "PeftModel" in {kind.__name__ for kind in type(module).__mro__}
 
 
 def is_adapter_layer(module: nn.Module) -> bool:
-    """Whether `module` is a layer with its adapter, or with a trained copy of it."""
+    """Returns whether `module` is a layer with its adapter, or with a trained copy of it."""
     return not WRAPPER_CLASSES.isdisjoint(kind.__name__ for kind in type(module).__mro__)
 
 
 def unload_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
-    """The base of an adapted `module` (which is consumed), and the base name of every parameter and buffer.
+    """Returns the base of an adapted `module` (which is consumed), and the base name of every parameter and
+    buffer.
 
     Keys are all tied names in the adapted model; the name in the base is the first one there. A trained copy
     of a module has the name of that module. `module` needs no values.
@@ -59,7 +60,7 @@ def unload_adapters(module: nn.Module) -> tuple[nn.Module, dict[str, str]]:
 
 
 def import_peft() -> Any:
-    """The package peft. Raises PlanError, which names the extra to install, if it is missing."""
+    """Returns the package peft. Raises PlanError, which names the extra to install, if it is missing."""
     try:
         return import_module(PACKAGE)
     except ImportError as error:
@@ -69,7 +70,7 @@ def import_peft() -> Any:
 
 
 def suggest_fix(error: BaseException, default: str) -> str:
-    """The fix for an error in a user's code: installing peft if that is missing, else `default`."""
+    """Returns the fix for an error in a user's code: installing peft if that is missing, else `default`."""
     is_missing = isinstance(error, ModuleNotFoundError) and error.name == PACKAGE
     return INSTALL_PEFT if is_missing else default
 

@@ -28,7 +28,7 @@ def check_tokenizer(path: Path, vocab_size: int | None) -> None:
 
 
 def largest_token_id(path: Path) -> int | None:
-    """The largest id of the tokenizer in the folder `path`; None if no file lists its ids.
+    """Returns the largest id of the tokenizer in the folder `path`; None if no file lists its ids.
 
     Raises PlanError for a file that is not JSON.
     """

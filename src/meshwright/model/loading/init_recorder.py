@@ -128,7 +128,9 @@ class InitRecorder(TorchDispatchMode):
             ) from error
 
     def recorded_trunc_normal(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """An initializer that records on the tape for its parameters; other tensors go to `original`."""
+        """Returns an initializer that records on the tape for its parameters; other tensors go to
+        `original`.
+        """
 
         def trunc_normal(
             tensor: torch.Tensor,
@@ -295,7 +297,9 @@ def _tensor_getter(attribute: str) -> Any:
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` has no storage; asks the storage, because a recorded tensor reports the device CPU."""
+    """Returns whether `tensor` has no storage; asks the storage, because a recorded tensor reports the device
+    CPU.
+    """
     return tensor.layout == torch.strided and tensor.untyped_storage().device == META
 
 

@@ -66,7 +66,7 @@ class StorageWindow:
 
     @classmethod
     def from_tensor(cls, tensor: torch.Tensor) -> "StorageWindow":
-        """The window of the elements of `tensor`."""
+        """Returns the window of the elements of `tensor`."""
         return cls(storage_id(tensor), tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -104,7 +104,7 @@ class InitTape:
         self._alive: list[torch.Tensor] = []  # a freed storage would give its id to the next one
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies in a storage of this tape."""
+        """Returns whether `tensor` lies in a storage of this tape."""
         return tensor.layout == torch.strided and storage_id(tensor) in self.origins
 
     def add_storage(self, tensor: torch.Tensor, value: torch.Tensor | None = None) -> StorageWindow:
@@ -122,7 +122,7 @@ class InitTape:
         self.entries.append(entry)
 
     def required_entries(self, storage: int) -> list[int]:
-        """The numbers of the entries on which the final content of `storage` depends, in order."""
+        """Returns the numbers of the entries on which the final content of `storage` depends, in order."""
         found: set[int] = set()
         visited: set[tuple[int, int]] = set()
         todo = [(storage, len(self.entries))]
@@ -140,7 +140,7 @@ class InitTape:
         return sorted(found)
 
     def is_blank(self, storage: int) -> bool:
-        """Whether nothing was ever written to `storage`."""
+        """Returns whether nothing was ever written to `storage`."""
         return self.origins[storage].value is None and not self._writers[storage]
 
     def name_random_entries(self, storages: Iterable[tuple[str, int]]) -> None:
@@ -154,11 +154,12 @@ class InitTape:
             self._keys.update({number: (name, ordinal) for ordinal, number in enumerate(random_entries)})
 
     def random_key(self, number: int, seed: int) -> int:
-        """The key with which the random entry of that number draws."""
+        """Returns the key with which the random entry of that number draws."""
         return derive_key(seed, "initial", *self._keys[number])
 
     def replay(self, window: StorageWindow, seed: int, device: torch.device) -> torch.Tensor:
-        """A real, contiguous tensor on `device` with the content that the constructor gave to `window`.
+        """Returns a real, contiguous tensor on `device` with the content that the constructor gave to
+        `window`.
 
         Floating-point elements that were never written are NaN.
         """
@@ -244,7 +245,9 @@ FILL_OPS = (aten.zero_.default, aten.fill_.Scalar)
 def replay_rows(
     tape: InitTape, window: StorageWindow, seed: int, device: torch.device, rows: range
 ) -> torch.Tensor | None:
-    """The `rows` along dim 0 of what `tape.replay` returns, contiguous; None if they need the other rows."""
+    """Returns the `rows` along dim 0 of what `tape.replay` returns, contiguous; None if they need the other
+    rows.
+    """
     origin, recipe = tape.origins[window.storage], tape.required_entries(window.storage)
     if not _is_contiguous(window) or not all(
         _is_elementwise_in_place(tape.entries[number], window.storage) for number in recipe

@@ -68,7 +68,9 @@ class KeyConversion:
         return isinstance(head, conversions.MergeModulelist) and head.dim == 0 and keeps_rows
 
     def select_rows(self, rows: range) -> "KeyConversion":
-        """This conversion with only those sources that the `rows` of its result need; see `stacks_rows`."""
+        """Returns this conversion with only those sources that the `rows` of its result need; see
+        `stacks_rows`.
+        """
         by_pattern: dict[str, list[str]] = {}
         for pattern, name in self.sources:
             by_pattern.setdefault(pattern, []).append(name)
@@ -78,7 +80,7 @@ class KeyConversion:
         return KeyConversion(self.target, kept, self.converter, self.renamings)
 
     def apply(self, module: nn.Module, read_tensor: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The results by name, made of `read_tensor(name)` for each source.
+        """Returns the results by name, made of `read_tensor(name)` for each source.
 
         `module` supplies its config and shapes.
         """
@@ -96,7 +98,9 @@ class KeyConversion:
 
 
 def load_conversions(module: nn.Module, stored_names: Iterable[str]) -> tuple[list[KeyConversion], list[str]]:
-    """The conversions from `stored_names` to names in `module`, and the stored names without a target."""
+    """Returns the conversions from `stored_names` to names in `module`, and the stored names without a
+    target.
+    """
     if not is_transformers_model(module):
         expected = module.state_dict()
         names = list(stored_names)
@@ -118,7 +122,9 @@ def load_conversions(module: nn.Module, stored_names: Iterable[str]) -> tuple[li
 
 
 def save_conversions(module: nn.Module, names: Iterable[str]) -> list[KeyConversion]:
-    """The conversions from `names` in `module`'s state to the names under which transformers stores them."""
+    """Returns the conversions from `names` in `module`'s state to the names under which transformers stores
+    them.
+    """
     if not is_transformers_model(module):
         return [KeyConversion(name, ((name, name),)) for name in names]
     pretrained: Any = module
@@ -142,7 +148,8 @@ def save_conversions(module: nn.Module, names: Iterable[str]) -> list[KeyConvers
 
 
 def ignored_patterns(module: nn.Module) -> tuple[re.Pattern[str] | None, re.Pattern[str] | None]:
-    """Patterns of names that transformers lets a file omit, and of those that it lets a file hold unused.
+    """Returns the patterns of names that transformers lets a file omit, and of those that it lets a file hold
+    unused.
 
     None stands for no such name. A buffer that is computed (a rotary table, a causal mask) was stored by
     older versions; it is not read.

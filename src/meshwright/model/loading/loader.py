@@ -70,7 +70,8 @@ class LoadedModel:
 
 
 def load_model(source: ModelConfig, seed: int) -> LoadedModel:
-    """The model that `source` names, not materialized; initial values are pretrained or drawn from `seed`.
+    """Returns the model that `source` names, not materialized; initial values are pretrained or drawn from
+    `seed`.
 
     Raises PlanError for a source that is missing or cannot be read, a factory that is missing, raises (its
     own error is the cause) or returns something else, a model whose construction cannot be recorded, and
@@ -83,7 +84,8 @@ def load_model(source: ModelConfig, seed: int) -> LoadedModel:
 
 
 def read_source_config(source: ModelConfig) -> Any:
-    """The transformers config that `source` names, without making a model; None for a file with a factory.
+    """Returns the transformers config that `source` names, without making a model; None for a file with a
+    factory.
 
     Raises PlanError for one that is missing or cannot be read.
     """
@@ -93,7 +95,7 @@ def read_source_config(source: ModelConfig) -> Any:
 
 
 def with_weights(loaded: LoadedModel, path: Path, skip: Sequence[str] = ()) -> LoadedModel:
-    """`loaded` with the weights in `path`, a folder or a safetensors file, as initial values.
+    """Returns `loaded` with the weights in `path`, a folder or a safetensors file, as initial values.
 
     The weights of an adapted model are those of its base. Names that match a pattern of `skip` are not
     loaded. Raises PlanError if the weights, or the tokenizer in the same folder, do not fit the model.
@@ -143,7 +145,8 @@ def _load_architecture(source: ModelConfig, seed: int) -> LoadedModel:
 def load_factory(
     factory: Callable[[], nn.Module | Model], seed: int, name: str, frozen: Sequence[str] = ()
 ) -> LoadedModel:
-    """The model that `factory` returns, with deferred initialization and the initial values of `seed`.
+    """Returns the model that `factory` returns, with deferred initialization and the initial values of
+    `seed`.
 
     Parameters with a name, or tied name, that matches a pattern of `frozen` are not trained.
     """

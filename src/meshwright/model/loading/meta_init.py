@@ -54,7 +54,7 @@ class LogicalParam:
 
 
 def defer_init(build: Callable[[], nn.Module], seed: int) -> "DeferredInit":
-    """The deferred initialization of the model that `build` constructs; `build` is called once.
+    """Returns the deferred initialization of the model that `build` constructs; `build` is called once.
 
     Raises PlanError, naming every parameter concerned, if a parameter is never initialized, is filled in a
     way that cannot be replayed, or shares memory with another without being the same object, if a buffer is
@@ -114,7 +114,8 @@ class DeferredInit:
         return None if self._weights is None else self._weights.pretrained_source
 
     def with_weights(self, weights: "PretrainedWeights") -> "DeferredInit":
-        """This deferred initialization with the stored `weights` as initial values of their parameters.
+        """Returns this deferred initialization with the stored `weights` as initial values of their
+        parameters.
 
         Raises PlanError for parameters that are not stored and were computed from parameters that are: from
         values now replaced.
@@ -129,7 +130,8 @@ class DeferredInit:
         return DeferredInit(module, self.logical_params, self._windows, self._tape, self._seed, weights)
 
     def keeps_dtype(self, name: str) -> bool:
-        """Whether the parameter `name` keeps the dtype of its constructor, whatever the dtype of the job.
+        """Returns whether the parameter `name` keeps the dtype of its constructor, whatever the dtype of the
+        job.
 
         So does one that is not floating-point, and a frozen one in another dtype than all trained ones: that
         is on purpose.
@@ -141,13 +143,17 @@ class DeferredInit:
         return frozen_in_other_dtype or not entry.dtype.is_floating_point
 
     def init_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the initial value of `name` in a job of `dtype`; in float64 all floats have it."""
+        """Returns the dtype of the initial value of `name` in a job of `dtype`; in float64 all floats have
+        it.
+        """
         made_in = self.logical_params[self._first_name(name)].dtype
         widened = dtype == torch.float64 and made_in.is_floating_point
         return made_in if self.keeps_dtype(name) and not widened else dtype
 
     def instantiate(self) -> nn.Module:
-        """A fresh copy of the module: meta parameters, ties kept, its own buffers with their values."""
+        """Returns a fresh copy of the module: meta parameters, ties kept, its own buffers with their
+        values.
+        """
         try:
             return copy.deepcopy(self._module)
         except (TypeError, RuntimeError) as error:
@@ -165,7 +171,8 @@ class DeferredInit:
         device: torch.device | str = "cpu",
         rows: range | None = None,
     ) -> torch.Tensor:
-        """The initial value of the parameter (or alias) `name`, whole or its `rows` along dim 0, on `device`.
+        """Returns the initial value of the parameter (or alias) `name`, whole or its `rows` along dim 0, on
+        `device`.
 
         Rows are made alone if the recorded initialization allows it, else cut out of the whole. The dtype is
         that of `init_dtype`; drawn values are cast to it by way of float32.
@@ -283,7 +290,7 @@ class DeferredInit:
 
 
 def logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
-    """The first name of every parameter of `module`, with its tied names."""
+    """Returns the first name of every parameter of `module`, with its tied names."""
     by_object: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         by_object.setdefault(id(param), []).append(name)

@@ -63,7 +63,7 @@ class PretrainedWeights:
         return name in self._sources
 
     def rename(self, names: Mapping[str, str]) -> "PretrainedWeights":
-        """These weights under other names: each key of `names` maps to a name here."""
+        """Returns these weights under other names: each key of `names` maps to a name here."""
         other = copy.copy(self)
         other._sources = {
             name: self._sources[stored_name]
@@ -79,7 +79,8 @@ class PretrainedWeights:
         device: torch.device | str = "cpu",
         rows: range | None = None,
     ) -> torch.Tensor:
-        """The parameter or buffer `name`, or its `rows` along dim 0, in `dtype` (None: stored) on `device`.
+        """Returns the parameter or buffer `name`, or its `rows` along dim 0, in `dtype` (None: stored) on
+        `device`.
 
         Floating-point values are cast to `dtype`; others keep their own. Only the bytes of these rows are
         read, unless the tensor is concatenated in another way than row by row.
@@ -113,7 +114,7 @@ class PretrainedWeights:
 def find_weights(
     path: Path, module: nn.Module, logical: Mapping[str, Sequence[str]], skip: Sequence[str] = ()
 ) -> PretrainedWeights:
-    """The weights in `path` (a folder, or a safetensors file) for `module`, which has no values.
+    """Returns the weights in `path` (a folder, or a safetensors file) for `module`, which has no values.
 
     Args:
         logical: the first name of every logical parameter -> its tied names.

@@ -56,7 +56,7 @@ class StoredTensor:
 
 
 def list_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor in `path` (a safetensors file, or a folder of them), by its stored name.
+    """Returns every tensor in `path` (a safetensors file, or a folder of them), by its stored name.
 
     Raises PlanError, for all files at once, if one is missing, damaged, or has a name that another has too.
     """
@@ -83,7 +83,7 @@ def list_tensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors in the header of `file`. Raises PlanError for a file that violates the format."""
+    """Returns the tensors in the header of `file`. Raises PlanError for a file that violates the format."""
     try:
         nbytes = file.stat().st_size
         with file.open("rb") as opened:
@@ -109,7 +109,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def read_tensor(
     stored: StoredTensor, dtype: torch.dtype, device: torch.device | str = "cpu", rows: range | None = None
 ) -> torch.Tensor:
-    """The tensor of `stored`, or only its `rows` along dim 0, in `dtype` on `device`.
+    """Returns the tensor of `stored`, or only its `rows` along dim 0, in `dtype` on `device`.
 
     READ_NBYTES bytes are held besides it. Raises PlanError if the file ends before the tensor does.
     """
@@ -128,7 +128,7 @@ def read_tensor(
 
 
 def equal_tensors(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors are bitwise equal."""
+    """Returns whether two stored tensors are bitwise equal."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     with one.file.open("rb", buffering=0) as a, other.file.open("rb", buffering=0) as b:
@@ -141,7 +141,7 @@ def equal_tensors(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
-    """64 hex digits that identify the contents: names, dtypes, shapes, and a sample of each tensor.
+    """Returns 64 hex digits that identify the contents: names, dtypes, shapes, and a sample of each tensor.
 
     The sample is DIGEST_NBYTES bytes from its middle. Two models of one architecture differ there; hashing
     all bytes would take as long as loading.
@@ -158,7 +158,7 @@ def weights_digest(tensors: Mapping[str, StoredTensor]) -> str:
 
 
 def format_names(names: Iterable[str], max_names: int = 8) -> str:
-    """`names` as text, cut after `max_names`."""
+    """Returns `names` as text, cut after `max_names`."""
     names = list(names)
     more = f" and {len(names) - max_names} more" if len(names) > max_names else ""
     return ", ".join(names[:max_names]) + more

@@ -32,7 +32,7 @@ SIZE_FIELDS = {
 
 
 def scale_down(job: Job) -> Job:
-    """`job` with a model of 2 layers, at most 4 heads of width 16, and samples of at most 48 tokens.
+    """Returns `job` with a model of 2 layers, at most 4 heads of width 16, and samples of at most 48 tokens.
 
     Everything else is unchanged, and so is the length of conversations. Raises PlanError for a model from a
     factory (only its author knows its sizes), and for a config that is composed of several others.

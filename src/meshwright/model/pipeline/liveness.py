@@ -65,7 +65,7 @@ IN_PLACE_FIX = "write x = x + y for x += y"
 HOOK_FIX = "register it where the model is called, or on a tensor that the block makes"
 
 
-class LateGrads:
+class LateGradientChanges:
     """Finds values whose gradient changes after the line that makes them, and closes the boundaries in
     between.
     """
@@ -160,7 +160,7 @@ class _ForwardRecorder(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.record, self._caches = ForwardRecord(), lru_caches(module)
-        self._late_grads = LateGrads(self.record)
+        self._late_grads = LateGradientChanges(self.record)
         self._parameters = {id(parameter): name for name, parameter in module.named_parameters()}
         self._buffers = {id(buffer): name for name, buffer in module.named_buffers()}
         self._on_block_call, self._count_draws, self._sharded_forward = enter, drawn, sharded_forward
@@ -375,7 +375,6 @@ class _ForwardRecorder(TorchFunctionMode):
     def _rename_written(
         self, tensor: torch.Tensor, name: str, first_number: int, func: str, source_line: str
     ) -> list[tuple[str, str]]:
-        """Gives new names to all values in the storage that was written through `tensor`."""
         storage = storage_id(tensor)
         self._written_storages.add(storage)
         same_storage = [t for t in self._names if storage_id(t) == storage]
@@ -419,7 +418,6 @@ class _ForwardRecorder(TorchFunctionMode):
         )
 
     def _record_use(self, tensor: torch.Tensor, *, glue: bool = False) -> None:
-        """Records that the last block call, or the glue after it, uses `tensor`."""
         made_in = self._made_in.get(tensor)
         if tensor in self._names:
             name = self._names[tensor]

@@ -206,7 +206,6 @@ class ScriptRecorder:
         return result
 
     def _call_without_reads(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs `func`, which must not read a value of a tensor."""
         if func.__name__ == "__get__":
             return func(*args, **kwargs)
         with ValueReadMode() as value_reads:

@@ -169,8 +169,6 @@ def _replay(driver: ForwardDriver, script: ReplayScript, seeds: Sequence[torch.T
 
 
 class _StageRun:
-    """One run of a stage."""
-
     def __init__(
         self,
         driver: ForwardDriver,
@@ -269,7 +267,6 @@ class _StageRun:
         return self._placeholders.fill_template(stub.outputs, inputs)
 
     def _run_own_block(self, block_call: str, run: Callable[..., Any], inputs: Any) -> Any:
-        """Runs a block call of this stage, with received values in place of placeholders."""
         inputs, sharded_forward, side_channels = (
             self._placeholders.replace_all_foreign(inputs, f"the block '{block_call}' takes in"),
             self._sharded_forward,
@@ -348,7 +345,6 @@ class _StageRun:
 
     @contextmanager
     def _pause_glue(self) -> Iterator[None]:
-        """Does not follow glue inside a block."""
         stack = _get_current_function_mode_stack() if self._mode is not None else []
         if stack and stack[-1] is self._mode:
             with _pop_mode_temporarily():

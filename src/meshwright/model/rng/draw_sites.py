@@ -69,7 +69,7 @@ class DrawSites:
         self.shapes[site] = batch, shape
 
     def layout(self, site: str) -> SampleLayout:
-        """The sample layout of `site`. Raises PlanError for a site that no trial reached."""
+        """Returns the sample layout of `site`. Raises PlanError for a site that no trial reached."""
         if site not in self.layouts:
             what = "the forward draws random numbers at a site that the trial run did not reach"
             fix = "let the forward draw at the same sites for any data and step, or set the dropout to 0"
@@ -77,13 +77,13 @@ class DrawSites:
         return self.layouts[site][0]
 
     def full_shape(self, site: str) -> tuple[int, ...]:
-        """The shape that the unsharded model draws at `site` for one sample."""
+        """Returns the shape that the unsharded model draws at `site` for one sample."""
         batch, shape = self.shapes[site]
         return sample_shape(self.layout(site), shape, batch)
 
 
 def sample_shape(layout: SampleLayout, shape: torch.Size, batch: int) -> tuple[int, ...]:
-    """The shape of one sample's part of a tensor of `shape` for `batch` samples."""
+    """Returns the shape of one sample's part of a tensor of `shape` for `batch` samples."""
     match layout:
         case "dim0":
             return tuple(shape[1:])
@@ -158,21 +158,23 @@ class StatelessRNG:
         self._num_draws = 0
 
     def keep_mask(self, shape: Iterable[int], p: float, device: torch.device) -> torch.Tensor:
-        """A bool mask of `shape` for the next site: False with probability `p`. All True in a trial."""
+        """Returns a bool mask of `shape` for the next site: False with probability `p`. All True in a
+        trial.
+        """
         threshold = round(p * 2**53)
         return self._draw(
             torch.Size(shape), lambda k: k >= threshold, torch.ones((), dtype=torch.bool, device=device)
         )
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Numbers in [0, 1) of `shape` for the next site. All 0.5 in a trial."""
+        """Returns numbers in [0, 1) of `shape` for the next site. All 0.5 in a trial."""
         # more digits than the dtype has would round up to 1
         digits = {torch.float64: 53, torch.float32: 24}.get(dtype, 8)
         half = torch.full((), 0.5, dtype=dtype, device=device)
         return self._draw(torch.Size(shape), lambda k: (k >> (53 - digits)).double().mul_(2.0**-digits), half)
 
     def keep_mask_region(self, region: DrawRegion, p: float, device: torch.device) -> torch.Tensor:
-        """A bool mask like that of `keep_mask`, for a region of what the next site draws."""
+        """Returns a bool mask like that of `keep_mask`, for a region of what the next site draws."""
         threshold = round(p * 2**53)
         trial_value = torch.ones((), dtype=torch.bool, device=device)
         return self._draw(torch.Size(region.full_shape), lambda k: k >= threshold, trial_value, region)

@@ -75,7 +75,7 @@ INACTIVE_IN_EVAL = (
 
 
 def keep_mask(like: torch.Tensor, region: DrawRegion, p: float) -> torch.Tensor:
-    """A bool mask for `region`, on the device of `like`; False with probability `p`.
+    """Returns a bool mask for `region`, on the device of `like`; False with probability `p`.
 
     While `StatelessDropout` is active, it is that region of what one device draws at once.
     """

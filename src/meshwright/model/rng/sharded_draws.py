@@ -47,7 +47,7 @@ class DrawSharding:
     sequence_sharding: SequenceSharding | None = None
 
     def local_span(self, dim: int, length: int) -> DimRanges | None:
-        """The rank's part of a dim of `length`; None if the length does not divide into the units."""
+        """Returns the rank's part of a dim of `length`; None if the length does not divide into the units."""
         if self.sequence_sharding is not None:
             return DimRanges(dim, with_padding(self.sequence_sharding.token_ranges(length, self.index)))
         if self.dim_split is None:
@@ -73,7 +73,7 @@ class TensorSlice:
     spans: tuple[DimRanges | None, ...]
 
     def global_indices(self, index: torch.Tensor) -> torch.Tensor:
-        """The indices in the flattened full tensor of the elements `index` of the flattened slice."""
+        """Returns the indices in the flattened full tensor of the elements `index` of the flattened slice."""
         found, rest = torch.zeros_like(index), index
         *_, (outermost, _, stride) = self._runs
         if (
@@ -138,7 +138,7 @@ class NestedSlice:
     outer: TensorSlice | None
 
     def global_indices(self, index: torch.Tensor) -> torch.Tensor:
-        """The indices in the flattened full tensor of the elements `index` of the flattened slice."""
+        """Returns the indices in the flattened full tensor of the elements `index` of the flattened slice."""
         found = self.inner.global_indices(index)
         return found if self.outer is None else self.outer.global_indices(found)
 
@@ -150,7 +150,8 @@ def locate_region(
     shardings: Sequence[DrawSharding],
     site: str,
 ) -> NestedSlice:
-    """The slice that `region` is of one sample's tensor of `full_shape`; the rank has `local_shape` of it.
+    """Returns the slice that `region` is of one sample's tensor of `full_shape`; the rank has `local_shape`
+    of it.
 
     Raises PlanError if that is ambiguous.
     """
@@ -172,7 +173,8 @@ def locate_region(
 def find_slice(
     full_shape: Sequence[int], local_shape: Sequence[int], shardings: Sequence[DrawSharding], site: str
 ) -> TensorSlice | None:
-    """The slice that a tensor of `local_shape` is of one of `full_shape`; None if it is the full tensor.
+    """Returns the slice that a tensor of `local_shape` is of one of `full_shape`; None if it is the full
+    tensor.
 
     Raises PlanError if that is ambiguous.
     """
@@ -262,7 +264,7 @@ def _joint_span(shardings: Sequence[DrawSharding], dim: int, length: int, size: 
 def sites_between_layers(
     uses: Sequence[LayerUse], num_draws: Sequence[int], calls: Iterable[LayerCall]
 ) -> dict[str, tuple[str, str]]:
-    """By site, the widest of the colwise layers before it and the rowwise layer after it.
+    """Returns, by site, the widest of the colwise layers before it and the rowwise layer after it.
 
     `num_draws` counts, for each of `uses`, the sites of its block call before the end of the use.
     """

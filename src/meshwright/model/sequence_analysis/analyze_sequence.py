@@ -113,8 +113,6 @@ def analyze_sequence(
 
 @dataclass(frozen=True)
 class _SequenceTrials:
-    """Trial forwards on `inputs` cut to several lengths."""
-
     inputs: Example
     targets: Example
     block_calls: tuple[str, ...]
@@ -261,7 +259,6 @@ def _sequence_lengths(inputs: Example) -> tuple[int, ...]:
 
 
 def _has_tokens(value: torch.Tensor, lengths: Collection[int]) -> bool:
-    """Whether a tensor of a batch has tokens along dim 1."""
     return value.ndim > 1 and value.shape[1] in lengths and not (value.is_floating_point() and value.ndim > 3)
 
 

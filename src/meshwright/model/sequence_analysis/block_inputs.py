@@ -123,7 +123,6 @@ def analyze_block_inputs(
 
 
 def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]:
-    """Returns the lengths in glue of inputs whose tokens started inside the model."""
     given = find_sharded_tensors(value)
     plain = [
         each
@@ -145,7 +144,6 @@ def _inner_lengths(value: Any, sizes: TrialLengths, *, begins: bool) -> set[int]
 def _inner_token_dims(
     tensor: torch.Tensor, local_tensor: torch.Tensor, inner_lengths: set[int], sizes: TrialLengths
 ) -> list[int]:
-    """Returns the dims of a tensor that are such tokens, by their length in glue."""
     inputs_found = [
         dim
         for dim, size in enumerate(local_tensor.shape)
@@ -236,7 +234,7 @@ def _describe_mask(mask: torch.Tensor | None, shared_lengths: Collection[int]) -
 
 
 def is_unrelated_to_tokens(arguments: SDPAArguments, trial_lengths: TrialLengths) -> bool:
-    """Whether no operand of an attention call has sharded tokens."""
+    """Returns whether no operand of an attention call has sharded tokens."""
     return not any(find_token_dims(each, trial_lengths.prime_product) for each in arguments.tensors)
 
 

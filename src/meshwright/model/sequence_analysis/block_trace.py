@@ -203,7 +203,6 @@ class BlockTrace(TorchFunctionMode):
             )
 
     def _gather(self, local: torch.Tensor, dim: int) -> torch.Tensor:
-        """Records that glue, or a mask, needs all tokens."""
         self._gathered_tensors.add(local)
         return self.gathers.add_gather(self._last_block_call, make_alias(local), local.shape[dim])
 
@@ -297,7 +296,6 @@ class BlockTrace(TorchFunctionMode):
         return block_info
 
     def _wrap_outputs(self, block_info: BlockSequenceInfo, outputs: Any, rows: Mapping[str, int]) -> Any:
-        """Returns the outputs of a block call as glue sees them."""
         outputs_and_dims = list(zip(tree_tensors(outputs), block_info.output_token_dims, strict=True))
         num_tokens = tuple(
             self.trial_lengths.planned_length(each.shape[dims[0]]) if dims else 0
@@ -368,7 +366,6 @@ class BlockTrace(TorchFunctionMode):
         )
 
     def _output_token_dims(self, block_call: TracedBlockCall, tensor: torch.Tensor) -> tuple[int, ...]:
-        """Returns the token dims of an output of a block call."""
         dims, layout = find_token_dims(tensor, self.prime_product), self.token_layouts.get(tensor)
         if layout is not None and layout.kind in ("subset", "padded"):
             self._note(block_call, layout.origin)

@@ -185,7 +185,6 @@ def _propagate_pad(op: TokenOp) -> bool:
 
 
 def _propagate_slice(op: TokenOp, layout: PaddedTokens) -> str:
-    """Cuts the padding off, or keeps all of it."""
     tensor, index = op.args[:2]
     entries = index if isinstance(index, tuple) else (index,)
     sequence_dim, size = tensor.ndim - layout.dim_from_end, tensor.shape[-layout.dim_from_end]
@@ -202,7 +201,6 @@ def _propagate_slice(op: TokenOp, layout: PaddedTokens) -> str:
 
 
 def _propagate_unchanged(op: TokenOp, layout: PaddedTokens) -> str:
-    """Notes that the results have the same padding."""
     size = next(
         each.shape[-was.dim_from_end]
         for each in op.operands

@@ -179,7 +179,6 @@ class GatherTrace:
             gather.grad_node = None
 
     def _flow_back(self, block_call: str, glue: Iterable[GradEdge], with_gradient: set[GradEdge]) -> None:
-        """Propagates gradients through glue back to outputs of block calls."""
         reached = _reachable_edges(
             [per_sample for per_sample in glue if per_sample in with_gradient], self._output_nodes
         )
@@ -292,7 +291,6 @@ def grad_edges(value: Any) -> list[GradEdge]:
 
 
 def _reachable_edges(starts: Iterable[GradEdge], ends: Collection[GradNode]) -> set[GradEdge]:
-    """Returns the edges that gradients reach from `starts`, not beyond `ends`."""
     reached = set(starts)
     pending, visited = [node for node, _ in reached], set[GradNode]()
     while pending:

@@ -142,8 +142,6 @@ class SequenceShardCheck:
 
 
 class _OpRecorder(ShardedForward):
-    """A forward on fake tensors as on one rank, which records the operations of blocks."""
-
     def __init__(
         self,
         sequence_info: SequenceInfo,
@@ -256,5 +254,4 @@ def _rank_shard(sequence_sharding: SequenceSharding, index: int, length: int) ->
 
 
 def _tile_to_length(length: int, local: torch.Tensor, dim: int) -> torch.Tensor:
-    """Repeats local tokens to the full length."""
     return local.index_select(dim, torch.arange(length) % local.shape[dim])

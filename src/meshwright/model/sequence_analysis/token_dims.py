@@ -19,7 +19,7 @@ MAX_TRIAL_LENGTH = 8192  # masks made by glue are real tensors, tokens x tokens
 
 
 def has_tokens(size: int, prime_product: int) -> bool:
-    """Whether a dim of this size belongs to tokens marked by `prime_product`."""
+    """Returns whether a dim of this size belongs to tokens marked by `prime_product`."""
     return size > 0 and gcd(size, prime_product) > 1
 
 
@@ -53,7 +53,7 @@ def distinguishing_primes(sizes: Iterable[int], length: int) -> Iterator[int]:
 
 
 def keeps_dims(index: Any, dims: Sequence[int], ndim: int, length: int = 0) -> bool:
-    """Whether `index` keeps the `dims`; a slice that ends at their `length` does, if that is not 0.
+    """Returns whether `index` keeps the `dims`; a slice that ends at their `length` does, if that is not 0.
 
     A block counts the tokens that it gets. A mask has all keys and would be cut.
     """

@@ -79,7 +79,6 @@ def check_product(
 
 
 def _check_matmul(name: str, left: torch.Tensor, right: torch.Tensor, length: int) -> str:
-    """Checks [.., m, k] @ [.., k, n]."""
     left_dims, right_dims = _token_dims_from_end(left, length), _token_dims_from_end(right, length)
     summed_dims = 1 if left.ndim else 0, 2 if right.ndim > 1 else 1
     if summed_dims[0] in left_dims or summed_dims[1] in right_dims:
@@ -265,7 +264,6 @@ def _propagate_without_tokens(op: TokenOp) -> None:
 
 
 def _check_masks(op: TokenOp, sharded: Sequence[torch.Tensor]) -> tuple[str, int]:
-    """Returns why masks do not stay masks."""
     if sharded:
         reason = check_product(op.name, op.args, op.kwargs, op.prime_product)
         return reason or f"computes '{op.name}' of tokens and of a mask", 1
@@ -340,7 +338,6 @@ def _dim_from_end(op: TokenOp, tensor: torch.Tensor) -> int:
 
 
 def _check_aligned(op: TokenOp, given: Sequence[torch.Tensor] | None = None) -> str:
-    """Returns why operands do not have the same tokens along the same dim."""
     sharded = [each for each in op.operands if op.token_dims(each)] if given is None else given
     positions = {(_dim_from_end(op, each), each.shape[op.token_dims(each)[0]]) for each in sharded}
     numel_per_token = {
@@ -379,7 +376,6 @@ def _check_view(op: TokenOp, tensor: torch.Tensor) -> tuple[str, int]:
 
 
 def _check_reduction(op: TokenOp, sharded: Sequence[torch.Tensor]) -> str:
-    """Returns why an operation along dims mixes tokens."""
     # concatenation with an empty key cache
     if op.name in CAT_OPS and sum(each.numel() > 0 for each in op.operands) == 1:
         return ""

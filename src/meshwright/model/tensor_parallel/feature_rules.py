@@ -91,7 +91,7 @@ class CarriedFeatures:
         return self._feature_ids.get(tensor)
 
     def record(self, tensor: torch.Tensor, numbers: FeatureIds | None) -> None:
-        """Note what `tensor` carries."""
+        """Notes what `tensor` carries."""
         if numbers is not None:
             self._feature_ids[tensor] = drop_constant_dims(np.asarray(numbers))
         elif tensor in self._feature_ids:
@@ -109,7 +109,7 @@ class CarriedFeatures:
         return tuple(size > 1 for size in tensor.shape) if known is None else known
 
     def is_known(self, tensor: torch.Tensor) -> bool:
-        """Whether the features of `tensor`, or that it is constant, are known."""
+        """Returns whether the features of `tensor`, or that it is constant, are known."""
         return tensor in self._feature_ids or tensor in self._varying_dims
 
     def set_constant(self, tensor: torch.Tensor, varying_dims: Sequence[bool] | None = None) -> None:
@@ -347,7 +347,6 @@ def _stack(op: FeatureOp) -> None:
 
 
 def _reduce(op: FeatureOp) -> None:
-    """Ties all ids along the dims of a sum, norm or softmax."""
     numbers, ndim, dims = op.first_ids, op.args[0].ndim, op.dim
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         dims = range(ndim)
@@ -393,7 +392,6 @@ def _glu(op: FeatureOp) -> None:
 
 
 def _index(op: FeatureOp) -> None:
-    """Picks entries along one dim, by a known or unknown index."""
     numbers = op.first_ids
     if op.packet is aten.index:
         indexed_dims = [(dim, index) for dim, index in enumerate(op.args[1]) if index is not None]

@@ -183,7 +183,7 @@ def _in_out_features(layer: nn.Module) -> tuple[int, int]:
 
 
 def is_weight_transposed(layer: nn.Module) -> bool:
-    """Whether the weight has one row per input feature, as transformers' Conv1D."""
+    """Returns whether the weight has one row per input feature, as transformers' Conv1D."""
     return type(layer).__name__ == "Conv1D"
 
 

@@ -162,7 +162,7 @@ def _find_role(
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether `pattern`, in which "*" stands for one part between dots, matches `name`."""
+    """Returns whether `pattern`, in which "*" stands for one part between dots, matches `name`."""
     pattern_parts, name_parts = pattern.split("."), name.split(".")
     return len(pattern_parts) == len(name_parts) and all(
         pattern_part in ("*", part) for pattern_part, part in zip(pattern_parts, name_parts, strict=True)

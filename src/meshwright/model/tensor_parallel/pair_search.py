@@ -189,7 +189,6 @@ class _GroupSearch:
         )
 
     def _num_units_met(self, met: Iterable[FeatureIds], units: FeatureIds) -> int:
-        """The number of `units` that a parameter meets."""
         return len(
             np.intersect1d(
                 self._unit_labels[np.concatenate([numbers[numbers >= 0] for numbers in met])], units
@@ -264,13 +263,11 @@ def _input_features(node: FeatureNode) -> FeatureIds:
 
 
 def _distinct_in_order(labels: FeatureIds) -> FeatureIds:
-    """The distinct labels, in order of first occurrence."""
     found, indices = np.unique(labels, return_index=True)
     return found[np.argsort(indices)]
 
 
 def _index_of(labels: FeatureIds, known: FeatureIds) -> FeatureIds:
-    """The index of each label in `known`; -1 if absent."""
     order = np.argsort(known)
     indices = np.clip(np.searchsorted(known[order], labels), 0, len(known) - 1)
     return np.where(known[order][indices] == labels, order[indices], -1)

@@ -64,8 +64,6 @@ class _OpenModule:
 
 @dataclass
 class _OpenBlockCall:
-    """A running block call: its residual input, and why it does not treat tokens separately."""
-
     name: str
     arg: int | str = ""
     shape: tuple[int, ...] = ()
@@ -238,7 +236,6 @@ class _ResidualTrace(TorchFunctionMode):
         return ""
 
     def _before_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Notes the inputs of the next block call, as glue has them."""
         if self._block_call is None and torch.is_grad_enabled():
             arg_of_id = {id(value): arg for arg, value in _arguments(args, kwargs).items()}
             given = {
@@ -311,7 +308,6 @@ class _ResidualTrace(TorchFunctionMode):
         )
 
     def _after_block(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Notes the residual output that glue gets."""
         if self._block_call is not None or self._pending_inputs is None:
             return
         self._pending_inputs = None
@@ -368,7 +364,6 @@ class _ResidualTrace(TorchFunctionMode):
 def _mark_calls(
     calls: Iterable[LayerCall], marks: Mapping[LayerCallKey, ResidualMark]
 ) -> tuple[LayerCall, ...]:
-    """Returns `calls` with their residual marks."""
     num_before: Counter = Counter()
     flows = []
     for call in calls:

@@ -216,7 +216,6 @@ def find_vocab_splits(
 
 
 def _loss_logits(loss_spec: LossSpec, outputs: Any) -> torch.Tensor | None:
-    """The logits that the loss takes from `outputs`; None if there are none."""
     try:
         found = loss_spec.logits(outputs) if loss_spec.logits is not None else None
     except (KeyError, IndexError, TypeError):
@@ -231,7 +230,6 @@ def _why_head_unsharded(
     name: str,
     loss_logits: torch.Tensor | None,
 ) -> str:
-    """Returns why the LM head cannot be split; "" if it can."""
     layer = module.get_submodule(name)
     if loss_logits is None:
         return "the loss needs the logits of the whole vocabulary"
@@ -245,7 +243,6 @@ def _why_head_unsharded(
 
 
 def _why_table_unsharded(module: nn.Module, vocab_flow: VocabFlow, name: str, vocab_sizes: set[int]) -> str:
-    """Returns why the embedding cannot be split; "" if it can."""
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in vocab_sizes:
         return "its rows are not the vocabulary of an LM head"

@@ -39,7 +39,7 @@ TWO_POW_63 = 1 << 63
 
 
 def derive_key(seed: int, *labels: int | str) -> int:
-    """A 64-bit key; different labels, or the same labels divided differently, give unrelated keys."""
+    """Returns a 64-bit key; different labels, or the same labels divided differently, give unrelated keys."""
     digest = blake2b(digest_size=8)
     for label in (seed, *labels):
         text = f"{type(label).__name__}:{label}".encode()
@@ -48,7 +48,7 @@ def derive_key(seed: int, *labels: int | str) -> int:
 
 
 def random_bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits (int64) for every element of `index` (int64); `key` may be an int64 tensor."""
+    """Returns 64 random bits (int64) for every element of `index` (int64); `key` may be an int64 tensor."""
     start = _signed(key) if isinstance(key, int) else key
     z = (index + 1).mul_(_signed(GOLDEN_GAMMA)) + start
     z = _shifted_xor(z, 30).mul_(_signed(0xBF58476D1CE4E5B9))
@@ -57,14 +57,14 @@ def random_bits(key: int | torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def top53(bits: torch.Tensor) -> torch.Tensor:
-    """The upper 53 bits, as integers in [0, 2^53)."""
+    """Returns the upper 53 bits, as integers in [0, 2^53)."""
     return (bits >> 11) & ((1 << 53) - 1)
 
 
 def uniform(
     key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """`count` numbers in [0, 1): those at the logical indices start, start + 1, ..."""
+    """Returns `count` numbers in [0, 1): those at the logical indices start, start + 1, ..."""
     out = torch.empty(count, dtype=dtype, device=device)
     fill_uniform_(out, key, start=start)
     return out
@@ -73,7 +73,7 @@ def uniform(
 def normal(
     key: int, start: int, count: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """`count` standard normal numbers: those at the logical indices start, start + 1, ..."""
+    """Returns `count` standard normal numbers: those at the logical indices start, start + 1, ..."""
     out = torch.empty(count, dtype=dtype, device=device)
     fill_normal_(out, key, start=start)
     return out

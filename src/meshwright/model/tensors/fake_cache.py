@@ -28,7 +28,7 @@ def clear_fake_caches(module: nn.Module) -> None:
 
 
 def lru_caches(module: nn.Module) -> tuple[LRUCache, ...]:
-    """The caches of the classes of `module` and of the files that define them.
+    """Returns the caches of the classes of `module` and of the files that define them.
 
     A caller that clears often keeps the result and passes it to `clear_caches_with_fakes`.
     """

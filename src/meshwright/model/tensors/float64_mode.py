@@ -54,12 +54,14 @@ def run_in_float64(module: nn.Module) -> None:
 
 
 def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run in this mode."""
+    """Returns `function`, run in this mode."""
     return partial(_call_in_float64, function)
 
 
 def batch_in_float64(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`batch` with its floating-point tensors in float64, the dtype of the parameters in a comparison."""
+    """Returns `batch` with its floating-point tensors in float64, the dtype of the parameters in a
+    comparison.
+    """
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 

@@ -44,12 +44,14 @@ SHAPE_FROM_SECOND_ARG = frozenset(
 
 
 def function_title(func: Any) -> str:
-    """The name of a torch function as a mode receives it; for a property getter, the property and " of"."""
+    """Returns the name of a torch function as a mode receives it; for a property getter, the property and "
+    of".
+    """
     return f"{func.__self__.__name__} of" if func.__name__ == "__get__" else func.__name__
 
 
 def caller_line() -> str:
-    """The line of the model's code that makes the current call, as "file:line"."""
+    """Returns the line of the model's code that makes the current call, as "file:line"."""
     frame = sys._getframe(1)
     while frame is not None and (
         "/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename
@@ -59,14 +61,16 @@ def caller_line() -> str:
 
 
 def is_constant(leaf: Any) -> bool:
-    """Whether a leaf of the arguments is the same in every run: neither a tensor nor an arbitrary object."""
+    """Returns whether a leaf of the arguments is the same in every run: neither a tensor nor an arbitrary
+    object.
+    """
     return leaf is None or isinstance(
         leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
     )
 
 
 def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of `func(*args, **kwargs)`."""
+    """Returns the result of `func(*args, **kwargs)`."""
     return func(*args, **kwargs)
 
 

@@ -18,13 +18,13 @@ class GradAlias(torch.autograd.Function):
 
 
 def make_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same values and its own identity."""
+    """Returns a tensor with the same values and its own identity."""
     with torch._C.DisableTorchFunction():
         return GradAlias.apply(tensor, tensor) if tensor.requires_grad else tensor.detach()
 
 
 def aliased_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """The leaf of which `tensor` is an alias; `tensor` itself if it is no alias."""
+    """Returns the leaf of which `tensor` is an alias; `tensor` itself if it is no alias."""
     node: Any = tensor.grad_fn
     if node is None or node.name() != f"{GradAlias.__name__}Backward":
         return tensor

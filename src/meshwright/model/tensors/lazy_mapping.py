@@ -31,13 +31,13 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         )
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
-        """The `rows` of the tensor `name` along dim 0."""
+        """Returns the `rows` of the tensor `name` along dim 0."""
         if self._make_rows is None or name not in self._names:
             return self[name][rows.start : rows.stop]
         return self._make_rows(name, rows)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the tensor `name`."""
+        """Returns the shape of the tensor `name`."""
         return (
             tuple(self[name].shape)
             if self._shape_of is None or name not in self._names
@@ -60,7 +60,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensors:
-    """The entries of `tensors` whose name starts with `prefix`, by the rest of their name."""
+    """Returns the entries of `tensors` whose name starts with `prefix`, by the rest of their name."""
     names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
     return LazyTensors(
         names,
@@ -71,7 +71,9 @@ def strip_prefix(prefix: str, tensors: Mapping[str, torch.Tensor]) -> LazyTensor
 
 
 def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> torch.Tensor:
-    """The `rows` along dim 0 of the tensor `name`; the other rows are not made if that can be avoided."""
+    """Returns the `rows` along dim 0 of the tensor `name`; the other rows are not made if that can be
+    avoided.
+    """
     return (
         tensors.rows(name, rows)
         if isinstance(tensors, LazyTensors)
@@ -80,5 +82,5 @@ def read_rows(tensors: Mapping[str, torch.Tensor], name: str, rows: range) -> to
 
 
 def tensor_shape(tensors: Mapping[str, torch.Tensor], name: str) -> tuple[int, ...]:
-    """The shape of the tensor `name` in `tensors`; the tensor is not made if that can be avoided."""
+    """Returns the shape of the tensor `name` in `tensors`; the tensor is not made if that can be avoided."""
     return tensors.shape(name) if isinstance(tensors, LazyTensors) else tuple(tensors[name].shape)

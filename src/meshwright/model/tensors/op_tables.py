@@ -31,7 +31,7 @@ _VALUE_READS = frozenset(("item", "tolist", "bool", "int", "float", "equal", "al
 
 
 def reads_values(name: str) -> bool:
-    """Whether the operation `name`, which returns no tensor, reads values."""
+    """Returns whether the operation `name`, which returns no tensor, reads values."""
     return name in _VALUE_READS
 
 
@@ -43,7 +43,7 @@ def tokenwise_problem(
     stream_tensors: Sequence[torch.Tensor],
     result: torch.Tensor,
 ) -> str:
-    """The reason why the operation `name` does not treat each token by itself; "" if it does.
+    """Returns the reason why the operation `name` does not treat each token by itself; "" if it does.
 
     `stream_tensors` are those of its `operands` that are the residual stream or computed from it; `result` is
     the tensor that it returns.
@@ -72,7 +72,7 @@ def tokenwise_problem(
 
 
 def is_full_view(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether `view` has the same storage, shape and strides as `tensor`."""
+    """Returns whether `view` has the same storage, shape and strides as `tensor`."""
     same = storage_id(view) == storage_id(tensor) and view.storage_offset() == tensor.storage_offset()
     return same and view.shape == tensor.shape and view.stride() == tensor.stride()
 

@@ -18,10 +18,10 @@ class PlaceholderHandler(Protocol):
     """The run of one stage: computes with placeholders, and reports those whose values are needed."""
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of `func` on arguments that contain a placeholder."""
+        """Returns the result of `func` on arguments that contain a placeholder."""
 
     def missing_value_error(self, computation: str, name: str) -> Exception:
-        """The error for `computation`, which needs the values of the tensor `name`."""
+        """Returns the error for `computation`, which needs the values of the tensor `name`."""
 
 
 class PlaceholderTensor(torch.Tensor):
@@ -67,7 +67,9 @@ def make_placeholder(
     *,
     needs_grad: bool,
 ) -> PlaceholderTensor:
-    """A placeholder of this shape, dtype and device; `needs_grad` says whether the value needs a gradient."""
+    """Returns a placeholder of this shape, dtype and device; `needs_grad` says whether the value needs a
+    gradient.
+    """
     placeholder: Any = torch.Tensor._make_wrapper_subclass(
         PlaceholderTensor, shape, dtype=dtype, device=device
     )
@@ -76,11 +78,11 @@ def make_placeholder(
 
 
 def find_placeholders(value: Any) -> list[PlaceholderTensor]:
-    """The placeholders among the tensors in `value`."""
+    """Returns the placeholders among the tensors in `value`."""
     return [tensor for tensor in tree_tensors(value) if type(tensor) is PlaceholderTensor]
 
 
 def call_without_override(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of `func` on the wrapper itself: shape, dtype, device; what needs values fails."""
+    """Returns the result of `func` on the wrapper itself: shape, dtype, device; what needs values fails."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)

@@ -23,14 +23,14 @@ _PLAIN = frozenset(
 
 
 def tree_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in `value`, in order."""
+    """Returns the tensors in `value`, in order."""
     found: list[torch.Tensor] = []
     _collect((value,), found)
     return found
 
 
 def named_tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
-    """The tensors in `value` in the order of `tree_tensors`, each with its path: "1.mask.0"."""
+    """Returns the tensors in `value` in the order of `tree_tensors`, each with its path: "1.mask.0"."""
     if isinstance(value, torch.Tensor):
         return [(name, value)]
     if isinstance(value, (tuple, list)):
@@ -65,14 +65,14 @@ def _collect(values: Iterable[Any], found: list[torch.Tensor]) -> None:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """An id of the storage of `tensor`, which its views share."""
+    """Returns an id of the storage of `tensor`, which its views share."""
     return (
         tensor.untyped_storage()._cdata
     )  # meta storages have no address; this is what torch's own weak references use
 
 
 def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any:
-    """`value` with each tensor whose id is a key of `replacements` replaced.
+    """Returns `value` with each tensor whose id is a key of `replacements` replaced.
 
     Lists, dicts and dataclasses are changed in place, because others may hold the same object and write into
     it (a list of skip connections, a cache). A tuple is rebuilt if something in it changes.
@@ -102,12 +102,14 @@ def replace_tensors(value: Any, replacements: Mapping[int, torch.Tensor]) -> Any
 
 
 def copy_containers(value: Any) -> Any:
-    """`value` with new lists, dicts and dataclasses that hold the same tensors."""
+    """Returns `value` with new lists, dicts and dataclasses that hold the same tensors."""
     return map_leaves(value, lambda leaf: leaf)
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """`value` with new containers, and `function(item)` in place of every item that is not a container."""
+    """Returns `value` with new containers, and `function(item)` in place of every item that is not a
+    container.
+    """
     if type(value) in _PLAIN and not isinstance(value, tuple):
         return function(value)
     if isinstance(value, (list, dict)):
@@ -137,7 +139,7 @@ def _empty_container(value: Any) -> Any:
 
 
 def value_leaves(value: Any) -> list[Any]:
-    """All items in `value` that are not a list, dict, tuple or dataclass, in order."""
+    """Returns all items in `value` that are not a list, dict, tuple or dataclass, in order."""
     return (
         [leaf for item in _contents(value) for leaf in value_leaves(item)]
         if _is_container(value)
@@ -146,7 +148,9 @@ def value_leaves(value: Any) -> list[Any]:
 
 
 def opaque_tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors inside other objects in `value` (a key-value cache), which `tree_tensors` does not find."""
+    """Returns the tensors inside other objects in `value` (a key-value cache), which `tree_tensors` does not
+    find.
+    """
     found: list[torch.Tensor] = []
     known: set[int] = set()
     todo = [(value, False)]
@@ -190,7 +194,7 @@ def _rebuild_tuple(value: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
 
 
 def is_dataclass_instance(value: Any) -> bool:
-    """Whether `value` is an instance of a dataclass."""
+    """Returns whether `value` is an instance of a dataclass."""
     return _is_dataclass(type(value)) and not isinstance(value, type)
 
 

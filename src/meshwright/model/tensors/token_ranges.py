@@ -11,7 +11,7 @@ MAX_NARROW_SPANS = 8  # spans that are cut out one by one; of more, elements are
 
 
 def span_positions(spans: Sequence[TokenRange]) -> np.ndarray:
-    """The positions in `spans`, in their order, int64."""
+    """Returns the positions in `spans`, in their order, int64."""
     if not spans:
         return np.zeros(0, np.int64)
     begins, ends = np.array(spans, np.int64).T
@@ -20,7 +20,7 @@ def span_positions(spans: Sequence[TokenRange]) -> np.ndarray:
 
 
 def select_spans(tensor: torch.Tensor, dim: int, spans: Sequence[TokenRange]) -> torch.Tensor:
-    """The slices of `tensor` in `spans` along `dim`, concatenated; differentiable."""
+    """Returns the slices of `tensor` in `spans` along `dim`, concatenated; differentiable."""
     if len(spans) > MAX_NARROW_SPANS:
         return tensor.index_select(dim, torch.tensor(span_positions(spans), device=tensor.device))
     parts = [tensor.narrow(dim, begin, end - begin) for begin, end in spans or ((0, 0),)]

@@ -57,7 +57,9 @@ class LayerCostRecorder:
     def add_costs(
         self, calls: Sequence[LayerCall], uses: Sequence[LayerUse], saved: Iterable[SavedStorage], batch: int
     ) -> tuple[LayerCall, ...]:
-        """`calls`, some of `uses` in order, with flops and saved elements per sample of `batch` samples."""
+        """Returns `calls`, some of `uses` in order, with flops and saved elements per sample of `batch`
+        samples.
+        """
         remaining_uses, ranged_calls = iter(enumerate(uses)), []
         for call in calls:
             number = next(

@@ -90,7 +90,7 @@ class OpCounter(TorchDispatchMode):
             self.close_section()
 
     def section_work(self, kind: str, block_call: str = "") -> OpCounts:
-        """The operations counted in this section."""
+        """Returns the operations counted in this section."""
         counts = self._counts.get((kind, block_call), {})
         matmuls = (_product(self._line, key, count) for key, count in counts.items() if key[0] == "matmul")
         attention = (

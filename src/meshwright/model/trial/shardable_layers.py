@@ -55,7 +55,8 @@ def unsharded_reasons(
     shardable_layers: Collection[LayerRole],
     divisible: Collection[str],
 ) -> dict[str, str]:
-    """The reason why it is not sharded, for every weight of `module` that is not `divisible`, by name.
+    """Returns the reason why it is not sharded, for every weight of `module` that is not `divisible`, by
+    name.
 
     `layer_uses` are the uses that the trial saw of the layers with one of `roles`.
     """
@@ -133,7 +134,7 @@ def _leaf(name: str) -> str:
 
 
 def user_declared_roles(module: nn.Module, shardable_layers: Iterable[LayerRole]) -> dict[str, str]:
-    """The roles that the user has declared, by the names of the weights they apply to."""
+    """Returns the roles that the user has declared, by the names of the weights they apply to."""
     declared = [layer for layer in shardable_layers if layer.source == DECLARED_BY_USER]
     return {
         name: layer.role for layer in declared for name in _weights(layer, module.get_submodule(layer.name))
@@ -141,7 +142,8 @@ def user_declared_roles(module: nn.Module, shardable_layers: Iterable[LayerRole]
 
 
 def suggest_roles(layers: Iterable[str], tables: Iterable[str] = ()) -> str:
-    """The lines of code that declare roles for linear `layers` (names or patterns, in order) and embeddings.
+    """Returns the lines of code that declare roles for linear `layers` (names or patterns, in order) and
+    embeddings.
 
     Of several linear layers in one module the last is likely to be the rowwise layer, which takes the outputs
     of the others.
@@ -159,7 +161,7 @@ def suggest_roles(layers: Iterable[str], tables: Iterable[str] = ()) -> str:
 
 
 def suggest_declaration(argument: str) -> str:
-    """The lines of a factory that declares `argument`."""
+    """Returns the lines of a factory that declares `argument`."""
     lines = ("def build():", f"    return meshwright.Model(make_it(), {argument})")
     return "\n    ".join(('model.source = "file.py:build", and in file.py', *lines))
 
@@ -198,7 +200,7 @@ class ShardableLayers:
 def traced_roles(
     module: nn.Module, shardable_layers: Sequence[LayerRole], declared: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """The layers of `module` whose uses the trial records, with the roles known before it.
+    """Returns the layers of `module` whose uses the trial records, with the roles known before it.
 
     `declared` are the user's roles.
     """
@@ -215,7 +217,9 @@ def find_shardable_layers(
     loss_spec: LossSpec,
     try_splits: TrySplits,
 ) -> ShardableLayers:
-    """The shardable layers of `module` according to `findings`; `try_splits` runs a proposal on slices."""
+    """Returns the shardable layers of `module` according to `findings`; `try_splits` runs a proposal on
+    slices.
+    """
     declared = {
         layer.name: layer.role for layer in shardable_layers if layer.role and layer.source != KNOWN_BY_KIND
     }

@@ -41,7 +41,7 @@ ProposeSplits = Callable[[frozenset[str]], SplitProposal]
 def try_on_slices(
     propose: ProposeSplits, make_module: MakeModule, prepare: PrepareForward, blocks: Sequence[str]
 ) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
-    """The proposal that runs, the size attributes with which it does, and notes on what was given up.
+    """Returns the proposal that runs, the size attributes with which it does, and notes on what was given up.
 
     `propose` makes a proposal without some layers, `make_module` a module on fake tensors, and `prepare`
     returns the function that runs its forward, once everything is ready for that.
@@ -77,7 +77,6 @@ def _find_failure(
     ready: PrepareForward,
     blocks: Sequence[str],
 ) -> _Failure | None:
-    """The first thing that does not run; None if everything runs."""
     flow, entered_blocks = FeatureFlow(), [""]
     shrink_to_slice(module, proposal)
     for name in dict.fromkeys(number.module for number in numbers):
@@ -122,7 +121,6 @@ def _find_failure(
 
 
 def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
-    """A layer whose slice has other units than the proposal says."""
     roles = {
         node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"
     }
@@ -210,7 +208,6 @@ def _take_portion(
 
 
 def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
-    """The layers of all blocks like `block`: those with heads, or all if none have."""
     pattern = LAYER_NUMBER.sub("*", block)
     inside = [
         name

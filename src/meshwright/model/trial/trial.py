@@ -99,7 +99,7 @@ def run_trial(
     layers: Mapping[str, str] | None = None,
     count_draws: Callable[[], int] = lambda: 0,
 ) -> TrialFindings:
-    """The findings of one training forward of `module`.
+    """Returns the findings of one training forward of `module`.
 
     `run_forward()` runs it on PROBE_BATCH samples, and `on_block_call` is called with the name of each block
     call. The uses of `layers` (name -> role) are recorded one by one; `count_draws` returns the draws of the
@@ -148,7 +148,9 @@ def _empty_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Paramete
 
 
 def depends_on_values(error: BaseException) -> bool:
-    """Whether `error`, or its cause, says that the forward needs values or kernels that fake tensors lack."""
+    """Returns whether `error`, or its cause, says that the forward needs values or kernels that fake tensors
+    lack.
+    """
     if isinstance(error, NEEDS_VALUES) or any(phrase in str(error) for phrase in FAKE_TENSOR_LIMITS):
         return True
     cause = error.__cause__ or error.__context__
@@ -225,7 +227,8 @@ def _run_trial(
 
 
 def param_block_calls(blocks: Sequence[str], users: set[str], block_calls: Sequence[str]) -> tuple[str, ...]:
-    """The block calls, in order, that may use a parameter: those of the `blocks` with it, and its `users`.
+    """Returns the block calls, in order, that may use a parameter: those of the `blocks` with it, and its
+    `users`.
 
     ROOT comes last, if glue uses it or if no block call does.
     """

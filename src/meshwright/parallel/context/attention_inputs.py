@@ -38,12 +38,12 @@ class AttentionInputs:
     bias: torch.Tensor | None = None
 
     def restore_shape(self, out: torch.Tensor) -> torch.Tensor:
-        """`out`, [B, H, n, e], in the dims of the call."""
+        """Returns `out`, [B, H, n, e], in the dims of the call."""
         return out.reshape(self.output_shape)
 
 
 def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
-    """The inputs of `call` in four dims, for the strategy `name`.
+    """Returns the inputs of `call` in four dims, for the strategy `name`.
 
     Raises:
         PlanError: queries, keys or the mask are not those of this rank's tokens.
@@ -92,8 +92,8 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
 def dropout_keep_mask(
     call: ShardedAttentionCall, query_spans: tuple[TokenRange, ...], heads: TokenRange | None = None
 ) -> torch.Tensor | None:
-    """The attention weights that dropout keeps for the queries in `query_spans`, bool [B, H, n, all keys];
-    None without dropout.
+    """Returns the attention weights that dropout keeps for the queries in `query_spans`, bool [B, H, n, all
+    keys]; None without dropout.
 
     It equals the draw of one device. `heads` is the range of query heads on this rank, if it has only some.
     """
@@ -134,7 +134,7 @@ class PendingTransfer(Protocol):
     """A transfer in flight."""
 
     def wait(self) -> None:
-        """Return when the received tensor is complete and the sent one may be overwritten."""
+        """Returns when the received tensor is complete and the sent one may be overwritten."""
 
 
 ShiftFn = Callable[
@@ -213,23 +213,23 @@ class BlockMask(Protocol):
     """The keys that this rank's queries attend to, as blocks."""
 
     def blocks(self, rank: int) -> Sequence[QueryKeyBlock]:
-        """The blocks of this rank's queries and the keys of `rank` that are computed."""
+        """Returns the blocks of this rank's queries and the keys of `rank` that are computed."""
 
     def dense_mask(
         self, rank: int, block: QueryKeyBlock, full_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """The mask of a block, [samples or 1, heads or 1, queries or 1, keys], cut from `full_mask`; None
-        if it needs none.
+        """Returns the mask of a block, [samples or 1, heads or 1, queries or 1, keys], cut from `full_mask`;
+        None if it needs none.
         """
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
-        """The offset of the scores of these queries, [samples or 1, heads or 1, queries or 1, 1]; None: 0
-        everywhere.
+        """Returns the offset of the scores of these queries, [samples or 1, heads or 1, queries or 1, 1];
+        None: 0 everywhere.
         """
 
     def add_mask_grad(
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
-        """Add `grad`, the gradient of the mask of a block, to its place in `mask_grad`, that of the full
+        """Adds `grad`, the gradient of the mask of a block, to its place in `mask_grad`, that of the full
         mask.
         """

@@ -50,7 +50,7 @@ class AttentionDropout:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of lse and of sums over blocks: float64 for float64, else float32."""
+    """Returns the dtype of lse and of sums over blocks: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -64,7 +64,7 @@ def math_attention(
     dropout: AttentionDropout | None = None,
     row_offset: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attention` by matmuls and a softmax."""
+    """Computes `attention` by matmuls and a softmax."""
     outs, sums, wide = [], [], accumulation_dtype(query.dtype)
     key, value = key.to(wide), value.to(wide)
     for rows in _query_chunks(query, key):
@@ -92,7 +92,7 @@ def math_attention_backward(
     dropout: AttentionDropout | None = None,
     row_offset: Any = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`attention_backward` by matmuls and a softmax."""
+    """Computes `attention_backward` by matmuls and a softmax."""
     wide, of_query = accumulation_dtype(query.dtype), []
     keys, values = key.to(wide), value.to(wide)
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
@@ -177,8 +177,8 @@ def attention(
     dropout: AttentionDropout | None = None,
     row_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention of `query` to these keys and values, [B, H, n, e], and its lse, [B, H, n]; shapes as in
-    the module.
+    """Returns the attention of `query` to these keys and values, [B, H, n, e], and its lse, [B, H, n]; shapes
+    as in the module.
 
     Not recorded by autograd.
 
@@ -216,7 +216,8 @@ def attention_backward(
     dropout: AttentionDropout | None = None,
     row_offset: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The contributions of these keys and values to the gradients of query, key and value, of their shapes.
+    """Returns the contributions of these keys and values to the gradients of query, key and value, of their
+    shapes.
 
     Args:
         grad: the gradient of `out`.
@@ -245,7 +246,7 @@ def attention_backward(
 def merge_outputs(
     out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention to two sets of keys, from the outputs and lse of both; in the dtype of `out`."""
+    """Returns the attention to two sets of keys, from the outputs and lse of both; in the dtype of `out`."""
     part = torch.sigmoid(other_lse - lse).masked_fill_(
         other_lse == NEG_INF, 0.0
     )  # of nothing and nothing: nothing

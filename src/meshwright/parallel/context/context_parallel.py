@@ -49,12 +49,12 @@ from meshwright.plan.step.single_device import (
 )
 from meshwright.plan.strategy import Strategy, StrategyPhase
 
-LOSS_SITE = ""  # stands for it among visits
-END_OF_CALL = 1e9  # behind all that a visit itself moves
+LOSS_SITE = ""  # stands for it among block calls
+END_OF_CALL = 1e9  # behind all that a block call itself moves
 
 
 def add_glue_gathers(program: Program, sharding: ShardingPlan, job: Job, axis: str) -> Program:
-    """`program` with the gathers of tokens along `axis` that glue between blocks needs."""
+    """Returns `program` with the gathers of tokens along `axis` that glue between blocks needs."""
     tokens = sharding.global_plan.model_spec.sequence_info
     if tokens is None or not tokens.gathers:
         return program
@@ -75,21 +75,21 @@ class _GlueTransfers:
     backward_end: Mapping[str, Sequence[Transfer]]
 
     @classmethod
-    def for_rank(cls, space: ShardingPlan, job: Job, axis: str, rows: int) -> "_GlueTransfers":
-        tokens = space.global_plan.model_spec.sequence_info
+    def for_rank(cls, sharding: ShardingPlan, job: Job, axis: str, num_samples: int) -> "_GlueTransfers":
+        tokens = sharding.global_plan.model_spec.sequence_info
         before, forth, first, last = (defaultdict[str, list[Transfer]](list) for _ in range(4))
         more = defaultdict[str, int](int)
         for each in tokens.gathers if tokens is not None else ():
-            param_sharding = _forward_site(each, space.stages)
+            param_sharding = _forward_site(each, sharding.stages)
             if not (
-                param_sharding in space.model_spec.block_calls
-                or (param_sharding == LOSS_SITE and space.computes_loss)
+                param_sharding in sharding.model_spec.block_calls
+                or (param_sharding == LOSS_SITE and sharding.computes_loss)
             ):
                 continue
-            there, back, nbytes = _gather_and_scatter(each, space, job, axis, rows)
+            there, back, nbytes = _gather_and_scatter(each, sharding, job, axis, num_samples)
             (before if param_sharding != each.block_call else forth)[param_sharding].append(there)
             more[param_sharding] += nbytes
-            for place, ends in dict.fromkeys(_backward_sites(each, param_sharding, space.stages)):
+            for place, ends in dict.fromkeys(_backward_sites(each, param_sharding, sharding.stages)):
                 (last if ends else first)[place].insert(0, back)  # what was made last flows first
         return cls(before, forth, more, first, last)
 
@@ -114,15 +114,15 @@ def _at_time(time: float, moves: Iterable[Transfer]) -> Iterator[Transfer]:
     return (replace(move, position=time, in_glue=True) for move in moves)
 
 
-def _forward_site(each: GlueGather, parts: Sequence[StageSpec]) -> str:
-    begins = {part.block_calls[0] for part in parts}
+def _forward_site(each: GlueGather, stages: Sequence[StageSpec]) -> str:
+    begins = {stage.block_calls[0] for stage in stages}
     return each.consumer if each.consumer in begins else each.block_call
 
 
 def _backward_sites(
-    each: GlueGather, param_sharding: str, parts: Sequence[StageSpec]
+    each: GlueGather, param_sharding: str, stages: Sequence[StageSpec]
 ) -> Iterator[tuple[str, bool]]:
-    mine = next((part for part in parts if param_sharding in part.block_calls), None)
+    mine = next((stage for stage in stages if param_sharding in stage.block_calls), None)
     for block_call in each.backward_calls:
         if mine is None or block_call in mine.block_calls or (block_call == LOSS_SITE and mine.is_last):
             yield block_call, True
@@ -131,9 +131,9 @@ def _backward_sites(
 
 
 def _gather_and_scatter(
-    each: GlueGather, sharding: ShardingPlan, job: Job, axis: str, rows: int
+    each: GlueGather, sharding: ShardingPlan, job: Job, axis: str, num_samples: int
 ) -> tuple[Transfer, Transfer, int]:
-    numel, compute = each.numel * (rows if each.per_sample else 1), job.precision.compute
+    numel, compute = each.numel * (num_samples if each.per_sample else 1), job.precision.compute
     mixed = compute != job.precision.parameters
     own = not each.dtype or (each.dtype in FLOAT_NBYTES and (mixed or compute == "float64"))
     dtype = compute if own else each.dtype
@@ -153,7 +153,7 @@ def _gather_and_scatter(
 
 
 CP_AXIS = "cp"
-FORWARD_KINDS = (*FORWARD_KINDS, "RECOMPUTE")  # kinds that run a visit forward
+FORWARD_KINDS = (*FORWARD_KINDS, "RECOMPUTE")  # kinds that run a block call forward
 
 AttentionTransfers = Callable[
     [AttentionSpec, int], Sequence[Transfer]
@@ -170,7 +170,7 @@ class ContextParallel(Strategy):
 
     @abstractmethod
     def sequence_sharding(self, num_ranks: int) -> SequenceSharding:
-        """The tokens of each of `num_ranks` ranks."""
+        """Returns the tokens of each of `num_ranks` ranks."""
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         sharded = replace(
@@ -187,25 +187,27 @@ def add_attention_comm(
     forward_transfers: AttentionTransfers,
     backward_transfers: AttentionTransfers,
 ) -> Program:
-    """`program` with the collectives of attention, convolutions and glue: `forward` in runs of a block call,
-    `backward` in backwards.
+    """Returns `program` with the collectives of attention, convolutions and glue: `forward` in runs of a
+    block call, `backward` in backwards.
 
     In a split backward they are in the half of input gradients, or in the other if the block call needs none.
     """
     boundaries = sharding.global_plan.model_spec.stage_boundaries
 
-    def call_transfers(each: AttentionSpec | ConvSpec, rows: int, *, forward: bool) -> Sequence[Transfer]:
+    def call_transfers(
+        each: AttentionSpec | ConvSpec, num_samples: int, *, forward: bool
+    ) -> Sequence[Transfer]:
         if isinstance(each, ConvSpec):
-            return halo_transfers(sharding, job, CP_AXIS, each, rows)[0 if forward else 1]
-        return (forward_transfers if forward else backward_transfers)(each, rows)
+            return halo_transfers(sharding, job, CP_AXIS, each, num_samples)[0 if forward else 1]
+        return (forward_transfers if forward else backward_transfers)(each, num_samples)
 
-    def add_transfers(action: Action, rows: int) -> Action:
+    def add_transfers(action: Action, num_samples: int) -> Action:
         mine = list(_attention_positions(sharding, action.subject))
         if action.kind in FORWARD_KINDS:
             more = [
                 replace(move, position=at)
                 for at, each in mine
-                for move in call_transfers(each, rows, forward=True)
+                for move in call_transfers(each, num_samples, forward=True)
             ]
         else:
             late = boundaries is not None and not boundaries.input_needs_grad(action.subject)
@@ -215,7 +217,7 @@ def add_attention_comm(
             more = [
                 replace(move, position=-at)
                 for at, each in needed
-                for move in call_transfers(each, rows, forward=False)
+                for move in call_transfers(each, num_samples, forward=False)
             ]
         return (
             replace(
@@ -229,9 +231,11 @@ def add_attention_comm(
         )
 
     def edited(actions: list[Action]) -> list[Action]:
-        rows = samples_per_microbatch(actions, sharding, job)
+        num_samples = samples_per_microbatch(actions, sharding, job)
         return [
-            add_transfers(action, rows) if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W") else action
+            add_transfers(action, num_samples)
+            if action.kind in (*FORWARD_KINDS, *INPUT_GRAD_KINDS, "W")
+            else action
             for action in actions
         ]
 
@@ -239,7 +243,7 @@ def add_attention_comm(
 
 
 def local_heads(sharding: ShardingPlan, attend: AttentionSpec) -> tuple[int, int]:
-    """The numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
+    """Returns the numbers of query heads and key/value heads of one attention call on the rank of `sharding`.
 
     Key/value heads that several ranks share count on each; if the model repeats them for attention, one per
     query head.

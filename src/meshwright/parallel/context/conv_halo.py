@@ -54,8 +54,8 @@ MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken wit
 
 
 def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> torch.Tensor:
-    """The convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the ranks of
-    `axis`.
+    """Returns the convolution of this rank's tokens, [.., channels, tokens], with the neighbours from the
+    ranks of `axis`.
     """
     sequence_sharding = runtime.plan.sharding.sequence_sharding
     if sequence_sharding is None:
@@ -97,7 +97,9 @@ def convolve_with_halo(runtime: Runtime, axis: str, call: ShardedConv1dCall) -> 
 def halo_transfers(
     sharding: ShardingPlan, job: Job, axis: str, convolve: ConvSpec, num_samples: int
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """The collectives of one convolution of `num_samples` samples: of a forward, and of a backward."""
+    """Returns the collectives of one convolution of `num_samples` samples: of a forward, and of a
+    backward.
+    """
     ranks = sharding.mesh.size(axis)
     if sharding.sequence_sharding is None or ranks == 1 or not convolve.halo:
         return [], []
@@ -110,7 +112,7 @@ def halo_transfers(
         * FLOAT_NBYTES[dtype]
     )
     gather, scatter = (("all_gather", nbytes), ("reduce_scatter", nbytes * ranks))
-    forth, back = (Transfer(act, (axis,), size, dtype=dtype) for act, size in (gather, scatter))
+    forth, back = (Transfer(collective, (axis,), size, dtype=dtype) for collective, size in (gather, scatter))
     return [forth], [back] if convolve.needs_grad else []
 
 

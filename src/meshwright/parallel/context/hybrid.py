@@ -122,17 +122,17 @@ class HybridContextParallel(ContextParallel):
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def forward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             taken, given, *_ = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, rows
+                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
             )
-            return taken + self._ring_transfers(sharding, job, attention_call, rows)[0] + given
+            return taken + self._ring_transfers(sharding, job, attention_call, num_samples)[0] + given
 
-        def backward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def backward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             *_, of_given, of_taken = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, rows
+                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
             )
-            return of_given + self._ring_transfers(sharding, job, attention_call, rows)[1] + of_taken
+            return of_given + self._ring_transfers(sharding, job, attention_call, num_samples)[1] + of_taken
 
         program = reduce_totals_along(
             add_attention_comm(program, sharding, job, forward_transfers, backward_transfers), self.axis
@@ -189,7 +189,7 @@ class HybridContextParallel(ContextParallel):
         return given.restore_shape(exchange.to_tokens(out, call.query_shard.length))
 
     def _ring_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> tuple[list[Transfer], list[Transfer]]:
         sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
         heads, groups = local_heads(sharding, attention_call)
@@ -202,7 +202,7 @@ class HybridContextParallel(ContextParallel):
             for first in range(0, sequence_sharding.num_ranks, sequence_sharding.num_inner_ranks)
         )
         numel = (
-            rows
+            num_samples
             * (heads // sequence_sharding.num_inner_ranks if needs.used_heads else needs.num_sent)
             * most
             * (attention_call.head_dim + attention_call.value_head_dim)

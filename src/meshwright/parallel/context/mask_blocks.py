@@ -63,7 +63,8 @@ class MaskRegion:
 def find_regions(
     low: np.ndarray, high: np.ndarray, call_cost: int = CPU_CALL_COST, split_row: int = 0
 ) -> list[MaskRegion]:
-    """The regions that cover all attended pairs, in order of queries; none crosses the row `split_row`.
+    """Returns the regions that cover all attended pairs, in order of queries; none crosses the row
+    `split_row`.
 
     Args:
         low, high: [queries], int; query i attends to the keys low[i] up to high[i], none if they are equal.
@@ -80,7 +81,7 @@ def find_regions(
 
 
 def regions_cost(regions: Sequence[MaskRegion], call_cost: int) -> int:
-    """The cost of these regions, in pairs of a query and a key."""
+    """Returns the cost of these regions, in pairs of a query and a key."""
     return sum(region.num_pairs + call_cost for region in regions)
 
 
@@ -155,7 +156,7 @@ class KeyIntervals:
 
     @classmethod
     def without_mask(cls, ring: AttentionRing) -> "KeyIntervals":
-        """The intervals of `ring` without a mask tensor: all keys, or the causal ones."""
+        """Returns the intervals of `ring` without a mask tensor: all keys, or the causal ones."""
         count = len(ring.query_positions)
         keys = sum(ring.num_keys)
         last = ring.query_positions + 1 if ring.causal else np.full(count, keys)
@@ -163,8 +164,8 @@ class KeyIntervals:
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor, queries: int) -> "KeyIntervals | None":
-        """The intervals of `mask`, [samples or 1, heads or 1, queries or 1, keys]; None if it is not made
-        of intervals.
+        """Returns the intervals of `mask`, [samples or 1, heads or 1, queries or 1, keys]; None if it is not
+        made of intervals.
         """
         if mask.requires_grad or isinstance(mask, FakeTensor) or mask.shape[1] != 1 or not mask.numel():
             return None
@@ -181,7 +182,7 @@ class KeyIntervals:
         )
 
     def sample_groups(self) -> list[TokenRange | None]:
-        """Ranges of consecutive samples with equal intervals; None: all samples."""
+        """Returns ranges of consecutive samples with equal intervals; None: all samples."""
         gathered = np.concatenate((self.first, self.end), 1)
         starts = [0, *(np.flatnonzero((gathered[1:] != gathered[:-1]).any(1)) + 1).tolist(), len(gathered)]
         return [None] if len(starts) == 2 else list(pairwise(starts))
@@ -216,7 +217,7 @@ class IntervalMask:
         self._tensors: dict[int, torch.Tensor] = {}
 
     def blocks(self, rank: int) -> list[QueryKeyBlock]:
-        """The blocks of this rank's queries and the keys of `rank` that are computed."""
+        """Returns the blocks of this rank's queries and the keys of `rank` that are computed."""
         if rank not in self._pairs:
             self._pairs[rank] = self._build_blocks(rank)
         return self._pairs[rank]
@@ -234,7 +235,7 @@ class IntervalMask:
         return ((at >= low) & (at < high)).unsqueeze(1)
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
-        """None: nothing is added to scores."""
+        """Returns None: nothing is added to scores."""
         return None
 
     def add_mask_grad(
@@ -293,7 +294,7 @@ class DenseMask:
         self._kinds = self._classify_blocks(mask)
 
     def blocks(self, rank: int) -> list[QueryKeyBlock]:
-        """The blocks of this rank's queries and the keys of `rank` that are computed."""
+        """Returns the blocks of this rank's queries and the keys of `rank` that are computed."""
         runs: dict[tuple[TokenRange, MaskKind], list[QueryKeyBlock]] = {}
         for row, rows in enumerate(self._rows):
             line = list[QueryKeyBlock]()
@@ -314,20 +315,20 @@ class DenseMask:
     def dense_mask(
         self, rank: int, block: QueryKeyBlock, full_mask: torch.Tensor | None, device: torch.device
     ) -> torch.Tensor | None:
-        """The part of `full_mask` of a partial block."""
+        """Returns the part of `full_mask` of a partial block."""
         return (
             self._block_of(full_mask, rank, block) if block.kind == "some" and full_mask is not None else None
         )
 
     def row_offset(self, queries: TokenRange) -> torch.Tensor | None:
-        """The largest entry of each row if it is further than LARGE_OFFSET from 0; elsewhere 0."""
+        """Returns the largest entry of each row if it is further than LARGE_OFFSET from 0; elsewhere 0."""
         met = any(queries[0] < end and begin < queries[1] for begin, end in self._deep)
         return self._rows_of(self._above, queries) if met and self._above is not None else None
 
     def add_mask_grad(
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
-        """Add `grad` to the columns of the block in `mask_grad`."""
+        """Adds `grad` to the columns of the block in `mask_grad`."""
         places = torch.tensor(self._circle.key_positions[rank][slice(*block.keys)], device=mask_grad.device)
         self._rows_of(mask_grad, block.queries).index_add_(-1, places, grad)
 
@@ -394,7 +395,7 @@ class MaskCache:
         self._masks: list[tuple[weakref.ref[torch.Tensor], tuple[Hashable, ...], IntervalMask]] = []
 
     def ring(self, key: Hashable, make: Callable[[], AttentionRing]) -> AttentionRing:
-        """The ring of that key; built with `make` if it is new."""
+        """Returns the ring of that key; built with `make` if it is new."""
         if key not in self._circles:
             while len(self._circles) >= CACHE_SIZE:
                 self._rules.pop(self._circles.pop(next(iter(self._circles))), None)
@@ -410,7 +411,7 @@ class MaskCache:
         *,
         cacheable: bool = True,
     ) -> BlockMask:
-        """The block mask of `ring` for `mask`, derived from the mask `source_mask` of the call.
+        """Returns the block mask of `ring` for `mask`, derived from the mask `source_mask` of the call.
 
         It is cached by `source_mask` if `cacheable`: a tensor that may be overwritten without a version
         change is not.

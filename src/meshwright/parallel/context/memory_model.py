@@ -43,8 +43,8 @@ def ring_memory(
     attend: AttentionSpec,
     num_samples: int,
 ) -> AttentionMemory:
-    """Memory that a ring adds to one attention call: a copy of its output for the next product, which may
-    overwrite it.
+    """Returns the memory that a ring adds to one attention call: a copy of its output for the next product,
+    which may overwrite it.
     """
     heads, _ = local_heads(sharding, attend)
     return AttentionMemory(
@@ -63,7 +63,7 @@ def exchange_memory(
     attend: AttentionSpec,
     num_samples: int,
 ) -> AttentionMemory:
-    """Memory that the exchange of tokens and heads adds to one attention call."""
+    """Returns the memory that the exchange of tokens and heads adds to one attention call."""
     if sequence_sharding.num_inner_ranks == 1:
         return AttentionMemory()
     heads, groups = local_heads(sharding, attend)
@@ -89,44 +89,45 @@ def add_attention_memory(
         AttentionMemory()
     ),
 ) -> Program:
-    """`program` with the memory of attention: `memory_of` a call on a number of samples, and
+    """Returns `program` with the memory of attention: `memory_of` a call on a number of samples, and
     `in_flight_nbytes` of a backward.
     """
     tokens = sharding.global_plan.model_spec.sequence_info
 
-    def roomy(actions: list[Action]) -> list[Action]:
+    def add_memory(actions: list[Action]) -> list[Action]:
         num_samples = samples_per_microbatch(actions, sharding, job)
-        known, rooms = activation_memory(sharding, job, num_samples), dict[str, AttentionMemory]()
+        known, memory_by_call = activation_memory(sharding, job, num_samples), dict[str, AttentionMemory]()
         for attention_call in tokens.attention_calls if tokens is not None else ():
             before, own = (
-                rooms.get(attention_call.block_call, AttentionMemory()),
+                memory_by_call.get(attention_call.block_call, AttentionMemory()),
                 memory_of(attention_call, num_samples),
             )
-            rooms[attention_call.block_call] = AttentionMemory(
+            memory_by_call[attention_call.block_call] = AttentionMemory(
                 before.saved_nbytes + own.saved_nbytes, max(before.backward_nbytes, own.backward_nbytes)
             )
         return [
-            _with_memory(action, rooms.get(action.subject), known, in_flight_nbytes) for action in actions
+            _with_memory(action, memory_by_call.get(action.subject), known, in_flight_nbytes)
+            for action in actions
         ]
 
-    return program.edit(roomy)
+    return program.edit(add_memory)
 
 
 def _with_memory(
     action: Action,
-    room: AttentionMemory | None,
+    memory: AttentionMemory | None,
     known: Mapping[str, ActivationMemory],
     travelling: Callable[[Action], int],
 ) -> Action:
-    if room is None:
+    if memory is None:
         return action
     if action.kind in FORWARD_KINDS:
         return with_extra_memory(
-            action, saved_activations_name(action.subject, action.microbatch), room.saved_nbytes
+            action, saved_activations_name(action.subject, action.microbatch), memory.saved_nbytes
         )
     held = next((hold.nbytes for hold in action.allocations if hold.name == SCRATCH), None)
     if action.kind not in INPUT_GRAD_KINDS or held is None:
         return action
     late = known[action.subject].attention_backward_nbytes if action.subject in known else None
-    on_top = room.backward_nbytes + travelling(action)
+    on_top = memory.backward_nbytes + travelling(action)
     return with_extra_memory(action, SCRATCH, on_top if late is None else max(0, late + on_top - held))

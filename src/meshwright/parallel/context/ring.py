@@ -115,23 +115,23 @@ class RingAttention(ContextParallel):
         return {}
 
     def _forward_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> list[Transfer]:
-        return self._ring_transfers(sharding, job, attention_call, rows)[0]
+        return self._ring_transfers(sharding, job, attention_call, num_samples)[0]
 
     def _backward_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> list[Transfer]:
-        return self._ring_transfers(sharding, job, attention_call, rows)[1]
+        return self._ring_transfers(sharding, job, attention_call, num_samples)[1]
 
     def _ring_transfers(
-        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, rows: int
+        self, sharding: ShardingPlan, job: Job, attention_call: AttentionSpec, num_samples: int
     ) -> tuple[list[Transfer], list[Transfer]]:
         ranks = sharding.mesh.size(self.axis)
         most = max(self.sequence_sharding(ranks).num_tokens_by_rank(attention_call.key_len))
         _, groups = local_heads(sharding, attention_call)
         return ring_transfers(
-            rows * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
+            num_samples * groups * most * (attention_call.head_dim + attention_call.value_head_dim),
             ranks - 1,
             self.axis,
             self.comm_dtype,
@@ -164,14 +164,14 @@ class RingAttention(ContextParallel):
 
 
 def ring_sharding(load_balance: str, num_ranks: int, ulysses_degree: int = 1) -> SequenceSharding:
-    """The sequence sharding of that load balancing."""
+    """Returns the sequence sharding of that load balancing."""
     return SequenceSharding(
         num_ranks, ulysses_degree, zigzag=load_balance == "zigzag", striped=load_balance == "striped"
     )
 
 
 def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
-    """The relative error that `comm_dtype` may cause (see the module)."""
+    """Returns the relative error that `comm_dtype` may cause (see the module)."""
     tokens = sharding.global_plan.model_spec.sequence_info
     return 4 * 2.0**-9 * len(tokens.attention_calls) if comm_dtype and tokens is not None else 0.0
 
@@ -179,8 +179,8 @@ def comm_rounding(sharding: ShardingPlan, comm_dtype: str) -> float:
 def ring_transfers(
     numel: int, num_steps: int, axis: str, comm_dtype: str, job: Job
 ) -> tuple[list[Transfer], list[Transfer]]:
-    """The collectives of a forward and of a backward around a ring of `num_steps` steps, `numel` elements per
-    message.
+    """Returns the collectives of a forward and of a backward around a ring of `num_steps` steps, `numel`
+    elements per message.
 
     In backward each message of gradients stands behind the next one of keys and values.
     """
@@ -197,8 +197,8 @@ def ring_transfers(
 
 
 def in_flight_nbytes(num_ranks: int, action: Action) -> int:
-    """Bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients on the owning rank,
-    and travelling gradients.
+    """Returns the bytes of the messages of a backward in a ring of `num_ranks`: keys, the gradients on the
+    owning rank, and travelling gradients.
     """
     sent = [move.nbytes for move in action.inner_transfers if move.collective == "shift"]
     return 2 * sent[0] + min(num_ranks + 1, 4) * sent[-1] if sent else 0

@@ -44,8 +44,8 @@ def ring_attention(
     keep: torch.Tensor | None = None,
     block_mask: BlockMask | None = None,
 ) -> Any:
-    """The attention of this rank's queries, [B, H, n, d], to the keys and values of all ranks: [B, H, n, e];
-    differentiable.
+    """Returns the attention of this rank's queries, [B, H, n, d], to the keys and values of all ranks: [B, H,
+    n, e]; differentiable.
 
     All ranks of the ring call it.
 

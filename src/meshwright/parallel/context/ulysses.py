@@ -82,15 +82,15 @@ class Ulysses(ContextParallel):
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
         sequence_sharding = self.sequence_sharding(sharding.mesh.size(self.axis))
 
-        def forward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def forward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             taken, given, *_ = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, rows
+                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
             )
             return taken + given
 
-        def backward_transfers(attention_call: AttentionSpec, rows: int) -> list[Transfer]:
+        def backward_transfers(attention_call: AttentionSpec, num_samples: int) -> list[Transfer]:
             *_, of_given, of_taken = exchange_transfers(
-                sharding, job, self.axis, sequence_sharding, attention_call, rows
+                sharding, job, self.axis, sequence_sharding, attention_call, num_samples
             )
             return of_given + of_taken
 

@@ -36,7 +36,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime
 
-MAX_REPORTED = 3  # visits in a message
+MAX_REPORTED = 3  # block calls in a message
 UNEVEN_HEADS = "attention has {} heads on a rank, and they go to {} ranks in equal number"
 HEAD_SHARD, TOKEN_SHARD = S(1), S(2)  # of [rows, heads, tokens, width]
 
@@ -56,7 +56,7 @@ class KVHeadAssignment:
 
     @classmethod
     def for_heads(cls, heads: int, groups: int, num_ranks: int) -> "KVHeadAssignment":
-        """The assignment of `heads` query heads, which share `groups` key/value heads, to `num_ranks`
+        """Returns the assignment of `heads` query heads, which share `groups` key/value heads, to `num_ranks`
         ranks; they divide evenly.
         """
         each, shared = heads // num_ranks, heads // groups
@@ -103,7 +103,7 @@ class HeadExchange:
 
     @classmethod
     def along_axis(cls, axis: str, sequence_sharding: SequenceSharding, runtime: Runtime) -> "HeadExchange":
-        """The exchange along `axis` of the rank of `runtime`."""
+        """Returns the exchange along `axis` of the rank of `runtime`."""
         near = (
             sequence_sharding.num_inner_ranks
             if sequence_sharding.num_inner_ranks < sequence_sharding.num_ranks
@@ -123,7 +123,7 @@ class HeadExchange:
     def gather_inputs(
         self, inputs: AttentionInputs, call: ShardedAttentionCall, name: str
     ) -> AttentionInputs:
-        """`inputs` with the tokens of all neighbours, and this rank's heads."""
+        """Returns `inputs` with the tokens of all neighbours, and this rank's heads."""
         heads, near = inputs.query.shape[1], self.sequence_sharding.num_inner_ranks
         if heads % near:
             raise PlanError(
@@ -145,7 +145,7 @@ class HeadExchange:
         )
 
     def head_range(self, inputs: AttentionInputs) -> tuple[int, int]:
-        """The range of the query heads of `inputs` that this rank computes."""
+        """Returns the range of the query heads of `inputs` that this rank computes."""
         each, place = (
             inputs.query.shape[1] // self.sequence_sharding.num_inner_ranks,
             self.index % self.sequence_sharding.num_inner_ranks,
@@ -236,7 +236,7 @@ class HeadExchange:
 
 
 def has_masks_by_query(sharding: ShardingPlan) -> bool:
-    """Whether any exchanged mask has a row per query: then all are exchanged as if they had."""
+    """Returns whether any exchanged mask has a row per query: then all are exchanged as if they had."""
     tokens = sharding.global_plan.model_spec.sequence_info
     masks = [each.mask for each in (tokens.attention_calls if tokens else ()) if each.mask is not None]
     return any(mask.per_query and not mask.is_replicated for mask in masks)
@@ -250,8 +250,8 @@ def exchange_transfers(
     attend: AttentionSpec,
     num_samples: int,
 ) -> tuple[list[Transfer], list[Transfer], list[Transfer], list[Transfer]]:
-    """The collectives of one attention call: of inputs and outputs in forward, of outputs and inputs in
-    backward.
+    """Returns the collectives of one attention call: of inputs and outputs in forward, of outputs and inputs
+    in backward.
     """
     if sequence_sharding.num_inner_ranks == 1:
         return [], [], [], []
@@ -271,9 +271,13 @@ def exchange_transfers(
         * KVHeadAssignment.for_heads(heads, groups, sequence_sharding.num_inner_ranks).num_sent
     )
 
-    def swap(numel: int, dtype: str = dtype, act: str = "all_to_all") -> Transfer:
+    def swap(numel: int, dtype: str = dtype, collective: str = "all_to_all") -> Transfer:
         return Transfer(
-            act, (axis,), numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype], dtype=dtype, num_neighbours=near
+            collective,
+            (axis,),
+            numel * {**FLOAT_NBYTES, **INTEGER_NBYTES}[dtype],
+            dtype=dtype,
+            num_neighbours=near,
         )
 
     taken = [

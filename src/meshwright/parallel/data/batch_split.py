@@ -106,8 +106,8 @@ class BatchSplit(Strategy):
 
 
 def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
-    """The diagnostic of summing gradients along `axis` although nothing splits samples or tokens there;
-    `what` is replicated.
+    """Returns the diagnostic of summing gradients along `axis` although nothing splits samples or tokens
+    there; `what` is replicated.
     """
     if axis in DATA_AXES:
         text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"

@@ -112,7 +112,7 @@ class DDP(Strategy):
         bucket: Sequence[ParamGroup],
         axes: tuple[str, ...],
         job: Job,
-        micro: int | None,
+        microbatch: int | None,
     ) -> "_BucketEnd":
         casts = job.precision.reduce != job.precision.parameters
         tensors = tuple(name for param_group in bucket for name in param_group.names)
@@ -126,7 +126,7 @@ class DDP(Strategy):
             pack = Action(
                 "PACK",
                 param_group.name,
-                micro,
+                microbatch,
                 waits=(actions[at].name,),
                 tensors=param_group.names,
                 allocations=takes,
@@ -138,18 +138,20 @@ class DDP(Strategy):
         waits = tuple(dict.fromkeys((*(pack.name for pack in packs), actions[last].name)))
         algorithm = SizeRule.parse(self.algorithm).algorithm_for(held.nbytes)
         transfer = Transfer("all_reduce", axes, held.nbytes, algorithm, job.precision.reduce)
-        reduce = Action("REDUCE", name, micro, stream="comm", waits=waits, tensors=tensors, transfer=transfer)
+        reduce = Action(
+            "REDUCE", name, microbatch, stream="comm", waits=waits, tensors=tensors, transfer=transfer
+        )
         behind.setdefault(last, []).append(reduce)
         if not casts:
             return _BucketEnd(reduce, held.name, tuple(map(grad_name, bucket)))
         return _BucketEnd(
-            Action("UNPACK", name, micro, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
+            Action("UNPACK", name, microbatch, waits=(reduce.name,), tensors=tensors, frees=(held.name,))
         )
 
 
 def coalesce(param_groups: Sequence[ParamGroup], max_numel: float) -> list[list[ParamGroup]]:
-    """`param_groups` in consecutive buckets of at most `max_numel` elements; a larger group is a bucket of
-    its own.
+    """Returns `param_groups` in consecutive buckets of at most `max_numel` elements; a larger group is a
+    bucket of its own.
 
     Groups with uneven slices have buckets of their own: behind them, offsets would differ on ranks with other
     slices.

@@ -79,9 +79,9 @@ class NaiveDDP(Strategy):
         return actions
 
     def _reduce_each(
-        self, actions: list[Action], sharding: ShardingPlan, job: Job, micro: int | None
+        self, actions: list[Action], sharding: ShardingPlan, job: Job, microbatch: int | None
     ) -> list[Action]:
-        end = first_grad_reader(actions, micro)
+        end = first_grad_reader(actions, microbatch)
         reduces = []
         rule = SizeRule.parse(self.algorithm)
         for weight in (
@@ -103,7 +103,7 @@ class NaiveDDP(Strategy):
                 Action(
                     "REDUCE",
                     weight.name,
-                    micro,
+                    microbatch,
                     stream="comm",
                     waits=waits,
                     tensors=tensors,
@@ -113,5 +113,5 @@ class NaiveDDP(Strategy):
         return [
             *actions[:end],
             *reduces,
-            *with_grad_waits(actions[end:], [reduce.name for reduce in reduces], micro),
+            *with_grad_waits(actions[end:], [reduce.name for reduce in reduces], microbatch),
         ]

@@ -192,7 +192,7 @@ class ZeRO(Strategy):
 
     @staticmethod
     def _unshard_action(
-        param_group: ParamGroup, flat_param_spec: FlatParamSpec, job: Job, what: str, micro: int | None
+        param_group: ParamGroup, flat_param_spec: FlatParamSpec, job: Job, what: str, microbatch: int | None
     ) -> Action:
         first, parameters = param_group.params[0], job.precision.parameters
         dtype, nbytes = first.dtype_for(parameters), flat_param_spec.shard_numel * first.itemsize(parameters)
@@ -200,7 +200,7 @@ class ZeRO(Strategy):
         return Action(
             "UNSHARD",
             f"{param_group.name}{what}",
-            micro,
+            microbatch,
             "comm",
             tensors=param_group.names,
             transfer=transfer,
@@ -274,12 +274,14 @@ class ZeRO(Strategy):
         before: dict[int, list[Action]] = {}
         behind: dict[int, list[Action]] = {}
         waits: dict[int, list[str]] = {}
-        for stay in found:
-            param_group, first = param_groups[stay.param_group], actions[at[stay.first_use]]
-            held = Allocation(f"weight buffer {number[stay.param_group]}", sizes[number[stay.param_group]])
+        for window in found:
+            param_group, first = param_groups[window.param_group], actions[at[window.first_use]]
+            held = Allocation(
+                f"weight buffer {number[window.param_group]}", sizes[number[window.param_group]]
+            )
             fetch = self._unshard_action(
                 param_group,
-                flat_param_specs[stay.param_group],
+                flat_param_specs[window.param_group],
                 job,
                 _gather_suffix(first, param_group),
                 first.microbatch,
@@ -288,12 +290,12 @@ class ZeRO(Strategy):
             release = Action(
                 "RESHARD", fetch.subject, fetch.microbatch, tensors=fetch.tensors, frees=(held.name,)
             )
-            before.setdefault(at[stay.fetch_use], []).append(fetch)
+            before.setdefault(at[window.fetch_use], []).append(fetch)
             if ROOT in param_group.block_calls:
-                before[at[stay.fetch_use]].append(_wait_action(fetch))
-            behind.setdefault(at[stay.last_use], []).append(release)
-            for use in range(stay.first_use, stay.last_use + 1):
-                if stay.param_group in uses[use].param_groups:
+                before[at[window.fetch_use]].append(_wait_action(fetch))
+            behind.setdefault(at[window.last_use], []).append(release)
+            for use in range(window.first_use, window.last_use + 1):
+                if window.param_group in uses[use].param_groups:
                     waits.setdefault(at[use], []).append(fetch.name)
         return _with_insertions(actions, before, waits, behind)
 

@@ -218,7 +218,8 @@ def _check_mlps(model_spec: ModelSpec) -> Iterator[Diagnostic]:
 
 
 def run_tiled(name: str, num_tiles: int, run: RunModule, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """The output of `run(x)` for the module `name`, computed in `num_tiles` tiles of tokens; differentiable.
+    """Returns the output of `run(x)` for the module `name`, computed in `num_tiles` tiles of tokens;
+    differentiable.
 
     Args:
         args: one tensor [samples, tokens, width].

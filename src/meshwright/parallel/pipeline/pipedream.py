@@ -142,8 +142,10 @@ class PipeDream(Strategy):
         self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
     ) -> Sequence[StageCalls]:
         found: list[StageCalls] = []
-        for turn in self._pipeline.order_stage_calls(stage_calls, sharding):
-            found += [turn] if turn.kind == "F" else [turn, turn._replace(kind="STEP")]
+        for stage_call in self._pipeline.order_stage_calls(stage_calls, sharding):
+            found += (
+                [stage_call] if stage_call.kind == "F" else [stage_call, stage_call._replace(kind="STEP")]
+            )
         return found
 
     def rewrite(self, program: Program, sharding: ShardingPlan, job: Job) -> Program:
@@ -161,7 +163,7 @@ class PipeDream(Strategy):
         return crossed.edit(lambda actions: _insert_stashing(actions, held))
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """The schedule of all pipeline ranks for `num_microbatches` microbatches."""
+        """Returns the schedule of all pipeline ranks for `num_microbatches` microbatches."""
         return self._pipeline.build_schedule(sharding, num_microbatches)
 
     @property
@@ -186,13 +188,13 @@ class WeightVersion(NamedTuple):
 
 
 def pipedream_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of one step: 1F1B, after which the pipeline drains."""
+    """Returns the schedule of one step: 1F1B, after which the pipeline drains."""
     return one_f_one_b.one_f_one_b_schedule(num_ranks, num_microbatches)
 
 
 def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[WeightVersion]:
-    """The weight versions that each stage uses for each microbatch with an update after each backward, in
-    that order.
+    """Returns the weight versions that each stage uses for each microbatch with an update after each
+    backward, in that order.
 
     With `stashing`, a backward uses the weights of its forward; otherwise the newest ones.
     """
@@ -218,7 +220,9 @@ def weight_versions(schedule: Schedule, *, stashing: bool = True) -> list[Weight
 
 
 def max_versions_kept(schedule: Schedule) -> list[int]:
-    """The largest number of weight versions that each stage holds at once, the newest one included."""
+    """Returns the largest number of weight versions that each stage holds at once, the newest one
+    included.
+    """
     most = [1] * len(schedule.virtual_stages)
     for actions in schedule.actions:
         seen = [0] * len(schedule.virtual_stages)
@@ -244,8 +248,8 @@ def _count_per_microbatch(action: Action, actions: Sequence[Action]) -> Action:
 def _insert_stashing(actions: Sequence[Action], nbytes: int) -> list[Action]:
     met, schedule = forward_versions(actions), stepped_microbatches(actions)
     last = {met[microbatch]: microbatch for microbatch in schedule}  # the last backward that needs a version
-    rooms: dict[int, str] = {}
-    free = [f"old weights({room})" for room in reversed(range(len(schedule)))]
+    versions: dict[int, str] = {}
+    free = [f"old weights({version})" for version in reversed(range(len(schedule)))]
     begun: set[int] = set()
     done, newest = list[Action](), 0
     for action in actions:
@@ -253,24 +257,26 @@ def _insert_stashing(actions: Sequence[Action], nbytes: int) -> list[Action]:
         stale = action.kind in ("B", "LOCAL_NORM") and met[microbatch] < newest
         if action.kind == "B" and microbatch not in begun:
             begun.add(microbatch)
-            done += [Action("LOAD_STASHED", rooms[met[microbatch]], microbatch)] if stale else []
+            done += [Action("LOAD_STASHED", versions[met[microbatch]], microbatch)] if stale else []
         elif action.kind == "LOCAL_NORM" and stale:
             ends = last[met[microbatch]] == microbatch
-            room = rooms.pop(met[microbatch]) if ends else rooms[met[microbatch]]
+            version = versions.pop(met[microbatch]) if ends else versions[met[microbatch]]
             done.append(
-                Action("LOAD_LATEST", room, microbatch, waits=action.waits, frees=(room,) if ends else ())
+                Action(
+                    "LOAD_LATEST", version, microbatch, waits=action.waits, frees=(version,) if ends else ()
+                )
             )
-            free += [room] if ends else []
+            free += [version] if ends else []
         if action.kind == "STEP":
             if last.get(newest, microbatch) != microbatch:
-                rooms[newest] = free.pop()
+                versions[newest] = free.pop()
                 done.append(
                     Action(
                         "STASH",
-                        rooms[newest],
+                        versions[newest],
                         microbatch,
                         waits=action.waits,
-                        allocations=(Allocation(rooms[newest], nbytes),),
+                        allocations=(Allocation(versions[newest], nbytes),),
                     )
                 )
                 action = with_waits(action, (done[-1].name,))

@@ -78,7 +78,7 @@ from meshwright.plan.strategy import Strategy, StrategyPhase
 
 
 def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:
-    """The block calls, of `boundaries`, with which the second and later of `num_stages` stages begin.
+    """Returns the block calls, of `boundaries`, with which the second and later of `num_stages` stages begin.
 
     The most expensive stage is as cheap as possible; of equal splits the one with the earliest boundaries is
     taken:
@@ -238,23 +238,24 @@ class Pipeline(Strategy):
             yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
-        parts = self._find_stages(sharding)
-        if parts is None:
+        stages = self._find_stages(sharding)
+        if stages is None:
             return sharding
-        stages = sorted(self._placement(sharding), key=lambda stage: stage.stage)
+        virtual_stages = sorted(self._placement(sharding), key=lambda virtual_stage: virtual_stage.stage)
         mine = [
-            [stage.stage for stage in stages if stage.pp_rank == rank] for rank in range(sharding.mesh.pp)
+            [virtual_stage.stage for virtual_stage in virtual_stages if virtual_stage.pp_rank == rank]
+            for rank in range(sharding.mesh.pp)
         ]
         block_calls = (
-            tuple(block_call for part in own for block_call in parts[part].block_calls) for own in mine
+            tuple(block_call for stage in owned for block_call in stages[stage].block_calls) for owned in mine
         )
-        return sharding.with_pipeline(block_calls, tuple(part.block_calls[0] for part in parts[1:]))
+        return sharding.with_pipeline(block_calls, tuple(stage.block_calls[0] for stage in stages[1:]))
 
     def order_stage_calls(
         self, stage_calls: Sequence[StageCalls], sharding: ShardingPlan
     ) -> Sequence[StageCalls]:
         stages, mine = self._stages(sharding), dict(sharding.coordinate)[self.axis]
-        schedule = self.build_schedule(sharding, len({turn.microbatch for turn in stage_calls}))
+        schedule = self.build_schedule(sharding, len({stage_call.microbatch for stage_call in stage_calls}))
         actions = (
             (action, stages[schedule.virtual_stages[action.virtual_stage].stage])
             for action in schedule.actions[mine]
@@ -268,7 +269,7 @@ class Pipeline(Strategy):
         return (("file", self._file_digest),) if self._file_digest else ()
 
     def build_schedule(self, sharding: ShardingPlan, num_microbatches: int) -> Schedule:
-        """The schedule of all pipeline ranks for `num_microbatches` microbatches."""
+        """Returns the schedule of all pipeline ranks for `num_microbatches` microbatches."""
         call = self._request(sharding, num_microbatches)
         schedule, idle = _cached_schedule(call), _idle_stages(call)
         if schedule.virtual_stages != self._placement(sharding):
@@ -291,7 +292,7 @@ class Pipeline(Strategy):
             raise PlanError(text, fix="make more of them: a smaller micro_batch", location="micro_batch")
         return schedule
 
-    def _request(self, sharding: ShardingPlan, micros: int) -> "_ScheduleRequest":
+    def _request(self, sharding: ShardingPlan, num_microbatches: int) -> "_ScheduleRequest":
         model_spec, known = sharding.global_plan.model_spec, self._stages(sharding)
         forward, weights = (
             _sum_per_stage(model_spec.block_calls, flops, known)
@@ -301,7 +302,7 @@ class Pipeline(Strategy):
             self.schedule,
             self._file_digest,
             sharding.mesh.pp,
-            micros,
+            num_microbatches,
             self._num_virtual_stages,
             forward,
             weights,
@@ -424,6 +425,12 @@ def _cached_stages(boundaries: StageBoundaries, cuts: tuple[str, ...]) -> tuple[
 
 
 @lru_cache(maxsize=32)
-def _cached_placement(schedule: str, file: str, ranks: int, chunks: int) -> tuple[VirtualStage, ...]:
+def _cached_placement(
+    schedule: str, file: str, ranks: int, num_virtual_stages: int
+) -> tuple[VirtualStage, ...]:
     found = find_schedule(schedule)
-    return () if found is None or list(found.check(ranks, 1)) else found.virtual_stages(ranks, chunks)
+    return (
+        ()
+        if found is None or list(found.check(ranks, 1))
+        else found.virtual_stages(ranks, num_virtual_stages)
+    )

@@ -70,50 +70,50 @@ class TransferRoutes:
     """The routes of all values of every microbatch between `stages` under `schedule`."""
 
     def __init__(self, stages: Sequence[StageSpec], schedule: Schedule) -> None:
-        self._parts, self._order = stages, schedule
+        self._stages, self._schedule = stages, schedule
         actions = ((rank, action) for rank, actions in enumerate(schedule.actions) for action in actions)
         self._rank = {
             (schedule.virtual_stages[action.virtual_stage].stage, action.microbatch): rank
             for rank, action in actions
         }
         self._known: dict[tuple[int, ...], _MicrobatchTransfers] = {}
-        self._micros: dict[int, _MicrobatchTransfers] = {}
+        self._by_microbatch: dict[int, _MicrobatchTransfers] = {}
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        """The rank that runs `stage` for the microbatch."""
+        """Returns the rank that runs `stage` for the microbatch."""
         return self._rank[stage, microbatch]
 
     def transfers(self, microbatch: int) -> list[StageTransfer]:
-        """The transfers of a microbatch's values; stages on one rank pass values without sending."""
+        """Returns the transfers of a microbatch's values; stages on one rank pass values without sending."""
         return self._microbatch_transfers(microbatch).transfers
 
     def transfers_into(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those that end at `stage`."""
+        """Returns those that end at `stage`."""
         return self._microbatch_transfers(microbatch).by_target[stage]
 
     def transfers_from(self, stage: int, microbatch: int) -> list[StageTransfer]:
-        """Those that begin at `stage`."""
+        """Returns those that begin at `stage`."""
         return self._microbatch_transfers(microbatch).by_source[stage]
 
-    def _microbatch_transfers(self, micro: int) -> "_MicrobatchTransfers":
-        if micro not in self._micros:
-            num_ranks = tuple(self._rank[stage, micro] for stage in range(len(self._parts)))
+    def _microbatch_transfers(self, microbatch: int) -> "_MicrobatchTransfers":
+        if microbatch not in self._by_microbatch:
+            num_ranks = tuple(self._rank[stage, microbatch] for stage in range(len(self._stages)))
             if num_ranks not in self._known:
                 self._known[num_ranks] = _MicrobatchTransfers(
-                    list(stage_transfers(self._parts, num_ranks)), len(self._parts)
+                    list(stage_transfers(self._stages, num_ranks)), len(self._stages)
                 )
-            self._micros[micro] = self._known[num_ranks]
-        return self._micros[micro]
+            self._by_microbatch[microbatch] = self._known[num_ranks]
+        return self._by_microbatch[microbatch]
 
     def order_receives(self, actions: Iterable[Action], pp_rank: int) -> list[Action]:
-        """`actions` of `pp_rank`, with its receives from each other rank in the order in which that rank
-        sends.
+        """Returns `actions` of `pp_rank`, with its receives from each other rank in the order in which that
+        rank sends.
         """
         actions = list(actions)
         receives = {action.name: action for action in actions if action.stream == "recv"}
         left = {
             peer: deque(self._receive_names.get((peer, pp_rank), ()))
-            for peer in range(self._order.num_ranks)
+            for peer in range(self._schedule.num_ranks)
             if peer != pp_rank
         }
         missing, done = set(receives), list[Action]()
@@ -130,31 +130,33 @@ class TransferRoutes:
     @cached_property
     def _receive_names(self) -> dict[tuple[int, int], list[str]]:
         found: dict[tuple[int, int], list[str]] = {}
-        for source, actions in enumerate(self._order.actions):
+        for source, actions in enumerate(self._schedule.actions):
             for action in (action for action in actions if action.kind != "W"):
-                stage, back = self._order.virtual_stages[action.virtual_stage].stage, action.kind != "F"
-                for hop in (
+                stage, back = self._schedule.virtual_stages[action.virtual_stage].stage, action.kind != "F"
+                for transfer in (
                     self.transfers_into(stage, action.microbatch)
                     if back
                     else self.transfers_from(stage, action.microbatch)
                 ):
-                    target = self._rank[hop.source if back else hop.target, action.microbatch]
-                    if target != source and (hop.value.needs_grad or not back):
+                    target = self._rank[transfer.source if back else transfer.target, action.microbatch]
+                    if target != source and (transfer.value.needs_grad or not back):
                         name = Action(
-                            "RECV_GRAD" if back else "RECV", hop.subject(backward=back), action.microbatch
+                            "RECV_GRAD" if back else "RECV",
+                            transfer.subject(backward=back),
+                            action.microbatch,
                         ).name
                         found.setdefault((source, target), []).append(name)
         return found
 
 
 class _MicrobatchTransfers:
-    def __init__(self, found: list[StageTransfer], num_parts: int) -> None:
+    def __init__(self, found: list[StageTransfer], num_stages: int) -> None:
         self.transfers = found
-        self.by_source: list[list[StageTransfer]] = [[] for _ in range(num_parts)]
-        self.by_target: list[list[StageTransfer]] = [[] for _ in range(num_parts)]
-        for hop in found:
-            self.by_source[hop.source].append(hop)
-            self.by_target[hop.target].append(hop)
+        self.by_source: list[list[StageTransfer]] = [[] for _ in range(num_stages)]
+        self.by_target: list[list[StageTransfer]] = [[] for _ in range(num_stages)]
+        for transfer in found:
+            self.by_source[transfer.source].append(transfer)
+            self.by_target[transfer.target].append(transfer)
 
 
 SCALAR_NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}  # the loss: float64
@@ -173,20 +175,20 @@ class SendRecvInsertion:
         *,
         scatter: bool = False,
     ) -> None:
-        self._space, self._job, self._axis, self._parts = sharding, job, axis, stages
+        self._sharding, self._job, self._axis, self._stages = sharding, job, axis, stages
         self._crossed = StageValueShards(sharding, (value for stage in stages for value in stage.outputs))
         self._scatter, self._transfers = scatter, dict[tuple[str, str, int], Transfer]()
         self._routes, self._mine = routes, dict(sharding.coordinate)[axis]
 
     def insert(self, actions: list[Action]) -> list[Action]:
-        """`actions` with receives before each run of a stage, and sends behind it."""
+        """Returns `actions` with receives before each run of a stage, and sends behind it."""
         num_samples, done, taken = (
-            samples_per_microbatch(actions, self._space, self._job),
+            samples_per_microbatch(actions, self._sharding, self._job),
             list[Action](),
             dict[tuple[int, int | None], list[str]](),
         )
-        first = {stage.block_calls[0]: number for number, stage in enumerate(self._parts)}
-        last = {stage.block_calls[-1]: number for number, stage in enumerate(self._parts)}
+        first = {stage.block_calls[0]: number for number, stage in enumerate(self._stages)}
+        last = {stage.block_calls[-1]: number for number, stage in enumerate(self._stages)}
         for action in map(self._reduce_along_axis, actions):
             back = action.kind in INPUT_GRAD_KINDS
             begins, ends = (last, first) if back else (first, last)
@@ -209,14 +211,14 @@ class SendRecvInsertion:
                 action = replace(action, frees=(*action.frees, *held))
             done.append(action)
             if crosses and action.subject in ends:
-                own = set(self._parts[ends[action.subject]].outputs)
+                outputs = set(self._stages[ends[action.subject]].outputs)
                 sent = self._sends(ends[action.subject], action, num_samples, back=back)
-                done += (each for hop, each in sent if back or hop.value in own)
+                done += (each for transfer, each in sent if back or transfer.value in outputs)
         return self._issue_receives_early(self._routes.order_receives(done, self._mine))
 
     def _issue_receives_early(self, actions: Sequence[Action]) -> list[Action]:
-        starts = {("F", stage.block_calls[0]) for stage in self._parts}
-        starts |= {(kind, stage.block_calls[-1]) for stage in self._parts for kind in ("B", "I", "W")}
+        starts = {("F", stage.block_calls[0]) for stage in self._stages}
+        starts |= {(kind, stage.block_calls[-1]) for stage in self._stages for kind in ("B", "I", "W")}
         done, before, coming = (
             list[Action](),
             0,
@@ -244,72 +246,76 @@ class SendRecvInsertion:
         move = Transfer("all_reduce", (*axes, self._axis), SCALAR_NBYTES[action.kind], dtype="float64")
         return replace(action, stream="comm", transfer=move)
 
-    def _receives(self, stage: int, action: Action, rows: int, *, back: bool) -> Iterator[Action]:
+    def _receives(self, stage: int, action: Action, num_samples: int, *, back: bool) -> Iterator[Action]:
         kind, sent, join = ("RECV_GRAD", "SEND_GRAD", "CONCAT_GRAD") if back else ("RECV", "SEND", "CONCAT")
-        for hop, peer in self._transfers_with_peers(stage, action, to=not back, back=back):
-            name, transfer = hop.subject(backward=back), self._transfer("recv", hop, peer, rows)
+        for transfer, peer in self._transfers_with_peers(stage, action, to=not back, back=back):
+            name, message = (
+                transfer.subject(backward=back),
+                self._transfer("recv", transfer, peer, num_samples),
+            )
             waits = (f"{role_of({'pp': peer})}/{sent}({name}, {action.microbatch})",)
-            received = Action(kind, name, action.microbatch, "recv", waits, (hop.value.name,), transfer)
-            yield replace(received, allocations=(Allocation(received.name, transfer.nbytes),))
-            if transfer.replica_axes:
-                together = Transfer(
-                    "all_gather", transfer.replica_axes, transfer.nbytes, dtype=transfer.dtype
-                )
+            received = Action(kind, name, action.microbatch, "recv", waits, (transfer.value.name,), message)
+            yield replace(received, allocations=(Allocation(received.name, message.nbytes),))
+            if message.replica_axes:
+                together = Transfer("all_gather", message.replica_axes, message.nbytes, dtype=message.dtype)
                 joined = Action(
-                    join, name, action.microbatch, "comm", (received.name,), (hop.value.name,), together
+                    join, name, action.microbatch, "comm", (received.name,), (transfer.value.name,), together
                 )
                 whole = Allocation(
-                    joined.name, transfer.nbytes * self._space.mesh.group_size(transfer.replica_axes)
+                    joined.name, message.nbytes * self._sharding.mesh.group_size(message.replica_axes)
                 )
                 yield replace(joined, allocations=(whole,), frees=(received.name,))
 
     def _sends(
-        self, stage: int, action: Action, rows: int, *, back: bool
+        self, stage: int, action: Action, num_samples: int, *, back: bool
     ) -> Iterator[tuple[StageTransfer, Action]]:
         kind = "SEND_GRAD" if back else "SEND"
-        for hop, peer in self._transfers_with_peers(stage, action, to=back, back=back):
-            transfer = self._transfer("send", hop, peer, rows)
+        for transfer, peer in self._transfers_with_peers(stage, action, to=back, back=back):
+            message = self._transfer("send", transfer, peer, num_samples)
             yield (
-                hop,
+                transfer,
                 Action(
                     kind,
-                    hop.subject(backward=back),
+                    transfer.subject(backward=back),
                     action.microbatch,
                     "send",
                     (action.name,),
-                    (hop.value.name,),
-                    transfer,
+                    (transfer.value.name,),
+                    message,
                 ),
             )
 
     def _forwarded_sends(
-        self, stage: int, action: Action, arriving: Sequence[Action], rows: int
+        self, stage: int, action: Action, arriving: Sequence[Action], num_samples: int
     ) -> Iterator[Action]:
-        for hop, sent in self._sends(stage, action, rows, back=False):
-            if hop.value not in self._parts[stage].outputs:
+        for transfer, sent in self._sends(stage, action, num_samples, back=False):
+            if transfer.value not in self._stages[stage].outputs:
                 yield replace(
-                    sent, waits=tuple(each.name for each in arriving if hop.value.name in each.tensors)
+                    sent, waits=tuple(each.name for each in arriving if transfer.value.name in each.tensors)
                 )
 
     def _transfers_with_peers(
         self, stage: int, action: Action, *, to: bool, back: bool
     ) -> Iterator[tuple[StageTransfer, int]]:
         microbatch = action.microbatch or 0
-        for hop in (
+        for transfer in (
             self._routes.transfers_into(stage, microbatch)
             if to
             else self._routes.transfers_from(stage, microbatch)
         ):
-            peer = self._routes.rank_of(hop.source if to else hop.target, microbatch)
-            if peer != self._mine and (hop.value.needs_grad or not back):
-                yield hop, peer
+            peer = self._routes.rank_of(transfer.source if to else transfer.target, microbatch)
+            if peer != self._mine and (transfer.value.needs_grad or not back):
+                yield transfer, peer
 
-    def _transfer(self, collective: str, hop: StageTransfer, peer: int, rows: int) -> Transfer:
-        value, key = hop.value, (collective, hop.value.name, peer)
+    def _transfer(self, collective: str, transfer: StageTransfer, peer: int, num_samples: int) -> Transfer:
+        value, key = transfer.value, (collective, transfer.value.name, peer)
         if key not in self._transfers:
             over = self._crossed.replicated_axes(value) if self._scatter else ()
             nbytes = (
-                -(-prod(self._crossed.local_shape(value, rows)) // self._space.mesh.group_size(over))
+                -(
+                    -prod(self._crossed.local_shape(value, num_samples))
+                    // self._sharding.mesh.group_size(over)
+                )
                 * value.itemsize
             )
             self._transfers[key] = Transfer(

@@ -53,8 +53,8 @@ def linear_deferring_weight_grad(
     *,
     transposed: bool,
 ) -> torch.Tensor:
-    """X W^T + b; its backward appends the computation of W's gradient to `deferred`. `transposed`: W is
-    [in, out].
+    """Returns X W^T + b; its backward appends the computation of W's gradient to `deferred`. `transposed`: W
+    is [in, out].
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -66,7 +66,7 @@ def linear_deferring_weight_grad(
 def run_in_chunks(
     x: torch.Tensor, num_chunks: int, compute: Callable[[torch.Tensor], torch.Tensor], send: SendFn
 ) -> torch.Tensor:
-    """`send(compute(x), None)` in chunks of samples: each is computed while the one before is sent.
+    """Returns `send(compute(x), None)` in chunks of samples: each is computed while the one before is sent.
 
     `send(y, overlap)` sends y, and calls `overlap()` meanwhile.
     """
@@ -84,13 +84,13 @@ def run_in_chunks(
 
 
 def split_samples(x: torch.Tensor, num_chunks: int) -> tuple[torch.Tensor, ...]:
-    """`x` in chunks of samples."""
+    """Returns `x` in chunks of samples."""
     num_chunks = min(num_chunks, x.shape[0])
     return (x,) if num_chunks <= 1 else x.tensor_split(num_chunks)
 
 
 def chunk_sizes(num_samples: int, num_chunks: int) -> list[int]:
-    """The number of samples in each chunk; the first have one more."""
+    """Returns the number of samples in each chunk; the first have one more."""
     num_chunks = max(1, min(num_chunks, num_samples))
     each, more = divmod(num_samples, num_chunks)
     return [each + (number < more) for number in range(num_chunks)]
@@ -149,7 +149,7 @@ class JointSum:
     biases: tuple[torch.Tensor, ...] = ()
 
     def clear(self) -> None:
-        """Forget all contributions."""
+        """Forgets all contributions."""
         self.contributors, self.summand, self.biases = (), None, ()
 
 
@@ -168,7 +168,7 @@ class JointSumMember:
     def contribute(
         self, summand: torch.Tensor, biases: Iterable[torch.Tensor], placement: Placement, num_ranks: int
     ) -> torch.Tensor:
-        """Zeros in place of the output of the layer; they may be written into.
+        """Returns zeros in place of the output of the layer; they may be written into.
 
         Args:
             summand: the layer's product, whose sum over `num_ranks` ranks would have `placement`.
@@ -186,7 +186,9 @@ class JointSumMember:
         return summand.new_zeros(shape)
 
     def collect(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """The summands of the other layers since the first of them ran, added up, and their biases."""
+        """Returns the summands of the other layers since the first of them ran, added up, and their
+        biases.
+        """
         joint = self.joint_sum
         given, summand, biases = joint.contributors, joint.summand, joint.biases
         joint.clear()
@@ -203,11 +205,13 @@ class JointSumMember:
 
 
 def joint_sum_members(sums: Mapping[str, tuple[str, ...]]) -> dict[str, JointSumMember]:
-    """The members of joint sums by layer; `sums` has, by layer, all layers that end in one sum with it."""
+    """Returns the members of joint sums by layer; `sums` has, by layer, all layers that end in one sum with
+    it.
+    """
     joints = {layers: JointSum(layers) for layers in sums.values()}
     return {layer: JointSumMember(layer, joints[layers]) for layer, layers in sums.items()}
 
 
 def add_summand(summand: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """`summand`, which nobody else holds, with `other` added in place."""
+    """Returns `summand`, which nobody else holds, with `other` added in place."""
     return summand if other is None else summand.add_(other)

@@ -54,8 +54,8 @@ from meshwright.parallel.tensor.optimus_2d import (
     EMBEDDING_ROLES,
     ROW_AXIS,
     ShardedSide,
+    check_all_params_sharded,
     check_even_units,
-    check_roles,
     check_square_mesh,
     check_weight_shards,
     norm_shardings,
@@ -94,7 +94,7 @@ class TensorParallel3D(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.tensor_parallel"
         yield from check_sharded_once(sharding, self.axis, location)
-        yield from check_roles(sharding, location)
+        yield from check_all_params_sharded(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, DEPTH_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -108,7 +108,9 @@ class TensorParallel3D(Strategy):
             yield Diagnostic(text, 'remove name = "vocab_parallel"', "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; those of norms, packed matrices and tied weights by layer name."""
+        """Returns the layer shardings by role; those of norms, packed matrices and tied weights by layer
+        name.
+        """
         b, c = self.axis, DEPTH_AXIS
         product = LayerSharding(
             {c: "in", b: "out"},

@@ -49,7 +49,7 @@ from meshwright.plan.strategy import Runtime
 def shared_kv_shardings(
     sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
 ) -> dict[str, LayerSharding]:
-    """The shardings of replicated colwise layers by name: those whose outputs several ranks share."""
+    """Returns the shardings of replicated colwise layers by name: those whose outputs several ranks share."""
     ranks = sharding.mesh.size(axis)
     layers = dict.fromkeys(
         layer
@@ -72,7 +72,7 @@ def shared_kv_shardings(
 def with_kv_row_selection(
     sharding: ShardingPlan, axis: str, layer_shardings: LayerShardings
 ) -> LayerShardings:
-    """`layer_shardings`, with replicated layers computing only the rows that this rank needs."""
+    """Returns `layer_shardings`, with replicated layers computing only the rows that this rank needs."""
     index, ranks = dict(sharding.coordinate)[axis], sharding.mesh.size(axis)
     named = {
         name: param_sharding.param
@@ -102,7 +102,7 @@ def with_kv_row_selection(
 
 
 def bind_local_heads(runtime: Runtime, *axes: str) -> None:
-    """Patch modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
+    """Patches modules to use this rank's head counts, and blocks to take its per-head inputs; heads are
     sharded along `axes`.
     """
     sharding = runtime.plan.sharding

@@ -81,14 +81,14 @@ class Redistribution:
         )
 
     def transfers(self, numel: int, sharding: ShardingPlan, job: Job, at: int = 0) -> Iterator[Transfer]:
-        """The collective of a value of `numel` elements, if there is one."""
+        """Yields the collective of a value of `numel` elements, if there is one."""
         dtype = job.precision.parameters if self.in_param_dtype else job.precision.compute
         dtype = "float32" if self.at_least_float32 and dtype in ("bfloat16", "float16") else dtype
-        act = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
-        if act in COLLECTIVES:
+        collective = "keep" if self.src == self.dst else redistribution_name(self.src, self.dst)
+        if collective in COLLECTIVES:
             numel //= sharding.mesh.group_size(self.sharded_axes)
             put_in = numel if self.src.letter == "P" else numel // sharding.mesh.size(self.axis)
-            yield Transfer(act, (self.axis,), put_in * FLOAT_NBYTES[dtype], dtype=dtype, position=at)
+            yield Transfer(collective, (self.axis,), put_in * FLOAT_NBYTES[dtype], dtype=dtype, position=at)
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,8 @@ class LayerSharding:
         )
 
     def weight_side(self, axis: str, weight: ParamSpec) -> str:
-        """The side of `weight` that is sharded along `axis`. A bias added to a sum that is scattered by
-        width is sharded likewise.
+        """Returns the side of `weight` that is sharded along `axis`. A bias added to a sum that is scattered
+        by width is sharded likewise.
         """
         scattered = (
             self.output_redistribution is not None
@@ -151,18 +151,18 @@ LayerShardings = Mapping[str, LayerSharding]  # by role; that of a single layer 
 
 
 def layer_key(layer: str) -> str:
-    """The key of a single layer in LayerShardings."""
+    """Returns the key of a single layer in LayerShardings."""
     return f"layer {layer}"  # a layer may have the name of a role: lm_head
 
 
 def find_layer_sharding(layer_shardings: LayerShardings, layer: str, role: str) -> LayerSharding | None:
-    """The sharding of `layer`: its own, else that of its role."""
+    """Returns the sharding of `layer`: its own, else that of its role."""
     return layer_shardings.get(layer_key(layer), layer_shardings.get(role))
 
 
 def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> dict[str, tuple[str, ...]]:
-    """By layer, all layers that end in one sum with it, in the order in which they run; the last one runs
-    the sum.
+    """Returns, by layer, all layers that end in one sum with it, in the order in which they run; the last one
+    runs the sum.
     """
     found: dict[tuple[int, Redistribution], list[str]] = {}
     for call in (call for call in calls if call.sum_id):
@@ -177,7 +177,7 @@ def joint_sums(calls: Iterable[LayerCall], layer_shardings: LayerShardings) -> d
 
 
 def shard_params(sharding: ShardingPlan, layer_shardings: LayerShardings) -> ShardingPlan:
-    """`sharding` with every parameter, trained or frozen, as the sharding of its layer requires."""
+    """Returns `sharding` with every parameter, trained or frozen, as the sharding of its layer requires."""
     shard = partial(_shard_param, layer_shardings)
     return sharding.map_param_shardings(shard).map_param_shardings(shard, frozen=True)
 
@@ -207,14 +207,14 @@ def _shard_param(layer_shardings: LayerShardings, param_sharding: ParamSharding)
 
 
 def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
-    """Patch every layer to compute as its sharding says."""
+    """Patches every layer to compute as its sharding says."""
     sharding = runtime.plan.sharding
     came: InputOrigins = WeakIdKeyDictionary()
     parameters, gates = (
         params_by_layer(sharding.param_shardings),
         dict[str, dict[int | str, Redistribution]](),
     )
-    turns = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
+    sum_members = joint_sum_members(joint_sums(sharding.model_spec.layer_calls, layer_shardings))
     for call in {(call.name, call.role): call for call in sharding.model_spec.layer_calls}.values():
         layer_sharding = find_layer_sharding(layer_shardings, call.name, call.role)
         if layer_sharding is not None:
@@ -225,7 +225,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
             )
             runtime.patches.replace_forward(
                 call.name,
-                partial(_layer_forward, runtime, layer_sharding, leaves, came, turns.get(call.name)),
+                partial(_layer_forward, runtime, layer_sharding, leaves, came, sum_members.get(call.name)),
             )
             if (
                 layer_sharding.input_redistribution is not None
@@ -240,7 +240,7 @@ def bind_layers(runtime: Runtime, layer_shardings: LayerShardings) -> None:
 
 
 def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.Tensor) -> torch.Tensor:
-    """The product with the rank's slice of the weight of a linear layer, and its bias."""
+    """Returns the product with the rank's slice of the weight of a linear layer, and its bias."""
     weight, bias, transposed = params["weight"], params.get("bias"), is_weight_transposed(module)
     if (waits := deferred_backward_calls(x)) is None:
         return F.linear(x, weight.t() if transposed else weight, bias)
@@ -250,7 +250,7 @@ def linear(runtime: Runtime, module: nn.Module, params: ParamTensors, x: torch.T
 def module_forward(
     runtime: Runtime, module: nn.Module, params: ParamTensors, *given: Any, **named: Any
 ) -> torch.Tensor:
-    """The forward of `module` with the parameters `params`."""
+    """Returns the forward of `module` with the parameters `params`."""
     before = dict(module._parameters)
     try:
         module._parameters.update(params)
@@ -259,10 +259,10 @@ def module_forward(
         module._parameters.update(before)
 
 
-def redistribute(
+def apply_redistribution(
     runtime: Runtime, tensor: torch.Tensor, redistribution: Redistribution | None, overlap: OverlapFn = None
 ) -> torch.Tensor:
-    """`tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
+    """Returns `tensor` after `redistribution`, for the current action; `overlap()` is called while it is in
     flight.
     """
     if redistribution is None or redistribution.src == redistribution.dst:
@@ -288,7 +288,7 @@ def _gate_with_redistributions(
     given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
     for slot, move in moves.items():
         x = given[slot]
-        given[slot] = redistribute(runtime, x, move)
+        given[slot] = apply_redistribution(runtime, x, move)
         came[given[slot]] = x
     return inner(*(given[i] for i in range(len(args))), **{key: given[key] for key in kwargs})
 
@@ -298,14 +298,14 @@ def _layer_forward(
     layer_sharding: LayerSharding,
     shared: SharedParams,
     came: InputOrigins,
-    turn: JointSumMember | None,
+    joint_sum_member: JointSumMember | None,
     module: nn.Module,
     x: Any,
     *more: Any,
     **named: Any,
 ) -> torch.Tensor:
     given: Any = x if x is None else came.get(x, x)
-    x = x if given is not x else redistribute(runtime, x, layer_sharding.input_redistribution)
+    x = x if given is not x else apply_redistribution(runtime, x, layer_sharding.input_redistribution)
     held: dict[str, Any] = dict(module._parameters)
     for leaf, axis in shared:
         held[leaf] = runtime.collectives.redistribute(held[leaf], axis, I, R)
@@ -315,23 +315,29 @@ def _layer_forward(
     def compute(x: Any) -> torch.Tensor:
         return layer_sharding.compute(runtime, module, held, x, *more, **named)
 
-    if turn is not None and layer_sharding.output_redistribution is not None and turn.defers_sum:
-        return turn.contribute(
+    if (
+        joint_sum_member is not None
+        and layer_sharding.output_redistribution is not None
+        and joint_sum_member.defers_sum
+    ):
+        return joint_sum_member.contribute(
             compute(x),
             biases,
             layer_sharding.output_redistribution.dst,
             runtime.plan.mesh.size(layer_sharding.output_redistribution.axis),
         )
     waiting: Iterator[torch.Tensor] = iter(())
-    if turn is not None:
-        inputs, others = turn.collect()
+    if joint_sum_member is not None:
+        inputs, others = joint_sum_member.collect()
         waiting, biases = iter(split_samples(inputs, layer_sharding.num_chunks)), [*biases, *others]
     with _saved_for_backward(runtime, layer_sharding, given):
         y = run_in_chunks(
             x,
             layer_sharding.num_chunks,
             lambda part: add_summand(compute(part), next(waiting, None)),
-            lambda y, meanwhile: redistribute(runtime, y, layer_sharding.output_redistribution, meanwhile),
+            lambda y, meanwhile: apply_redistribution(
+                runtime, y, layer_sharding.output_redistribution, meanwhile
+            ),
         )
     return y + reduce(torch.add, biases) if biases else y
 
@@ -348,7 +354,7 @@ def _saved_for_backward(
 
 
 def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[LayerParam]]:
-    """The parameters of every layer, by their names in the layer."""
+    """Returns the parameters of every layer, by their names in the layer."""
     found: dict[str, list[LayerParam]] = {}
     for param_sharding in param_shardings:
         for name in param_sharding.param.names:
@@ -358,7 +364,7 @@ def params_by_layer(param_shardings: Iterable[ParamSharding]) -> dict[str, list[
 
 
 def unsharded_params(params: Iterable[LayerParam], axis: str) -> list[LayerParam]:
-    """Those of `params` that are not sharded along `axis`."""
+    """Returns those of `params` that are not sharded along `axis`."""
     return [
         (leaf, param_sharding) for leaf, param_sharding in params if axis not in param_sharding.sliced_dims
     ]

@@ -91,7 +91,7 @@ class TensorParallel(Strategy):
         yield from check_gathered_layers(sharding, self.axis)
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; the residual stream has the placement of `sharding`."""
+        """Returns the layer shardings by role; the residual stream has the placement of `sharding`."""
         stream = sharding.residual_layout.placement(self.axis)
         columns = LayerSharding(
             {self.axis: "out"},

@@ -50,11 +50,11 @@ from meshwright.parallel.tensor.layer_sharding import (
     LayerShardings,
     ParamTensors,
     Redistribution,
+    apply_redistribution,
     bind_layers,
     find_layer_sharding,
     layer_key,
     module_forward,
-    redistribute,
     shard_params,
 )
 from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
@@ -90,7 +90,7 @@ class TensorParallel2D(Strategy):
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         location = "strategies.tensor_parallel"
         yield from check_sharded_once(sharding, self.axis, location)
-        yield from check_roles(sharding, location)
+        yield from check_all_params_sharded(sharding, location)
         yield from check_square_mesh(sharding, (ROW_AXIS, self.axis))
 
     def check_combined(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:
@@ -100,8 +100,8 @@ class TensorParallel2D(Strategy):
         yield from check_weight_shards(sharding, "strategies.tensor_parallel")
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; norms and tied weights by layer name. Layers sharded by vocabulary
-        are left out.
+        """Returns the layer shardings by role; norms and tied weights by layer name. Layers sharded by
+        vocabulary are left out.
         """
         product = LayerSharding(
             {self.axis: "out"},
@@ -163,7 +163,8 @@ class TensorParallel2D(Strategy):
 
 
 def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardings:
-    """The shardings of norms by name, if the residual stream is sharded along the hidden dim over `axes`.
+    """Returns the shardings of norms by name, if the residual stream is sharded along the hidden dim over
+    `axes`.
 
     The innermost axis is the last.
     """
@@ -188,8 +189,8 @@ def norm_shardings(sharding: ShardingPlan, axes: tuple[str, ...]) -> LayerShardi
 def with_redistributions(
     before: tuple[Redistribution, ...], compute: ComputeFn, after: tuple[Redistribution, ...] = ()
 ) -> dict[str, Any]:
-    """The fields `compute` and `inner_redistributions` of a LayerSharding with several redistributions of
-    input and output.
+    """Returns the fields `compute` and `inner_redistributions` of a LayerSharding with several
+    redistributions of input and output.
     """
     return {
         "compute": partial(_compute_between, before, compute, after),
@@ -198,7 +199,7 @@ def with_redistributions(
 
 
 def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str, bool]]:
-    """The weights that an embedding and a head share, with these two, and whether the head is a plain
+    """Yields the weights that an embedding and a head share, with these two, and whether the head is a plain
     product.
     """
     roles = {call.name: call.role for call in model_spec.layer_calls}
@@ -211,7 +212,7 @@ def tied_embeddings(model_spec: ModelSpec) -> Iterator[tuple[ParamSpec, str, str
 
 
 def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
-    """The keys of roles and layers that another strategy shards by vocabulary along `axis`."""
+    """Returns the keys of roles and layers that another strategy shards by vocabulary along `axis`."""
     roles, found = {call.name: call.role for call in sharding.model_spec.layer_calls}, set()
     for param_sharding in sharding.param_shardings:
         words = param_sharding.param.split_of_side(
@@ -226,7 +227,7 @@ def vocab_sharded_layers(sharding: ShardingPlan, axis: str) -> set[str]:
     return found
 
 
-def check_roles(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
+def check_all_params_sharded(sharding: ShardingPlan, where: str) -> Iterator[Diagnostic]:
     """Yields parameters without a known sharding, since no rank has the full stream."""
     left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
@@ -266,7 +267,7 @@ ShardedSide = tuple[
 
 
 def sharded_sides(sharding: ShardingPlan, layer_shardings: LayerShardings) -> Iterator[ShardedSide]:
-    """The sides of weights that are sharded."""
+    """Yields the sides of weights that are sharded."""
     for weight in sharding.model_spec.params:
         layer_sharding = find_layer_sharding(layer_shardings, weight.layers[0], weight.role)
         sides = (
@@ -363,11 +364,11 @@ def _compute_between(
     x: torch.Tensor,
 ) -> torch.Tensor:
     for move in before:
-        x = redistribute(runtime, x, move)
+        x = apply_redistribution(runtime, x, move)
     bias = held.get("bias") if any(move.src == P for move in after) else None
     y = compute(runtime, module, held if bias is None else {**held, "bias": None}, x)
     for move in after:
-        y = redistribute(runtime, y, move)
+        y = apply_redistribution(runtime, y, move)
     return y if bias is None else y + bias  # added once, to the sum
 
 
@@ -399,7 +400,7 @@ def _sharded_norm(
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     known = norm_statistics(formula, wide)
     for axis in axes:
-        known = redistribute(
+        known = apply_redistribution(
             runtime, known, Redistribution(axis, WIDTH_SHARD, R, in_param_dtype=True, at_least_float32=True)
         )
     y = apply_norm(formula, wide, combine_statistics(formula, known), held["weight"], held.get("bias"))

@@ -73,7 +73,9 @@ class _BlockCallComm:
 def add_planned_comm(
     program: Program, layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job
 ) -> Program:
-    """`program` with the collectives of all sharded layers in the forwards and backwards that run them."""
+    """Returns `program` with the collectives of all sharded layers in the forwards and backwards that run
+    them.
+    """
 
     def add_comm(actions: list[Action]) -> list[Action]:
         block_calls = _block_call_comm(
@@ -88,12 +90,14 @@ def add_planned_comm(
 
 
 def reduce_token_count_along(program: Program, axis: str) -> Program:
-    """`program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop request."""
+    """Returns `program` with TOKEN_COUNT summed along `axis` too, so that every rank learns of a stop
+    request.
+    """
     return reduce_totals_along(program, axis, ("TOKEN_COUNT",))
 
 
 def _block_call_comm(
-    layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job, rows: int
+    layer_shardings: LayerShardings, sharding: ShardingPlan, job: Job, num_samples: int
 ) -> dict[str, _BlockCallComm]:
     calls: dict[str, list[ShardedCall]] = {}
     sums = joint_sums(sharding.model_spec.layer_calls, layer_shardings)
@@ -119,18 +123,18 @@ def _block_call_comm(
     def transfers_of(taken: Iterable[PlannedMove]) -> tuple[Transfer, ...]:
         return tuple(each for move, numel, at in taken for each in move.transfers(numel, sharding, job, at))
 
-    def booked(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
-        back = list(_backward_moves(mine, rows, leaves, learning))
+    def plan_block_call(block_call: str, mine: Sequence[ShardedCall]) -> _BlockCallComm:
+        back = list(_backward_moves(mine, num_samples, leaves, learning))
         if boundaries is not None and not boundaries.input_needs_grad(block_call):
             back = [(taken, True) for taken, _ in back]
         whole, first, late = (
             transfers_of(taken for taken, each in back if each in halves)
             for halves in ((True, False), (False,), (True,))
         )
-        more = _gathered_numel(mine, rows, sharding, learning) * FLOAT_NBYTES[job.precision.compute]
-        return _BlockCallComm(transfers_of(_forward_moves(mine, rows)), whole, first, late, more)
+        more = _gathered_numel(mine, num_samples, sharding, learning) * FLOAT_NBYTES[job.precision.compute]
+        return _BlockCallComm(transfers_of(_forward_moves(mine, num_samples)), whole, first, late, more)
 
-    return {block_call: booked(block_call, mine) for block_call, mine in calls.items()}
+    return {block_call: plan_block_call(block_call, mine) for block_call, mine in calls.items()}
 
 
 def _local_calls(sharding: ShardingPlan) -> Iterator[LayerCall]:
@@ -144,7 +148,7 @@ def _local_calls(sharding: ShardingPlan) -> Iterator[LayerCall]:
 
 
 def _gathered_numel(
-    calls: Iterable[ShardedCall], rows: int, sharding: ShardingPlan, learning: Collection[str]
+    calls: Iterable[ShardedCall], num_samples: int, sharding: ShardingPlan, learning: Collection[str]
 ) -> int:
     kept = {
         (call.input_id, layer_sharding.input_redistribution): call.in_numel
@@ -156,10 +160,10 @@ def _gathered_numel(
         if into is not None and into.src.letter == "S" and into.dst == R:
             whole = numel // sharding.mesh.group_size(into.sharded_axes)
             more += whole - whole // sharding.mesh.size(into.axis)
-    return more * rows
+    return more * num_samples
 
 
-def _forward_moves(calls: Iterable[ShardedCall], rows: int) -> Iterator[PlannedMove]:
+def _forward_moves(calls: Iterable[ShardedCall], num_samples: int) -> Iterator[PlannedMove]:
     taken = set()
     for at, call, layer_sharding in calls:
         if (
@@ -167,18 +171,20 @@ def _forward_moves(calls: Iterable[ShardedCall], rows: int) -> Iterator[PlannedM
             and (call.input_id, layer_sharding.input_redistribution) not in taken
         ):
             taken.add((call.input_id, layer_sharding.input_redistribution))
-            yield layer_sharding.input_redistribution, call.in_numel * rows, at
-        yield from ((move, numel * rows, at) for move, numel in layer_sharding.inner_redistributions(call))
+            yield layer_sharding.input_redistribution, call.in_numel * num_samples, at
+        yield from (
+            (move, numel * num_samples, at) for move, numel in layer_sharding.inner_redistributions(call)
+        )
         if layer_sharding.output_redistribution is not None:
             yield from (
                 (layer_sharding.output_redistribution, call.out_numel * part, at)
-                for part in chunk_sizes(rows, layer_sharding.num_chunks)
+                for part in chunk_sizes(num_samples, layer_sharding.num_chunks)
             )
 
 
 def _backward_moves(
     calls: Sequence[ShardedCall],
-    rows: int,
+    num_samples: int,
     leaves: Mapping[str, Sequence[LayerParam]],
     learning: Collection[str],
 ) -> Iterator[tuple[PlannedMove, bool]]:
@@ -200,11 +206,11 @@ def _backward_moves(
         if layer_sharding.output_redistribution is not None:
             yield from (
                 ((layer_sharding.output_redistribution.adjoint, call.out_numel * part, -at), False)
-                for part in chunk_sizes(rows, layer_sharding.num_chunks)[::-1]
+                for part in chunk_sizes(num_samples, layer_sharding.num_chunks)[::-1]
             )
         if call.input_needs_grad:
             yield from (
-                ((move.adjoint, numel * rows, -at), False)
+                ((move.adjoint, numel * num_samples, -at), False)
                 for move, numel in reversed(list(layer_sharding.inner_redistributions(call)))
             )
         if (
@@ -214,7 +220,7 @@ def _backward_moves(
             and call.name in learning
         ):
             anew.add((call.input_id, into))
-            yield (into, call.in_numel * rows, -at), False
+            yield (into, call.in_numel * num_samples, -at), False
         for axis in reversed(layer_sharding.shared_param_axes):
             for _, param_sharding in reversed(unsharded_params(leaves.get(call.name, ()), axis)):
                 if param_sharding.param.trainable and first[param_sharding.param.name, axis] == at:
@@ -226,7 +232,7 @@ def _backward_moves(
                         late,
                     )
         if into is not None and call is taking[0] and any(each.input_needs_grad for each in taking):
-            yield (into.adjoint, call.in_numel * rows, -at), False
+            yield (into.adjoint, call.in_numel * num_samples, -at), False
 
 
 def _trainable_layers(sharding: ShardingPlan) -> frozenset[str]:

@@ -36,10 +36,10 @@ from meshwright.parallel.tensor.layer_sharding import (
     LayerSharding,
     LayerShardings,
     Redistribution,
+    apply_redistribution,
     bind_layers,
     layer_key,
     module_forward,
-    redistribute,
 )
 from meshwright.parallel.tensor.planned_collectives import add_planned_comm
 from meshwright.plan.job.errors import Diagnostic
@@ -134,7 +134,7 @@ class SequenceParallel(Strategy):
                 return
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The shardings of norms on slices, by layer name."""
+        """Returns the shardings of norms on slices, by layer name."""
         norms = [
             call
             for call in sharding.model_spec.layer_calls
@@ -197,7 +197,7 @@ class SequenceParallel(Strategy):
                     *last.transfers(numel, sharding, job, at=len(sharding.model_spec.layer_calls))
                 ]
 
-        def crossed(action: Action) -> Action:
+        def add_transfers(action: Action) -> Action:
             back = action.kind in INPUT_GRAD_KINDS
             more = met.get((action.subject, back), []) if back or action.kind in FORWARD_KINDS else []
             return (
@@ -211,7 +211,7 @@ class SequenceParallel(Strategy):
                 else action
             )
 
-        return [crossed(action) for action in actions]
+        return [add_transfers(action) for action in actions]
 
 
 def _block_with_stream_comm(
@@ -226,16 +226,18 @@ def _block_with_stream_comm(
     if isinstance(residual_flow.arg, int):
         args = (
             *args[: residual_flow.arg],
-            redistribute(runtime, args[residual_flow.arg], first),
+            apply_redistribution(runtime, args[residual_flow.arg], first),
             *args[residual_flow.arg + 1 :],
         )
     else:
-        kwargs[residual_flow.arg] = redistribute(runtime, kwargs[residual_flow.arg], first)
+        kwargs[residual_flow.arg] = apply_redistribution(runtime, kwargs[residual_flow.arg], first)
     given = inner(*args, **kwargs)
     if residual_flow.output_index is None:
-        return redistribute(runtime, given, last)
+        return apply_redistribution(runtime, given, last)
     several = list(given)
-    several[residual_flow.output_index] = redistribute(runtime, several[residual_flow.output_index], last)
+    several[residual_flow.output_index] = apply_redistribution(
+        runtime, several[residual_flow.output_index], last
+    )
     return type(given)(several)
 
 

@@ -84,7 +84,7 @@ class VocabParallel(Strategy):
         yield from check_units(sharding, self.layer_shardings(sharding))
 
     def layer_shardings(self, sharding: ShardingPlan) -> LayerShardings:
-        """The layer shardings by role; the residual stream has the placement of `sharding`."""
+        """Returns the layer shardings by role; the residual stream has the placement of `sharding`."""
         calls, compute = (
             sharding.global_plan.model_spec.layer_calls,
             linear if sharding.num_loss_chunks == 1 else _linear_without_comm,
@@ -158,7 +158,7 @@ class VocabParallel(Strategy):
 
 
 def can_shard_vocab(model_spec: ModelSpec, num_ranks: int) -> bool:
-    """Whether the model has an embedding or an LM head that can be sharded along the vocabulary over
+    """Returns whether the model has an embedding or an LM head that can be sharded along the vocabulary over
     `num_ranks` ranks.
     """
     words = [

@@ -39,19 +39,19 @@ class DeviceSpec:
     source: str
 
     def peak(self, dtype: str) -> float | None:
-        """The peak FLOP/s on operands of `dtype`; None if the device does not support it."""
+        """Returns the peak FLOP/s on operands of `dtype`; None if the device does not support it."""
         return self.flops.get(dtype)
 
 
 @cache
 def known_devices() -> tuple[DeviceSpec, ...]:
-    """All known devices, in the order in which names are looked up."""
+    """Returns all known devices, in the order in which names are looked up."""
     with (files("meshwright.plan.hardware") / "devices.csv").open(encoding="utf-8") as file:
         return tuple(_device(row) for row in csv.DictReader(file))
 
 
 def find_device(name: str) -> DeviceSpec | None:
-    """The device with this name; None if it is unknown.
+    """Returns the device with this name; None if it is unknown.
 
     A slice of a device (MIG) is slower than the full device, so it is unknown.
     """
@@ -62,13 +62,13 @@ def find_device(name: str) -> DeviceSpec | None:
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """The peak FLOP/s of the device that its driver calls `device`; None if unknown."""
+    """Returns the peak FLOP/s of the device that its driver calls `device`; None if unknown."""
     found = find_device(device)
     return None if found is None else found.peak(dtype)
 
 
 def available_cores() -> int:
-    """The number of cores that this process may use."""
+    """Returns the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 

@@ -37,7 +37,7 @@ class SizeBand:
     bytes_per_s: float
 
     def seconds(self, nbytes: float) -> float:
-        """The time of `nbytes` in this band."""
+        """Returns the time of `nbytes` in this band."""
         return self.latency_s + nbytes / self.bytes_per_s
 
 
@@ -48,7 +48,9 @@ class LinkCost:
     bands: tuple[SizeBand, ...]
 
     def seconds(self, nbytes: float) -> float:
-        """The time of a message of `nbytes` bytes, at least that of the longest message of the band below."""
+        """Returns the time of a message of `nbytes` bytes, at least that of the longest message of the band
+        below.
+        """
         lower_bound = 0.0
         for band in self.bands:
             if nbytes <= (band.max_nbytes or inf):
@@ -109,7 +111,7 @@ class NetworkModel:
     inter_host: LinkCost | None = None
 
     def round_overhead_s(self, num_receivers: int) -> float:
-        """The fixed cost of a round in which `num_receivers` ranks of a host receive.
+        """Returns the fixed cost of a round in which `num_receivers` ranks of a host receive.
 
         It is interpolated between measured numbers, and extrapolated beyond them with the average slope.
         """
@@ -226,7 +228,7 @@ class Cluster:
         return tuple(sorted({nbytes for series in self.measurements for nbytes in series.nbytes}))
 
     def series(self, algorithm: str, num_ranks: int) -> AllReduceSeries | None:
-        """The measurements of `algorithm` over `ranks` ranks; None if there are none."""
+        """Returns the measurements of `algorithm` over `ranks` ranks; None if there are none."""
         return next(
             (
                 overhead
@@ -237,7 +239,7 @@ class Cluster:
         )
 
     def seconds_by_algorithm(self, num_ranks: int) -> dict[str, dict[int, float]]:
-        """The measured seconds over `num_ranks` ranks by algorithm and size in bytes."""
+        """Returns the measured seconds over `num_ranks` ranks by algorithm and size in bytes."""
         return {
             series.algorithm: dict(zip(series.nbytes, series.seconds, strict=True))
             for series in self.measurements
@@ -245,7 +247,7 @@ class Cluster:
         }
 
     def without_measurements(self) -> "Cluster":
-        """The same model without the correction by measurements."""
+        """Returns the same model without the correction by measurements."""
         return replace(self, measurements=())
 
     def diagnostics(self) -> Iterator[Diagnostic]:

@@ -32,7 +32,7 @@ class StragglerSample:
 
 @cache
 def expected_maximum(num_ranks: int) -> float:
-    """The expected maximum of `num_ranks` standard normal variables."""
+    """Returns the expected maximum of `num_ranks` standard normal variables."""
     distribution = NormalDist()
     quantiles = [(each + 0.5) / NUM_INTEGRATION_STEPS for each in range(NUM_INTEGRATION_STEPS)]
     return (

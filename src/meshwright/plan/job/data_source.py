@@ -122,7 +122,7 @@ class DataConfig:
             yield from self._mixture_faults()
 
     def part_configs(self) -> tuple["DataConfig", ...]:
-        """The parts of the mixture, each as a `DataConfig` of its own."""
+        """Returns the parts of the mixture, each as a `DataConfig` of its own."""
         return tuple(
             DataConfig(
                 source=mixture_part.source,

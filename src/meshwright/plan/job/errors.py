@@ -50,7 +50,7 @@ class PlanError(Exception):
 
     @classmethod
     def from_diagnostics(cls, diagnostics: Iterable[Diagnostic]) -> "PlanError":
-        """The error that reports all `diagnostics` (at least one)."""
+        """Returns the error that reports all `diagnostics` (at least one)."""
         first, *others = diagnostics
         return cls(first.problem, fix=first.fix, location=first.location, more=others)
 
@@ -68,7 +68,7 @@ class CollectiveError(RuntimeError):
 
 
 def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
-    """Raise one `PlanError` with all `diagnostics`; return if there are none."""
+    """Raises one `PlanError` with all `diagnostics`; returns if there are none."""
     found = tuple(diagnostics)
     if found:
         raise PlanError.from_diagnostics(found)
@@ -77,8 +77,8 @@ def raise_diagnostics(diagnostics: Iterable[Diagnostic]) -> None:
 def collect_diagnostics(
     diagnostics: list[Diagnostic], function: Callable[..., Result], *args: object
 ) -> Result | None:
-    """The result of `function(*args)`; None if it raises a `PlanError`, whose diagnostics are added to
-    `diagnostics`.
+    """Returns the result of `function(*args)`; None if it raises a `PlanError`, whose diagnostics are added
+    to `diagnostics`.
     """
     try:
         return function(*args)
@@ -97,14 +97,14 @@ def refuse_write_errors(what: str, path: Path, fix: str) -> Iterator[None]:
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:
-    """The text of a repair: the known name most similar to `name`, or all known names."""
+    """Returns the text of a repair: the known name most similar to `name`, or all known names."""
     known = sorted(known)
     match = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean '{match[0]}'?" if match else f"choose one of: {', '.join(known)}"
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Bytes in the unit that fits, three digits."""
+    """Returns bytes in the unit that fits, three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
             return f"{nbytes:.3g} {unit}"

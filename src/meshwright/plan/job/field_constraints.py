@@ -33,7 +33,7 @@ class Constraint:
 
 
 def above(bound: float, fix: str = "", *, or_zero: bool = False) -> Metadata:
-    """Metadata of a finite number above `bound`, or also 0."""
+    """Returns the metadata of a finite number above `bound`, or also 0."""
     needed = f"number above {bound}, or 0" if or_zero else f"number above {bound}"
     return {
         "constraint": Constraint(needed, lambda value: bound < value < inf or (or_zero and value == 0), fix)
@@ -41,34 +41,34 @@ def above(bound: float, fix: str = "", *, or_zero: bool = False) -> Metadata:
 
 
 def at_least(bound: float, fix: str = "") -> Metadata:
-    """Metadata of a finite number of at least `bound`."""
+    """Returns the metadata of a finite number of at least `bound`."""
     return {"constraint": Constraint(f"number of at least {bound}", lambda value: bound <= value < inf, fix)}
 
 
 def in_range(low: float, high: float, fix: str = "") -> Metadata:
-    """Metadata of a number from `low` to `high`, both included."""
+    """Returns the metadata of a number from `low` to `high`, both included."""
     return {"constraint": Constraint(f"number from {low} to {high}", lambda value: low <= value <= high, fix)}
 
 
 def below_one() -> Metadata:
-    """Metadata of a number from 0 to 1, without 1."""
+    """Returns the metadata of a number from 0 to 1, without 1."""
     return {"constraint": Constraint("number from 0 up to, not including, 1", lambda value: 0 <= value < 1)}
 
 
 def one_of(*choices: Any, fix: str = "") -> Metadata:
-    """Metadata of one of `choices`."""
+    """Returns the metadata of one of `choices`."""
     *others, last = map(repr, choices)
     needed = f"{', '.join(others)} or {last}" if others else last
     return {"constraint": Constraint(needed, lambda value: value in choices, fix, choices)}
 
 
 def not_empty(fix: str = "") -> Metadata:
-    """Metadata of a text with at least one letter."""
+    """Returns the metadata of a text with at least one letter."""
     return {"constraint": Constraint("a text that is not empty", lambda value: value.strip() != "", fix)}
 
 
 def constraint_of(item: "Field[Any]") -> Constraint | None:
-    """The constraint of a field; None if its type says all."""
+    """Returns the constraint of a field; None if its type says all."""
     if get_origin(item.type) is Literal:
         return one_of(*get_args(item.type))["constraint"]
     return item.metadata.get("constraint")
@@ -87,8 +87,8 @@ def field_diagnostics(config: Any, location: str) -> Iterator[Diagnostic]:
 
 
 def with_valid_fields(config: Config) -> Config:
-    """`config` with the default, where there is one, in place of every wrong value, so that the rest can be
-    checked.
+    """Returns `config` with the default, where there is one, in place of every wrong value, so that the rest
+    can be checked.
     """
     items: tuple[Field[Any], ...] = fields(config)  # type: ignore[arg-type]  # a dataclass
     wrong = {

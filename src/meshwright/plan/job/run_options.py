@@ -35,7 +35,7 @@ class WaitLimits:
 
     @classmethod
     def uniform(cls, seconds: float) -> Self:
-        """The same limit for every phase."""
+        """Returns the same limit for every phase."""
         return cls(*(seconds for _ in fields(cls)))
 
     @property
@@ -44,7 +44,7 @@ class WaitLimits:
         return max(self.init_s, self.first_step_s, self.step_s, self.evaluate_s, self.save_s)
 
     def for_phase(self, phase: RunPhase) -> float:
-        """The limit of `phase`, in seconds."""
+        """Returns the limit of `phase`, in seconds."""
         match phase:
             case "init":
                 return self.init_s

@@ -37,7 +37,9 @@ class DimRanges:
         return sum(end - first for first, end in self.ranges)
 
     def global_ranges(self, first: int, length: int) -> Iterator[Range]:
-        """The ranges in the full tensor of `length` local elements from local index `first` on, in order."""
+        """Yields the ranges in the full tensor of `length` local elements from local index `first` on, in
+        order.
+        """
         for begin, end in self.ranges:
             taken = min(length, end - begin - first)
             if taken > 0:
@@ -69,7 +71,7 @@ class DimSplit:
         return max(self.num_units, self.num_heads)
 
     def overlaps(self, num_ranks: int) -> bool:
-        """Whether some of `num_ranks` ranks need the same elements."""
+        """Returns whether some of `num_ranks` ranks need the same elements."""
         shared = any(
             head_numel * self.num_units < length
             for head_numel, length in zip(self.per_head_numel, self.sections, strict=False)
@@ -86,7 +88,7 @@ class DimSplit:
         )
 
     def units_of(self, index: int, num_ranks: int) -> Range:
-        """The range of units of rank `index`, or of heads if there are more ranks than units."""
+        """Returns the range of units of rank `index`, or of heads if there are more ranks than units."""
         each, more = divmod(
             self.num_units if num_ranks <= self.num_units or not self.num_heads else self.num_heads, num_ranks
         )
@@ -94,7 +96,7 @@ class DimSplit:
         return first, first + each + (index < more)
 
     def ranges(self, index: int, num_ranks: int) -> tuple[Range, ...]:
-        """The index ranges along the dim of rank `index`, section by section."""
+        """Returns the index ranges along the dim of rank `index`, section by section."""
         first, end = self.units_of(index, num_ranks)
         if num_ranks > self.num_units and self.num_heads:
             return tuple(_merge_adjacent(self._by_head(first, end)))
@@ -106,15 +108,15 @@ class DimSplit:
         return tuple(found)
 
     def dim_ranges(self, index: int, num_ranks: int) -> DimRanges:
-        """The index ranges of rank `index`, with the dim."""
+        """Returns the index ranges of rank `index`, with the dim."""
         return DimRanges(self.dim, self.ranges(index, num_ranks))
 
     def size(self, index: int, num_ranks: int) -> int:
-        """The number of elements along the dim on rank `index`."""
+        """Returns the number of elements along the dim on rank `index`."""
         return self.dim_ranges(index, num_ranks).size
 
     def local_shape(self, shape: tuple[int, ...], index: int, num_ranks: int) -> tuple[int, ...]:
-        """The shape of the slice of a tensor of `shape` on rank `index`."""
+        """Returns the shape of the slice of a tensor of `shape` on rank `index`."""
         return (*shape[: self.dim], self.size(index, num_ranks), *shape[self.dim + 1 :])
 
     def _by_head(self, first: int, end: int) -> Iterator[Range]:

@@ -81,7 +81,7 @@ class SizeAttribute:
     divisor_split: DimSplit | None = None
 
     def local_value(self, index: int, num_ranks: int) -> int:
-        """The value on rank `index` of `num_ranks`."""
+        """Returns the value on rank `index` of `num_ranks`."""
         count = self.dim_split.size(index, num_ranks)
         return count if self.divisor_split is None else count // self.divisor_split.size(index, num_ranks)
 

@@ -37,12 +37,12 @@ PARAM_DTYPE_NBYTES = {
 
 
 def block_of(block_call: str) -> str:
-    """The block of a block call: "layer" for its second call "layer#2"."""
+    """Returns the block of a block call: "layer" for its second call "layer#2"."""
     return block_call.partition("#")[0]
 
 
 def block_call_name(block: str, call_number: int) -> str:
-    """The name of call number `call_number` (from 1) of `block` in a forward."""
+    """Returns the name of call number `call_number` (from 1) of `block` in a forward."""
     return block if call_number == 1 else f"{block}#{call_number}"
 
 
@@ -71,14 +71,18 @@ class ParamSpec:
     declared_role: str = ""
 
     def dim_split(self, dim: int) -> DimSplit:
-        """The units into which `dim` is split; a dim about which nothing is known may be split anywhere."""
+        """Returns the units into which `dim` is split; a dim about which nothing is known may be split
+        anywhere.
+        """
         return next(
             (split for split in self.dim_splits if split.dim == dim),
             DimSplit(dim, self.shape[dim], (self.shape[dim],)),
         )
 
     def split_of_side(self, side: str) -> DimSplit | None:
-        """The split of the "in" or "out" side of the layer in this parameter; None without such a side."""
+        """Returns the split of the "in" or "out" side of the layer in this parameter; None without such a
+        side.
+        """
         return next((split for split in self.dim_splits if split.side == side), None)
 
     @property
@@ -97,14 +101,14 @@ class ParamSpec:
         return prod(self.shape)
 
     def dtype_for(self, param_dtype: str) -> str:
-        """The dtype of this parameter in a job with parameters of `param_dtype`; with float64, all floats are
-        float64.
+        """Returns the dtype of this parameter in a job with parameters of `param_dtype`; with float64, all
+        floats are float64.
         """
         widened = param_dtype == "float64" and self.dtype.startswith(("float", "bfloat"))
         return self.dtype if self.dtype and not widened else param_dtype
 
     def itemsize(self, param_dtype: str) -> int:
-        """Bytes per element in a job with parameters of `param_dtype`; 0 for an unknown dtype."""
+        """Returns the bytes per element in a job with parameters of `param_dtype`; 0 for an unknown dtype."""
         return PARAM_DTYPE_NBYTES.get(self.dtype_for(param_dtype), 0)
 
 
@@ -137,15 +141,15 @@ class BatchTensor:
     used_by_loss: bool = True
 
     def comm_dtype(self, param_dtype: str) -> str:
-        """The dtype in which it is sent: floats as float32 (float64 in a float64 job), everything else
-        unchanged.
+        """Returns the dtype in which it is sent: floats as float32 (float64 in a float64 job), everything
+        else unchanged.
         """
         is_float = self.dtype in FLOAT_NBYTES
         return ("float64" if param_dtype == "float64" else "float32") if is_float else self.dtype
 
     def nbytes(self, param_dtype: str) -> int:
-        """Bytes of one sample when it is sent; 0 for a dtype that cannot be sent, which `diagnostics`
-        reports.
+        """Returns the bytes of one sample when it is sent; 0 for a dtype that cannot be sent, which
+        `diagnostics` reports.
         """
         return prod(self.shape) * {**FLOAT_NBYTES, **INTEGER_NBYTES}.get(self.comm_dtype(param_dtype), 0)
 
@@ -223,16 +227,16 @@ class ModelSpec:
         return sum(param.numel for param in self.params)
 
     def nbytes(self, param_dtype: str) -> int:
-        """The bytes of all logical parameters in a job with parameters of `param_dtype`."""
+        """Returns the bytes of all logical parameters in a job with parameters of `param_dtype`."""
         return sum(param.numel * param.itemsize(param_dtype) for param in self.params)
 
     def params_of(self, block_call: str) -> tuple[ParamSpec, ...]:
-        """The parameters that `block_call` uses."""
+        """Returns the parameters that `block_call` uses."""
         return tuple(param for param in self.params if block_call in param.block_calls)
 
     def block_calls_needing(self, param: ParamSpec) -> tuple[str, ...]:
-        """The block calls that need `param`: those that use it, and those where glue does; all if that is
-        unknown.
+        """Returns the block calls that need `param`: those that use it, and those where glue does; all if
+        that is unknown.
         """
         if ROOT not in param.block_calls:
             return param.block_calls
@@ -240,8 +244,8 @@ class ModelSpec:
         return (*param.block_calls, *root_params.get(param.name, self.block_calls))
 
     def restricted_to(self, block_calls: Collection[str]) -> "ModelSpec":
-        """The part of the model that a rank with only these block calls runs: their parameters, layer calls
-        and sizes.
+        """Returns the part of the model that a rank with only these block calls runs: their parameters, layer
+        calls and sizes.
         """
         indices = [i for i, block_call in enumerate(self.block_calls) if block_call in block_calls]
         used_calls = {
@@ -287,8 +291,8 @@ class ModelSpec:
         )
 
     def last_backward(self, params: Iterable[ParamSpec]) -> str | None:
-        """The block call whose backward completes the gradients of all `params`: the earliest one in the
-        forward.
+        """Returns the block call whose backward completes the gradients of all `params`: the earliest one in
+        the forward.
 
         None if glue uses one of them directly: they are complete after the last backward of the step.
         """

@@ -39,12 +39,12 @@ class LinearInSamples:
         )
 
     def total(self, num_samples: int) -> int:
-        """The quantity for `num_samples` samples, at least 0."""
+        """Returns the quantity for `num_samples` samples, at least 0."""
         return max(0, round(self.fixed + self.per_sample * num_samples + self.weight_sized))
 
     def local_total(self, num_samples: int, fraction: Fraction, weight_fraction: Fraction) -> int:
-        """The quantity on a rank with `fraction` of the activations and `weight_fraction` of the parameters,
-        at least 0.
+        """Returns the quantity on a rank with `fraction` of the activations and `weight_fraction` of the
+        parameters, at least 0.
         """
         return max(0, self.signed_local_total(num_samples, fraction, weight_fraction))
 
@@ -138,7 +138,7 @@ class MatmulOp:
         )
 
     def flops(self, num_samples: int) -> int:
-        """Operations for `num_samples` samples; a multiply-add counts as two."""
+        """Returns the operations for `num_samples` samples; a multiply-add counts as two."""
         return (
             2
             * self.count
@@ -166,7 +166,9 @@ class AttentionOp:
     count: int = 1
 
     def flops(self, num_samples: int) -> int:
-        """Operations for `num_samples` samples without skipped pairs: two products forward, five backward."""
+        """Returns the operations for `num_samples` samples without skipped pairs: two products forward, five
+        backward.
+        """
         pairs = self.batch.total(num_samples) * self.num_heads * self.query_len * self.key_len
         return (10 if self.backward else 4) * self.count * pairs * self.head_dim
 
@@ -199,11 +201,11 @@ class OpCounts:
         return sum(each.count for each in (*self.matmuls, *self.attention, *self.memory_ops))
 
     def flops(self, num_samples: int) -> int:
-        """Floating-point operations of matmuls and attention for `num_samples` samples."""
+        """Returns the floating-point operations of matmuls and attention for `num_samples` samples."""
         return sum(each.flops(num_samples) for each in (*self.matmuls, *self.attention))
 
     def memory_op_nbytes(self, num_samples: int) -> int:
-        """Bytes that the other operations read and write."""
+        """Returns the bytes that the other operations read and write."""
         return sum(each.count * each.nbytes.total(num_samples) for each in self.memory_ops)
 
 

@@ -35,18 +35,18 @@ class SequenceSharding:
     striped: bool = False
 
     def token_ranges(self, length: int, index: int) -> tuple[TokenRange, ...]:
-        """The position ranges of rank `index`, in order."""
+        """Returns the position ranges of rank `index`, in order."""
         outer, inner_index = divmod(index, self.num_inner_ranks)
         num_groups = self.num_ranks // self.num_inner_ranks
         ranges = self._outer_ranges(length, outer, num_groups)
         return select_positions(ranges, *_piece(num_positions(ranges), self.num_inner_ranks, inner_index))
 
     def num_tokens(self, length: int, index: int) -> int:
-        """The number of tokens of rank `index`."""
+        """Returns the number of tokens of rank `index`."""
         return self.num_tokens_by_rank(length)[index]
 
     def num_tokens_by_rank(self, length: int) -> tuple[int, ...]:
-        """The number of tokens of every rank."""
+        """Returns the number of tokens of every rank."""
         return _counts(self, length)
 
     @property
@@ -55,11 +55,11 @@ class SequenceSharding:
         return 2 if self.zigzag and self.num_ranks > self.num_inner_ranks else 1
 
     def num_padded_tokens(self, length: int, index: int) -> int:
-        """The number of tokens that rank `index` runs, padding included."""
+        """Returns the number of tokens that rank `index` runs, padding included."""
         return max(MIN_TOKENS, self.num_tokens(length, index))
 
     def inner_group_ranges(self, length: int, index: int) -> tuple[TokenRange, ...]:
-        """The position ranges of all inner ranks in the group of rank `index`, in order."""
+        """Returns the position ranges of all inner ranks in the group of rank `index`, in order."""
         return self._outer_ranges(
             length, index // self.num_inner_ranks, self.num_ranks // self.num_inner_ranks
         )
@@ -85,12 +85,12 @@ class SequenceSharding:
 
 
 def num_positions(spans: Iterable[TokenRange]) -> int:
-    """The number of positions in `spans`."""
+    """Returns the number of positions in `spans`."""
     return sum(end - begin for begin, end in spans)
 
 
 def with_padding(spans: tuple[TokenRange, ...]) -> tuple[TokenRange, ...]:
-    """The ranges `spans` and the padding ranges after them."""
+    """Returns the ranges `spans` and the padding ranges after them."""
     return (*spans, *[PADDING_RANGE] * (MIN_TOKENS - num_positions(spans)))
 
 
@@ -107,7 +107,7 @@ def _piece(length: int, num_chunks: int, index: int) -> TokenRange:
 
 
 def select_positions(spans: Sequence[TokenRange], first: int, last: int) -> tuple[TokenRange, ...]:
-    """The positions number `first` to `last` of those in `spans`, as ranges."""
+    """Returns the positions number `first` to `last` of those in `spans`, as ranges."""
     found, before = [], 0
     for begin, end in spans:
         low, high = max(begin, begin + first - before), min(end, begin + last - before)
@@ -209,13 +209,13 @@ class BlockSequenceInfo:
     module_num_tokens: tuple[tuple[str, int], ...] = ()
 
     def with_lengths(self, length: int) -> "BlockSequenceInfo":
-        """The same with explicit token counts, in a model whose `SequenceInfo.length` is `length`."""
+        """Returns the same with explicit token counts, in a model whose `SequenceInfo.length` is `length`."""
         inputs = self.input_num_tokens or (length,) * len(self.input_token_dims)
         outputs = self.output_num_tokens or (length,) * len(self.output_token_dims)
         return replace(self, input_num_tokens=inputs, output_num_tokens=outputs)
 
     def num_sharded_tokens(self, length: int) -> int:
-        """The tokens per sample of which each rank runs a shard; 0: every rank runs all."""
+        """Returns the tokens per sample of which each rank runs a shard; 0: every rank runs all."""
         complete = self.with_lengths(length)
         found = [
             *zip(complete.output_token_dims, complete.output_num_tokens, strict=True),
@@ -270,12 +270,12 @@ class SequenceInfo:
     has_untracked_writes: bool = False
 
     def num_tokens_in(self, name: str) -> int:
-        """The number of tokens of an input or target."""
+        """Returns the number of tokens of an input or target."""
         return dict(self.other_lengths).get(name, self.length)
 
     def num_sharded_tokens(self, block_call: str, module: str = "") -> int:
-        """The tokens per sample of which each rank runs a shard in a block call or its `module`; 0: every
-        rank runs all.
+        """Returns the tokens per sample of which each rank runs a shard in a block call or its `module`; 0:
+        every rank runs all.
         """
         return self._module_token_counts.get((block_call, module), self._runs.get(block_call, self.length))
 

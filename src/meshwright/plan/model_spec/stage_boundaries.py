@@ -68,11 +68,11 @@ class StageValue:
         return f"{self.name} ({self.op} at {self.source_line})" if self.op else self.name
 
     def shape(self, num_samples: int) -> tuple[int, ...]:
-        """The shape for a microbatch of `num_samples` samples."""
+        """Returns the shape for a microbatch of `num_samples` samples."""
         return tuple(fixed + boundary_info * num_samples for fixed, boundary_info in self.dim_sizes)
 
     def numel(self, num_samples: int) -> int:
-        """The number of elements for a microbatch of `num_samples` samples."""
+        """Returns the number of elements for a microbatch of `num_samples` samples."""
         return prod(self.shape(num_samples))
 
     @property
@@ -81,7 +81,7 @@ class StageValue:
         return next((width for end, width in ITEMSIZE_BY_SUFFIX.items() if self.dtype.endswith(end)), 1)
 
     def nbytes(self, num_samples: int) -> int:
-        """Bytes for a microbatch of `num_samples` samples."""
+        """Returns the bytes for a microbatch of `num_samples` samples."""
         return self.numel(num_samples) * self.itemsize
 
 
@@ -132,7 +132,7 @@ class StageBoundaries:
         return {block_call: i for i, block_call in enumerate(self.block_calls)}
 
     def input_needs_grad(self, block_call: str) -> bool:
-        """Whether the gradient of some input of `block_call` is needed."""
+        """Returns whether the gradient of some input of `block_call` is needed."""
         return block_call in self._learning
 
     @cached_property
@@ -146,24 +146,26 @@ class StageBoundaries:
         )
 
     def live_values(self, boundary: str) -> tuple[StageValue, ...]:
-        """The values that are live before the block call `boundary`."""
+        """Returns the values that are live before the block call `boundary`."""
         at = self.index[boundary]
         return tuple(v for v in self.values if self.index[v.producer] < at <= self.index[v.consumers[-1]])
 
     def open_boundaries(self) -> tuple[str, ...]:
-        """The block calls that a stage may begin with, without the first one, which is always possible."""
+        """Returns the block calls that a stage may begin with, without the first one, which is always
+        possible.
+        """
         closed = {boundary_info.block_call for boundary_info in self.closed_boundaries}
         return tuple(block_call for block_call in self.block_calls[1:] if block_call not in closed)
 
     def stages(self, boundaries: Sequence[str]) -> tuple[StageSpec, ...]:
-        """The stages that begin with the first block call and with each of `boundaries`.
+        """Returns the stages that begin with the first block call and with each of `boundaries`.
 
         Raises PlanError for a closed boundary, for a name that is no block call, and for boundaries out of
         order.
         """
         raise_diagnostics(self.diagnostics(boundaries))
         starts = [0, *(self.index[boundary] for boundary in boundaries), len(self.block_calls)]
-        return tuple(self._part(start, end) for start, end in pairwise(starts))
+        return tuple(self._make_stage(start, end) for start, end in pairwise(starts))
 
     def diagnostics(self, boundaries: Sequence[str]) -> Iterator[Diagnostic]:
         """Yields what keeps the model from being split at `boundaries`."""
@@ -187,9 +189,11 @@ class StageBoundaries:
             if boundary in closed and self.index[boundary]:
                 before = self.block_calls[self.index[boundary] - 1]
                 text = f"no stage can begin with '{boundary}', after '{before}': {closed[boundary].reason}"
-                yield Diagnostic(text, f"{self._instead(boundary)}{closed[boundary].fix}", "boundaries")
+                yield Diagnostic(
+                    text, f"{self._suggest_boundaries(boundary)}{closed[boundary].fix}", "boundaries"
+                )
 
-    def _instead(self, boundary: str) -> str:
+    def _suggest_boundaries(self, boundary: str) -> str:
         """The open boundaries next to a closed one, as text."""
         at, open_calls = self.index[boundary], self.open_boundaries()
         below = [block_call for block_call in open_calls if self.index[block_call] < at][-1:]
@@ -197,7 +201,7 @@ class StageBoundaries:
         found = " or ".join(f"'{block_call}'" for block_call in below + above)
         return f"begin it with {found}; or " if found else "do not split the model; or "
 
-    def _part(self, start: int, end: int) -> StageSpec:
+    def _make_stage(self, start: int, end: int) -> StageSpec:
         inside, index = range(start, end), self.index
         before = [v for v in self.values if index[v.producer] < start and index[v.consumers[-1]] >= start]
         inputs = tuple(v for v in before if any(index[block_call] in inside for block_call in v.consumers))
@@ -222,7 +226,7 @@ class StageTransfer:
     target: int
 
     def subject(self, *, backward: bool) -> str:
-        """The subject of its actions, forward or backward."""
+        """Returns the subject of its actions, forward or backward."""
         return (
             f"{self.value.name} of {self.target} to {self.source}"
             if backward
@@ -231,7 +235,7 @@ class StageTransfer:
 
 
 def stage_transfers(stages: Sequence[StageSpec], pp_ranks: Sequence[int]) -> Iterator[StageTransfer]:
-    """The transfers of every value between stages placed on `pp_ranks`."""
+    """Yields the transfers of every value between stages placed on `pp_ranks`."""
     stage_of = {block_call: i for i, stage in enumerate(stages) for block_call in stage.block_calls}
     for value in (value for stage in stages for value in stage.outputs):
         holders = [stage_of[value.producer]]

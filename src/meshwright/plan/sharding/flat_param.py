@@ -91,7 +91,9 @@ class FlatParamSpec:
         return self.num_ranks * self.shard_numel
 
     def param_shards(self, index: int) -> tuple[ParamShard, ...]:
-        """The parameter shards of rank `index`, in order; parameters without elements there are left out."""
+        """Returns the parameter shards of rank `index`, in order; parameters without elements there are left
+        out.
+        """
         shard_begin, shard_end = index * self.shard_numel, (index + 1) * self.shard_numel
         found = []
         for name, numel, offset in self.params:

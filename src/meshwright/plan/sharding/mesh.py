@@ -45,7 +45,7 @@ class Mesh:
 
     @classmethod
     def infer(cls, sizes: Mapping[str, int], world_size: int | None = None) -> "Mesh":
-        """The mesh with `sizes`, one of which may be -1: it is inferred so that the product equals
+        """Returns the mesh with `sizes`, one of which may be -1: it is inferred so that the product equals
         `world_size`.
 
         Raises PlanError for an unknown axis, two unknown sizes, a world size that does not divide, or none to
@@ -104,7 +104,7 @@ class Mesh:
         return mesh
 
     def size(self, axis: str) -> int:
-        """The number of ranks along `axis`."""
+        """Returns the number of ranks along `axis`."""
         return {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -115,7 +115,7 @@ class Mesh:
         }[axis]
 
     def as_dict(self) -> dict[str, int]:
-        """The sizes by axis, as plans store them; tp_depth only if it is used."""
+        """Returns the sizes by axis, as plans store them; tp_depth only if it is used."""
         return {axis: self.size(axis) for axis in AXES if axis != "tp_depth" or self.tp_depth > 1}
 
     @property
@@ -124,11 +124,13 @@ class Mesh:
         return prod(map(self.size, AXES))
 
     def group_size(self, axes: Iterable[str]) -> int:
-        """The number of ranks in a group that spans `axes`."""
+        """Returns the number of ranks in a group that spans `axes`."""
         return prod(map(self.size, axes))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The index of `rank` along every axis. Raises ValueError for a rank that the mesh does not have."""
+        """Returns the index of `rank` along every axis. Raises ValueError for a rank that the mesh does not
+        have.
+        """
         if not 0 <= rank < self.world_size:
             raise ValueError(
                 f"there is no rank {rank} in {self}: it has {self.world_size}."
@@ -140,12 +142,12 @@ class Mesh:
         return {axis: index[axis] for axis in AXES}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """The rank at `coordinate`; a missing axis counts as 0."""
+        """Returns the rank at `coordinate`; a missing axis counts as 0."""
         return self.index(coordinate, AXES)
 
     def index(self, coordinate: Mapping[str, int], axes: Iterable[str]) -> int:
-        """The index of `coordinate` in its group along `axes`, the last axis innermost; a missing axis counts
-        as 0.
+        """Returns the index of `coordinate` in its group along `axes`, the last axis innermost; a missing
+        axis counts as 0.
         """
         index = 0
         for axis in axes:
@@ -153,13 +155,13 @@ class Mesh:
         return index
 
     def peers(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axes`, itself included, in rank order."""
+        """Returns the ranks that differ from `rank` only along `axes`, itself included, in rank order."""
         free = set(axes)
         first = self.rank({axis: index for axis, index in self.coordinate(rank).items() if axis not in free})
         return tuple(first + offset for offset in self._plane(free))
 
     def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-        """All groups that span `axes`: together they contain each rank once."""
+        """Returns all groups that span `axes`: together they contain each rank once."""
         free = set(axes)
         offsets = self._plane(free)
         return tuple(tuple(first + offset for offset in offsets) for first in self._plane(set(AXES) - free))
@@ -177,7 +179,7 @@ class Mesh:
 
 
 def unknown_axis_diagnostic(axis: str, location: str) -> Diagnostic:
-    """The diagnostic of `axis`, which no mesh has; the repair lists the axes."""
+    """Returns the diagnostic of `axis`, which no mesh has; the repair lists the axes."""
     known = f"the axes are {', '.join(AXES)}"
     fix = f"{suggest_name(axis, AXES)} ({known})"
     if axis in DATA_PARALLEL_NAMES:
@@ -187,6 +189,6 @@ def unknown_axis_diagnostic(axis: str, location: str) -> Diagnostic:
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of `number`, rising."""
+    """Returns the divisors of `number`, rising."""
     low = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return sorted({*low, *(number // each for each in low)})

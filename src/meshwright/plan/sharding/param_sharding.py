@@ -31,8 +31,8 @@ class ParamSharding:
         return Layout.from_dict({axis: placement.adjoint for axis, placement in self.layout.placements})
 
     def with_partial_grad(self, axis: str) -> "ParamSharding":
-        """This sharding where each rank along `axis` uses the parameter on its own data: R, so its gradient
-        is P.
+        """Returns this sharding where each rank along `axis` uses the parameter on its own data: R, so its
+        gradient is P.
         """
         return replace(
             self,
@@ -41,7 +41,7 @@ class ParamSharding:
         )
 
     def grad_reductions(self) -> dict[str, str]:
-        """Per axis, the redistribution from the gradient as backward leaves it to the wanted one."""
+        """Returns, per axis, the redistribution from the gradient as backward leaves it to the wanted one."""
         axes = {axis for axis, _ in (*self.unreduced_grad_layout.placements, *self.grad_layout.placements)}
         names = {
             axis: redistribution_name(

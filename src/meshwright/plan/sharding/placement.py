@@ -82,7 +82,7 @@ def S(dim: int) -> Placement:  # noqa: N802  reads as the letter it is
 
 
 def redistribution_name(src: Placement, dst: Placement) -> str:
-    """The operation that turns `src` into `dst`: a collective, a local operation, or "keep"."""
+    """Returns the operation that turns `src` into `dst`: a collective, a local operation, or "keep"."""
     return "keep" if src == dst else REDISTRIBUTIONS[src.letter, dst.letter]
 
 
@@ -94,24 +94,24 @@ class Layout:
 
     @classmethod
     def from_dict(cls, placements: Mapping[str, Placement]) -> "Layout":
-        """The layout with these placements; I is the default and is dropped, so that equal layouts compare
-        equal.
+        """Returns the layout with these placements; I is the default and is dropped, so that equal layouts
+        compare equal.
         """
         return cls(
             tuple(sorted((axis, placement) for axis, placement in placements.items() if placement != I))
         )
 
     def placement(self, axis: str) -> Placement:
-        """The placement along `axis`."""
+        """Returns the placement along `axis`."""
         return dict(self.placements).get(axis, I)
 
     def with_placement(self, axes: str | Iterable[str], placement: Placement) -> "Layout":
-        """This layout with `placement` along `axes`."""
+        """Returns this layout with `placement` along `axes`."""
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         return Layout.from_dict({**dict(self.placements), **dict.fromkeys(axes, placement)})
 
     def axes_with(self, letter: Letter) -> tuple[str, ...]:
-        """The axes along which the letter is `letter` (other than I)."""
+        """Returns the axes along which the letter is `letter` (other than I)."""
         return tuple(axis for axis, placement in self.placements if placement.letter == letter)
 
     def __str__(self) -> str:

@@ -20,13 +20,15 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 
 def local_token_fraction(sharding: ShardingPlan) -> Fraction:
-    """The fraction of the tokens of a sample that this rank runs."""
+    """Returns the fraction of the tokens of a sample that this rank runs."""
     sequence_info = _sequence_info(sharding)
     return Fraction(1) if sequence_info is None else _fraction(sharding, sequence_info.length)
 
 
 def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, Fraction], ...]:
-    """Per token count in a sample, the fraction that this rank runs, with and without padding tokens."""
+    """Returns, per token count in a sample, the fraction that this rank runs, with and without padding
+    tokens.
+    """
     sequence_info = _sequence_info(sharding)
     return (
         ()
@@ -39,7 +41,7 @@ def local_fractions_by_length(sharding: ShardingPlan) -> tuple[tuple[Fraction, F
 
 
 def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") -> Fraction:
-    """The fraction of the tokens through `block_call`, or its `module`, that this rank runs."""
+    """Returns the fraction of the tokens through `block_call`, or its `module`, that this rank runs."""
     sequence_info = _sequence_info(sharding)
     return (
         Fraction(1)
@@ -49,7 +51,7 @@ def local_fraction(sharding: ShardingPlan, block_call: str, module: str = "") ->
 
 
 def unpadded_fraction(sharding: ShardingPlan, block_call: str) -> Fraction:
-    """The fraction of the tokens that `block_call` returns on this rank, without padding tokens."""
+    """Returns the fraction of the tokens that `block_call` returns on this rank, without padding tokens."""
     sequence_info = _sequence_info(sharding)
     return (
         Fraction(1)
@@ -100,19 +102,19 @@ class BlockShare:
 
 
 @dataclass(frozen=True)
-class _LayerShare:
+class _LayerFraction:
     """A rank's fraction of the weight of a layer, and the axes along which the weight is sliced."""
 
     fraction: Fraction
     axes: frozenset[str]
 
 
-FULL_LAYER = _LayerShare(FULL, frozenset())
+FULL_LAYER = _LayerFraction(FULL, frozenset())
 
 
 def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
-    """The share of every block call on this rank."""
-    model_spec, layer_shares = sharding.model_spec, _layer_shares(sharding)
+    """Returns the share of every block call on this rank."""
+    model_spec, layer_fractions = sharding.model_spec, _layer_fractions(sharding)
     calls, weight_grads = _layer_calls(model_spec), list(weight_grad_flops(model_spec))
     head = (
         model_spec.logits.layer
@@ -125,7 +127,7 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
     for i, block_call in enumerate(model_spec.block_calls):
         flops, saved_numel, numel = model_spec.flops[i], saved[i], model_spec.output_numel[i]
         local_calls = [
-            (call, layer_shares.get(call.name, FULL_LAYER))
+            (call, layer_fractions.get(call.name, FULL_LAYER))
             for call in calls[block_call]
             if call is not chunked_head
         ]
@@ -165,8 +167,8 @@ def block_shares(sharding: ShardingPlan) -> dict[str, BlockShare]:
 
 
 def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
-    """The LM head's call that a chunked LOSS computes instead of its block call; None if the loss is not
-    chunked.
+    """Returns the LM head's call that a chunked LOSS computes instead of its block call; None if the loss is
+    not chunked.
     """
     logits = sharding.model_spec.logits
     if sharding.num_loss_chunks < 2 or logits is None:
@@ -182,18 +184,18 @@ def chunked_head_call(sharding: ShardingPlan) -> LayerCall | None:
 
 
 def layer_flops(sharding: ShardingPlan, call: LayerCall) -> int:
-    """The forward operations of `call` per sample on this rank."""
+    """Returns the forward operations of `call` per sample on this rank."""
     return _local_amount(
         sharding,
         call.block_call,
         call.flops,
-        [(_layer_shares(sharding).get(call.name, FULL_LAYER), call.flops)],
+        [(_layer_fractions(sharding).get(call.name, FULL_LAYER), call.flops)],
     )
 
 
 def weight_grad_flops(model_spec: ModelSpec) -> tuple[int, ...]:
-    """Per block call and sample, the operations for gradients of parameters; the rest of two forwards is for
-    input gradients.
+    """Returns, per block call and sample, the operations for gradients of parameters; the rest of two
+    forwards is for input gradients.
 
     Only matrix products with trained weights count: attention has none. All operations, if the layers are
     unknown.
@@ -220,20 +222,20 @@ def _layer_calls(model_spec: ModelSpec) -> dict[str, list[LayerCall]]:
     return calls
 
 
-def _layer_shares(sharding: ShardingPlan) -> Mapping[str, _LayerShare]:
+def _layer_fractions(sharding: ShardingPlan) -> Mapping[str, _LayerFraction]:
     found = {}
     for param_sharding, total in zip(sharding.param_shardings, sharding.logical_param_shardings, strict=True):
         if param_sharding.sliced_dims:
-            layer_shares = _LayerShare(
+            layer_fractions = _LayerFraction(
                 Fraction(param_sharding.param.numel, total.param.numel), frozenset(param_sharding.sliced_dims)
             )
             names = (name.rpartition(".") for name in param_sharding.param.names)
-            found |= {layer: layer_shares for layer, _, leaf in names if leaf == "weight"}
+            found |= {layer: layer_fractions for layer, _, leaf in names if leaf == "weight"}
     return found
 
 
 def _local_amount(
-    sharding: ShardingPlan, block_call: str, total: int, sharded: list[tuple[_LayerShare, int]]
+    sharding: ShardingPlan, block_call: str, total: int, sharded: list[tuple[_LayerFraction, int]]
 ) -> int:
     local_calls = sum(
         (

@@ -55,7 +55,7 @@ class ShardingPlan:
 
     @classmethod
     def one_device(cls, mesh: Mesh, model_spec: ModelSpec) -> "ShardingPlan":
-        """All tensors invariant: what each rank would hold if it trained alone."""
+        """Returns all tensors invariant: what each rank would hold if it trained alone."""
         return cls(mesh, model_spec, tuple(ParamSharding(param) for param in model_spec.params))
 
     @property
@@ -64,7 +64,7 @@ class ShardingPlan:
         return self.all_ranks or self
 
     def with_batch_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
-        """This plan with the batch at `placement` along `axis`."""
+        """Returns this plan with the batch at `placement` along `axis`."""
         return replace(self, batch_layout=self.batch_layout.with_placement(axis, placement))
 
     def with_residual_placement(
@@ -75,8 +75,8 @@ class ShardingPlan:
         *,
         regather: bool = False,
     ) -> "ShardingPlan":
-        """This plan with the residual stream at `placement` along `axis`, in `sequence_sliced_calls` only, if
-        any.
+        """Returns this plan with the residual stream at `placement` along `axis`, in `sequence_sliced_calls`
+        only, if any.
 
         `regather`: layers save the slice for backward, not the gathered tensor.
         """
@@ -88,8 +88,8 @@ class ShardingPlan:
         )
 
     def residual_placement(self, calls: Iterable[LayerCall], axis: str) -> Placement:
-        """The placement along `axis` of the residual stream as input of `calls`: I for those that do not take
-        slices.
+        """Returns the placement along `axis` of the residual stream as input of `calls`: I for those that do
+        not take slices.
         """
         return (
             self.residual_layout.placement(axis)
@@ -98,7 +98,9 @@ class ShardingPlan:
         )
 
     def takes_sequence_slices(self, call: LayerCall) -> bool:
-        """Whether `call` takes slices of the residual stream; a head that is a block of its own may too."""
+        """Returns whether `call` takes slices of the residual stream; a head that is a block of its own may
+        too.
+        """
         if call.block_call in self.sequence_sliced_calls or not call.takes_residual:
             return call.takes_residual
         return (
@@ -112,8 +114,8 @@ class ShardingPlan:
         )
 
     def sequence_slice_ends(self) -> dict[str, tuple[bool, bool]]:
-        """Per block call with sequence slices: whether its input must be sliced, and whether its output must
-        be gathered.
+        """Returns, per block call with sequence slices: whether its input must be sliced, and whether its
+        output must be gathered.
         """
         logical = self.global_plan  # the next stage decides whether this one hands on slices
         sliced_params = {
@@ -136,8 +138,8 @@ class ShardingPlan:
     def map_param_shardings(
         self, change: Callable[[ParamSharding], ParamSharding], *, frozen: bool = False
     ) -> "ShardingPlan":
-        """This plan with `change` applied to every trainable parameter's sharding; with `frozen`, to the
-        others instead.
+        """Returns this plan with `change` applied to every trainable parameter's sharding; with `frozen`, to
+        the others instead.
         """
         return replace(
             self,
@@ -147,14 +149,14 @@ class ShardingPlan:
         )
 
     def with_logits_placement(self, axis: str, placement: Placement) -> "ShardingPlan":
-        """This plan with the logits at `placement` along `axis`."""
+        """Returns this plan with the logits at `placement` along `axis`."""
         return replace(self, logits_layout=self.logits_layout.with_placement(axis, placement))
 
     def with_pipeline(
         self, block_calls_by_pp_rank: Iterable[tuple[str, ...]], split_points: tuple[str, ...]
     ) -> "ShardingPlan":
-        """This plan with these block calls on each rank along pp; gradients of parameters that several use
-        are summed.
+        """Returns this plan with these block calls on each rank along pp; gradients of parameters that
+        several use are summed.
         """
         pipelined = replace(
             self, block_calls_by_pp_rank=tuple(block_calls_by_pp_rank), split_points=split_points
@@ -169,7 +171,7 @@ class ShardingPlan:
         return pipelined.map_param_shardings(sum_if_tied)
 
     def pp_ranks_using(self, param: ParamSpec) -> tuple[int, ...]:
-        """The ranks along pp that use `param`, in a block or in glue."""
+        """Returns the ranks along pp that use `param`, in a block or in glue."""
         if not self.block_calls_by_pp_rank:
             return (0,)
         needing = set(self.global_plan.model_spec.block_calls_needing(param))
@@ -210,8 +212,8 @@ class ShardingPlan:
         return tuple(axis for axis in AXES if self.batch_layout.placement(axis).dim == 1)
 
     def with_token_axes(self, *axes: str) -> tuple[str, ...]:
-        """`axes` and the token axes: gradients of different tokens of a sample are summed like those of
-        samples.
+        """Returns `axes` and the token axes: gradients of different tokens of a sample are summed like those
+        of samples.
         """
         return tuple(axis for axis in AXES if axis in axes or axis in self.token_axes)
 
@@ -251,8 +253,8 @@ class ShardingPlan:
         )
 
     def params_counted_in_sum(self, coordinate: Mapping[str, int]) -> Iterator[str]:
-        """The parameters that the rank at `coordinate` counts in a sum over `model_parallel_axes`: each
-        counts once.
+        """Yields the parameters that the rank at `coordinate` counts in a sum over `model_parallel_axes`:
+        each counts once.
         """
         nonzero_axes = {axis for axis in self.param_slice_axes if coordinate[axis]}
         yield from (
@@ -262,8 +264,8 @@ class ShardingPlan:
         )
 
     def params_counted_in_norm(self, coordinate: Mapping[str, int]) -> Iterator[str]:
-        """The parameters that the rank at `coordinate` counts in the gradient norm: it is the first with
-        these elements.
+        """Yields the parameters that the rank at `coordinate` counts in the gradient norm: it is the first
+        with these elements.
         """
         nonzero_axes = {axis for axis in self.grad_norm_axes if coordinate[axis] and axis != "pp"}
         yield from (
@@ -278,11 +280,11 @@ class ShardingPlan:
                 yield param_sharding
 
     def at_pp_rank(self, pp_rank: int) -> "ShardingPlan":
-        """The view of the rank at `pp_rank`, at the same position along all other axes."""
+        """Returns the view of the rank at `pp_rank`, at the same position along all other axes."""
         return self.at_coordinate({**dict(self.coordinate), "pp": pp_rank})
 
     def at_coordinate(self, coordinate: Mapping[str, int]) -> "ShardingPlan":
-        """The view of the rank at `coordinate`."""
+        """Returns the view of the rank at `coordinate`."""
         logical, model_spec = self.global_plan, self.global_plan.model_spec
         param_shardings = logical.param_shardings
         if logical.block_calls_by_pp_rank:
@@ -296,13 +298,15 @@ class ShardingPlan:
         return replace(
             logical,
             model_spec=model_spec,
-            param_shardings=tuple(logical._sliced(each, coordinate) for each in param_shardings),
+            param_shardings=tuple(logical._slice(each, coordinate) for each in param_shardings),
             all_ranks=logical,
             coordinate=tuple(coordinate.items()),
         )
 
     def slice_range(self, name: str, axis: str) -> tuple[int, int]:
-        """The index range of this rank of parameter `name` along the dim that is sliced over `axis`."""
+        """Returns the index range of this rank of parameter `name` along the dim that is sliced over
+        `axis`.
+        """
         found = next(each for each in self.global_plan.param_shardings if each.param.name == name)
         dim_split = found.param.dim_split(found.sliced_dims[axis])
         (index_range,) = dim_split.ranges(dict(self.coordinate)[axis], self.mesh.size(axis))
@@ -311,7 +315,7 @@ class ShardingPlan:
     def dim_shards(
         self, param_sharding: ParamSharding, coordinate: Mapping[str, int]
     ) -> tuple[DimShard, ...]:
-        """The shard of the rank at `coordinate` for each sliced dim of a parameter."""
+        """Returns the shard of the rank at `coordinate` for each sliced dim of a parameter."""
         found, sliced_dims = list[DimShard](), param_sharding.sliced_dims
         for dim in dict.fromkeys(sliced_dims[axis] for axis in AXES if axis in sliced_dims):
             axes = tuple(axis for axis in AXES if sliced_dims.get(axis) == dim)
@@ -320,7 +324,7 @@ class ShardingPlan:
             found.append(DimShard(axes, dim_split, self.mesh.group_size(axes), index))
         return tuple(found)
 
-    def _sliced(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
+    def _slice(self, param_sharding: ParamSharding, coordinate: Mapping[str, int]) -> ParamSharding:
         shape = param_sharding.param.shape
         for shard in self.dim_shards(param_sharding, coordinate):
             shape = shard.dim_split.local_shape(shape, shard.index, shard.num_ranks)
@@ -333,8 +337,8 @@ class ShardingPlan:
     def local_shape(
         self, shape: tuple[int, ...], layout: Layout, coordinate: Mapping[str, int]
     ) -> tuple[int, ...]:
-        """The local shape of a tensor at `coordinate`: dims split as evenly as possible, the first ranks get
-        one more.
+        """Returns the local shape of a tensor at `coordinate`: dims split as evenly as possible, the first
+        ranks get one more.
         """
         sizes = list(shape)
         for axis in AXES:
@@ -345,8 +349,8 @@ class ShardingPlan:
         return tuple(sizes)
 
     def param_groups(self, *, frozen: bool = False) -> tuple[ParamGroup, ...]:
-        """The parameter groups in the order in which backward completes them; with `frozen`, those without
-        gradients.
+        """Returns the parameter groups in the order in which backward completes them; with `frozen`, those
+        without gradients.
 
         Parameters that ranks along pp sum are grouped by all their block calls, so that all these ranks have
         equal groups.
@@ -377,11 +381,11 @@ class ShardingPlan:
         return tuple(sorted(groups, key=self._completion))
 
     def all_param_groups(self) -> tuple[ParamGroup, ...]:
-        """The trainable groups, then the frozen ones."""
+        """Returns the trainable groups, then the frozen ones."""
         return (*self.param_groups(), *self.param_groups(frozen=True))
 
     def flat_param_specs(self) -> dict[str, FlatParamSpec]:
-        """The flat parameters by the name of their group: those of groups that are updated or stored
+        """Returns the flat parameters by the name of their group: those of groups that are updated or stored
         S(flat).
         """
         found = {}
@@ -396,7 +400,7 @@ class ShardingPlan:
         return found
 
     def shard_alignments(self) -> dict[str, ShardAlignment]:
-        """The shard alignment that the optimizer needs of each sharded or sliced parameter, by name."""
+        """Returns the shard alignment that the optimizer needs by sharded or sliced parameter, by name."""
         return {
             each.param.name: each.shard_alignment
             for each in self.param_shardings
@@ -404,7 +408,7 @@ class ShardingPlan:
         }
 
     def unreduced_params(self) -> Iterator[ParamSharding]:
-        """The parameters whose gradients would reach the optimizer as partial sums."""
+        """Returns the parameters whose gradients would reach the optimizer as partial sums."""
         return (
             each for each in self.param_shardings if each.param.trainable and each.grad_layout.axes_with("P")
         )

@@ -35,7 +35,9 @@ class StageValueShards:
         self._sharding, self._splits, self._axes = sharding, dict(_splits(sharding, values)), _axes(sharding)
 
     def local_shape(self, value: StageValue, num_samples: int) -> tuple[int, ...]:
-        """The local shape of `value` for `num_samples` samples, whose length may differ from the plan's."""
+        """Returns the local shape of `value` for `num_samples` samples, whose length may differ from the
+        plan's.
+        """
         sharding, mesh, shape = self._sharding, self._sharding.mesh, value.shape(num_samples)
         coordinate = dict(sharding.coordinate)
         if sharding.sequence_sharding is not None and value.sequence_dim is not None:
@@ -52,7 +54,7 @@ class StageValueShards:
         return shape
 
     def glue_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The local shape, for glue, of a value of `shape`: sliced if the hidden dim is sharded."""
+        """Returns the local shape, for glue, of a value of `shape`: sliced if the hidden dim is sharded."""
         placements = _residual_placements(self._sharding)
         if (
             not placements
@@ -69,7 +71,7 @@ class StageValueShards:
         return shape
 
     def replicated_axes(self, value: StageValue) -> tuple[str, ...]:
-        """The axes along which ranks have slices of parameters but the same `value`."""
+        """Returns the axes along which ranks have slices of parameters but the same `value`."""
         split = {axis for axes, _ in self._splits.get(value.name, ()) for axis in axes}
         return tuple(axis for axis in self._axes if axis not in split)
 

@@ -56,11 +56,11 @@ class Transfer:
     in_glue: bool = field(default=False, compare=False)
 
     def num_ranks(self, mesh: Mesh) -> int:
-        """The number of ranks of `mesh` in one group of this transfer."""
+        """Returns the number of ranks of `mesh` in one group of this transfer."""
         return self.num_neighbours or len(self.member_indices) or mesh.group_size(self.axes)
 
     def member_groups(self, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-        """The indices along the axes of the members of each group; an empty group means all ranks."""
+        """Returns the indices along the axes of the members of each group; an empty group means all ranks."""
         if not self.num_neighbours:
             return (self.member_indices,)
         return tuple(
@@ -70,8 +70,8 @@ class Transfer:
 
 
 def neighbour_indices(index: int, num_neighbours: int) -> tuple[int, ...]:
-    """The indices along an axis of the group of `num_neighbours` ranks that contains `index`; () for 0: all
-    ranks.
+    """Returns the indices along an axis of the group of `num_neighbours` ranks that contains `index`; () for
+    0: all ranks.
     """
     first = index - index % num_neighbours if num_neighbours else 0
     return tuple(range(first, first + num_neighbours))
@@ -120,11 +120,11 @@ class Program:
 
     @classmethod
     def from_dict(cls, roles: Mapping[str, Iterable[Action]]) -> "Program":
-        """The program with these lists."""
+        """Returns the program with these lists."""
         return cls(tuple((role, tuple(actions)) for role, actions in roles.items()))
 
     def actions(self, role: str) -> tuple[Action, ...]:
-        """The list that ranks of `role` execute."""
+        """Returns the list that ranks of `role` execute."""
         return dict(self.roles)[role]
 
     @property
@@ -133,12 +133,12 @@ class Program:
         return frozenset(action.kind for _, actions in self.roles for action in actions)
 
     def edit(self, change: Callable[[list[Action]], list[Action]]) -> "Program":
-        """This program with `change` applied to the list of every role."""
+        """Returns this program with `change` applied to the list of every role."""
         return Program(tuple((role, tuple(change(list(actions)))) for role, actions in self.roles))
 
 
 def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:
-    """`program` without inner transfers over axes of one rank, which send nothing."""
+    """Returns `program` without inner transfers over axes of one rank, which send nothing."""
 
     def drop(action: Action) -> Action:
         transfers = tuple(transfer for transfer in action.inner_transfers if transfer.num_ranks(mesh) > 1)
@@ -152,7 +152,9 @@ def drop_single_rank_transfers(program: Program, mesh: Mesh) -> Program:
 
 
 def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] | None = None) -> int | None:
-    """The index of the last action of `kind` (on one of `subjects`, if given); None if there is none."""
+    """Returns the index of the last action of `kind` (on one of `subjects`, if given); None if there is
+    none.
+    """
     wanted_subjects = None if subjects is None else set(subjects)
     found = [
         i
@@ -163,12 +165,12 @@ def index_of_last(actions: Iterable[Action], kind: str, subjects: Iterable[str] 
 
 
 def with_waits(action: Action, names: Iterable[str]) -> Action:
-    """`action`, waiting for `names` too."""
+    """Returns `action`, waiting for `names` too."""
     return replace(action, waits=tuple(dict.fromkeys((*action.waits, *names))))
 
 
 def with_extra_memory(action: Action, name: str, nbytes: int) -> Action:
-    """`action` with `nbytes` more in the allocation `name`."""
+    """Returns `action` with `nbytes` more in the allocation `name`."""
     takes = (
         replace(allocation, nbytes=allocation.nbytes + nbytes) if allocation.name == name else allocation
         for allocation in action.allocations
@@ -177,7 +179,7 @@ def with_extra_memory(action: Action, name: str, nbytes: int) -> Action:
 
 
 def transitive_waits(actions: Sequence[Action], action: Action) -> set[str]:
-    """The names of all `actions` that `action` waits for, directly or through others."""
+    """Returns the names of all `actions` that `action` waits for, directly or through others."""
     by_name, found, pending = {other.name: other for other in actions}, set[str](), [action]
     while pending:
         for wait in pending.pop().waits:
@@ -188,12 +190,14 @@ def transitive_waits(actions: Sequence[Action], action: Action) -> set[str]:
 
 
 def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
-    """The actions of every role as plain values (dict, list, str, int), without fields at their defaults."""
+    """Returns the actions of every role as plain values (dict, list, str, int), without fields at their
+    defaults.
+    """
     return {role: [_action_to_dict(action) for action in actions] for role, actions in program.roles}
 
 
 def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
-    """The program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
+    """Returns the program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
     return Program.from_dict(
         {role: [_action_from_dict(fields) for fields in actions] for role, actions in roles.items()}
     )

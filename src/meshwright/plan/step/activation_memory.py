@@ -36,7 +36,7 @@ class ActivationMemory:
     attention_backward_nbytes: int | None = None
 
     def scratch_nbytes(self, accumulated: int, new_grads: int) -> int:
-        """The scratch of a backward with `new_grads` bytes of gradients, if the largest one that it
+        """Returns the scratch of a backward with `new_grads` bytes of gradients, if the largest one that it
         accumulates has `accumulated`.
         """
         return max(
@@ -46,7 +46,7 @@ class ActivationMemory:
 
 
 def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
-    """The activation memory of every block call on this rank, in microbatches of `num_samples`."""
+    """Returns the activation memory of every block call on this rank, in microbatches of `num_samples`."""
     model_spec = sharding.model_spec
     width = FLOAT_NBYTES[job.precision.compute]
     loads = block_memories(sharding.model_spec)
@@ -80,7 +80,7 @@ def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dic
 
 
 def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_samples: int) -> int:
-    """The scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
+    """Returns the scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
     model_spec = sharding.model_spec
     if model_spec.memory is None or sharding.logits_layout.axes_with("S"):
         # Float32 at least.
@@ -128,7 +128,7 @@ def _local_param_fractions(sharding: ShardingPlan) -> dict[str, Fraction]:
 
 
 def block_memories(model_spec: ModelSpec) -> Mapping[str, BlockMemory]:
-    """The measured memory by block call."""
+    """Returns the measured memory by block call."""
     return (
         {}
         if model_spec.memory is None

@@ -31,14 +31,14 @@ class ChunkedLossCost:
 
 
 def chunk_sizes(num_tokens: int, num_chunks: int) -> list[int]:
-    """The tokens of each chunk: as equal as possible, none empty; the first chunks have one more."""
+    """Returns the tokens of each chunk: as equal as possible, none empty; the first chunks have one more."""
     num_chunks = max(1, min(num_chunks, num_tokens))
     base, remainder = divmod(num_tokens, num_chunks)
     return [base + (number < remainder) for number in range(num_chunks)]
 
 
 def num_local_logit_tokens(sharding: ShardingPlan) -> int:
-    """The logit rows per sample on this rank."""
+    """Returns the logit rows per sample on this rank."""
     logits = sharding.model_spec.logits
     return (
         0
@@ -48,7 +48,7 @@ def num_local_logit_tokens(sharding: ShardingPlan) -> int:
 
 
 def chunked_loss_cost(sharding: ShardingPlan, job: Job, num_samples: int) -> ChunkedLossCost | None:
-    """The cost of LOSS on microbatches of `num_samples`; None if it takes all logits at once.
+    """Returns the cost of LOSS on microbatches of `num_samples`; None if it takes all logits at once.
 
     A chunk exists up to three times: what the loss saves, the gradient of that, and the gradient of the
     logits. Of sharded logits two of them have the dtype of the products; while the gradient of the weight is

@@ -70,7 +70,8 @@ def noise_scale_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) 
 
 
 def add_noise_scale_actions(program: Program, sharding: ShardingPlan) -> Program:
-    """`program` with GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, if `noise_scale_diagnostics` yields nothing.
+    """Returns `program` with GRAD_SQNORM, REDUCE_SQNORM and NOISE_SCALE, if `noise_scale_diagnostics` yields
+    nothing.
 
     Raises PlanError if some gradient is never that of the first microbatch alone, on a single data rank.
     """

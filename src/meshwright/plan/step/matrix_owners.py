@@ -50,7 +50,9 @@ class MatrixParcel:
 
 
 def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
-    """The parcels between owners and ranks with slices, group by group; equal on every rank of a stage."""
+    """Returns the parcels between owners and ranks with slices, group by group; equal on every rank of a
+    stage.
+    """
     logical = _unsliced(sharding)
     flat_params, parcels, loads = logical.flat_param_specs(), [], defaultdict[tuple, int](int)
     sizes = {
@@ -89,7 +91,9 @@ def matrix_parcels(sharding: ShardingPlan) -> tuple[MatrixParcel, ...]:
 
 
 def owner_coordinate(sharding: ShardingPlan, axes: tuple[str, ...], index: int) -> dict[str, int]:
-    """The coordinate of rank `index` along `axes`, at this plan's pp rank and at 0 along all other axes."""
+    """Returns the coordinate of rank `index` along `axes`, at this plan's pp rank and at 0 along all other
+    axes.
+    """
     parcels = {**dict.fromkeys(AXES, 0), "pp": dict(sharding.coordinate).get("pp", 0)}
     for axis in reversed([axis for axis in AXES if axis in axes]):
         index, parcels[axis] = divmod(index, sharding.mesh.size(axis))
@@ -97,7 +101,7 @@ def owner_coordinate(sharding: ShardingPlan, axes: tuple[str, ...], index: int) 
 
 
 def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, ParamSpec]]:
-    """The full parameters that `rank` owns, each with its group."""
+    """Yields the full parameters that `rank` owns, each with its group."""
     params = {
         param_sharding.param.name: param_sharding.param
         for param_sharding in sharding.global_plan.param_shardings
@@ -114,7 +118,7 @@ def owned_params(sharding: ShardingPlan, rank: int) -> Iterator[tuple[str, Param
 
 
 def add_matrix_owner_actions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
-    """`program` with GATHER_GRAD and SCATTER_PARAM for each group with matrix owners."""
+    """Returns `program` with GATHER_GRAD and SCATTER_PARAM for each group with matrix owners."""
     parcels = matrix_parcels(sharding)
     return (
         program.edit(lambda actions: _insert_owner_actions(actions, parcels, sharding, job))

@@ -77,7 +77,7 @@ class GradReduceScatter:
         self.reduce_dtype = precision.reduce
 
     def add_to(self, actions: list[Action]) -> list[Action]:
-        """`actions` with the gradients of every group reduced before LOCAL_NORM."""
+        """Returns `actions` with the gradients of every group reduced before LOCAL_NORM."""
         edited = list(self._reduce_once(actions) if self._in_place else self._reduce_every_time(actions))
         edited = self._reduce_over_replicas(edited) if self.replicate_axis else edited
         awaited = {

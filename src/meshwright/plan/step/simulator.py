@@ -34,8 +34,8 @@ def simulate(
     duration: Callable[[Action], float] = lambda action: 1.0,
     comm_delay: Callable[[Action], float] = lambda action: 0.0,
 ) -> list[SimulatedAction]:
-    """The timeline of one step, in order of start. Communication starts `comm_delay` after this rank is ready
-    for it.
+    """Returns the timeline of one step, in order of start. Communication starts `comm_delay` after this rank
+    is ready for it.
 
     As in the engine, the main thread of a role goes through its list: it runs compute actions itself and
     issues communication on the way. So a communication starts no earlier than the end of the compute action
@@ -150,7 +150,7 @@ def _stream_key(action: Action) -> StreamKey:
 
 
 def qualified_name(role: str, wait: str) -> str:
-    """The name of an action across roles; a wait without a role refers to `role` itself."""
+    """Returns the name of an action across roles; a wait without a role refers to `role` itself."""
     return wait if "/" in wait.split("(")[0] else f"{role}/{wait}"
 
 

@@ -61,7 +61,7 @@ class StageCalls(NamedTuple):
 
 
 def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) -> list[StageCalls]:
-    """The calls of a rank that runs the whole model for one microbatch after the other."""
+    """Returns the calls of a rank that runs the whole model for one microbatch after the other."""
     kinds: tuple[Literal["F", "B"], ...] = ("F", "B")
     return [
         StageCalls(kind, block_calls, microbatch) for microbatch in range(num_microbatches) for kind in kinds
@@ -71,8 +71,8 @@ def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) 
 def single_device_program(
     sharding: ShardingPlan, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
 ) -> Program:
-    """The program of a rank that trains alone, on microbatches of `micro_batch` samples, in the order of
-    `stage_calls`.
+    """Returns the program of a rank that trains alone, on microbatches of `micro_batch` samples, in the order
+    of `stage_calls`.
     """
     builder = _StageCallActions(sharding, job, micro_batch)
     actions = [Action("TOKEN_COUNT"), *(action for calls in stage_calls for action in builder.actions(calls))]
@@ -103,26 +103,26 @@ def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
 
 
 def role_of(coordinate: Mapping[str, int]) -> str:
-    """The role of the ranks at `coordinate`."""
+    """Returns the role of the ranks at `coordinate`."""
     return f"pp{coordinate.get('pp', 0)}"
 
 
 def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, job: Job) -> int:
-    """The samples per microbatch of a rank that executes `actions`."""
+    """Returns the samples per microbatch of a rank that executes `actions`."""
     microbatches = {action.microbatch for action in actions if action.kind in WEIGHT_GRAD_KINDS}
     return job.train.batch // sharding.mesh.group_size(sharding.data_axes) // len(microbatches)
 
 
 def reads_summed_grads(action: Action) -> bool:
-    """Whether `action` reads the summed gradients of all parameters; all reductions precede the first such
-    action.
+    """Returns whether `action` reads the summed gradients of all parameters; all reductions precede the first
+    such action.
     """
     return action.kind in ("LOCAL_NORM", "CLIP")
 
 
 def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
-    """The microbatches after which a rank steps with their gradients alone, in order; empty with one step
-    for all.
+    """Returns the microbatches after which a rank steps with their gradients alone, in order; empty with one
+    step for all.
     """
     return tuple(
         action.microbatch for action in actions if action.kind == "STEP" and action.microbatch is not None
@@ -130,8 +130,8 @@ def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
 
 
 def first_grad_reader(actions: Sequence[Action], microbatch: int | None = None) -> int:
-    """The index of the first action that reads all summed gradients (of `microbatch`, if it is stepped
-    alone).
+    """Returns the index of the first action that reads all summed gradients (of `microbatch`, if it is
+    stepped alone).
     """
     return next(
         i
@@ -143,8 +143,8 @@ def first_grad_reader(actions: Sequence[Action], microbatch: int | None = None) 
 def with_grad_waits(
     actions: Iterable[Action], names: Iterable[str], microbatch: int | None = None
 ) -> list[Action]:
-    """`actions`, in which those that read all summed gradients (of `microbatch`, if given) wait for `names`
-    too.
+    """Returns `actions`, in which those that read all summed gradients (of `microbatch`, if given) wait for
+    `names` too.
     """
     names = tuple(names)
     return [
@@ -158,8 +158,8 @@ def with_grad_waits(
 def reduce_totals_along(
     program: Program, axis: str, kinds: Iterable[str] = tuple(STEP_TOTAL_NBYTES)
 ) -> Program:
-    """`program` with these totals of a step also reduced along `axis`; once, even if several strategies ask
-    for it.
+    """Returns `program` with these totals of a step also reduced along `axis`; once, even if several
+    strategies ask for it.
     """
 
     def reduce_along(action: Action) -> Action:
@@ -177,32 +177,32 @@ def reduce_totals_along(
 
 
 def grad_name(param_group: ParamGroup) -> str:
-    """The name of the memory of the gradients of `param_group`."""
+    """Returns the name of the memory of the gradients of `param_group`."""
     return f"gradient({param_group.name})"
 
 
 def output_grad_name(name: str) -> str:
-    """The name under which the gradient of a model output is sent."""
+    """Returns the name under which the gradient of a model output is sent."""
     return f"gradient({name})"
 
 
 def output_name(block_call: str, microbatch: int) -> str:
-    """The name of the output of a block call, held from its F to its B."""
+    """Returns the name of the output of a block call, held from its F to its B."""
     return f"output({block_call}, {microbatch})"
 
 
 def loss_grad_name(block_call: str, microbatch: int) -> str:
-    """The name of the gradient that LOSS returns for the last block call, held until its B."""
+    """Returns the name of the gradient that LOSS returns for the last block call, held until its B."""
     return f"output gradient({block_call}, {microbatch})"
 
 
 def deferred_grad_name(block_call: str, microbatch: int) -> str:
-    """The name of the output gradients that W of a block call needs, held from I to W."""
+    """Returns the name of the output gradients that W of a block call needs, held from I to W."""
     return f"deferred gradient({block_call}, {microbatch})"
 
 
 def saved_activations_name(block_call: str, microbatch: int | None) -> str:
-    """The name of the saved activations of a block call, held until its backward."""
+    """Returns the name of the saved activations of a block call, held until its backward."""
     return f"saved activations({block_call}, {microbatch})"
 
 
@@ -404,13 +404,13 @@ class _StageCallActions:
 
 
 def last_backward(actions: Sequence[Action]) -> Action:
-    """The last action that computes parameter gradients: after it all are complete."""
+    """Returns the last action that computes parameter gradients: after it all are complete."""
     return next(action for action in reversed(actions) if action.kind in WEIGHT_GRAD_KINDS)
 
 
 def contributing_calls(param_group: ParamGroup, block_calls: tuple[str, ...]) -> frozenset[str]:
-    """The block calls whose backwards add to the gradients of `param_group`; all if glue uses one of its
-    parameters.
+    """Returns the block calls whose backwards add to the gradients of `param_group`; all if glue uses one of
+    its parameters.
     """
     found = frozenset(block_call for param in param_group.params for block_call in param.block_calls)
     return frozenset(block_calls) if ROOT in found else found
@@ -422,8 +422,8 @@ def completing_backwards(
     block_calls: tuple[str, ...],
     microbatch: int | None = None,
 ) -> list[int]:
-    """The indices of the backwards that complete the gradients of `param_group`, one per microbatch, in list
-    order.
+    """Returns the indices of the backwards that complete the gradients of `param_group`, one per microbatch,
+    in list order.
 
     With `microbatch`, only its own.
     """
@@ -449,4 +449,4 @@ class BackwardIndex:
             for i in self._at.get(block_call, ())
         )
         microbatches = ((self._actions[i].microbatch, i) for i in found)
-        return sorted({micro: i for micro, i in microbatches if microbatch in (None, micro)}.values())
+        return sorted({each: i for each, i in microbatches if microbatch in (None, each)}.values())

@@ -43,7 +43,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 
 
 def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job) -> Program:
-    """`program` with a REDUCE_TIED for each group of this rank that other ranks along pp use too."""
+    """Returns `program` with a REDUCE_TIED for each group of this rank that other ranks along pp use too."""
     groups = {group.name: group for group in sharding.param_groups() if group.pp_ranks}
     order = (
         [group.name for group in sharding.global_plan.param_groups() if group.name in groups]
@@ -59,7 +59,7 @@ def add_tied_grad_reductions(program: Program, sharding: ShardingPlan, job: Job)
 
 
 def sums_grads(action: Action) -> bool:
-    """Whether `action` sums gradients over ranks or microbatches."""
+    """Returns whether `action` sums gradients over ranks or microbatches."""
     return action.kind == "ACCUMULATE" or (
         action.transfer is not None and action.transfer.collective in REDUCTIONS
     )

@@ -49,7 +49,7 @@ def unshard_windows(
     budget: float = 0.0,
     prefetch: int = 1,
 ) -> list[UnshardWindow]:
-    """The windows of every parameter group in `uses`, in the order in which they are gathered.
+    """Returns the windows of every parameter group in `uses`, in the order in which they are gathered.
 
     `nbytes` are the bytes of each unsharded group; `budget` is how many bytes more than needed may be
     unsharded at a time.
@@ -103,8 +103,8 @@ def _join_gaps(
 def assign_buffers(
     windows: Iterable[UnshardWindow], nbytes: Mapping[str, int]
 ) -> tuple[dict[str, int], tuple[int, ...]]:
-    """The buffer number of each group, and the bytes of every buffer. Large groups choose first, so that
-    sizes match.
+    """Returns the buffer number of each group, and the bytes of every buffer. Large groups choose first, so
+    that sizes match.
     """
     used_at: dict[str, int] = {}  # per group, the uses at which it takes memory, as bits
     for window in windows:

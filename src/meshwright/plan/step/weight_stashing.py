@@ -26,7 +26,7 @@ class ParamVersionUse(NamedTuple):
 
 
 def param_version_uses(actions: Sequence[Action]) -> Iterator[ParamVersionUse]:
-    """Every action that uses weights, with the version it uses."""
+    """Yields every action that uses weights, with the version it uses."""
     newest, stashed = 0, dict[str, int]()
     loaded: int | None = None
     for action in actions:
@@ -44,7 +44,7 @@ def param_version_uses(actions: Sequence[Action]) -> Iterator[ParamVersionUse]:
 
 
 def forward_versions(actions: Sequence[Action]) -> dict[int, int]:
-    """By microbatch, the weight version of its forward."""
+    """Returns, by microbatch, the weight version of its forward."""
     return {
         use.action.microbatch or 0: use.version
         for use in param_version_uses(actions)
@@ -53,7 +53,9 @@ def forward_versions(actions: Sequence[Action]) -> dict[int, int]:
 
 
 def staleness(actions: Sequence[Action]) -> int:
-    """The largest age, in steps, of the weights for which a gradient was computed when it is applied."""
+    """Returns the largest age, in steps, of the weights for which a gradient was computed when it is
+    applied.
+    """
     versions = forward_versions(actions)
     return max(
         (

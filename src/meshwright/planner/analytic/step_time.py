@@ -389,7 +389,6 @@ def _param_gathers(shape: ModelShape, config: ParallelConfig, machine: Machine, 
 
 
 def _local_numel(shape: ModelShape, config: ParallelConfig) -> float:
-    """The weights of one rank along tp and pp: of the last one, with the head."""
     tables = 2 if (config.pp == 1 and not shape.tied) or config.schedule_profile.is_bidirectional else 1
     layers = config.max_layers_per_rank(shape) * (2 if config.schedule_profile.is_bidirectional else 1)
     return (layers * shape.layer_numel + tables * shape.embedding_numel) / config.tp

@@ -45,7 +45,7 @@ class CostFit:
         return nonnegative_least_squares(rows)
 
     def seconds(self, sizes: Sequence[float], features: Sequence[float]) -> float:
-        """The predicted seconds for `features` at `sizes`."""
+        """Returns the predicted seconds for `features` at `sizes`."""
         weight, total, log_sizes = PRIOR_WEIGHT, 0.0, [log2(size) for size in sizes]
         for sample_log_sizes, log_ratio in self._residuals:
             distance = sum(
@@ -69,7 +69,9 @@ class CostFit:
 
 
 def holdout_error(law: CostFit) -> float:
-    """The median relative error at every second sample of a fit to the others; 0 for a single sample."""
+    """Returns the median relative error at every second sample of a fit to the others; 0 for a single
+    sample.
+    """
     half_fit = CostFit(law.samples[::2])
     log_ratio = [
         abs(half_fit.seconds(sample.sizes, sample.features) / sample.seconds - 1)
@@ -79,7 +81,7 @@ def holdout_error(law: CostFit) -> float:
 
 
 def nonnegative_least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """The x >= 0 for which rows x comes nearest to 1 in every row, by least squares."""
+    """Returns the x >= 0 for which rows x comes nearest to 1 in every row, by least squares."""
     # Columns differ by many powers of ten.
     scales = [max(column) or 1.0 for column in zip(*rows, strict=True)]
     scaled = [[value / scale for value, scale in zip(row, scales, strict=True)] for row in rows]

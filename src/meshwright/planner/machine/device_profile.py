@@ -117,7 +117,9 @@ class DeviceProfile:
     straggler_samples: tuple[StragglerSample, ...] = ()
 
     def matmul_seconds(self, m: float, n: float, k: float, batch: float = 1, dtype: str = "float32") -> float:
-        """Seconds of `batch` products of [m, k] by [k, n]. Raises PlanError for an unmeasured `dtype`."""
+        """Returns the seconds of `batch` products of [m, k] by [k, n]. Raises PlanError for an unmeasured
+        `dtype`.
+        """
         if min(m, n, k, batch) <= 0:
             return 0.0
         dtype = self._measured_dtype(dtype, tuple(self._matmul_fits))
@@ -131,8 +133,8 @@ class DeviceProfile:
     def attention_seconds(
         self, size: AttentionSize, dtype: str = "float32", *, backward: bool = False
     ) -> float:
-        """Seconds of fused attention, or of its `backward` alone. Raises PlanError if none was measured in
-        `dtype`.
+        """Returns the seconds of fused attention, or of its `backward` alone. Raises PlanError if none was
+        measured in `dtype`.
 
         All pairs are computed. For a kernel that skips masked pairs, pass the average number of keys per
         query.
@@ -150,13 +152,15 @@ class DeviceProfile:
         )
 
     def memory_op_seconds(self, nbytes: float, operation: str = "", output_numel: float = 0.0) -> float:
-        """Seconds of an operation that moves `nbytes`, with `output_numel` outputs if it is a measured
-        `operation`.
+        """Returns the seconds of an operation that moves `nbytes`, with `output_numel` outputs if it is a
+        measured `operation`.
         """
         return max(self._memory_seconds(nbytes), self._elementwise_seconds.get(operation, 0.0) * output_numel)
 
     def straggler_seconds(self, seconds: float, num_ranks: int) -> float:
-        """Seconds that the last of `num_ranks` such devices is behind their mean, after work of `seconds`."""
+        """Returns the seconds that the last of `num_ranks` such devices is behind their mean, after work of
+        `seconds`.
+        """
         return straggler_delay(self.straggler_samples, seconds, num_ranks)
 
     def _memory_seconds(self, nbytes: float) -> float:
@@ -170,13 +174,15 @@ class DeviceProfile:
         return nbytes / timings[-1].bytes_per_s
 
     def best_flops(self, dtype: str) -> float:
-        """FLOP/s of the fastest product in `dtype`. Raises PlanError if none was measured in it."""
+        """Returns the FLOP/s of the fastest product in `dtype`. Raises PlanError if none was measured in
+        it.
+        """
         dtype = self._measured_dtype(dtype, self.dtypes)
         return max(timing.flops_per_s for timing in self.matmuls if timing.dtype == dtype)
 
     def holdout_errors(self) -> tuple[float, float]:
-        """The median relative errors of products and of attention at every second measurement, fitted to the
-        others.
+        """Returns the median relative errors of products and of attention at every second measurement, fitted
+        to the others.
         """
         matmuls = [holdout_error(fit) for fit in self._matmul_fits.values()]
         attention = [holdout_error(fit) for fit, _ in self._attention_fits.values()]

@@ -104,7 +104,6 @@ def measured_rates(profile: DeviceProfile, device: DeviceSpec) -> MachineRates:
 
 
 def _fit_matmul_rates(profile: DeviceProfile, machine: Machine, dtype: str) -> MachineRates:
-    """The matmul rates that explain the measured matmuls in `dtype`, those of a single matrix."""
     points = [each for each in profile.matmuls if each.dtype == dtype and each.batch == 1]
 
     def rates(point: Sequence[float]) -> MachineRates:

@@ -164,7 +164,6 @@ class ActionCosts:
         return _RankFraction(tokens, features, share.saved_numel / saved_numel if saved_numel else tokens)
 
     def _full_ops(self, block_call: str) -> tuple[int, int]:
-        """Returns the FLOPs of a forward per sample, and the elements saved inside, on one device."""
         model_spec = self._plan.model_spec
         index = model_spec.block_calls.index(block_call)
         return model_spec.flops[index], model_spec.saved_numel[index] if model_spec.saved_numel else 0
@@ -255,7 +254,6 @@ class ActionCosts:
         return matmul_s + loss_s
 
     def _vocab_loss_seconds(self, logits: float) -> float:
-        """Seconds of the loss and its gradient for `logits` vocabulary-sharded logits, computed in chunks."""
         device_time, width = (
             self.target.device_time,
             max(FLOAT_NBYTES["float32"], FLOAT_NBYTES[self._plan.job.precision.compute]),
@@ -287,7 +285,6 @@ class ActionCosts:
     def _gradient_pass_seconds(
         self, names: Iterable[str], num_passes: int, *, in_shards: bool = False
     ) -> float:
-        """Seconds of `num_passes` reads or writes of the gradients of `names`, one operation for each."""
         width = FLOAT_NBYTES[self._plan.job.precision.effective.gradients]
         numels = (self._numel[name][in_shards] for name in names if name in self._numel)
         return sum(self._warm_memory_seconds(num_passes * width * numel) for numel in numels)
@@ -315,7 +312,6 @@ class ActionCosts:
 
     @cached_property
     def _numel(self) -> Mapping[str, tuple[float, float]]:
-        """The local elements of each trainable weight, and those of its shard."""
         param_shardings, mesh = (
             (
                 param_sharding

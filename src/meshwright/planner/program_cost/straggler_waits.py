@@ -50,7 +50,7 @@ class _RankClock:
 
     def lag_s(self, ranks: _CollectiveRanks, more_work_s: float = 0.0) -> float:
         """The delay of the slowest of `ranks` after `more_work_s` seconds of further work."""
-        synchronized_at = max(self._synchronized_at.get(ranks.key, 0.0), self._along(ranks.axes))
+        synchronized_at = max(self._synchronized_at.get(ranks.key, 0.0), self._last_synchronized(ranks.axes))
         return self._action_costs.target.device_time.straggler_seconds(
             self.work_s + more_work_s - synchronized_at, ranks.num_ranks
         )
@@ -58,7 +58,7 @@ class _RankClock:
     def synchronize(self, ranks: _CollectiveRanks, work_s: float) -> None:
         self._synchronized_at[ranks.key] = max(work_s, self._synchronized_at.get(ranks.key, 0.0))
 
-    def _along(self, axes: frozenset[str]) -> float:
+    def _last_synchronized(self, axes: frozenset[str]) -> float:
         """The last synchronization of all ranks along `axes`: the latest collectives that cover them."""
         covered: frozenset[object] = frozenset()
         for key, work_s in sorted(self._synchronized_at.items(), key=lambda item: -item[1]):
@@ -93,11 +93,11 @@ def with_straggler_waits(action_costs: ActionCosts, actions: Iterable[Action]) -
 
 
 def _with_inner_waits(
-    clock: _RankClock, cost: ActionCost, meetings: Sequence[_CollectiveRanks]
+    clock: _RankClock, cost: ActionCost, collectives: Sequence[_CollectiveRanks]
 ) -> ActionCost:
     """Adds the waits inside an action; its work is spread evenly between its collectives."""
-    for index, ranks in enumerate(meetings):
-        work_s = cost.compute_s * (index + 1) / len(meetings)
+    for index, ranks in enumerate(collectives):
+        work_s = cost.compute_s * (index + 1) / len(collectives)
         cost = replace(cost, comm_s=cost.comm_s + clock.lag_s(ranks, work_s))
         clock.synchronize(ranks, clock.work_s + work_s)
     return cost

@@ -75,7 +75,7 @@ def _ulysses_degrees(request: SearchRequest, mesh: ParallelConfig) -> Iterator[i
             yield size
 
 
-def with_micro_batches(request: SearchRequest, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
+def with_microbatch_sizes(request: SearchRequest, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yields `mesh` with each allowed number of samples per microbatch, in ascending order."""
     num_samples = request.batch // mesh.dp
     for micro_batch in divisors(num_samples):
@@ -115,7 +115,7 @@ def empty_search_diagnostic(request: SearchRequest) -> Diagnostic | None:
     """
     zero_valid, first = False, None
     for mesh in candidate_meshes(request):
-        for sized in with_micro_batches(request, mesh):
+        for sized in with_microbatch_sizes(request, mesh):
             if not any(zero_options(request, sized)):
                 continue
             zero_valid = True

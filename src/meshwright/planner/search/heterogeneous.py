@@ -239,7 +239,6 @@ class HeterogeneousEstimator:
         )
 
     def _balanced_seconds(self, mesh: ParallelConfig, layers: Sequence[float]) -> float:
-        """Seconds of the slowest rank, with the time of a layer on each kind."""
         return self.request.shape.layers / sum(
             count / each for count, each in zip(self._pp_ranks_by_kind(mesh), layers, strict=True)
         )
@@ -303,7 +302,6 @@ def assign_layers(
 
 
 def _max_layers(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) -> int:
-    """The most layers that fit on the first rank of a kind."""
     low, high = 0, shape.layers + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -335,7 +333,6 @@ def _layer_seconds(shape: ModelShape, config: ParallelConfig, kind: DeviceKind) 
 def _candidate(
     shape: ModelShape, config: ParallelConfig, schedule: str, kinds: Sequence[DeviceKind]
 ) -> Candidate:
-    """The step of all kinds: computed by the slowest, waits averaged over ranks."""
     steps = [
         step_time(replace(shape, layers=kind.max_layers * config.pp), config, kind.machine, kind.microbatch)
         for kind in kinds

@@ -23,7 +23,7 @@ from meshwright.planner.search.candidates import (
     candidate_meshes,
     configs_on_mesh,
     may_fit,
-    with_micro_batches,
+    with_microbatch_sizes,
 )
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult, search
@@ -109,7 +109,7 @@ def _min_batch_configs(request: SearchRequest, *, fitting: bool = False) -> Iter
 
 
 def _min_batch_configs_on(request: SearchRequest, mesh: ParallelConfig) -> Iterator[ParallelConfig]:
-    for sized in with_micro_batches(request, mesh):
+    for sized in with_microbatch_sizes(request, mesh):
         configs = [config for config, _ in configs_on_mesh(request, sized)]
         yield from configs
         if configs:

@@ -25,7 +25,7 @@ from meshwright.planner.search.candidates import (
     may_fit,
     min_memory_config,
     valid_schedules,
-    with_micro_batches,
+    with_microbatch_sizes,
     zero_options,
 )
 from meshwright.planner.search.lower_bounds import (
@@ -197,14 +197,14 @@ def estimate_meshes(
         return sum(
             estimator.estimate(sized, top, inf)
             for mesh in meshes
-            for sized in with_micro_batches(request, mesh)
+            for sized in with_microbatch_sizes(request, mesh)
         )
     for mesh_bound, mesh in sorted(
         ((estimator.mesh_bound_s(mesh), mesh) for mesh in meshes), key=lambda each: each[0]
     ):
         if mesh_bound > top.cutoff_s:
             break
-        sizes = list(with_micro_batches(request, mesh))
+        sizes = list(with_microbatch_sizes(request, mesh))
         fitting = sizes[: bisect_left(sizes, True, key=lambda sized: not estimator.may_fit(sized))]
         for bound, sized in sorted(
             ((estimator.bound_s(sized), sized) for sized in fitting), key=lambda each: each[0]

@@ -343,7 +343,7 @@ def result_row(
 
 
 def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
-    return _numbered(
+    return _number_rows(
         {
             "step_s": Column("s", "{:.3g}"),
             "tokens_per_s": Column("tokens/s", "{:,.0f}"),
@@ -359,7 +359,7 @@ def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     heads = {name: name for name in MEMORY_CATEGORIES} | {"optimizer_states": "states", "total": "total"}
-    return _numbered(
+    return _number_rows(
         {name: Column(head, _gib) for name, head in heads.items()},
         [{**row["bytes"], "total": row["peak_bytes"]} for row in rows],
         title="memory in GiB, on the rank that uses most",
@@ -370,11 +370,10 @@ def _cost_table(rows: Sequence[Mapping[str, Any]], budget: TrainingBudget) -> Ta
     columns = {"days": Column("days", "{:,.1f}"), "hours_waiting": Column("hours waiting", "{:,.1f}")}
     if budget.price_per_device_hour:
         columns |= {"cost": Column("cost", "{:,.0f}"), "cost_of_waiting": Column("cost waiting", "{:,.0f}")}
-    return _numbered(columns, rows)
+    return _number_rows(columns, rows)
 
 
-def _numbered(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
-    """The values of each row by the keys of `columns`, behind its number."""
+def _number_rows(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
     cells = [(number, *(row[key] for key in columns)) for number, row in enumerate(rows, start=1)]
     return Table([Column("", "{}"), *columns.values()], cells, title=title)
 

@@ -70,7 +70,7 @@ def planned_memory(
             for name in (name for name in action.frees if name not in again):
                 kind, nbytes = sizes.pop(name, ("", 0))
                 now[kind] -= nbytes
-    return _ordered({**state_nbytes, **peak}), _ordered({**state_nbytes, **most})
+    return _sort_categories({**state_nbytes, **peak}), _sort_categories({**state_nbytes, **most})
 
 
 def memory_category(name: str) -> str:
@@ -79,7 +79,7 @@ def memory_category(name: str) -> str:
     return CATEGORY_OF_ALLOCATION.get(word, word)
 
 
-def _ordered(found: Mapping[str, int]) -> dict[str, int]:
+def _sort_categories(found: Mapping[str, int]) -> dict[str, int]:
     return {
         key: found[key]
         for key in (*CATEGORY_ORDER, *sorted(set(found) - set(CATEGORY_ORDER)))

@@ -62,7 +62,7 @@ def simulated_actions(program: Program, seconds: Mapping[str, float]) -> dict[st
 def gantt_rows(
     acts: Mapping[str, Sequence[TimedAction]], program: Program, parts: BlockCallsByStage
 ) -> SpansByRank:
-    """The stage runs of each role in the order of the program's roles, as spans; memory in bytes."""
+    """Returns the stage runs of each role in the order of the program's roles, as spans; memory in bytes."""
     sent = {qualified_name(role, act.action.name): act.begin for role, each in acts.items() for act in each}
     start = min((span.begin for role, each in acts.items() for span in _stage_runs(each, parts)), default=0.0)
     found = []

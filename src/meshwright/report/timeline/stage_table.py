@@ -50,8 +50,6 @@ def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
 
 @dataclass(frozen=True)
 class _ScheduleDrawing:
-    """The simulated schedule, as wide as the terminal."""
-
     plan: Plan
     show_all: bool
 
@@ -83,7 +81,6 @@ def row_label(world: int, roles: int) -> str:
 
 
 def _idle_warning(plan: Plan) -> Iterator[Text]:
-    """A warning if there are too few microbatches to keep all pp ranks busy."""
     ranks = len(plan.sharding.block_calls_by_pp_rank)
     if plan.num_microbatches < ranks:
         found = simulated_spans(plan)
@@ -115,17 +112,23 @@ def _stages_table(plan: Plan, *, show_all: bool) -> Table:
     spec, pp_ranks = plan.model_spec, plan.sharding.block_calls_by_pp_rank
     flops = dict(zip(spec.block_calls, spec.flops, strict=True))
     rows = []
-    for number, part in enumerate(stage_block_calls(plan)):
-        own = set(part)
-        stages = [index for index, stage in enumerate(pp_ranks) if own <= set(stage)]
-        most = max(max_in_flight(plan.program.roles[index][1], part) for index in stages)
+    for number, stage in enumerate(stage_block_calls(plan)):
+        block_calls = set(stage)
+        pp_rank_numbers = [
+            index for index, pp_rank_calls in enumerate(pp_ranks) if block_calls <= set(pp_rank_calls)
+        ]
+        most = max(max_in_flight(plan.program.roles[index][1], stage) for index in pp_rank_numbers)
         rows.append(
             (
                 number,
-                ", ".join(map(str, stages)),
-                part[0] if len(part) == 1 else f"{part[0]} .. {part[-1]} ({len(part)})",
-                sum(weight.numel for weight in spec.params if own & set(spec.block_calls_needing(weight))),
-                100 * sum(map(flops.__getitem__, part)) / (sum(spec.flops) or 1),
+                ", ".join(map(str, pp_rank_numbers)),
+                stage[0] if len(stage) == 1 else f"{stage[0]} .. {stage[-1]} ({len(stage)})",
+                sum(
+                    weight.numel
+                    for weight in spec.params
+                    if block_calls & set(spec.block_calls_needing(weight))
+                ),
+                100 * sum(map(flops.__getitem__, stage)) / (sum(spec.flops) or 1),
                 f"{most} of {plan.num_microbatches}",
             )
         )

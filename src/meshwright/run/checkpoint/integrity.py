@@ -35,7 +35,7 @@ RETRY_FIX = "start again, where every rank can read the checkpoint folder"
 DIGEST_NBYTES = 32  # bytes of a sha256
 
 
-def load_consensus(world: World, purpose: str) -> RankConsensus:
+def consensus_for_load(world: World, purpose: str) -> RankConsensus:
     """Returns all ranks of `world`, about to load a checkpoint; `purpose` is named in errors."""
     return RankConsensus(world.group(AXES), world.device, purpose, action="RESUME", retry_fix=RETRY_FIX)
 

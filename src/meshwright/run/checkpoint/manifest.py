@@ -105,7 +105,7 @@ class Manifest:
             for entry in self.entries.values()
             for box in entry.slices
         ]
-        _need(
+        _require(
             len({(file, key) for file, key, _ in stored}) == len(stored),
             "entries",
             "two slices are the same tensor of the same file",
@@ -114,7 +114,7 @@ class Manifest:
         for file, _, nbytes in stored:
             kept[file] += nbytes
         for file, shard in self.files.items():
-            _need(
+            _require(
                 kept[file] <= shard.nbytes,
                 f"files.{file}",
                 f"{shard.nbytes} bytes cannot hold slices of {kept[file]} bytes",
@@ -144,9 +144,9 @@ class Manifest:
                 f"it is not JSON as meshwright writes it: {error}", fix=DAMAGED_FIX, location=MANIFEST_FILE
             ) from error
         body = _fields(body, MANIFEST_FILE, ("format", "version"), others=True)
-        _need(body["format"] == FORMAT, "format", f"{body['format']!r} is given; needed is {FORMAT!r}")
+        _require(body["format"] == FORMAT, "format", f"{body['format']!r} is given; needed is {FORMAT!r}")
         version = body["version"]
-        _need(
+        _require(
             version == VERSION and type(version) is int,
             "version",
             f"version {version!r} is unknown; this meshwright reads {VERSION}",
@@ -154,7 +154,9 @@ class Manifest:
         body = _fields(
             body, MANIFEST_FILE, ("format", "version", "step", "entries", "files", "meta", "sha256")
         )
-        _need(body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited")
+        _require(
+            body["sha256"] == found, "sha256", "the manifest's own checksum differs: bit-flipped or edited"
+        )
         return cls(
             step=_whole_number(body["step"], "step"),
             entries={
@@ -192,11 +194,15 @@ def _check_files(files: Mapping[str, ShardFile]) -> None:
     seen: dict[str, str] = {}
     for name, shard in files.items():
         plain = SHARD_FILE_PATTERN.fullmatch(name) is not None
-        _need(plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)")
+        _require(
+            plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)"
+        )
         first_spelling = seen.setdefault(name.casefold(), name)
-        _need(first_spelling == name, "files", f"{name!r} and {first_spelling!r} differ only in case")
-        _need(0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50")
-        _need(
+        _require(first_spelling == name, "files", f"{name!r} and {first_spelling!r} differ only in case")
+        _require(
+            0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50"
+        )
+        _require(
             SHA256_PATTERN.fullmatch(shard.sha256) is not None,
             f"files.{name}",
             f"{shard.sha256!r} is no sha256",
@@ -207,37 +213,37 @@ def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) 
     where = f"entries.{name}"
     for text in (name, *(box.key for box in entry.slices)):
         fit = 0 < len(text) <= MAX_NAME and text.isprintable() and text != "__metadata__"
-        _need(fit, where, f"{text[:80]!r} cannot name a tensor")
-    _need(entry.dtype in ITEMSIZE, where, f"the dtype {entry.dtype!r} is unknown")
-    _need(len(entry.shape) <= MAX_DIMS, where, f"{len(entry.shape)} dims; at most {MAX_DIMS} are possible")
-    _need(
+        _require(fit, where, f"{text[:80]!r} cannot name a tensor")
+    _require(entry.dtype in ITEMSIZE, where, f"the dtype {entry.dtype!r} is unknown")
+    _require(len(entry.shape) <= MAX_DIMS, where, f"{len(entry.shape)} dims; at most {MAX_DIMS} are possible")
+    _require(
         all(0 <= size <= MAX_NBYTES for size in entry.shape), where, f"the shape {entry.shape} is impossible"
     )
     nbytes = _nbytes(entry.shape, entry.dtype)
-    _need(
+    _require(
         nbytes <= MAX_NBYTES,
         where,
         f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed",
     )
-    _need(
+    _require(
         len(entry.slices) <= MAX_SLICES,
         where,
         f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed",
     )
     for box in entry.slices:
-        _need(box.file in files, where, f"the file {box.file!r} is not listed")
+        _require(box.file in files, where, f"the file {box.file!r} is not listed")
         ranks = len(box.start) == len(box.shape) == len(entry.shape)
-        _need(
-            ranks and all(map(_inside, box.start, box.shape, entry.shape)),
+        _require(
+            ranks and all(map(_fits_inside, box.start, box.shape, entry.shape)),
             where,
             f"a slice at {box.start} of {box.shape} leaves {entry.shape}",
         )
-    _need(_disjoint(entry.slices), where, "slices overlap")
+    _require(_disjoint(entry.slices), where, "slices overlap")
     missing = prod(entry.shape) - sum(prod(box.shape) for box in entry.slices)
-    _need(missing == 0, where, f"slices are missing: {missing} elements are in no file")
+    _require(missing == 0, where, f"slices are missing: {missing} elements are in no file")
 
 
-def _inside(start: int, size: int, whole: int) -> bool:
+def _fits_inside(start: int, size: int, whole: int) -> bool:
     return start >= 0 and size >= 0 and start + size <= whole
 
 
@@ -291,8 +297,8 @@ def _fields(value: Json, where: str, keys: tuple[str, ...], *, others: bool = Fa
     body = _mapping(value, where)
     missing = [key for key in keys if key not in body]
     unknown = [] if others else sorted(set(body) - set(keys))
-    _need(not missing, where, f"missing: {', '.join(missing)}")
-    _need(not unknown, where, f"unknown: {', '.join(map(repr, unknown[:3]))}")
+    _require(not missing, where, f"missing: {', '.join(missing)}")
+    _require(not unknown, where, f"unknown: {', '.join(map(repr, unknown[:3]))}")
     return body
 
 
@@ -324,7 +330,7 @@ def _sizes(value: Json, where: str) -> tuple[int, ...]:
     return tuple(_whole_number(size, where) for size in _list(value, where))
 
 
-def _need(true: bool, where: str, otherwise: str) -> None:
+def _require(true: bool, where: str, otherwise: str) -> None:
     if not true:
         raise _refusal(where, otherwise)
 

@@ -22,7 +22,11 @@ from meshwright.run.checkpoint.directories import (
     retire_later_checkpoints,
     step_folder,
 )
-from meshwright.run.checkpoint.integrity import load_consensus, newest_valid_on_all_ranks, verify_checkpoint
+from meshwright.run.checkpoint.integrity import (
+    consensus_for_load,
+    newest_valid_on_all_ranks,
+    verify_checkpoint,
+)
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
 from meshwright.run.checkpoint.save_load import open_tensors
 from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
@@ -60,11 +64,11 @@ def resume(
     """
     folder = Path(plan.run.folder) / CHECKPOINTS_FOLDER
     notes: list[str] = []
-    consensus = load_consensus(world, "the run does not resume")
+    consensus = consensus_for_load(world, "the run does not resume")
     manifest = (
-        _newest(folder, executor, consensus, notes)
+        _find_newest(folder, executor, consensus, notes)
         if step is None
-        else _requested(folder, executor, consensus, step)
+        else _find_requested(folder, executor, consensus, step)
     )
     if manifest is None:
         return ResumeResult(0, ("starting from step 0", *notes))
@@ -117,7 +121,9 @@ def check_checkpoints_usable(plan: Plan) -> None:
         _refuse_all(folder, reasons)
 
 
-def _newest(folder: Path, executor: Executor, consensus: RankConsensus, notes: list[str]) -> Manifest | None:
+def _find_newest(
+    folder: Path, executor: Executor, consensus: RankConsensus, notes: list[str]
+) -> Manifest | None:
     path, manifest, rejected = newest_valid_on_all_ranks(
         folder, consensus, lambda manifest, path: check_model(manifest, executor, path)
     )
@@ -142,7 +148,7 @@ def _refuse_all(folder: Path, reasons: Sequence[str]) -> Never:
     raise PlanError(text, fix=fix, location=str(folder))
 
 
-def _requested(folder: Path, executor: Executor, consensus: RankConsensus, step: int) -> Manifest:
+def _find_requested(folder: Path, executor: Executor, consensus: RankConsensus, step: int) -> Manifest:
     path = step_folder(folder, step)
 
     def require_folder() -> bytes:
@@ -192,7 +198,9 @@ def _changes(meta: Mapping[str, Any], plan: Plan, data_digest: str) -> list[str]
     if meta.get("plan_hash") == plan.hash and meta.get("data") == data_digest:
         return []
     changed = sorted(
-        _differing(_named(meta.get("plan", {})), _named(json.loads(json.dumps(plan.as_dict()))))
+        _describe_differences(
+            _name_strategies(meta.get("plan", {})), _name_strategies(json.loads(json.dumps(plan.as_dict())))
+        )
     )  # as JSON: no tuples
     words = [f"the plan changed since that checkpoint: {', '.join(changed)}"] if changed else []
     return words + (["the data changed since that checkpoint"] if meta.get("data") != data_digest else [])
@@ -226,7 +234,7 @@ def _transport_changes(meta: Mapping[str, Any], now: Mapping[str, str]) -> list[
     ]
 
 
-def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _name_strategies(plan: Mapping[str, Any]) -> dict[str, Any]:
     tables = plan.get("strategies", [])
     names = [table["name"] for table in tables]
     by = {
@@ -236,12 +244,12 @@ def _named(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {**plan, "strategies": by}
 
 
-def _differing(old: Any, new: Any, path: str = "") -> list[str]:
+def _describe_differences(old: Any, new: Any, path: str = "") -> list[str]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         return [
             found
             for key in {**old, **new}
-            for found in _differing(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            for found in _describe_differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
     if isinstance(old, Mapping) or isinstance(new, Mapping):
         return [f"{path} is {'gone' if new is None else 'new'}"]

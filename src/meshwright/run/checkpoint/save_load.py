@@ -114,7 +114,7 @@ def save_tensors(
         records = ranks.run(
             "writing", lambda: _write(partial / names[group.index], parts.local_tensors(tensors, group.index))
         )
-        files = {names[index]: _unpacked(records[index]) for index in parts.writer_indices()}
+        files = {names[index]: _unpack(records[index]) for index in parts.writer_indices()}
         ranks.run(
             "publishing",
             lambda: (
@@ -305,12 +305,12 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> bytes:
     return shard.nbytes.to_bytes(8, "little") + bytes.fromhex(shard.sha256)
 
 
-def _unpacked(record: bytes) -> ShardFile:
+def _unpack(record: bytes) -> ShardFile:
     return ShardFile(int.from_bytes(record[:8], "little"), record[8:40].hex())
 
 
 def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
-    if os.path.lexists(place) and _equals(place, manifest):
+    if os.path.lexists(place) and _equals_saved(place, manifest):
         logger.info(
             "step %d is saved already in '%s', equal to the last bit: left as it is", manifest.step, place
         )
@@ -323,7 +323,7 @@ def _publish(partial: Path, place: Path, manifest: Manifest) -> bytes:
     return b""
 
 
-def _equals(place: Path, manifest: Manifest) -> bool:
+def _equals_saved(place: Path, manifest: Manifest) -> bool:
     with suppress(CheckpointError):
         return _verified_manifest(place).dump() == manifest.dump()
     return False

@@ -121,7 +121,7 @@ def _value(text: str) -> Any:
 def _set_value(
     document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
 ) -> tuple[str, ...]:
-    """Set `path` in `document`; returns it with names in place of positions, or () when
+    """Sets `path` in `document`; returns it with names in place of positions, or () when
     it could not be set.
     """
     node: Any = document
@@ -231,7 +231,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         mesh=values.get("mesh", {}),
         micro_batch=values.get("micro_batch", 0),
         strategies=chosen,
-        cluster=_absolute(
+        cluster=_resolve_source(
             values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
         ),
         extra={key: values[key] for key in EXTRA_KEYS if key in values},
@@ -270,11 +270,17 @@ def write_request(request: PlanRequest, path: Path) -> None:
 
 def request_as_dict(request: PlanRequest) -> dict[str, Any]:
     """Returns `request` as plain values (dict, list, str, int, float, bool) in the schema of the file."""
-    document: dict[str, Any] = {**request.extra, "micro_batch": request.micro_batch, **_plain(request.job)}
+    document: dict[str, Any] = {
+        **request.extra,
+        "micro_batch": request.micro_batch,
+        **_to_plain_values(request.job),
+    }
     document |= {"cluster": request.cluster} if request.cluster else {}
-    document |= {"run": _plain(request.run), "mesh": dict(request.mesh)}
+    document |= {"run": _to_plain_values(request.run), "mesh": dict(request.mesh)}
     if request.strategies is not None:
-        document["strategies"] = [strategy.as_dict() | _plain(strategy) for strategy in request.strategies]
+        document["strategies"] = [
+            strategy.as_dict() | _to_plain_values(strategy) for strategy in request.strategies
+        ]
     return document
 
 
@@ -283,20 +289,20 @@ def canonical_hash(document: Mapping[str, Any]) -> str:
     return sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_values(value: Any) -> Any:
     if is_dataclass(value):
         overridden = {
             item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init
         }
         return {
-            key: _plain(now)
+            key: _to_plain_values(now)
             for key, (now, default) in overridden.items()
             if not (now is None and default is None)
         }
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain_values(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [_to_plain_values(item) for item in value]
     return {} if value is None else value  # TOML has no null; run/config/schema.py reads {} as None
 
 
@@ -401,24 +407,24 @@ def _strategies(
 
 
 def _file(value: Any, folders: Sequence[Path]) -> Any:
-    return _absolute(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
+    return _resolve_source(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
 
 
 def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[str, ...]]) -> Job:
-    def anchored(table: str, source: str) -> str:
+    def resolve_source(table: str, source: str) -> str:
         typed = (table, "source") in overridden or (table,) in overridden
-        return _absolute(source, _search_folders(folder, is_override=typed))
+        return _resolve_source(source, _search_folders(folder, is_override=typed))
 
-    weights = anchored("model", job.model.weights)
-    model = replace(job.model, source=anchored("model", job.model.source) or weights, weights=weights)
+    weights = resolve_source("model", job.model.weights)
+    model = replace(job.model, source=resolve_source("model", job.model.source) or weights, weights=weights)
     data, (typed, tokenizer) = job.data, (("data", "tokenizer") in overridden, job.data.tokenizer)
-    tokenizer = _absolute(tokenizer, _search_folders(folder, is_override=typed))
-    mixture = tuple(replace(part, source=anchored("data", part.source)) for part in data.mixture)
-    where = data.source if data.source == "example" else anchored("data", data.source)
+    tokenizer = _resolve_source(tokenizer, _search_folders(folder, is_override=typed))
+    mixture = tuple(replace(part, source=resolve_source("data", part.source)) for part in data.mixture)
+    where = data.source if data.source == "example" else resolve_source("data", data.source)
     data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)
     evaluate = job.evaluate
     if evaluate.source not in ("", "example"):
-        evaluate = replace(evaluate, source=anchored("evaluate", evaluate.source))
+        evaluate = replace(evaluate, source=resolve_source("evaluate", evaluate.source))
     return replace(job, model=model, data=data, evaluate=evaluate)
 
 
@@ -427,7 +433,7 @@ def _with_absolute_files(run: RunConfig, folder: Path, overridden: frozenset[tup
         key: _search_folders(folder, is_override=("run", key) in overridden)
         for key in ("hardware", "cluster")
     }
-    hardware, cluster = (_absolute(vars(run)[key], where) for key, where in places.items())
+    hardware, cluster = (_resolve_source(vars(run)[key], where) for key, where in places.items())
     return replace(run, hardware=hardware, cluster=cluster)
 
 
@@ -435,7 +441,7 @@ def _search_folders(folder: Path, *, is_override: bool) -> tuple[Path, Path]:
     return (Path.cwd(), folder) if is_override else (folder, Path.cwd())
 
 
-def _absolute(source: str, folders: Sequence[Path]) -> str:
+def _resolve_source(source: str, folders: Sequence[Path]) -> str:
     """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged
     when in none.
     """

@@ -147,14 +147,14 @@ def _steps_into(value: Any, error: ErrorDetails) -> Iterator[str]:
     """
     *parts, last = error["loc"] or ("",)
     for part in parts:
-        if _has(value, part):
+        if _contains(value, part):
             value = value[part]
             yield str(part)
-    if _has(value, last) or error["type"] == "missing":
+    if _contains(value, last) or error["type"] == "missing":
         yield str(last)
 
 
-def _has(value: Any, part: int | str) -> bool:
+def _contains(value: Any, part: int | str) -> bool:
     if isinstance(value, list):
         return isinstance(part, int) and part < len(value)
     return isinstance(value, dict) and part in value

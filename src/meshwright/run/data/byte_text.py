@@ -57,7 +57,7 @@ class TextDataset(TokenDataset):
         root = Path(source.source)
         self.sequence, self.tokenizer = source.sequence, ByteTokenizer()
         self.files = list_files(source, DEFAULT_PATTERNS)
-        content = _joined(self.files)
+        content = _join_files(self.files)
         if len(content) < 2:
             what = (
                 f"'{printable_path(root)}' holds {len(content)} bytes in all; needed are at "
@@ -75,8 +75,8 @@ class TextDataset(TokenDataset):
         return num_windows(self.tokens, self.sequence)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are already
-        shifted.
+        """Returns the samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are
+        already shifted.
 
         labels[:, t] is the token after input_ids[:, t], or -100 where none follows. The id -1 is an absent
         sample: inputs of 0 and labels of -100, so that it weighs nothing. Raises IndexError for an id that is
@@ -121,7 +121,7 @@ def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
         return b"", Diagnostic(
             f"{zeros} of its {len(text)} bytes are zero: binary data or UTF-16; needed is text", fix, where
         )
-    odd = _undecodable(text)
+    odd = _count_undecodable(text)
     if odd > MAX_UNDECODABLE * len(text):
         return b"", Diagnostic(
             f"{odd} of its {len(text)} bytes are not UTF-8: binary data or another encoding", fix, where
@@ -188,7 +188,7 @@ def _matches(relative: PurePath, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(candidate, pattern) for pattern in patterns for candidate in candidates)
 
 
-def _joined(files: Sequence[Path]) -> bytearray:
+def _join_files(files: Sequence[Path]) -> bytearray:
     content, diagnostics = bytearray(), []
     for path in files:
         text, diagnostic = read_text(path)
@@ -201,7 +201,7 @@ def _joined(files: Sequence[Path]) -> bytearray:
     return content
 
 
-def _undecodable(text: bytes) -> int:
+def _count_undecodable(text: bytes) -> int:
     """The number of bytes that are no part of a UTF-8 character, found in pieces: a large file is not held
     twice.
     """

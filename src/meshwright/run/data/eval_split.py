@@ -42,7 +42,7 @@ class DataSubset:
         return self._count
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
-        """One row per id, -1 for an absent sample."""
+        """Returns one row per id, -1 for an absent sample."""
         return self._data.batch([i if i == ABSENT_SAMPLE else i + self._first for i in ids])
 
 

@@ -198,7 +198,7 @@ def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> 
 
 
 def open_local_batches(dataset: Dataset, plan: Plan, rank: int) -> LocalBatches:
-    """Returns the feed of `rank` under `plan`."""
+    """Returns the batches of `rank` under `plan`."""
     dataset = dataset.reopen() if isinstance(dataset, TokenStream) else dataset
     return LocalBatches(dataset, _order(dataset, plan), plan, rank)
 

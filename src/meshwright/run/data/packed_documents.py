@@ -94,7 +94,11 @@ def encode_conversation(
     if diagnostic is not None or not isinstance(messages, list):
         return diagnostic or Diagnostic("no conversation", "write a list of messages", where)
     try:
-        found = _marked(tokenizer, messages) if has_tag else _prefixed(tokenizer, messages, where)
+        found = (
+            _encode_with_mask(tokenizer, messages)
+            if has_tag
+            else _encode_by_prefixes(tokenizer, messages, where)
+        )
     except (
         Exception
     ) as error:  # a template is a program: jinja, and its own raise_exception, say why it refuses
@@ -139,7 +143,7 @@ def _short_repr(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _marked(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocument:
+def _encode_with_mask(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocument:
     found = tokenizer.hf_tokenizer.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -148,18 +152,18 @@ def _marked(tokenizer: PretrainedTokenizer, messages: list[Any]) -> EncodedDocum
     )
 
 
-def _prefixed(
+def _encode_by_prefixes(
     tokenizer: PretrainedTokenizer, messages: list[Any], where: str
 ) -> EncodedDocument | Diagnostic:
-    def written(upto: int, *, cue: bool = False) -> str:
+    def render(upto: int, *, cue: bool = False) -> str:
         return tokenizer.hf_tokenizer.apply_chat_template(
             messages[:upto], tokenize=False, add_generation_prompt=cue
         )
 
-    whole, spans = written(len(messages)), []
+    whole, spans = render(len(messages)), []
     for i, message in enumerate(messages):
         if message["role"] == ASSISTANT:
-            before, after = written(i, cue=True), written(i + 1)
+            before, after = render(i, cue=True), render(i + 1)
             if not (after.startswith(before) and whole.startswith(after)):
                 text = (
                     f"the template has no generation marks, and writes message {i} differently when there "
@@ -209,7 +213,9 @@ def open_documents(source: DataConfig, reader: RowReader, tokenizer: Tokenizer, 
     encode = make_encoder(source, tokenizer)
     what = f"chat {source.chat}" if source.chat else f"text {source.column}"
     key = f"{what} {tokenizer.digest} {reader.digest}"
-    kept = open_token_cache(cache, key, tokenizer.vocab_size, lambda: _sound(encode(reader.read()), source))
+    kept = open_token_cache(
+        cache, key, tokenizer.vocab_size, lambda: _raise_encoding_errors(encode(reader.read()), source)
+    )
     return Conversations(kept, source, tokenizer) if source.chat else PackedTexts(kept, source, tokenizer)
 
 
@@ -264,7 +270,9 @@ class Conversations(TokenDataset):
         return wanted is None or bool(wanted[1 : self.sequence + 1].any())
 
 
-def _sound(encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig) -> Iterator[EncodedDocument]:
+def _raise_encoding_errors(
+    encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig
+) -> Iterator[EncodedDocument]:
     """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of
     any document.
     """

@@ -28,10 +28,10 @@ MaybeBatch = dict[str, torch.Tensor] | None
 
 
 @dataclass
-class PrefetchedFeed:
-    """A feed whose next batches are prepared by the threads of `pool`, at most `depth` of them ahead."""
+class PrefetchedBatches:
+    """Local batches that the threads of `pool` prepare, at most `depth` of them ahead of their step."""
 
-    feed: LocalBatches
+    batches: LocalBatches
     pool: ThreadPoolExecutor
     depth: int
     _first: int = 0  # the step of the first in the queue
@@ -40,30 +40,30 @@ class PrefetchedFeed:
     @property
     def dataset(self) -> Dataset:
         """The samples."""
-        return self.feed.dataset
+        return self.batches.dataset
 
     @property
     def num_steps(self) -> int | None:
         """The number of global steps until the samples end; None if unknown or without end."""
-        return self.feed.num_steps
+        return self.batches.num_steps
 
     def sample_ids(self, step: int) -> list[list[int]]:
         """Returns the ids of the samples of each data rank in global step `step`."""
-        return self.feed.sample_ids(step)
+        return self.batches.sample_ids(step)
 
     def has_ended(self, step: int) -> bool:
         """Returns whether the samples end before global step `step`."""
-        return self._prepared(step)[0]
+        return self._prepare(step)[0]
 
     def batch(self, step: int) -> MaybeBatch:
         """Returns this rank's samples of global step `step` (from 0); None when all are absent."""
-        return self._prepared(step)[1]
+        return self._prepare(step)[1]
 
     def wait_idle(self, timeout_s: float) -> None:
         """Waits until no batch is being prepared, at most `timeout_s` seconds."""
         wait(self._queue, timeout_s)
 
-    def _prepared(self, step: int) -> tuple[bool, MaybeBatch]:
+    def _prepare(self, step: int) -> tuple[bool, MaybeBatch]:
         if step < self._first or step > self._first + len(self._queue):
             self._drop(len(self._queue))
             self._first = step
@@ -74,8 +74,8 @@ class PrefetchedFeed:
         return self._queue[0].result()
 
     def _make(self, step: int) -> tuple[bool, MaybeBatch]:
-        over = self.feed.has_ended(step)
-        return over, None if over else self.feed.batch(step)
+        over = self.batches.has_ended(step)
+        return over, None if over else self.batches.batch(step)
 
     def _drop(self, count: int) -> None:
         for _ in range(count):
@@ -83,16 +83,16 @@ class PrefetchedFeed:
 
 
 @contextmanager
-def prefetch(feed: LocalBatches, workers: int) -> Iterator[LocalBatches | PrefetchedFeed]:
-    """Yields `feed` with its next batches prepared by `workers` threads; with 0, `feed` itself. All threads
-    end on exit.
+def prefetch(batches: LocalBatches, workers: int) -> Iterator[LocalBatches | PrefetchedBatches]:
+    """Yields `batches` with the next ones prepared by `workers` threads; with 0, `batches` itself. All
+    threads end on exit.
     """
     if not workers:
-        yield feed
+        yield batches
         return
-    workers = workers if feed.is_thread_safe else 1
+    workers = workers if batches.is_thread_safe else 1
     pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
-    made = PrefetchedFeed(feed, pool, 2 * workers)
+    made = PrefetchedBatches(batches, pool, 2 * workers)
     try:
         yield made
     except BaseException:

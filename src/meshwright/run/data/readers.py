@@ -199,7 +199,7 @@ def _dataset_rows(source: DataConfig) -> RowReader:
             fix=fix,
             location="data.format",
         ) from error
-    found = _loaded(datasets, source)
+    found = _load_dataset(datasets, source)
     if isinstance(
         found, datasets.DatasetDict | datasets.IterableDatasetDict
     ):  # a folder of save_to_disk with several splits
@@ -230,7 +230,7 @@ def _dataset_rows(source: DataConfig) -> RowReader:
     return RowReader("datasets", read, digest)
 
 
-def _loaded(datasets: Any, source: DataConfig) -> Any:
+def _load_dataset(datasets: Any, source: DataConfig) -> Any:
     path, fix = (
         Path(source.source),
         "check data.source and data.split; a name on the hub needs a network, or a filled cache",

@@ -73,7 +73,7 @@ class ShuffledOrder:
         while position < last:
             epoch, first = divmod(position, self.num_samples)
             num = min(self.num_samples - first, last - position)
-            found += self._shuffled(epoch, np.arange(first, first + num, dtype=np.uint64))
+            found += self._shuffle(epoch, np.arange(first, first + num, dtype=np.uint64))
             position += num
         return found + [ABSENT_SAMPLE] * (count - len(found))
 
@@ -82,7 +82,7 @@ class ShuffledOrder:
         """The number of samples of all epochs; None without end."""
         return self.epochs * self.num_samples or None
 
-    def _shuffled(self, epoch: int, index: np.ndarray) -> list[int]:
+    def _shuffle(self, epoch: int, index: np.ndarray) -> list[int]:
         half = max(1, ((self.num_samples - 1).bit_length() + 1) // 2)
         seed = blake2b(f"order {self.seed} {epoch}".encode(), digest_size=8 * FEISTEL_ROUNDS).digest()
         keys = np.frombuffer(seed, dtype="<u8").astype(np.uint64)
@@ -116,11 +116,11 @@ def _network(index: np.ndarray, keys: np.ndarray, half: int) -> np.ndarray:
     mask = np.uint64((1 << half) - 1)
     left, right = index >> np.uint64(half), index & mask
     for r in range(keys.size):
-        left, right = right, left ^ (_mixed(right + keys[r]) & mask)
+        left, right = right, left ^ (_mix_bits(right + keys[r]) & mask)
     return (left << np.uint64(half)) | right
 
 
-def _mixed(bits: np.ndarray) -> np.ndarray:
+def _mix_bits(bits: np.ndarray) -> np.ndarray:
     """Each 64-bit number turned into another that shares no visible pattern with it (the finaliser of
     SplitMix64).
     """

@@ -74,7 +74,7 @@ def open_token_cache(
     place = cache / sha256(f"{CACHE_VERSION} {vocab_size} {key}".encode()).hexdigest()[:32]
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(place.with_suffix(".lock")):
+        with _lock(place.with_suffix(".lock")):
             if not _is_complete(place):
                 _build(place, vocab_size, documents())
     except OSError as error:
@@ -82,11 +82,11 @@ def open_token_cache(
         raise PlanError(
             text, fix="make room there, or name another folder: run.cache", location="run.cache"
         ) from error
-    return _opened(place)
+    return _open(place)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _lock(path: Path) -> Iterator[None]:
     with path.open("ab") as file:
         with suppress(ImportError, OSError):
             import fcntl  # not on Windows
@@ -157,10 +157,10 @@ def _is_complete(place: Path) -> bool:
         return False
 
 
-def _opened(place: Path) -> TokenCache:
+def _open(place: Path) -> TokenCache:
     meta = json.loads((place / META_FILE).read_text(encoding="ascii"))
 
-    def mapped(name: str) -> np.ndarray:
+    def map_array(name: str) -> np.ndarray:
         kind = np.dtype(ARRAY_DTYPES[name] or meta["width"])
         return (
             np.memmap(place / f"{name}.bin", kind, mode="r", shape=(meta[name],))
@@ -169,8 +169,8 @@ def _opened(place: Path) -> TokenCache:
         )
 
     return TokenCache(
-        mapped("tokens"),
-        mapped("document_starts"),
-        mapped("label_mask") if meta["label_mask"] else None,
+        map_array("tokens"),
+        map_array("document_starts"),
+        map_array("label_mask") if meta["label_mask"] else None,
         meta["digest"],
     )

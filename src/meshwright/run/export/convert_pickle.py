@@ -24,7 +24,7 @@ def main(file: str, out: str, key: str = "") -> dict[str, Any]:
     parent.
     """
     try:
-        contents = _loaded(file)
+        contents = _load_tensors(file)
     except Exception as error:  # torch raises many kinds for what is no pickle, or more than tensors
         return {"refused": _reason(error)}
     if key:
@@ -52,7 +52,7 @@ def main(file: str, out: str, key: str = "") -> dict[str, Any]:
     return {"tensors": len(tensors)}
 
 
-def _loaded(file: str) -> Any:
+def _load_tensors(file: str) -> Any:
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:  # written in the old format, which cannot be mapped

@@ -133,7 +133,7 @@ def export_model(
         trained = replace(trained, deferred_init=deferred_init, read_value=value)
     try:
         partial.mkdir(parents=True)
-        return _exported(trained, folder, partial, dtype, max_shard_nbytes)
+        return _export_files(trained, folder, partial, dtype, max_shard_nbytes)
     except OSError as error:
         text = f"{folder} cannot be written: {error.strerror or error}"
         raise PlanError(
@@ -169,7 +169,7 @@ def check_round_trip(source: ModelConfig, seed: int, folder: Path) -> tuple[Roun
     return there, check_import(ModelConfig(str(folder), weights=str(folder)))[0]
 
 
-def _exported(
+def _export_files(
     trained: ExportableModel, folder: Path, partial: Path, dtype: torch.dtype | None, max_shard_nbytes: int
 ) -> ExportResult:
     module = trained.deferred_init.instantiate()
@@ -177,7 +177,9 @@ def _exported(
     if is_adapted(module):
         origin = trained.deferred_init.pretrained_source
         base = trained.adapter_base or ("" if origin is None else origin.source)
-        return _ended(folder, partial, *write_adapter(trained.deferred_init, value, partial, dtype, base))
+        return _finish_export(
+            folder, partial, *write_adapter(trained.deferred_init, value, partial, dtype, base)
+        )
     state = _state(trained.deferred_init, module, value, dtype)
     conversions = save_conversions(module, state)
     slots = _slots(
@@ -198,10 +200,10 @@ def _exported(
         verdict = compare_logits(trained.deferred_init, value, partial, dtype)
     else:
         verdict = compare_files(partial, {name: tensor.dtype for name, tensor in state.items()}, value)
-    return _ended(folder, partial, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
+    return _finish_export(folder, partial, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
 
 
-def _ended(folder: Path, partial: Path, nbytes: int, verdict: RoundTripResult) -> ExportResult:
+def _finish_export(folder: Path, partial: Path, nbytes: int, verdict: RoundTripResult) -> ExportResult:
     files = tuple(sorted(path.name for path in partial.iterdir()))
     if verdict.passed:
         _publish(partial, folder)
@@ -285,7 +287,7 @@ def _slots(tensors: Sequence[tuple[str, torch.Tensor]], max_nbytes: int) -> dict
 
 
 def _write_headers(folder: Path, slots: Mapping[str, _Slot]) -> dict[str, int]:
-    """Write each file's header; returns the byte at which the tensors of each file begin."""
+    """Writes each file's header; returns the byte at which the tensors of each file begin."""
     headers: dict[str, dict[str, Any]] = {}
     for name, slot in slots.items():
         header = headers.setdefault(slot.file, {"__metadata__": {"format": "pt"}})

@@ -42,7 +42,7 @@ def write_adapter(
     `read_value(name)` returns a logical parameter; `base` locates the base model, "" as the adapter's config
     names it.
     """
-    model: Any = _checked(deferred_init.instantiate())
+    model: Any = _require_weight_adapter(deferred_init.instantiate())
     adapters = list(model.peft_config)
     if len(adapters) != 1:
         text = f"the model holds {len(adapters)} adapters ({', '.join(adapters)}), and a folder is one"
@@ -78,7 +78,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
     if not is_adapted(deferred_init.instantiate()):
         text = f"a {type(deferred_init.instantiate()).__name__} has no adapter that could be merged"
         raise PlanError(text, fix="leave --merge out (merge=True)", location=WHERE)
-    whole: Any = _checked(deferred_init.instantiate())
+    whole: Any = _require_weight_adapter(deferred_init.instantiate())
     load_values(whole, deferred_init, read_value)
     base = whole.merge_and_unload()
     bare, _ = unload_adapters(deferred_init.instantiate())
@@ -93,7 +93,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
     return DeferredInit(bare, logical, {}, InitTape(), 0), lambda name: kept[name].detach()
 
 
-def _checked(model: Any) -> Any:
+def _require_weight_adapter(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
         text = (
             f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, "

@@ -77,7 +77,7 @@ def compare_logits(
     if inputs is None:
         theirs = dict(_load_with_transformers(type(module), folder).state_dict())
         rounded = {name: read_value(name) for name in deferred_init.logical_params}
-        pairs = ((_rounded(mine, dtype).float(), theirs[name].float()) for name, mine in rounded.items())
+        pairs = ((_round_to(mine, dtype).float(), theirs[name].float()) for name, mine in rounded.items())
         return RoundTripResult(
             "all parameters", max((_distance(mine, other) for mine, other in pairs), default=0.0), 0.0
         )
@@ -87,7 +87,7 @@ def compare_logits(
     if dtype is not None and dtype.itemsize < 4:
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.copy_(_rounded(parameter, dtype))
+                parameter.copy_(_round_to(parameter, dtype))
         mine = _outputs(module, inputs)
         rounding = _distance(exact, mine)
     kind = type(module)
@@ -121,7 +121,9 @@ def compare_adapter(
         load_values(module, deferred_init, read_value)
         exact = _outputs(module, inputs)
         load_values(
-            module, deferred_init, lambda name: _rounded(read_value(name), dtype if name in brought else None)
+            module,
+            deferred_init,
+            lambda name: _round_to(read_value(name), dtype if name in brought else None),
         )
         mine = _outputs(module, inputs)
         rounding = None if dtype is None or dtype.itemsize >= 4 else _distance(exact, mine)
@@ -136,7 +138,7 @@ def compare_adapter(
     theirs = import_peft().PeftModel.from_pretrained(bare.unload(), str(folder), adapter, torch_device="cpu")
     if mine is None or inputs is None:
         state = theirs.state_dict()
-        pairs = ((_rounded(read_value(name), dtype).float(), state[name].float()) for name in brought)
+        pairs = ((_round_to(read_value(name), dtype).float(), state[name].float()) for name in brought)
         return RoundTripResult(
             "the tensors of the adapter", max((_distance(*pair) for pair in pairs), default=0.0), 0.0
         )
@@ -241,12 +243,12 @@ def _load_with_transformers(kind: type[nn.Module], folder: Path) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(folder) if kind.__name__ in dir(transformers) else None
     names = [] if config is None else config.architectures or [kind.__name__]
     loader: Any = getattr(transformers, names[0]) if names else kind
-    with _quiet():
+    with _hide_progress_bars():
         return loader.from_pretrained(folder, dtype=torch.float32)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _hide_progress_bars() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -262,7 +264,7 @@ def _outputs(module: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Ten
     return (made["logits"] if "logits" in made else made[0]).float()
 
 
-def _rounded(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _round_to(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype).to(tensor.dtype)
 
 

@@ -182,7 +182,6 @@ def is_loopback(address: str) -> bool:
 
 
 def _claims(env: Mapping[str, str], terminal: bool) -> Iterator[LauncherClaim]:
-    """The claims, innermost launcher first."""
     if "RANK" in env:
         launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else WHERE
         yield _claim(env, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

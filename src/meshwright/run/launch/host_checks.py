@@ -55,7 +55,7 @@ class Finding:
 
 
 def host_findings(folder: Path, cache: Path, interface: str | None = None) -> Iterator[Finding]:
-    """Returns all findings about this host without torch, for runs in `folder` and downloads in `cache`.
+    """Yields all findings about this host without torch, for runs in `folder` and downloads in `cache`.
 
     `interface` is the network interface that GLOO_SOCKET_IFNAME names, or None.
     """
@@ -139,7 +139,7 @@ def _shared_memory(place: Path) -> Finding:
 
 def disk_finding(name: str, folder: Path) -> Finding:
     """Checks whether `folder`, which may not exist yet, is writable, and the free space of its disk."""
-    place = _existing(folder)
+    place = _find_existing(folder)
     usage = shutil.disk_usage(place)
     text = f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free in {place}"
     if not os.access(place, os.W_OK):
@@ -157,13 +157,13 @@ def disk_finding(name: str, folder: Path) -> Finding:
 
 def _file_clock(folder: Path) -> Finding:
     try:
-        with tempfile.NamedTemporaryFile(dir=_existing(folder)) as file:
+        with tempfile.NamedTemporaryFile(dir=_find_existing(folder)) as file:
             behind = time.time() - os.stat(file.name).st_mtime
     except OSError as error:
         return Finding(
             "clock", "warning", f"no file can be made in {folder}: {error.strerror}", "name another folder"
         )
-    text = f"{abs(behind):.2f} s from the time of files in {_existing(folder)}"
+    text = f"{abs(behind):.2f} s from the time of files in {_find_existing(folder)}"
     if abs(behind) > MAX_CLOCK_SKEW_S:
         return Finding("clock", "warning", text, "set the clocks of this host and of the file server by NTP")
     return Finding("clock", "ok", text)
@@ -206,7 +206,7 @@ def _interfaces(run: str | None) -> Finding:
 
 def _exposure() -> Finding:
     public = [f"{each.name} {each.address}" for each in list_interfaces() if each.address.is_global]
-    ports = sorted(_listening())
+    ports = sorted(_list_listening_ports())
     text = f"{len(ports)} ports are open to other hosts"
     text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
     if public:
@@ -218,7 +218,7 @@ def _exposure() -> Finding:
     return Finding("exposure", "ok", f"{text}, no address is public")
 
 
-def _listening() -> set[int]:
+def _list_listening_ports() -> set[int]:
     try:
         open_now = psutil.net_connections("tcp")
     except psutil.AccessDenied:  # macOS shows them to root only
@@ -240,6 +240,6 @@ def port_finding(number: int) -> Finding:
     return Finding("port", "ok", f"port {number} is free")
 
 
-def _existing(folder: Path) -> Path:
+def _find_existing(folder: Path) -> Path:
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())

@@ -121,13 +121,13 @@ def kubernetes_manifest(job: JobFile) -> str:
     )
     mounts, volumes = "- {name: shm, mountPath: /dev/shm}", "- {name: shm, emptyDir: {medium: Memory}}"
     if claim:
-        mounts += f"\n- {{name: run, mountPath: {_quoted(path)}}}"
+        mounts += f"\n- {{name: run, mountPath: {_quote(path)}}}"
         volumes += f"\n- {{name: run, persistentVolumeClaim: {{claimName: {claim}}}}}"
     container = f"""\
         - name: train
-          image: {_quoted(job.image)}
-          command: [{", ".join(map(_quoted, _pod_command(job)))}]
-          workingDir: {_quoted(path or "/")}
+          image: {_quote(job.image)}
+          command: [{", ".join(map(_quote, _pod_command(job)))}]
+          workingDir: {_quote(path or "/")}
           env:
           # the index of the pod; the names of launchers' own variables are kept free for them
           - name: POD_INDEX
@@ -188,13 +188,13 @@ def _pod_command(job: JobFile) -> list[str]:
     train = ["meshwright", "train", *job.train_args]
     if job.ranks_per_host == 1:
         return train
-    meeting = (
+    rendezvous_args = (
         [f"--master-addr={_master(job)}", f"--master-port={DEFAULT_PORT}"]
         if job.num_hosts > 1
         else ["--standalone"]
     )
     hosts = [f"--nnodes={job.num_hosts}", "--node-rank=$(POD_INDEX)"] if job.num_hosts > 1 else []
-    return ["torchrun", *hosts, *meeting, f"--nproc-per-node={job.ranks_per_host}", "-m", *train]
+    return ["torchrun", *hosts, *rendezvous_args, f"--nproc-per-node={job.ranks_per_host}", "-m", *train]
 
 
 def _pod_variables(job: JobFile) -> str:
@@ -243,7 +243,7 @@ def _train(job: JobFile) -> str:
     return shlex.join(["meshwright", "train", *job.train_args])
 
 
-def _quoted(text: str) -> str:
+def _quote(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 

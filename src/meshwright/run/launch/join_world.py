@@ -47,14 +47,14 @@ def join_world(
     )
     if cuda:
         torch.cuda.set_device(device)
-    meeting = None if own else _rendezvous_address(rank_env.launcher_env)
+    rendezvous_address = None if own else _rendezvous_address(rank_env.launcher_env)
     backend = "nccl" if cuda else "gloo"
     path = rank_env.store_path
     with init_world(
         mesh,
         rank_env.rank,
         store_path=path,
-        endpoint=meeting,
+        endpoint=rendezvous_address,
         backend=backend,
         device=device,
         limits=limits or WaitLimits(),

@@ -127,13 +127,13 @@ class _Rank:
     ended_at: float = 0.0  # on the clock of the records
     ended_s: float | None = None  # on a clock that nobody sets; None while it runs
 
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         if self.ended_s is None and self.process.poll() is not None:
             self.ended_at, self.ended_s = time.time(), time.monotonic()
             _kill_group(self.process.pid)  # what the rank started and left behind
         return self.ended_s is None
 
-    def failed(self, should_stop: bool) -> bool:
+    def has_failed(self, should_stop: bool) -> bool:
         return self.ended_s is not None and self.process.returncode not in (
             CLEAN_EXIT_CODES if should_stop else (0, SIGTERM_EXIT_CODE)
         )
@@ -164,7 +164,7 @@ def launch_ranks(
             killed = _watch(ranks, received, timeouts)
         finally:
             for each in ranks:
-                if each.alive():  # only then its number surely is still its own
+                if each.is_alive():  # only then its number surely is still its own
                     _kill_group(each.process.pid)
             for each in ranks:
                 each.process.wait()
@@ -210,7 +210,7 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeou
     that have not is over.
     """
     told_s: float | None = None
-    while alive := [each for each in ranks if each.alive()]:
+    while alive := [each for each in ranks if each.is_alive()]:
         now = time.monotonic()
         if received and told_s is None:
             told_s = now
@@ -220,7 +220,7 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[int], limits: LaunchTimeou
         deadlines = [
             each.ended_s + limits.failure_s
             for each in ranks
-            if each.ended_s is not None and each.failed(stopping)
+            if each.ended_s is not None and each.has_failed(stopping)
         ]
         if told_s is not None:
             deadlines.append(
@@ -240,7 +240,7 @@ def _outcome(
     silent = [
         each
         for each in ranks
-        if each.rank not in records and each.rank not in killed and each.failed(stopping)
+        if each.rank not in records and each.rank not in killed and each.has_failed(stopping)
     ]
     found = [
         (record.time, record.rank) for record in records.values() if record.kind not in ("lost_peer", "hang")
@@ -259,12 +259,12 @@ def _outcome(
         and not stopping
         and not any(record.kind in ("error", "plan_error") for record in records.values())
     ):
-        return LaunchResult(1, _reported(records[reports[0][1]], silent, records, folder), killed)
+        return LaunchResult(1, _describe_report(records[reports[0][1]], silent, records, folder), killed)
     _, rank = min(found)
     record = records.get(rank)
     if record is not None and record.kind == "plan_error":
         return LaunchResult(2, FirstFailure(rank, record.message), killed)
-    text = describe_failure(record) if record is not None else _guessed(ranks[rank])
+    text = describe_failure(record) if record is not None else _guess_cause(ranks[rank])
     if record is not None and record.kind == "lost_peer":
         gone = [str(each.rank) for each in ranks if each.process.returncode == 0]
         text += f"\nended before, without an error: rank {', '.join(gone)}" if gone else ""
@@ -273,10 +273,10 @@ def _outcome(
     return LaunchResult(1, FirstFailure(rank, text), killed)
 
 
-def _reported(
+def _describe_report(
     record: FailureRecord, silent: Sequence[_Rank], records: Mapping[int, FailureRecord], folder: Path
 ) -> FirstFailure:
-    said, guesses = describe_failure(record), [_guessed(each) for each in silent]
+    said, guesses = describe_failure(record), [_guess_cause(each) for each in silent]
     # a backend aborts the rank that gets a message of another size than it expects: it is a victim, and the
     # report knows more
     first = [] if any(each.process.returncode == -signal.SIGABRT for each in silent) else guesses
@@ -286,7 +286,7 @@ def _reported(
     return FirstFailure(silent[0].rank if first else record.rank, text)
 
 
-def _guessed(each: _Rank) -> str:
+def _guess_cause(each: _Rank) -> str:
     code = each.process.returncode
     if code < 0:
         text = f"rank {each.rank} was killed by signal {-code} ({signal.strsignal(-code)})"

@@ -28,7 +28,7 @@ class NetworkInterface:
 
 
 def list_interfaces() -> Iterator[NetworkInterface]:
-    """Returns the interfaces of this host that are up, once per address; `mbit_s` is 0 where the system does
+    """Yields the interfaces of this host that are up, once per address; `mbit_s` is 0 where the system does
     not know it.
     """
     stats = psutil.net_if_stats()

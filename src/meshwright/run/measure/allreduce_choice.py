@@ -45,8 +45,8 @@ def choose_algorithms(
             notes.append(f"auto keeps '{rule}' for {strategy.name}, with which the run in {folder} began")
         else:
             if measured is None:
-                measured = _measured(cluster, strategy)
-                notes += _doubts(measured, cluster)
+                measured = _read_measurement(cluster, strategy)
+                notes += _mismatch_warnings(measured, cluster)
             ranks, per_host = _placed(strategy, mesh, measured)
             choice = choose_rule(measured, ranks, per_host)
             rule = str(choice.rule)
@@ -64,7 +64,7 @@ def _with_rule(strategy: Strategy, rule: str) -> Strategy:
     return replace(strategy, **fields)
 
 
-def _measured(cluster: str, strategy: Strategy) -> Cluster:
+def _read_measurement(cluster: str, strategy: Strategy) -> Cluster:
     if not cluster:
         text = "auto chooses by the measured cost of the links, and no measurement is named"
         fix = (
@@ -84,7 +84,7 @@ def _placed(strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[int, int]
     return len(ranks), 0 if hosts == 1 else -(-len(ranks) // hosts)
 
 
-def _doubts(cluster: Cluster, path: str) -> Iterator[str]:
+def _mismatch_warnings(cluster: Cluster, path: str) -> Iterator[str]:
     here = describe_machine()
     gpu = torch.cuda.is_available()
     if (cluster.transport == "nccl") != gpu:

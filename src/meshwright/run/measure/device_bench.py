@@ -254,18 +254,20 @@ def _linear(far: UncachedMemory, m: int, n: int, k: int, batch: int) -> Operatio
         far.operands((*lead, m, k), (*lead, n, k)),
     )
 
-    def three() -> object:
+    def run_three_matmuls() -> object:
         x, w = next(places)
         return torch.matmul(x, w.mT), torch.matmul(g, w), torch.matmul(g.mT, x)
 
-    return three
+    return run_three_matmuls
 
 
 def attention_operations(
     device: torch.device, dtype: torch.dtype, sizes: Sequence[AttentionSize], *, backward: bool
 ) -> dict[AttentionSize, Operation]:
     """Returns fused attention of these sizes, with its backward or without."""
-    return {each: _attended(device, dtype, each, back=backward) for each in sorted(sizes, key=prod)}
+    return {
+        each: _attention_operation(device, dtype, each, back=backward) for each in sorted(sizes, key=prod)
+    }
 
 
 def attention_points(
@@ -282,7 +284,9 @@ def attention_points(
     return found
 
 
-def _attended(device: torch.device, dtype: torch.dtype, size: AttentionSize, *, back: bool) -> Operation:
+def _attention_operation(
+    device: torch.device, dtype: torch.dtype, size: AttentionSize, *, back: bool
+) -> Operation:
     rows, heads, queries, keys, width = size
     q = random_tensor(device, dtype, rows, heads, queries, width).requires_grad_()
     k, v = (random_tensor(device, dtype, rows, heads, keys, width).requires_grad_() for _ in range(2))
@@ -300,7 +304,7 @@ def _attended(device: torch.device, dtype: torch.dtype, size: AttentionSize, *, 
 def memory_operations(device: torch.device, sizes: Sequence[int]) -> dict[int, Operation]:
     """Returns sums that read and write these numbers of bytes, two in each."""
     far = UncachedMemory(device, torch.float32, max(UNCACHED_NBYTES // 4, max(sizes) // 12))
-    return {nbytes: _added(far, nbytes // 12) for nbytes in sizes}
+    return {nbytes: _sum_operation(far, nbytes // 12) for nbytes in sizes}
 
 
 def memory_points(samples: Mapping[int, Sequence[float]]) -> list[MemoryOpTiming]:
@@ -311,17 +315,17 @@ def memory_points(samples: Mapping[int, Sequence[float]]) -> list[MemoryOpTiming
     ]
 
 
-def _added(far: UncachedMemory, numel: int) -> Operation:
+def _sum_operation(far: UncachedMemory, numel: int) -> Operation:
     if 4 * numel > MAX_MMAP_THRESHOLD:
         first, second, third = (far.take(numel) for _ in range(3))
         return lambda: torch.add(torch.add(first, second), third)
     places = far.operands(*[(numel,)] * 5)
 
-    def two() -> object:
+    def run_two_sums() -> object:
         first, second, third, between, end = next(places)
         return torch.add(torch.add(first, second, out=between), third, out=end)
 
-    return two
+    return run_two_sums
 
 
 def compute_heavy_points(

@@ -106,8 +106,6 @@ class DeviceTable:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that describes a machine."""
-
     device: DeviceTable
     rates: dict[str, float] = field(default_factory=dict)
 
@@ -141,9 +139,9 @@ def read_machine(hardware: str, count: int) -> Machine:
         document, _File, ()
     )
     if file is None:  # what fits may have faults of its own, which are told with these
-        document = _fitting(document)
+        document = _keep_valid_keys(document)
         file = SchemaCheck(str(path)).convert(document, _File, ())
-    return _described(file, document["device"], path, count, diagnostics)
+    return _build_machine(file, document["device"], path, count, diagnostics)
 
 
 def with_host_links(machine: Machine, hardware: str) -> Machine:
@@ -194,7 +192,7 @@ def find_profile(hardware: str) -> DeviceProfile | None:
     return read_profile(path.parent / file) if isinstance(file, str) and file else None
 
 
-def _fitting(document: dict[str, Any]) -> dict[str, Any]:
+def _keep_valid_keys(document: dict[str, Any]) -> dict[str, Any]:
     tables = {name: table for name in ("device", "rates") if isinstance(table := document.get(name), dict)}
     kept: dict[str, Any] = {"device": {}, "rates": {}}
     for name, table in tables.items():
@@ -204,7 +202,7 @@ def _fitting(document: dict[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _described(
+def _build_machine(
     file: _File, keys: Iterable[str], path: Path, count: int, before: Iterable[Diagnostic]
 ) -> Machine:
     """Builds the machine of a [device] table with these `keys`. Values with an earlier diagnostic get no
@@ -240,7 +238,7 @@ def _described(
         diagnostics.append(Diagnostic(text, "leave one of the two out", f"{path}: device.measured"))
     raise_diagnostics(diagnostics)
     if base is None:
-        base = measured_device(profile) if profile is not None else _bare()
+        base = measured_device(profile) if profile is not None else _empty_device_spec()
     device = _device(table, base, path)
     rates = load_rates(base.name) if profile is None else measured_rates(profile, device)
     return Machine(device, count, replace(rates, **file.rates))
@@ -265,7 +263,7 @@ def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
     )
 
 
-def _bare() -> DeviceSpec:
+def _empty_device_spec() -> DeviceSpec:
     return DeviceSpec("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, DEFAULT_NUM_UNITS, "")
 
 

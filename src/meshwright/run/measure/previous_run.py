@@ -96,7 +96,7 @@ def read_previous_run(folder: Path) -> PreviousRun:
     diagnostics: list[Diagnostic] = []
     device = _device(folder / ABOUT, diagnostics)
     seconds = _steps(folder / METRICS_FILE, diagnostics)
-    computed, messages = _traced(folder / TRACES, diagnostics)
+    computed, messages = _read_traces(folder / TRACES, diagnostics)
     raise_diagnostics(diagnostics)
     if len(seconds) < MIN_STEPS:
         text = f"{len(seconds)} steps beyond the first were timed; needed are {MIN_STEPS} for a median"
@@ -127,7 +127,7 @@ def _json(text: str, path: Path, fix: str, diagnostics: list[Diagnostic]) -> Any
     return None
 
 
-def _lacking(document: object, needed: Mapping[str, type | UnionType]) -> str:
+def _describe_lacking_keys(document: object, needed: Mapping[str, type | UnionType]) -> str:
     if not isinstance(document, dict):
         keys = f" with {', '.join(needed)}" if needed else ""
         return f"{json.dumps(document)[:40]} is written where a table{keys} is needed"
@@ -142,7 +142,7 @@ def _device(path: Path, diagnostics: list[Diagnostic]) -> str:
     about = _json(text, path, "name another run", diagnostics) if text else None
     if about is None:
         return ""
-    lacking = _lacking(about, {"machine": dict}) or _lacking(
+    lacking = _describe_lacking_keys(about, {"machine": dict}) or _describe_lacking_keys(
         about["machine"], {"device": str, "processor": str}
     )
     if lacking:
@@ -166,7 +166,7 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
             continue
         if isinstance(document, dict) and document.get("kind"):
             continue
-        lacking = _lacking(document, STEP_KEYS)
+        lacking = _describe_lacking_keys(document, STEP_KEYS)
         took = 1.0 if lacking else document["seconds"] - document["data_s"]
         if not 0 < took < inf:
             lacking = f"{took:g} seconds without the wait for data, and needed is a number above 0"
@@ -180,7 +180,9 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
     return found[1:]
 
 
-def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, tuple[TimedCollective, ...]]:
+def _read_traces(
+    folder: Path, diagnostics: list[Diagnostic]
+) -> tuple[float | None, tuple[TimedCollective, ...]]:
     computed: list[float] = []
     shortest: dict[CollectiveKey, float] = {}
     for path in sorted(folder.glob("rank-*.json")):
@@ -188,7 +190,7 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
         document = _json(_text(path, "", diagnostics), path, RETRACE_FIX, diagnostics)
         if len(diagnostics) > before:
             continue
-        wrong = _untraced(document)
+        wrong = _describe_trace_problem(document)
         if wrong:
             diagnostics.append(Diagnostic(f"no trace as `train` writes it: {wrong}", RETRACE_FIX, str(path)))
             continue
@@ -214,23 +216,25 @@ def _traced(folder: Path, diagnostics: list[Diagnostic]) -> tuple[float | None, 
     return (max(computed), messages) if computed else (None, ())
 
 
-def _untraced(document: Any) -> str:
-    lacking = _lacking(document, {"otherData": dict, "traceEvents": list}) or _lacking(
-        document["otherData"], {"seconds": dict}
-    )
+def _describe_trace_problem(document: Any) -> str:
+    lacking = _describe_lacking_keys(
+        document, {"otherData": dict, "traceEvents": list}
+    ) or _describe_lacking_keys(document["otherData"], {"seconds": dict})
     if lacking:
         return lacking
     if not document["otherData"]["seconds"]:
         return "seconds of no step are in it, and needed are those of one"
     for step, parts in document["otherData"]["seconds"].items():
-        if lacking := _lacking(parts, dict.fromkeys(COMPUTE_PARTS, int | float)):
+        if lacking := _describe_lacking_keys(parts, dict.fromkeys(COMPUTE_PARTS, int | float)):
             return f"of step {step} {lacking}"
         if not 0 < sum(parts[name] for name in COMPUTE_PARTS) < inf:
             return f"in step {step} nothing was computed"
     for number, event in enumerate(document["traceEvents"]):
-        lacking = _lacking(event, {}) or _lacking(event.get("args", {}), {})
+        lacking = _describe_lacking_keys(event, {}) or _describe_lacking_keys(event.get("args", {}), {})
         if not lacking and event.get("args", {}).get("collective") in EQUAL_COLLECTIVES:
-            lacking = _lacking(event["args"], TRANSFER_KEYS) or _lacking(event, {"dur": int | float})
+            lacking = _describe_lacking_keys(event["args"], TRANSFER_KEYS) or _describe_lacking_keys(
+                event, {"dur": int | float}
+            )
         if lacking:
             return f"of event {number} {lacking}"
     return ""

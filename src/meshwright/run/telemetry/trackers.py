@@ -283,7 +283,7 @@ TRACKERS: Mapping[str, StartTracker] = {
 def flatten_config(
     config: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, int | float | bool | str]]:
-    """Returns the values of nested tables by dotted key; lists as text."""
+    """Yields the values of nested tables by dotted key; lists as text."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from flatten_config(value, f"{prefix}{key}.")

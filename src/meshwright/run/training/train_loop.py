@@ -29,7 +29,7 @@ from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, reduction_trans
 from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples
 from meshwright.run.data.local_batches import LocalBatches
-from meshwright.run.data.prefetch import PrefetchedFeed
+from meshwright.run.data.prefetch import PrefetchedBatches
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.accounting import RankUsage
@@ -73,7 +73,7 @@ class TrainResult:
 def train_loop(
     executor: Executor,
     plan: Plan,
-    feed: LocalBatches | PrefetchedFeed,
+    batches: LocalBatches | PrefetchedBatches,
     world: World,
     should_stop: Callable[[], bool],
     callbacks: Sequence[Callback] = (),
@@ -87,12 +87,14 @@ def train_loop(
     Spiked, without a checkpoint, after a harmful step with guard.action = "stop".
     """
     first = executor.steps_done
-    steps = plan.job.train.steps if feed.num_steps is None else min(plan.job.train.steps, feed.num_steps)
+    steps = (
+        plan.job.train.steps if batches.num_steps is None else min(plan.job.train.steps, batches.num_steps)
+    )
     accounting = RankUsage(executor, plan, world, steps)
     loop = _TrainLoop(
         executor,
         plan,
-        feed,
+        batches,
         world,
         callbacks,
         progress or RankProgress(),
@@ -103,18 +105,18 @@ def train_loop(
     process = psutil.Process()
     try:
         loop.call_back(lambda callback: callback.on_train_begin, CallbackEvent(first))
-        while executor.steps_done < steps and not loop.is_over and not feed.has_ended(executor.steps_done):
+        while executor.steps_done < steps and not loop.is_over and not batches.has_ended(executor.steps_done):
             loop.enter_phase(
                 "first_step" if executor.steps_done == first else "step", executor.steps_done + 1
             )
             profiler = accounting.begin_step(executor.steps_done + 1)
             with accounting.timed_phase("data"):
-                batch = feed.batch(executor.steps_done)
+                batch = batches.batch(executor.steps_done)
             with accounting.timed_phase("step"):
                 metrics = loop.run_step(batch, should_stop, profiler)
             record = _step_record(metrics, accounting, _memory(process, world.device))
             loop.record_step(metrics, record)
-            last = executor.steps_done == steps or feed.has_ended(executor.steps_done)
+            last = executor.steps_done == steps or batches.has_ended(executor.steps_done)
             improved = loop.evaluate(record, last=last)
             due = plan.run.save_every and executor.steps_done % plan.run.save_every == 0
             if loop.is_over or due or last or (improved and plan.run.keep_best):
@@ -166,15 +168,11 @@ def save_checkpoint(folder: Path, executor: Executor, meta: Mapping[str, Any], w
 
 
 class _TrainLoop:
-    """The state of the loop on one rank: its metrics log, callbacks, evaluation history, and whether it is
-    over.
-    """
-
     def __init__(
         self,
         executor: Executor,
         plan: Plan,
-        feed: LocalBatches | PrefetchedFeed,
+        batches: LocalBatches | PrefetchedBatches,
         world: World,
         callbacks: Sequence[Callback],
         progress: RankProgress,
@@ -182,7 +180,7 @@ class _TrainLoop:
         eval_samples: EvalSamples | None,
         eval_history: EvalHistory,
     ) -> None:
-        self.executor, self.plan, self.feed, self.world = executor, plan, feed, world
+        self.executor, self.plan, self.batches, self.world = executor, plan, batches, world
         self.progress, self.accounting, self.eval_samples = progress, accounting, eval_samples
         self.eval_history = eval_history if eval_samples is None else eval_history.for_samples(eval_samples)
         self.stop_reason = "" if eval_samples is None else self.eval_history.stop_reason(plan.job.evaluate)
@@ -190,7 +188,7 @@ class _TrainLoop:
         self.loss: float | None = None
         self.stopped, self.num_skipped, self.num_overflows, self._warned = False, 0, 0, False
         self._idle = 0  # consecutive steps in which no token counted
-        self._num_samples = None if isinstance(feed.dataset, TokenStream) else len(feed.dataset)
+        self._num_samples = None if isinstance(batches.dataset, TokenStream) else len(batches.dataset)
         self.checkpoint = (
             step_folder(Path(plan.run.folder) / CHECKPOINTS_FOLDER, executor.steps_done)
             if executor.steps_done
@@ -283,7 +281,7 @@ class _TrainLoop:
         self.enter_phase("save", record.step)
         with self.accounting.timed_phase("save"):
             self.checkpoint = save_run_checkpoint(
-                self.executor, self.plan, self.world, self.feed.dataset.digest, self.eval_history
+                self.executor, self.plan, self.world, self.batches.dataset.digest, self.eval_history
             )
         if best and self.plan.run.keep_best and self.world.rank == 0:
             mark_best(self.checkpoint.parent, self.eval_history.best_step, self.eval_history.best_loss)
@@ -309,7 +307,7 @@ class _TrainLoop:
 
     def _note_spike(self, spike: LossSpike) -> dict[int, list[int]]:
         """Logs a harmful step; returns the ids of its samples by rank."""
-        sample_ids = self.feed.sample_ids(spike.step - 1)
+        sample_ids = self.batches.sample_ids(spike.step - 1)
         ids = {
             rank_report.rank: sample_ids[self.plan.data_index(rank_report.rank)]
             for rank_report in spike.rank_reports

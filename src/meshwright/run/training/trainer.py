@@ -18,7 +18,7 @@ from meshwright.engine.step.gather_full import gather_full_buffers
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.checkpoint.integrity import load_consensus, verify_checkpoint
+from meshwright.run.checkpoint.integrity import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
 from meshwright.run.checkpoint.save_load import open_tensors
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
@@ -133,7 +133,7 @@ class Trainer:
         for a checkpoint that is damaged or of another model.
         """
         path = Path(checkpoint)
-        ranks = load_consensus(self.world, f"'{path}' was not loaded")
+        ranks = consensus_for_load(self.world, f"'{path}' was not loaded")
         manifest = verify_checkpoint(
             path, ranks, lambda manifest, place: check_model(manifest, self.executor, place)
         )

@@ -70,7 +70,7 @@ KIND_PRIORITIES = ("IFW", "IWF", "FIW")
 def automatic_schedule(
     num_ranks: int, num_microbatches: int, num_virtual_stages: int, costs: StageCosts
 ) -> Schedule:
-    """The best schedule found if all ranks wait for each other at the end; two stages per rank are
+    """Returns the best schedule found if all ranks wait for each other at the end; two stages per rank are
     V-shaped.
     """
     stages = (
@@ -93,7 +93,7 @@ def search_schedule(
     num_trials: int = 200,
     virtual_stages: tuple[VirtualStage, ...] = (),
 ) -> ScheduleTimeline:
-    """The timeline of the best schedule found for these costs, of `num_ranks` stages or a multiple.
+    """Returns the timeline of the best schedule found for these costs, of `num_ranks` stages or a multiple.
 
     Args:
         limits: memory of each rank, in the unit of `costs.activation_memory`; empty: unlimited.
@@ -106,23 +106,23 @@ def search_schedule(
         PlanError: the counts do not match, or one microbatch does not fit; with the smallest limits that do.
     """
     raise_diagnostics(check_search(num_ranks, num_microbatches, costs, limits))
-    room = list(limits) or [inf] * num_ranks
+    memory_limits = list(limits) or [inf] * num_ranks
     best: ScheduleTimeline | None = None
-    for candidate in _candidates(num_ranks, num_microbatches, costs, room):
+    for candidate in _candidates(num_ranks, num_microbatches, costs, memory_limits):
         if virtual_stages and candidate.virtual_stages != virtual_stages:
             continue
         found = simulate(candidate, costs)
-        if fits_memory(found, room) and (best is None or measure(found) < measure(best)):
+        if fits_memory(found, memory_limits) and (best is None or measure(found) < measure(best)):
             best = found
     if best is None:
         raise RuntimeError(
             "no rule fits: the clock takes one microbatch at a time where the room is small, so one must"
         )
-    return _improve(best, costs, room, measure, num_trials)
+    return _improve(best, costs, memory_limits, measure, num_trials)
 
 
 def named_schedules(num_ranks: int, num_microbatches: int, num_stages: int) -> Iterator[tuple[str, Schedule]]:
-    """The named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
+    """Yields the named schedules for that many stages, a multiple of the ranks, one virtual stage each."""
     if num_stages == num_ranks:
         yield (
             "naive_model_parallel",
@@ -204,28 +204,39 @@ def _covers(limits: Sequence[float], least: Sequence[float]) -> bool:
     return all(limit * (1 + ROUNDING) >= need for limit, need in zip(limits, least, strict=True))
 
 
-def _candidates(ranks: int, micros: int, costs: StageCosts, room: Sequence[float]) -> Iterator[Schedule]:
-    parts = len(costs.forward)
-    for _, schedule in named_schedules(ranks, micros, parts):
+def _candidates(
+    ranks: int, num_microbatches: int, costs: StageCosts, memory_limits: Sequence[float]
+) -> Iterator[Schedule]:
+    num_stages = len(costs.forward)
+    for _, schedule in named_schedules(ranks, num_microbatches, num_stages):
         yield schedule
-        yield from (fill_bubbles(split_backwards(schedule), costs, room, patience) for patience in (0.5, 1.0))
-    for stages in _placements(ranks, parts):
-        if room[0] == inf or _covers(room, _min_memory(ranks, stages, costs)):
-            yield from (greedy_schedule(stages, micros, costs, rule, room) for rule in _rules(parts // ranks))
+        yield from (
+            fill_bubbles(split_backwards(schedule), costs, memory_limits, patience) for patience in (0.5, 1.0)
+        )
+    for stages in _placements(ranks, num_stages):
+        if memory_limits[0] == inf or _covers(memory_limits, _min_memory(ranks, stages, costs)):
+            yield from (
+                greedy_schedule(stages, num_microbatches, costs, rule, memory_limits)
+                for rule in _rules(num_stages // ranks)
+            )
 
 
-def _rules(chunks: int) -> Iterator[PriorityRule]:
-    for deep in (True, False)[: min(chunks, 2)]:
+def _rules(num_virtual_stages: int) -> Iterator[PriorityRule]:
+    for deep in (True, False)[: min(num_virtual_stages, 2)]:
         for kinds in KIND_PRIORITIES:
             yield from (
-                PriorityRule(kinds, ahead / chunks, patience, deep)
+                PriorityRule(kinds, ahead / num_virtual_stages, patience, deep)
                 for ahead in FORWARDS_IN_FLIGHT
                 for patience in PATIENCE
             )
 
 
 def _improve(
-    best: ScheduleTimeline, costs: StageCosts, room: Sequence[float], measure: TimelineMeasure, trials: int
+    best: ScheduleTimeline,
+    costs: StageCosts,
+    memory_limits: Sequence[float],
+    measure: TimelineMeasure,
+    trials: int,
 ) -> ScheduleTimeline:
     random = Random(0)
     bound = max(map(best.busy_time, range(best.schedule.num_ranks)))
@@ -236,7 +247,7 @@ def _improve(
             found = simulate(_move_action(best, random), costs)
         except ScheduleDeadlock:
             continue
-        if fits_memory(found, room) and measure(found) <= measure(best):
+        if fits_memory(found, memory_limits) and measure(found) <= measure(best):
             best = found
     return best
 

@@ -69,8 +69,8 @@ class ScheduleCell(NamedTuple):
 
 
 def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of ranks and
-    microbatches.
+    """Returns the schedule of `source`, a path of a CSV or `file.py:function`, for the plan's numbers of
+    ranks and microbatches.
 
     Raises:
         PlanError: with all errors of the schedule.
@@ -80,10 +80,10 @@ def load_schedule(source: str, num_ranks: int, num_microbatches: int) -> Schedul
     )
 
 
-def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
+def _read_source(source: str, ranks: int, num_microbatches: int) -> Schedule | Sequence[Sequence[str]]:
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
-        return _call_function(Path(path), function, ranks, micros)
+        return _call_function(Path(path), function, ranks, num_microbatches)
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
         rows = list(csv.reader(io.StringIO(text, newline="")))
@@ -96,12 +96,12 @@ def _read_source(source: str, ranks: int, micros: int) -> Schedule | Sequence[Se
 
 
 def is_schedule_source(name: str) -> bool:
-    """Whether `name` is a file with a schedule, not the name of one."""
+    """Returns whether `name` is a file with a schedule, not the name of one."""
     return name.endswith(".csv") or ".py:" in name
 
 
 def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]:
-    """The placement of stages in `source`; a function is called for as many microbatches as ranks.
+    """Returns the placement of stages in `source`; a function is called for as many microbatches as ranks.
 
     Raises:
         PlanError: it cannot be read, or is for another number of ranks.
@@ -112,7 +112,7 @@ def load_virtual_stages(source: str, num_ranks: int) -> tuple[VirtualStage, ...]
 
 
 def file_digest(source: str) -> str:
-    """16 hex digits of the contents of the file of `source`; "" if there is none."""
+    """Returns 16 hex digits of the contents of the file of `source`; "" if there is none."""
     path = _path(source)
     return sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
@@ -122,7 +122,7 @@ def _path(source: str) -> Path:
 
 
 def to_csv(schedule: Schedule) -> str:
-    """`schedule` as a CSV with a row per rank, without pauses."""
+    """Returns `schedule` as a CSV with a row per rank, without pauses."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(
         [f"{s.virtual_stage}{s.kind}{s.microbatch}" for s in actions] for actions in schedule.actions
@@ -130,7 +130,9 @@ def to_csv(schedule: Schedule) -> str:
     return text.getvalue()
 
 
-def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedule | Sequence[Sequence[str]]:
+def _call_function(
+    path: Path, function: str, ranks: int, num_microbatches: int
+) -> Schedule | Sequence[Sequence[str]]:
     try:
         schedule = runpy.run_path(str(path))
     except (Exception, SystemExit) as error:  # one that leaves would end the command without a word
@@ -147,14 +149,16 @@ def _call_function(path: Path, function: str, ranks: int, micros: int) -> Schedu
         )
         raise PlanError(f"{path} has no function '{function}'", fix=fix, location=SCHEDULE_KEY)
     try:
-        rows = schedule[function](ranks, micros)
+        rows = schedule[function](ranks, num_microbatches)
     except (Exception, SystemExit) as error:
         fix = "repair the function; it takes the numbers of ranks and of microbatches"
         raise PlanError(
-            f"{function}({ranks}, {micros}) {_describe_error(error, path)}", fix=fix, location=SCHEDULE_KEY
+            f"{function}({ranks}, {num_microbatches}) {_describe_error(error, path)}",
+            fix=fix,
+            location=SCHEDULE_KEY,
         ) from error
     if not isinstance(rows, Schedule) and not _is_table(rows):
-        text = f"{function}({ranks}, {micros}) returned a value of type {type(rows).__name__}"
+        text = f"{function}({ranks}, {num_microbatches}) returned a value of type {type(rows).__name__}"
         fix = (
             "return a list per rank of cells such as '1F0', or a "
             "meshwright.parallel.pipeline.schedules.schedule.Schedule"
@@ -180,15 +184,17 @@ def _is_table(rows: object) -> bool:
 
 
 def _checked_schedule(
-    given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, micros: int
+    given: Schedule | Sequence[Sequence[str]], source: str, ranks: int, num_microbatches: int
 ) -> Schedule:
     schedule, diagnostics, cells = _parse(given, source, ranks)
-    if schedule.num_microbatches != micros:
-        text = f"{source} is for {schedule.num_microbatches} microbatches, and the plan has {micros}"
+    if schedule.num_microbatches != num_microbatches:
+        text = (
+            f"{source} is for {schedule.num_microbatches} microbatches, and the plan has {num_microbatches}"
+        )
         diagnostics.append(
             Diagnostic(
                 text,
-                f"write it for {micros}, or set the microbatches to {schedule.num_microbatches}",
+                f"write it for {num_microbatches}, or set the microbatches to {schedule.num_microbatches}",
                 SCHEDULE_KEY,
             )
         )

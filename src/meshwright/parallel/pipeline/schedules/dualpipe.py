@@ -42,8 +42,8 @@ OLDEST_PENDING_W = -1  # in place of a stage: the W that waits longest
 
 
 def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule DualPipe. Virtual stage k is stage k on rank k (up), p + k is stage p - 1 - k on rank k
-    (down).
+    """Returns the schedule DualPipe. Virtual stage k is stage k on rank k (up), p + k is stage p - 1 - k on
+    rank k (down).
 
     The first half of the microbatches goes up, one more if they are odd.
 
@@ -53,7 +53,7 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     raise_diagnostics(check_dualpipe(num_ranks, num_microbatches))
     up, half, each = (num_microbatches + 1) // 2, num_ranks // 2, max((num_microbatches + 1) // 2, num_ranks)
 
-    def slots(rank: int) -> Iterator[ScheduleAction]:
+    def rank_actions(rank: int) -> Iterator[ScheduleAction]:
         early, late = (rank, num_ranks + rank) if rank < half else (num_ranks + rank, rank)
         for kind, stage, microbatch in _number_microbatches(
             _rank_passes(early, late, half, min(rank, num_ranks - 1 - rank), each)
@@ -65,11 +65,11 @@ def dualpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
     stages = [VirtualStage(rank, rank) for rank in range(num_ranks)] + [
         VirtualStage(rank, num_ranks - 1 - rank) for rank in range(num_ranks)
     ]
-    return Schedule(tuple(stages), tuple(tuple(slots(rank)) for rank in range(num_ranks)))
+    return Schedule(tuple(stages), tuple(tuple(rank_actions(rank)) for rank in range(num_ranks)))
 
 
 def dualpipev_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule DualPipeV: stage k on rank k, and on rank 2 p - 1 - k after the turn."""
+    """Returns the schedule DualPipeV: stage k on rank k, and on rank 2 p - 1 - k after the turn."""
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     each = max(num_microbatches, 2 * num_ranks)
     lists = (
@@ -93,13 +93,15 @@ def check_dualpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic
         yield Diagnostic(text, f"use {near} ranks, or dualpipev, which takes any number", "mesh.pp")
 
 
-def _rank_passes(early: int, late: int, half: int, near: int, micros: int) -> Iterator[StagePass]:
+def _rank_passes(early: int, late: int, half: int, near: int, num_microbatches: int) -> Iterator[StagePass]:
     far = half - 1 - near
     weights: StagePass = ("W", OLDEST_PENDING_W)
     yield from repeat_passes(2 * far, ("F", early))
     yield from repeat_passes(near + 1, ("F", early), ("F", late))
     yield from repeat_passes(far, ("I", late), weights, ("F", late))
-    yield from repeat_passes(micros - half - far, ("F", early), ("B", late), ("F", late), ("B", early))
+    yield from repeat_passes(
+        num_microbatches - half - far, ("F", early), ("B", late), ("F", late), ("B", early)
+    )
     yield from repeat_passes(far, ("B", late), ("F", late), ("B", early))
     for at in range(2 * (near + 1)):  # from the middle on W waits, to fill what follows
         yield "I" if at > near else "B", early if at % 2 else late
@@ -107,10 +109,10 @@ def _rank_passes(early: int, late: int, half: int, near: int, micros: int) -> It
     yield from repeat_passes(near + 1, weights)
 
 
-def _number_microbatches(acts: Iterable[StagePass]) -> Iterator[ScheduleAction]:
+def _number_microbatches(passes: Iterable[StagePass]) -> Iterator[ScheduleAction]:
     done: Counter[tuple[bool, int]] = Counter()
     owed: deque[ScheduleAction] = deque()
-    for kind, stage in acts:
+    for kind, stage in passes:
         if kind == "W":
             yield owed.popleft()
             continue

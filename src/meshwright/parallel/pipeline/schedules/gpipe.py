@@ -23,7 +23,7 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAc
 
 
 def gpipe_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule GPipe, one stage per rank; backwards in the order of forwards free the oldest
+    """Returns the schedule GPipe, one stage per rank; backwards in the order of forwards free the oldest
     activations first.
     """
     return Schedule.with_looped_placement(

@@ -36,31 +36,33 @@ from meshwright.plan.job.errors import Diagnostic
 
 
 def interleaved_schedule(num_ranks: int, num_microbatches: int, num_virtual_stages: int = 2) -> Schedule:
-    """The schedule interleaved 1F1B: stage k on rank k modulo `num_ranks`."""
+    """Returns the schedule interleaved 1F1B: stage k on rank k modulo `num_ranks`."""
     sizes = group_sizes(num_ranks, num_microbatches)
     forwards, backwards = (
-        list(_chunk_order(sizes, range(num_virtual_stages))),
-        list(_chunk_order(sizes, range(num_virtual_stages)[::-1])),
+        list(_virtual_stage_order(sizes, range(num_virtual_stages))),
+        list(_virtual_stage_order(sizes, range(num_virtual_stages)[::-1])),
     )
-    hops = (
+    num_transfers = (
         2 if num_virtual_stages > 1 else 1
     )  # to the next chunk it is once round, there and back; a single chunk is 1F1B
 
-    def slots(rank: int) -> Iterator[ScheduleAction]:
-        ahead = min((num_virtual_stages - 1) * max(sizes) + hops * (num_ranks - 1 - rank), len(forwards))
+    def rank_actions(rank: int) -> Iterator[ScheduleAction]:
+        ahead = min(
+            (num_virtual_stages - 1) * max(sizes) + num_transfers * (num_ranks - 1 - rank), len(forwards)
+        )
         for at in range(ahead + len(backwards)):
             if at < len(forwards):
-                chunk, microbatch = forwards[at]
-                yield ScheduleAction("F", chunk * num_ranks + rank, microbatch)
+                virtual_stage, microbatch = forwards[at]
+                yield ScheduleAction("F", virtual_stage * num_ranks + rank, microbatch)
             if at >= ahead:
-                chunk, microbatch = backwards[at - ahead]
-                yield ScheduleAction("B", chunk * num_ranks + rank, microbatch)
+                virtual_stage, microbatch = backwards[at - ahead]
+                yield ScheduleAction("B", virtual_stage * num_ranks + rank, microbatch)
 
-    return Schedule.with_looped_placement(map(slots, range(num_ranks)), num_virtual_stages)
+    return Schedule.with_looped_placement(map(rank_actions, range(num_ranks)), num_virtual_stages)
 
 
 def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
-    """The numbers of microbatches that go round together; larger groups first, sizes differ by one at
+    """Returns the numbers of microbatches that go round together; larger groups first, sizes differ by one at
     most.
     """
     count = max(1, num_microbatches // num_ranks)
@@ -68,10 +70,14 @@ def group_sizes(num_ranks: int, num_microbatches: int) -> list[int]:
     return [each + (group < more) for group in range(count)]
 
 
-def _chunk_order(sizes: Sequence[int], chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _virtual_stage_order(sizes: Sequence[int], virtual_stages: Sequence[int]) -> Iterator[tuple[int, int]]:
     first = 0
     for size in sizes:
-        yield from ((chunk, first + microbatch) for chunk in chunks for microbatch in range(size))
+        yield from (
+            (virtual_stage, first + microbatch)
+            for virtual_stage in virtual_stages
+            for microbatch in range(size)
+        )
         first += size
 
 

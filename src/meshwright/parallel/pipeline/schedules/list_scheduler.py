@@ -73,8 +73,8 @@ def greedy_schedule(
     rule: PriorityRule,
     limits: Sequence[float] = (),
 ) -> Schedule:
-    """The schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of memory on
-    each rank.
+    """Returns the schedule that `rule` builds, one virtual stage per stage, with at most `limits[rank]` of
+    memory on each rank.
 
     A rank's limit is at least the memory of one microbatch on all its stages.
     """
@@ -82,7 +82,7 @@ def greedy_schedule(
 
 
 def longest_rank_time(timeline: ScheduleTimeline) -> float:
-    """The longest time of a rank from its first action to its last, as in published bubble rates.
+    """Returns the longest time of a rank from its first action to its last, as in published bubble rates.
 
     It is the time of a step if ranks step one by one; if all ranks wait for each other in between, that is
     `end`.
@@ -91,7 +91,7 @@ def longest_rank_time(timeline: ScheduleTimeline) -> float:
 
 
 def fits_memory(timeline: ScheduleTimeline, limits: Sequence[float]) -> bool:
-    """Whether no rank holds more than its limit."""
+    """Returns whether no rank holds more than its limit."""
     return all(
         peak <= limit * (1 + ROUNDING) for peak, limit in zip(timeline.peak_memory, limits, strict=True)
     )
@@ -101,28 +101,31 @@ class _ListScheduler:
     def __init__(
         self,
         stages: Sequence[VirtualStage],
-        micros: int,
+        num_microbatches: int,
         costs: StageCosts,
         rule: PriorityRule,
         limits: Sequence[float],
     ) -> None:
         self.stages, self.costs, self.rule = tuple(stages), costs, rule
         self.seconds = {
-            kind: [costs.seconds(kind, part) for part in range(len(stages))] for kind in PASS_KINDS
+            kind: [costs.seconds(kind, stage) for stage in range(len(stages))] for kind in PASS_KINDS
         }
-        self.stage_of = {stage.stage: number for number, stage in enumerate(stages)}
-        self.num_parts = len(stages)
-        own: dict[int, list[int]] = {}
+        self.virtual_stage_of = {stage.stage: number for number, stage in enumerate(stages)}
+        self.num_stages = len(stages)
+        stages_by_rank: dict[int, list[int]] = {}
         for stage in sorted(stages, key=lambda stage: stage.stage):
-            own.setdefault(stage.pp_rank, []).append(stage.stage)
-        self.ranks = [_GreedyRank(tuple(own[rank]), limits[rank] if limits else inf) for rank in sorted(own)]
-        self.rank_of = {part: rank for rank, parts in own.items() for part in parts}
-        steps = [rule.forwards_in_flight * (self.num_parts - part) for part in range(self.num_parts)]
-        self.caps = [max(1, ceil(each)) if each < inf else micros for each in steps]
+            stages_by_rank.setdefault(stage.pp_rank, []).append(stage.stage)
+        self.ranks = [
+            _GreedyRank(tuple(stages_by_rank[rank]), limits[rank] if limits else inf)
+            for rank in sorted(stages_by_rank)
+        ]
+        self.rank_of = {stage: rank for rank, owned in stages_by_rank.items() for stage in owned}
+        steps = [rule.forwards_in_flight * (self.num_stages - stage) for stage in range(self.num_stages)]
+        self.caps = [max(1, ceil(each)) if each < inf else num_microbatches for each in steps]
         for rank in self.ranks:
             rank.forwards, rank.backwards = dict.fromkeys(rank.stages, 0), dict.fromkeys(rank.stages, 0)
         first = self.ranks[self.rank_of[0]]
-        first.arrival_times.update({("F", 0, microbatch): 0.0 for microbatch in range(micros)})
+        first.arrival_times.update({("F", 0, microbatch): 0.0 for microbatch in range(num_microbatches)})
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(self.ranks))]
 
     def run(self) -> Schedule:
@@ -130,10 +133,10 @@ class _ListScheduler:
             now, number = heappop(self.events)
             rank = self.ranks[number]
             if rank.free_at <= now:
-                self._turn(number, rank, now)
+                self._run_next(number, rank, now)
         return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
 
-    def _turn(self, number: int, rank: _GreedyRank, now: float) -> None:
+    def _run_next(self, number: int, rank: _GreedyRank, now: float) -> None:
         waiting = inf
         for ready, action, stage in sorted(self._choices(rank), key=self._key):
             took = self.seconds[action.kind][stage]
@@ -150,27 +153,29 @@ class _ListScheduler:
         return self.rule.kind_priority.index(action.kind), -stage if late else stage
 
     def _choices(self, rank: _GreedyRank) -> Iterator[tuple[float, ScheduleAction, int]]:
-        for part in rank.stages:
-            stage, microbatch = self.stage_of[part], rank.backwards[part]
-            ready = rank.arrival_times.get(("I", part, microbatch), inf)
-            if ready < inf and microbatch < rank.forwards[part]:
-                yield ready, ScheduleAction("I", stage, microbatch), part
-            microbatch = rank.forwards[part]
-            ready = rank.arrival_times.get(("F", part, microbatch), inf)
+        for stage in rank.stages:
+            virtual_stage, microbatch = self.virtual_stage_of[stage], rank.backwards[stage]
+            ready = rank.arrival_times.get(("I", stage, microbatch), inf)
+            if ready < inf and microbatch < rank.forwards[stage]:
+                yield ready, ScheduleAction("I", virtual_stage, microbatch), stage
+            microbatch = rank.forwards[stage]
+            ready = rank.arrival_times.get(("F", stage, microbatch), inf)
             if (
                 ready < inf
-                and microbatch - rank.backwards[part] < self.caps[part]
-                and self._fits(rank, part, microbatch)
+                and microbatch - rank.backwards[stage] < self.caps[stage]
+                and self._fits(rank, stage, microbatch)
             ):
-                yield ready, ScheduleAction("F", stage, microbatch), part
+                yield ready, ScheduleAction("F", virtual_stage, microbatch), stage
         if rank.pending_w:
             yield 0.0, rank.pending_w[0], self.stages[rank.pending_w[0].virtual_stage].stage
 
-    def _fits(self, rank: _GreedyRank, stage: int, micro: int) -> bool:
+    def _fits(self, rank: _GreedyRank, stage: int, microbatch: int) -> bool:
         if rank.memory_limit == inf:
             return True
         oldest = min(rank.forwards.values())
-        rest = [other for other in rank.stages if rank.forwards[other] == oldest] if micro > oldest else []
+        rest = (
+            [other for other in rank.stages if rank.forwards[other] == oldest] if microbatch > oldest else []
+        )
         return rank.memory + sum(
             self.costs.activation_memory[each] for each in (stage, *rest)
         ) <= rank.memory_limit * (1 + ROUNDING)
@@ -192,21 +197,21 @@ class _ListScheduler:
         else:
             rank.forwards[stage] += 1
             rank.memory += held
-            if stage + 1 < self.num_parts:
+            if stage + 1 < self.num_stages:
                 self._send(number, "F", stage + 1, action.microbatch, end)
             else:
                 rank.arrival_times["I", stage, action.microbatch] = end
 
-    def _send(self, source: int, kind: str, stage: int, micro: int, end: float) -> None:
+    def _send(self, source: int, kind: str, stage: int, microbatch: int, end: float) -> None:
         if stage >= 0:
             target = self.rank_of[stage]
             arrival = end if target == source else end + self.costs.transfer
-            self.ranks[target].arrival_times[kind, stage, micro] = arrival
+            self.ranks[target].arrival_times[kind, stage, microbatch] = arrival
             heappush(self.events, (arrival, target))
 
 
 def split_backwards(schedule: Schedule) -> Schedule:
-    """`schedule` with every B as I and W, one behind the other, so input gradients leave earlier."""
+    """Returns `schedule` with every B as I and W, one behind the other, so input gradients leave earlier."""
     kinds: Mapping[str, tuple[PassKind, ...]] = {"F": ("F",), "I": ("I",), "W": ("W",), "B": ("I", "W")}
     lists = (
         tuple(
@@ -222,7 +227,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 def fill_bubbles(
     schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float = 1.0
 ) -> Schedule:
-    """`schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
+    """Returns `schedule`, which has no B, with W placed anew; no rank holds more than `limits[rank]`, if
     `schedule` does not.
     """
     return _BubbleFilling(schedule, costs, limits, patience).run()
@@ -239,42 +244,45 @@ class _FillingRank:
 
 
 class _BubbleFilling:
-    def __init__(self, order: Schedule, costs: StageCosts, limits: Sequence[float], patience: float) -> None:
-        self.stages, self.parts, self.transfer, self.patience = (
-            order.virtual_stages,
-            order.num_stages,
+    def __init__(
+        self, schedule: Schedule, costs: StageCosts, limits: Sequence[float], patience: float
+    ) -> None:
+        self.stages, self.num_stages, self.transfer, self.patience = (
+            schedule.virtual_stages,
+            schedule.num_stages,
             costs.transfer,
             patience,
         )
-        self.part = [stage.stage for stage in order.virtual_stages]
+        self.stage_of = [stage.stage for stage in schedule.virtual_stages]
         self.seconds = {
-            kind: [costs.seconds(kind, part) for part in range(self.parts)] for kind in PASS_KINDS
+            kind: [costs.seconds(kind, stage) for stage in range(self.num_stages)] for kind in PASS_KINDS
         }
-        self.held = costs.activation_memory or [0.0] * self.parts
-        self.late = costs.weight_grad_memory or [0.0] * self.parts
-        lists = ((action for action in actions if action.kind != "W") for actions in order.actions)
+        self.held = costs.activation_memory or [0.0] * self.num_stages
+        self.late = costs.weight_grad_memory or [0.0] * self.num_stages
+        lists = ((action for action in actions if action.kind != "W") for actions in schedule.actions)
         self.ranks = [
             _FillingRank(deque(actions), limit) for actions, limit in zip(lists, limits, strict=True)
         ]
         self.ended: dict[int, tuple[float, int]] = {}
         self.waiting: dict[int, list[int]] = {}
-        self.events = [(0.0, rank) for rank in range(order.num_ranks)]
+        self.events = [(0.0, rank) for rank in range(schedule.num_ranks)]
 
     def run(self) -> Schedule:
         while self.events:
             now, number = heappop(self.events)
             rank = self.ranks[number]
             if rank.free_at <= now and (rank.remaining or rank.pending_w):
-                self._turn(number, rank, now)
+                self._run_next(number, rank, now)
         return Schedule(self.stages, tuple(tuple(rank.actions) for rank in self.ranks))
 
-    def _turn(self, number: int, rank: _FillingRank, now: float) -> None:
+    def _run_next(self, number: int, rank: _FillingRank, now: float) -> None:
         ready, missing = self._ready(number, rank)
         if ready <= now:
             self._do(number, rank, rank.remaining.popleft(), now)
         elif (
             rank.pending_w
-            and ready >= now + self.patience * self.seconds["W"][self.part[rank.pending_w[0].virtual_stage]]
+            and ready
+            >= now + self.patience * self.seconds["W"][self.stage_of[rank.pending_w[0].virtual_stage]]
         ):
             self._do(number, rank, rank.pending_w.popleft(), now)
         elif ready < inf:
@@ -285,17 +293,19 @@ class _BubbleFilling:
     def _ready(self, number: int, rank: _FillingRank) -> tuple[float, int]:
         if not rank.remaining:
             return inf, -1
-        kind, stage, microbatch = rank.remaining[0]
-        part = self.part[stage]
+        kind, virtual_stage, microbatch = rank.remaining[0]
+        stage = self.stage_of[virtual_stage]
         if (
             kind == "F"
             and rank.pending_w
-            and rank.memory + self.held[part] > rank.memory_limit * (1 + ROUNDING)
+            and rank.memory + self.held[stage] > rank.memory_limit * (1 + ROUNDING)
         ):
             return inf, -1
-        own, ready = 2 * (microbatch * self.parts + part), 0.0
+        own, ready = 2 * (microbatch * self.num_stages + stage), 0.0
         for need in (
-            (own - 2 if part else None,) if kind == "F" else (own, own + 3 if part + 1 < self.parts else None)
+            (own - 2 if stage else None,)
+            if kind == "F"
+            else (own, own + 3 if stage + 1 < self.num_stages else None)
         ):
             if need is None:
                 continue
@@ -306,18 +316,18 @@ class _BubbleFilling:
         return ready, -1
 
     def _do(self, number: int, rank: _FillingRank, action: ScheduleAction, now: float) -> None:
-        kind, stage, microbatch = action
-        part = self.part[stage]
+        kind, virtual_stage, microbatch = action
+        stage = self.stage_of[virtual_stage]
         rank.actions.append(action)
-        rank.free_at = now + self.seconds[kind][part]
+        rank.free_at = now + self.seconds[kind][stage]
         heappush(self.events, (rank.free_at, number))
         if kind == "W":
-            rank.memory -= self.late[part]
+            rank.memory -= self.late[stage]
             return
-        rank.memory += self.held[part] if kind == "F" else self.late[part] - self.held[part]
+        rank.memory += self.held[stage] if kind == "F" else self.late[stage] - self.held[stage]
         if kind == "I":
-            rank.pending_w.append(ScheduleAction("W", stage, microbatch))
-        given = 2 * (microbatch * self.parts + part) + (kind == "I")
+            rank.pending_w.append(ScheduleAction("W", virtual_stage, microbatch))
+        given = 2 * (microbatch * self.num_stages + stage) + (kind == "I")
         self.ended[given] = rank.free_at, number
         for other in self.waiting.pop(given, ()):
             heappush(self.events, (rank.free_at + (self.transfer if other != number else 0.0), other))

@@ -23,7 +23,9 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAc
 
 
 def naive_model_parallel_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule without pipelining: forward and backward of one microbatch, then those of the next."""
+    """Returns the schedule without pipelining: forward and backward of one microbatch, then those of the
+    next.
+    """
     return Schedule.with_looped_placement(
         [
             ScheduleAction(kind, rank, microbatch)

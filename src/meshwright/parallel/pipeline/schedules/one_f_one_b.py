@@ -26,16 +26,19 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule, ScheduleAc
 
 
 def one_f_one_b_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule 1F1B, one stage per rank."""
+    """Returns the schedule 1F1B, one stage per rank."""
     return Schedule.with_looped_placement(
         _rank_actions(rank, min(num_ranks - 1 - rank, num_microbatches), num_microbatches)
         for rank in range(num_ranks)
     )
 
 
-def _rank_actions(rank: int, ahead: int, micros: int) -> Iterator[ScheduleAction]:
+def _rank_actions(rank: int, ahead: int, num_microbatches: int) -> Iterator[ScheduleAction]:
     yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
-    for microbatch in range(micros - ahead):
+    for microbatch in range(num_microbatches - ahead):
         yield ScheduleAction("F", rank, microbatch + ahead)
         yield ScheduleAction("B", rank, microbatch)
-    yield from (ScheduleAction("B", rank, microbatch) for microbatch in range(micros - ahead, micros))
+    yield from (
+        ScheduleAction("B", rank, microbatch)
+        for microbatch in range(num_microbatches - ahead, num_microbatches)
+    )

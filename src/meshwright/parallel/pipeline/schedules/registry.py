@@ -47,7 +47,7 @@ class ScheduleEntry:
     source: str = ""
 
     def virtual_stages(self, num_ranks: int, num_virtual_stages: int) -> tuple[VirtualStage, ...]:
-        """The placement of stages, for any number of microbatches."""
+        """Returns the placement of stages, for any number of microbatches."""
         if self.source:
             return custom.load_virtual_stages(self.source, num_ranks)
         return self.build(
@@ -56,12 +56,14 @@ class ScheduleEntry:
 
 
 def _fixed_entry(
-    schedule: Callable[[int, int], Schedule], check: CountCheck = check_counts, chunks: int = 1
+    schedule: Callable[[int, int], Schedule], check: CountCheck = check_counts, num_virtual_stages: int = 1
 ) -> ScheduleEntry:
     return ScheduleEntry(
-        lambda num_ranks, num_microbatches, _chunks, _costs: schedule(num_ranks, num_microbatches),
+        lambda num_ranks, num_microbatches, _num_virtual_stages, _costs: schedule(
+            num_ranks, num_microbatches
+        ),
         check,
-        chunks,
+        num_virtual_stages,
     )
 
 
@@ -71,7 +73,9 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
         "gpipe": _fixed_entry(gpipe.gpipe_schedule),
         "1f1b": _fixed_entry(one_f_one_b.one_f_one_b_schedule),
         "interleaved": ScheduleEntry(
-            lambda ranks, micros, chunks, _costs: interleaved.interleaved_schedule(ranks, micros, chunks),
+            lambda ranks, num_microbatches, num_virtual_stages, _costs: interleaved.interleaved_schedule(
+                ranks, num_microbatches, num_virtual_stages
+            ),
             interleaved.check_interleaved,
             num_virtual_stages=0,
             default_virtual_stages=2,
@@ -79,29 +83,35 @@ SCHEDULES: Mapping[str, ScheduleEntry] = MappingProxyType(
         "zb_h1": _fixed_entry(zero_bubble.zb_h1_schedule),
         "zb_h2": _fixed_entry(zero_bubble.zb_h2_schedule),
         "zb_2p": ScheduleEntry(
-            lambda ranks, micros, _chunks, costs: zero_bubble.zb_2p_schedule(ranks, micros, costs),
+            lambda ranks, num_microbatches, _num_virtual_stages, costs: zero_bubble.zb_2p_schedule(
+                ranks, num_microbatches, costs
+            ),
         ),
-        "zb_v": _fixed_entry(zb_v.zb_v_schedule, chunks=2),
-        "zb_v_half": _fixed_entry(zb_v.zb_v_half_schedule, chunks=2),
-        "zb_v_min": _fixed_entry(zb_v.zb_v_min_schedule, chunks=2),
+        "zb_v": _fixed_entry(zb_v.zb_v_schedule, num_virtual_stages=2),
+        "zb_v_half": _fixed_entry(zb_v.zb_v_half_schedule, num_virtual_stages=2),
+        "zb_v_min": _fixed_entry(zb_v.zb_v_min_schedule, num_virtual_stages=2),
         "dualpipe": _fixed_entry(dualpipe.dualpipe_schedule, dualpipe.check_dualpipe),
-        "dualpipev": _fixed_entry(dualpipe.dualpipev_schedule, chunks=2),
+        "dualpipev": _fixed_entry(dualpipe.dualpipev_schedule, num_virtual_stages=2),
         "automatic": ScheduleEntry(automatic.automatic_schedule, num_virtual_stages=0),
     }
 )
 
 
 def find_schedule(name: str) -> ScheduleEntry | None:
-    """The schedule of that name, or the one of a file; None if there is none."""
+    """Returns the schedule of that name, or the one of a file; None if there is none."""
     if name in SCHEDULES or not custom.is_schedule_source(name):
         return SCHEDULES.get(name)
 
-    def refuse(ranks: int, micros: int) -> Iterator[Diagnostic]:
+    def refuse(ranks: int, num_microbatches: int) -> Iterator[Diagnostic]:
         try:
             custom.load_virtual_stages(name, ranks)
         except PlanError as error:
             yield from error.diagnostics
 
     return ScheduleEntry(
-        lambda ranks, micros, _chunks, _costs: custom.load_schedule(name, ranks, micros), refuse, source=name
+        lambda ranks, num_microbatches, _num_virtual_stages, _costs: custom.load_schedule(
+            name, ranks, num_microbatches
+        ),
+        refuse,
+        source=name,
     )

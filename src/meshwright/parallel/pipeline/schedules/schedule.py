@@ -67,7 +67,7 @@ def missing_actions(
 
 
 def format_numbers(sorted_numbers: Sequence[int]) -> str:
-    """Ascending numbers as text: 0 .. 3, 5, 7 .. 9."""
+    """Returns ascending numbers as text: 0 .. 3, 5, 7 .. 9."""
     runs: list[list[int]] = []
     for number in sorted_numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -79,7 +79,7 @@ def format_numbers(sorted_numbers: Sequence[int]) -> str:
 
 PassKind = Literal["F", "B", "I", "W"]
 PASS_KINDS: tuple[PassKind, ...] = ("F", "B", "I", "W")
-Dependency = tuple[str, int, int]  # (F or I, stage, micro)
+Dependency = tuple[str, int, int]  # (F or I, stage, microbatch)
 
 
 class ScheduleAction(NamedTuple):
@@ -113,8 +113,8 @@ class Schedule:
     def with_looped_placement(
         cls, actions: Iterable[Iterable[tuple[PassKind, int, int]]], num_virtual_stages: int = 1
     ) -> "Schedule":
-        """The schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k modulo the
-        ranks.
+        """Returns the schedule of `actions`, a list per rank, with stage k as virtual stage k on rank k
+        modulo the ranks.
         """
         lists = tuple(tuple(ScheduleAction(*action) for action in each) for each in actions)
         return cls(
@@ -140,8 +140,8 @@ class Schedule:
         return len({action[2] for actions in self.actions for action in actions})
 
     def dependencies_of(self, action: ScheduleAction) -> Iterator[Dependency]:
-        """The actions that must end before `action`, as (F or I, stage, microbatch); B counts as I, which
-        gives the same gradient.
+        """Returns the actions that must end before `action`, as (F or I, stage, microbatch); B counts as I,
+        which gives the same gradient.
         """
         stage, microbatch = self.virtual_stages[action.virtual_stage].stage, action.microbatch
         if action.kind == "F":
@@ -155,7 +155,7 @@ class Schedule:
                 yield "I", stage + 1, microbatch
 
     def output_of(self, action: ScheduleAction) -> Dependency | None:
-        """The dependency of others that `action` fulfils; None for W."""
+        """Returns the dependency of others that `action` fulfils; None for W."""
         stage = self.virtual_stages[action.virtual_stage].stage
         return None if action.kind == "W" else ("F" if action.kind == "F" else "I", stage, action.microbatch)
 
@@ -164,8 +164,8 @@ class Schedule:
         deadlocks.
         """
         stages, num_stages = self.virtual_stages, self.num_stages
-        done: dict[tuple[int, int], int] = {}  # (stage, micro) -> how often each kind, as one number
-        place: dict[tuple[int, int], int] = {}  # (stage, micro) -> the virtual stage that does it
+        done: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> how often each kind, as one number
+        place: dict[tuple[int, int], int] = {}  # (stage, microbatch) -> the virtual stage that does it
         split: dict[tuple[int, int], set[int]] = {}
         for rank, actions in enumerate(self.actions):
             once = dict.fromkeys(actions)
@@ -226,7 +226,7 @@ class StageCosts:
         transfer: float = 0.0,
         activation_memory: float = 1.0,
     ) -> "StageCosts":
-        """The costs of equal stages; a microbatch holds `activation_memory` until W."""
+        """Returns the costs of equal stages; a microbatch holds `activation_memory` until W."""
         each = [activation_memory] * num_stages
         return cls(
             [forward] * num_stages,
@@ -238,7 +238,7 @@ class StageCosts:
         )
 
     def seconds(self, kind: PassKind, stage: int) -> float:
-        """The time of a pass of this kind."""
+        """Returns the time of a pass of this kind."""
         if kind == "F":
             return self.forward[stage]
         return {
@@ -262,7 +262,7 @@ class ScheduleTimeline:
         return max((spans[-1][1] for spans in self.spans if spans), default=0.0)
 
     def busy_time(self, rank: int) -> float:
-        """The time that `rank` computes."""
+        """Returns the time that `rank` computes."""
         return sum(end - start for start, end in self.spans[rank])
 
     @property
@@ -284,7 +284,7 @@ class ScheduleDeadlock(Exception):
 
 
 def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
-    """The timeline of `schedule`, which has no errors: every action runs as early as its list and its
+    """Returns the timeline of `schedule`, which has no errors: every action runs as early as its list and its
     dependencies allow.
 
     Raises:
@@ -304,30 +304,30 @@ def simulate(schedule: Schedule, costs: StageCosts) -> ScheduleTimeline:
 
 
 class _Simulation:
-    def __init__(self, order: Schedule, costs: StageCosts) -> None:
-        self.slots, self.parts, self.transfer = order.actions, order.num_stages, costs.transfer
-        self.part = [stage.stage for stage in order.virtual_stages]
+    def __init__(self, schedule: Schedule, costs: StageCosts) -> None:
+        self.actions, self.num_stages, self.transfer = schedule.actions, schedule.num_stages, costs.transfer
+        self.stage_of = [stage.stage for stage in schedule.virtual_stages]
         self.seconds = {
-            kind: [costs.seconds(kind, part) for part in range(order.num_stages)] for kind in PASS_KINDS
+            kind: [costs.seconds(kind, stage) for stage in range(schedule.num_stages)] for kind in PASS_KINDS
         }
-        self.spans: list[list[tuple[float, float]]] = [[] for _ in order.actions]
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in schedule.actions]
         self.ended: dict[int, tuple[float, int]] = {}
         self.waiting: dict[int, list[int]] = {}  # what ranks stand before
-        self.ready = list(range(order.num_ranks))
+        self.ready = list(range(schedule.num_ranks))
 
     def advance(self, rank: int) -> None:
-        spans, ended, waiting, stages = self.spans[rank], self.ended, self.waiting, self.parts
+        spans, ended, waiting, num_stages = self.spans[rank], self.ended, self.waiting, self.num_stages
         free = spans[-1][1] if spans else 0.0
-        for kind, stage, microbatch in islice(self.slots[rank], len(spans), None):
-            part = self.part[stage]
-            own = 2 * (microbatch * stages + part)
+        for kind, virtual_stage, microbatch in islice(self.actions[rank], len(spans), None):
+            stage = self.stage_of[virtual_stage]
+            own = 2 * (microbatch * num_stages + stage)
             needs: tuple[int, ...] = ()
             if kind == "F":
-                needs = (own - 2,) if part else ()
+                needs = (own - 2,) if stage else ()
             elif kind == "W":
                 needs = (own + 1,)
             else:
-                needs = (own, own + 3) if part + 1 < stages else (own,)
+                needs = (own, own + 3) if stage + 1 < num_stages else (own,)
             start = free
             for need in needs:
                 if need not in ended:
@@ -335,7 +335,7 @@ class _Simulation:
                     return
                 end, at = ended[need]
                 start = max(start, end if at == rank else end + self.transfer)
-            free = start + self.seconds[kind][part]
+            free = start + self.seconds[kind][stage]
             spans.append((start, free))
             if kind != "W":
                 given = own if kind == "F" else own + 1
@@ -344,8 +344,8 @@ class _Simulation:
 
 
 def memory_over_time(schedule: Schedule, costs: StageCosts, rank: int) -> list[tuple[float, float]]:
-    """The memory of `rank` during and after each of its actions: F allocates at its start, backwards free
-    at their end.
+    """Returns the memory of `rank` during and after each of its actions: F allocates at its start, backwards
+    free at their end.
     """
     if not costs.activation_memory:
         return []
@@ -419,7 +419,7 @@ def _deadlock_root(
 
 
 def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:
-    """The spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
+    """Returns the spans of a simulated schedule, to be drawn; a wait for a transfer is a span of its own."""
     schedule = timeline.schedule
     ended = {
         schedule.output_of(action): (end, rank)

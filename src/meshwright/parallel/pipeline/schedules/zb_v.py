@@ -60,12 +60,14 @@ class VSchedulePattern(NamedTuple):
 
 
 def v_shaped_placement(num_ranks: int) -> tuple[VirtualStage, ...]:
-    """Two stages per rank, on the way down and back."""
+    """Returns two stages per rank, on the way down and back."""
     return tuple(VirtualStage(min(stage, 2 * num_ranks - 1 - stage), stage) for stage in range(2 * num_ranks))
 
 
 def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule ZB-V: the memory of 1F1B on every rank, no bubble if all passes take the same time."""
+    """Returns the schedule ZB-V: the memory of 1F1B on every rank, no bubble if all passes take the same
+    time.
+    """
     raise_diagnostics(check_counts(num_ranks, num_microbatches))
     return Schedule(
         v_shaped_placement(num_ranks),
@@ -79,33 +81,33 @@ def zb_v_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def zb_v_half_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule V-Half: about half the memory and half the bubble of 1F1B."""
+    """Returns the schedule V-Half: about half the memory and half the bubble of 1F1B."""
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 2, 1, 2), (1, 0, 0) if num_ranks % 2 else (3, 0, 4))
     )
 
 
 def zb_v_min_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
+    """Returns the schedule V-Min: about a third of the memory and two thirds of the bubble of 1F1B."""
     return _repeat_pattern(
         num_ranks, num_microbatches, VSchedulePattern((1, 1, 1, 1), (0, 0, 0) if num_ranks % 3 else (2, 0, 2))
     )
 
 
-def repeat_passes(count: int, *acts: StagePass) -> tuple[StagePass, ...]:
-    """These passes, `count` times."""
-    return acts * count
+def repeat_passes(count: int, *passes: StagePass) -> tuple[StagePass, ...]:
+    """Returns these passes, `count` times."""
+    return passes * count
 
 
-def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
+def _rank_passes(rank: int, ranks: int, num_microbatches: int) -> Iterator[StagePass]:
     down, back = rank, 2 * ranks - 1 - rank
     gradient: tuple[StagePass, ...] = (("F", back), ("I", back), ("W", back))
     ahead = 2 * (ranks - rank) - 1 + rank  # forwards down before the first gradient
     yield from repeat_passes(ahead - rank, ("F", down))
     yield from repeat_passes(rank, ("F", back), ("F", down))
     yield from repeat_passes(ranks - rank, *gradient)
-    for microbatch in range(micros - ranks):
-        if microbatch < micros - ahead:
+    for microbatch in range(num_microbatches - ranks):
+        if microbatch < num_microbatches - ahead:
             yield "F", down
         yield from (("I", down), ("W", down), *gradient)
     yield from repeat_passes(rank, ("I", down), ("I", back))
@@ -114,27 +116,29 @@ def _rank_passes(rank: int, ranks: int, micros: int) -> Iterator[StagePass]:
     yield from repeat_passes(rank, ("W", down))
 
 
-def _first_microbatches(acts: Iterator[StagePass], micros: int) -> tuple[ScheduleAction, ...]:
+def _first_microbatches(passes: Iterator[StagePass], num_microbatches: int) -> tuple[ScheduleAction, ...]:
     done: dict[StagePass, int] = {}
     actions = []
-    for act in acts:
-        microbatch = done[act] = done.get(act, -1) + 1
-        if microbatch < micros:
-            actions.append(ScheduleAction(*act, microbatch))
+    for stage_pass in passes:
+        microbatch = done[stage_pass] = done.get(stage_pass, -1) + 1
+        if microbatch < num_microbatches:
+            actions.append(ScheduleAction(*stage_pass, microbatch))
     return tuple(actions)
 
 
-def _repeat_pattern(ranks: int, micros: int, pattern: VSchedulePattern) -> Schedule:
-    raise_diagnostics(check_counts(ranks, micros))
+def _repeat_pattern(ranks: int, num_microbatches: int, pattern: VSchedulePattern) -> Schedule:
+    raise_diagnostics(check_counts(ranks, num_microbatches))
     lists = []
     for rank in range(ranks):
         begins = _begin_times(rank, ranks, pattern)
-        timed = sorted(
-            (begin + microbatch * ACTIONS_PER_MICROBATCH, *act, microbatch)
-            for act, begin in begins.items()
-            for microbatch in range(micros)
+        timed_actions = sorted(
+            (begin + microbatch * ACTIONS_PER_MICROBATCH, *stage_pass, microbatch)
+            for stage_pass, begin in begins.items()
+            for microbatch in range(num_microbatches)
         )
-        lists.append(tuple(ScheduleAction(kind, stage, microbatch) for _, kind, stage, microbatch in timed))
+        lists.append(
+            tuple(ScheduleAction(kind, stage, microbatch) for _, kind, stage, microbatch in timed_actions)
+        )
     schedule, costs = Schedule(v_shaped_placement(ranks), tuple(lists)), StageCosts.uniform(2 * ranks)
     return fill_bubbles(schedule, costs, simulate(schedule, costs).peak_memory)
 

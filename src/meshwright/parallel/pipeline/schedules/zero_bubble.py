@@ -58,19 +58,19 @@ PRIORITY_RULES = tuple(
 
 
 def zb_h1_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule ZB-H1: the memory of 1F1B, about a third of its bubble."""
-    return _handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
+    """Returns the schedule ZB-H1: the memory of 1F1B, about a third of its bubble."""
+    return _build_handcrafted(num_ranks, num_microbatches, lambda rank: num_ranks - rank, lambda rank: rank)
 
 
 def zb_h2_schedule(num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule ZB-H2: twice the memory of 1F1B, no bubble if all passes take the same time."""
-    return _handcrafted(
+    """Returns the schedule ZB-H2: twice the memory of 1F1B, no bubble if all passes take the same time."""
+    return _build_handcrafted(
         num_ranks, num_microbatches, lambda rank: 2 * (num_ranks - rank) - 1, lambda rank: 2 * rank
     )
 
 
 def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> Schedule:
-    """The schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` microbatches of its
+    """Returns the schedule ZB-2p for these costs: no rank holds more than 2 `num_ranks` microbatches of its
     stage.
     """
     return zb_schedule_within_memory(num_ranks, num_microbatches, costs, 2 * num_ranks)
@@ -79,7 +79,7 @@ def zb_2p_schedule(num_ranks: int, num_microbatches: int, costs: StageCosts) -> 
 def zb_schedule_within_memory(
     num_ranks: int, num_microbatches: int, costs: StageCosts, max_microbatches: int
 ) -> Schedule:
-    """The shortest schedule for these costs, of those of `PRIORITY_RULES`, H1 and H2.
+    """Returns the shortest schedule for these costs, of those of `PRIORITY_RULES`, H1 and H2.
 
     No rank holds more than `max_microbatches` microbatches of its stage; ZB-1p has `num_ranks`. Without
     `costs.activation_memory`, a microbatch holds one unit until W.
@@ -102,22 +102,27 @@ def zb_schedule_within_memory(
     ).schedule
 
 
-def _handcrafted(
-    ranks: int, micros: int, ahead: Callable[[int], int], late: Callable[[int], int]
+def _build_handcrafted(
+    ranks: int, num_microbatches: int, ahead: Callable[[int], int], late: Callable[[int], int]
 ) -> Schedule:
-    raise_diagnostics(check_counts(ranks, micros))
+    raise_diagnostics(check_counts(ranks, num_microbatches))
     return Schedule.with_looped_placement(
-        _rank_actions(rank, min(ahead(rank), micros), min(late(rank), micros), micros)
+        _rank_actions(
+            rank, min(ahead(rank), num_microbatches), min(late(rank), num_microbatches), num_microbatches
+        )
         for rank in range(ranks)
     )
 
 
-def _rank_actions(rank: int, ahead: int, late: int, micros: int) -> Iterator[ScheduleAction]:
+def _rank_actions(rank: int, ahead: int, late: int, num_microbatches: int) -> Iterator[ScheduleAction]:
     yield from (ScheduleAction("F", rank, microbatch) for microbatch in range(ahead))
-    for microbatch in range(micros):
+    for microbatch in range(num_microbatches):
         yield ScheduleAction("I", rank, microbatch)
         if microbatch >= late:
             yield ScheduleAction("W", rank, microbatch - late)
-        if microbatch + ahead < micros:
+        if microbatch + ahead < num_microbatches:
             yield ScheduleAction("F", rank, microbatch + ahead)
-    yield from (ScheduleAction("W", rank, microbatch) for microbatch in range(micros - late, micros))
+    yield from (
+        ScheduleAction("W", rank, microbatch)
+        for microbatch in range(num_microbatches - late, num_microbatches)
+    )

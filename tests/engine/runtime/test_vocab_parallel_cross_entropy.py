@@ -71,20 +71,6 @@ def test_it_equals_the_loss_on_the_whole_vocabulary(
     )
 
 
-def test_smoothing_is_torchs():
-    flat, labels = LOGITS.view(-1, WORDS), LABELS.view(-1)
-    by_torch = torch.nn.functional.cross_entropy(flat, labels, label_smoothing=0.2, reduction="sum")
-    assert torch.equal(token_cross_entropy(0.2).total(LOGITS, {"labels": LABELS}), by_torch)
-    assert not token_cross_entropy(0.2).is_token_nll
-    assert token_cross_entropy().is_token_nll
-
-
-@pytest.mark.parametrize("smoothing", [-0.1, 1.5])
-def test_an_invalid_label_smoothing_is_refused(smoothing: float):
-    with pytest.raises(PlanError, match=rf"label_smoothing = {smoothing}\n.*from 0 .the label alone. to 1"):
-        token_cross_entropy(smoothing)
-
-
 def test_half_precision_is_summed_in_float32_and_its_gradient_is_half():
     loss, half = token_cross_entropy(), LOGITS.bfloat16()
     whole = loss.total(half, {"labels": LABELS})
