@@ -161,7 +161,7 @@ def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
             "the checkpoint does not say where its model came from: it was saved from Python, or by "
             "another version"
         )
-        fix = "export from where the model is: engine.load(checkpoint), then engine.export(folder)"
+        fix = "export from where the model is: trainer.load(checkpoint), then trainer.export(folder)"
         raise PlanError(text, fix=fix, location=str(checkpoint)) from error
 
 

@@ -93,7 +93,7 @@ def test_sequences_of_equal_length_in_the_trial_must_stay_equal():
 def test_a_block_without_sequence_info_is_refused():
     only = SingleRankForward.for_inputs(KNOWN, {"ids": IDS})
     assert only is not None
-    with pytest.raises(PlanError, match="the forward reaches 'layer#2', which has no rule"):
+    with pytest.raises(PlanError, match="the forward reaches 'layer#2', which the plan does not contain"):
         only.enter_block("layer#2", ((), {}))
 
 

@@ -252,7 +252,7 @@ def test_tensors_that_glue_takes_from_inside_a_block_are_refused():
         return x * self.kept
 
     assert (
-        "passes tokens on other than in its outputs"
+        "passes tokens on outside its outputs"
         in tokens_of(lambda: Reaching(keeping)).block_calls[1].not_sequence_parallel
     )
 

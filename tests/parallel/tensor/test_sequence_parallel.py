@@ -308,6 +308,6 @@ def test_a_norm_that_all_layers_share_is_summed_in_each():
 
 def test_a_norm_on_slices_and_on_features_of_a_rank_is_refused():
     with pytest.raises(
-        PlanError, match=r"layers\.0\.norm is called on the stream between pairs and on something else"
+        PlanError, match=r"layers\.0\.norm is called on the residual stream and on another tensor"
     ):
         shared(twice=True)

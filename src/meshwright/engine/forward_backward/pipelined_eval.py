@@ -185,7 +185,7 @@ class PipelinedEvaluation:
                     "places are in one stage"
                 )
                 raise PlanError(
-                    f"{text}, and the rank of that stage has not its weights", fix=fix, location="model"
+                    f"{text}, and the rank of that stage does not hold its weights", fix=fix, location="model"
                 )
         # slices are known for sequences of the plan's length
         value_shapes = StageValueShards(

@@ -88,8 +88,8 @@ class SequenceShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         text = (
-            f"{func} takes in a tensor of which each rank has some of the tokens, below all "
-            f"that could bring them together"
+            f"{func} takes a tensor of which each rank has some of the tokens, where the "
+            f"tokens cannot be gathered"
         )
         raise PlanError(text, fix="compute it inside a block: Model(blocks=[...])", location="model")
 

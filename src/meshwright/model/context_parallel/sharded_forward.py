@@ -107,7 +107,7 @@ class ShardedForward:
         unknown block call.
         """
         if block_call not in self._block_calls:
-            text = f"the forward reaches '{block_call}', which has no rule: which of its tensors have tokens"
+            text = f"the forward reaches '{block_call}', which the plan does not contain"
             raise PlanError(text, fix="let the forward call the same blocks on every batch", location="model")
         self.active_calls.append(self._block_calls[block_call])
         self._num_attention_calls = self._num_conv_calls = 0

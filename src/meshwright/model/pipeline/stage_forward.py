@@ -271,7 +271,7 @@ class _StageRun:
     def _run_own_block(self, block_call: str, run: Callable[..., Any], inputs: Any) -> Any:
         """Runs a block call of this stage, with received values in place of placeholders."""
         inputs, sharded_forward, side_channels = (
-            self._placeholders.replace_all_foreign(inputs, f"the block '{block_call}' takes in"),
+            self._placeholders.replace_all_foreign(inputs, f"the block '{block_call}' takes"),
             self._sharded_forward,
             capture_marks(),
         )

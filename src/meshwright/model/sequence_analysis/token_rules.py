@@ -195,7 +195,7 @@ def propagate_tokens(op: TokenOp) -> str:
     if untracked:
         return (
             f"computes '{op.name}' with tokens that were not among its inputs: from an attribute, or made "
-            f"by code out of sight"
+            f"by code that was not traced"
         )
     for each in op.operands_of_kind("subset"):
         return op.token_layouts[each].origin

@@ -232,8 +232,8 @@ class Pipeline(Strategy):
         yield from stage_value_diagnostics(sharding, values)
         if self.scatter and not any(map(StageValueShards(sharding, values).replicated_axes, values)):
             text = (
-                "scatter = true, and no several ranks have the same to send: values go in "
-                "slices already, or no weight does"
+                "scatter = true, and no two ranks of a stage hold the same value: values are "
+                "sharded already, or no weight is"
             )
             yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
 

@@ -65,9 +65,7 @@ class TokenStream(TokenDataset):
         )
 
     def __len__(self) -> int:
-        raise TypeError(
-            "the samples of a stream cannot be counted; read it until `has` says that it has ended"
-        )
+        raise TypeError("the samples of a stream cannot be counted; read it until `has_sample` returns False")
 
     def reopen(self) -> "TokenStream":
         """Returns the same stream from its beginning, for another reader."""

@@ -28,7 +28,7 @@ from meshwright.run.export.roundtrip_check import RoundTripResult, compare_adapt
 
 WHERE = "export"
 ADAPTER_FILE = "adapter_model.safetensors"
-MERGE_FIX = "write the model that it makes of its base: --merge, engine.export(folder, merge=True)"
+MERGE_FIX = "write the model that it makes of its base: --merge, trainer.export(folder, merge=True)"
 
 ReadValue = Callable[[str], torch.Tensor]
 
@@ -124,9 +124,7 @@ def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, tor
     for stored, name in names.items():
         if tuple(tensors[stored].shape) != shapes[name]:
             text = f"{name} is {list(tensors[stored].shape)} here and {list(shapes[name])} in the model"
-            raise PlanError(
-                text, fix="export with engine.export, which brings shards together", location=WHERE
-            )
+            raise PlanError(text, fix="export with trainer.export, which gathers the shards", location=WHERE)
 
 
 def _write_config(model: Any, config: Any, folder: Path) -> None:

@@ -192,7 +192,7 @@ def _interfaces(run: str | None) -> Finding:
         return Finding("interfaces", "failure", f"GLOO_SOCKET_IFNAME={run} is none of {names}", fix)
     out = run or interface_to("192.0.2.1")
     if out is None or out == loopback_interface():
-        text = f"{names}; none leads out: this host can only train alone"
+        text = f"{names}; none reaches other hosts: this host can only train alone"
         return Finding(
             "interfaces",
             "ok" if run else "warning",
@@ -211,7 +211,7 @@ def _exposure() -> Finding:
     text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
     if public:
         fix = (
-            "train behind a firewall: gloo, NCCL and the stores of torch take whoever comes, "
+            "train behind a firewall: gloo, NCCL and the stores of torch accept every connection, "
             "and encrypt nothing"
         )
         return Finding("exposure", "warning", f"{text}; {', '.join(public)} is a public address", fix)
