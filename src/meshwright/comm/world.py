@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchWorld(World):
-    """One process of a job whose torch.distributed is initialised with as many ranks as `mesh` has.
+    """One process of a job whose torch.distributed is initialized with as many ranks as `mesh` has.
 
     `store` is used to ask other ranks for their status when a collective does not complete (None:
     torch.distributed's own), `limits` bound each wait, `watchdog` watches them. With `check_collectives` the
@@ -113,7 +113,7 @@ class TorchWorld(World):
     def close(self) -> None:
         """Destroys the process groups created here.
 
-        The default group is left to the code that initialised it.
+        The default group is left to the code that initialized it.
         """
         self.watchdog.close()
         for group in self._groups.values():
@@ -276,6 +276,6 @@ def _rendezvous_error(rank: int, world: int, timeout_s: float, why: str) -> Coll
 
 
 def _default_store() -> dist.Store | None:
-    """The store through which torch.distributed itself was initialised, where this version of torch tells."""
+    """The store through which torch.distributed itself was initialized, where this version of torch tells."""
     found = vars(dist.distributed_c10d).get("_get_default_store")
     return None if found is None else found()

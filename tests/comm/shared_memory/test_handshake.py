@@ -50,7 +50,8 @@ def test_one_rank_without_a_compiler_puts_its_groups_on_gloo_and_logs_it(process
     results = process_pool.run(one_of_three, Mesh(dp_shard=3))
     assert [(shared, total) for shared, total, _ in results] == [(False, 6.0)] * 3
     assert results[2][2] == [
-        "WARNING ranks do not share memory, and communicate over gloo, which is slower: there is no C compiler"
+        "WARNING ranks do not share memory, and communicate over gloo, which is slower: there is no C "
+        "compiler"
     ]
     for rank in (0, 1):
         assert results[rank][2] == [

@@ -264,9 +264,9 @@ def threads_left(world: TorchWorld) -> tuple[set[str], bool, object]:
 
 
 def test_a_closed_watchdog_leaves_nothing_behind(process_pool):
-    for names, initialised, action in process_pool.run(threads_left, MESH):
+    for names, initialized, action in process_pool.run(threads_left, MESH):
         assert not {"watchdog", "store client"} & names
-        assert initialised
+        assert initialized
         assert action == signal.SIG_DFL
 
 

@@ -108,7 +108,7 @@ def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order(
         "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 "
         "layers.2 head" in str(caught.value)
     )
-    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(
+    assert "repair: a forward may leave blocks out; let it call them in the order of the trial" in str(
         caught.value
     )
 

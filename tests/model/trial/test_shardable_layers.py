@@ -43,7 +43,7 @@ def weights(**layer_roles: str) -> dict[str, ParamSpec]:
     [
         ("conv.weight", "a convolution: only linear layers and embeddings can be sharded"),
         ("scale", "Block computes with it in a way that is not known"),
-        ("never.weight", "the trial run does not call it inside a block"),
+        ("never.weight", "the trial does not call it inside a block"),
     ],
 )
 def test_whole_layers_have_a_reason(name: str, why: str):

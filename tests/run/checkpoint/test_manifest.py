@@ -92,7 +92,7 @@ HOSTILE = [
     (f"{W}|shape", [3, 3], r"a slice at \(2, 0\) of \(2, 3\) leaves \(3, 3\)"),
     (f"{W}|shape", [12], "leaves"),
     (f"{W}|shape", "43", "a list is needed"),
-    (f"{W}|shape", [2**50, 2**50], "at most 2\\^50 are believed"),
+    (f"{W}|shape", [2**50, 2**50], "at most 2\\^50 are accepted"),
     (f"{W}|shape", [2**51, 1], "a whole number from 0 to 2\\^50"),
     (f"{W}|shape", [1] * 65, "65 dims; at most 64"),
     (f"{W}|slices", [], "slices are missing: 12 elements"),

@@ -82,7 +82,7 @@ def test_conversations_that_are_too_long_are_cut_and_counted(tmp_path):
     data = opened(talks(tmp_path, shortest - 1, rows), tmp_path)
     assert data.notes == (
         f"10 of 10 conversations are longer than data.sequence = {shortest - 1} and are cut; "
-        "1 of them teach nothing: no answer is left",
+        "1 of them have no label: no answer is left",
     )
     for (_, cut), (_, full) in zip(samples(data, range(9)), samples(whole, range(9)), strict=True):
         assert cut == full[: shortest - 1]

@@ -143,7 +143,7 @@ def _name_diagnostics(name: str, location: str) -> Iterator[Diagnostic]:
     try:
         get_algorithm(name)
     except PlanError as error:
-        yield from (Diagnostic(fault.problem, fault.fix, location) for fault in error.diagnostics)
+        yield from (Diagnostic(each.problem, each.fix, location) for each in error.diagnostics)
 
 
 def _threshold_nbytes(step: re.Match[str]) -> int:

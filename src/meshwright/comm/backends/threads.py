@@ -171,7 +171,8 @@ class ThreadBackend:
                 self._fail(rank, f"rank {rank} waits for a rank that has ended.\n{self._table(pending)}")
             self._fail(
                 rank,
-                f"rank {rank} timed out: no other rank joined within {self.timeout_s:g} s.\n{self._table(pending)}",
+                f"rank {rank} timed out: no other rank joined within {self.timeout_s:g} s.\n"
+                f"{self._table(pending)}",
             )
 
     def _raise_failure(self, rank: int, call: CollectiveCall) -> None:

@@ -118,7 +118,7 @@ def candidate_algorithms(cluster: Cluster, num_ranks: int, ranks_per_host: int |
 
 
 def cheapest_path(costs: dict[str, list[float]], switch_cost: float = SWITCH_COST) -> list[str]:
-    """Returns a name for each position that minimises the sum of log costs, plus `switch_cost` per change.
+    """Returns a name for each position that minimizes the sum of log costs, plus `switch_cost` per change.
 
     `costs` are seconds by name and position. Ties go to the first name.
     """

@@ -69,7 +69,10 @@ def diagnose_hang(statuses: Mapping[int, RankStatus], mesh: Mesh) -> HangReport:
     text = (
         "every rank that answered issued the same collective; the backend or the network did not complete it"
     )
-    fix = "read the backend's error message below, and check the network between the hosts (`meshwright doctor`)"
+    fix = (
+        "read the backend's error message below, and check the network between the hosts (`meshwright "
+        "doctor`)"
+    )
     return HangReport(text, (), fix + "; if ranks are only slow, raise the limits in [run.limits]")
 
 

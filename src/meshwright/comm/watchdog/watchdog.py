@@ -156,7 +156,7 @@ class Watchdog:
             statements |= self._gather_statuses()
         elif self._mesh.world_size > 1:
             repair = (
-                "make the world with meshwright.comm.world.init_world, or initialise "
+                "make the world with meshwright.comm.world.init_world, or initialize "
                 "torch.distributed with a store"
             )
             return CollectiveError(

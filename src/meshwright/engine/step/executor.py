@@ -305,7 +305,7 @@ class Executor:
                 problem = "out of the order" if target is not None else "more often than in the order"
                 text = f"the model reached block '{block_call}' {problem} that the plan knows: {planned}"
                 fix = (
-                    "a forward may leave blocks out; let it call them in the order of the trial run, or "
+                    "a forward may leave blocks out; let it call them in the order of the trial, or "
                     "declare larger blocks"
                 )
                 raise PlanError(text, fix=fix, location="model")

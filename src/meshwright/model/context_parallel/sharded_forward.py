@@ -139,7 +139,7 @@ class ShardedForward:
         if len(set(attention_calls)) > 1 and self._num_attention_calls >= len(attention_calls):
             text = (
                 f"it calls attention {self._num_attention_calls + 1} times, and in the trial "
-                f"run {len(attention_calls)} times"
+                f"{len(attention_calls)} times"
             )
             raise PlanError(
                 text, fix="let a block call attention equally often on every batch", location=block_call

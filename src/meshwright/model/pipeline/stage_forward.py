@@ -226,7 +226,7 @@ class _StageRun:
         if self._missing:
             text = (
                 f"the forward did not make the values {', '.join(sorted(self._missing))}, which it made in "
-                f"the trial run"
+                f"the trial"
             )
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 
@@ -245,7 +245,7 @@ class _StageRun:
                 if self._current >= 0
                 else "first"
             )
-            text = f"the forward calls '{block_call}' {position}, which it did not in the trial run"
+            text = f"the forward calls '{block_call}' {position}, which it did not in the trial"
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
         if index > self._last:
             raise StageFinished

@@ -203,7 +203,7 @@ class HeadExchange:
             if mask.shape[2] > 1:
                 text = (
                     f"attention takes a mask of shape {list(mask.shape)}, made in a block, and in the "
-                    f"trial run there was none"
+                    f"trial there was none"
                 )
                 fix = (
                     "make the plan from an example batch that needs one; or make the mask "

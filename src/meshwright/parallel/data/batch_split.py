@@ -23,7 +23,7 @@ gradients are zero, and no rank waits.
 Limits: the ranks divide the global batch. The gradients stay pending sums: a storage strategy must reduce
 them.
 Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv
-1706.02677, section 3 (losses normalised by the total, not by the per-worker minibatch).
+1706.02677, section 3 (losses normalized by the total, not by the per-worker minibatch).
 """
 
 from collections.abc import Iterator

@@ -357,7 +357,7 @@ class Pipeline(Strategy):
     def _stages(self, sharding: ShardingPlan) -> tuple[StageSpec, ...]:
         stages = self._find_stages(sharding)
         if stages is None:
-            raise ValueError("a plan was made although its pipeline has faults")
+            raise ValueError("a plan was made although its pipeline has errors")
         return stages
 
 
@@ -389,7 +389,7 @@ def _declare_blocks_fix(sharding: ShardingPlan) -> str:
 def _cached_schedule(call: _ScheduleRequest) -> Schedule:
     found, forward = find_schedule(call.schedule), call.forward_flops
     if found is None:
-        raise ValueError("a plan was made although its pipeline has faults")
+        raise ValueError("a plan was made although its pipeline has errors")
     if not any(forward):  # nobody has counted
         return found.build(
             call.num_ranks,

@@ -217,12 +217,12 @@ def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) 
     _need(
         nbytes <= MAX_NBYTES,
         where,
-        f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed",
+        f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are accepted",
     )
     _need(
         len(entry.slices) <= MAX_SLICES,
         where,
-        f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed",
+        f"{len(entry.slices)} slices; at most {MAX_SLICES} are accepted",
     )
     for box in entry.slices:
         _need(box.file in files, where, f"the file {box.file!r} is not listed")

@@ -1,4 +1,4 @@
-"""Data sets of token samples: windows of one long sequence of tokens, and padded documents.
+"""Datasets of token samples: windows of one long sequence of tokens, and padded documents.
 
 A sample has T inputs and T labels; label t is the token that follows input t, or -100 where there is none.
 Training reads a `TokenDataset`, whatever it was made from.

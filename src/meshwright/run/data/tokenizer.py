@@ -89,7 +89,7 @@ class PretrainedTokenizer(Tokenizer):
             loaded.eos_token_id,
         )
         if self.vocab_size < 1:
-            text = f"the tokenizer '{name}' knows no token"
+            text = f"the tokenizer '{name}' has no tokens"
             raise PlanError(
                 text, fix="name a folder with tokenizer.json, or another model on the hub", location=WHERE
             )

@@ -140,7 +140,7 @@ def read_machine(hardware: str, count: int) -> Machine:
     file = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=diagnostics).convert(
         document, _File, ()
     )
-    if file is None:  # what fits may have faults of its own, which are told with these
+    if file is None:  # what fits may have errors of its own, which are reported with these
         document = _fitting(document)
         file = SchemaCheck(str(path)).convert(document, _File, ())
     return _described(file, document["device"], path, count, diagnostics)
@@ -212,7 +212,7 @@ def _described(
     """
     table, diagnostics = file.device, list(before)
     places = [diagnostic.location for diagnostic in diagnostics]
-    for diagnostic in _faults(file, keys):
+    for diagnostic in _file_diagnostics(file, keys):
         where = f"{path}: {diagnostic.location}"
         if not any(
             f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places
@@ -269,7 +269,7 @@ def _bare() -> DeviceSpec:
     return DeviceSpec("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, DEFAULT_NUM_UNITS, "")
 
 
-def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
+def _file_diagnostics(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     table = file.device
     if not table.like and not table.measured:
         lacking = [
@@ -291,7 +291,7 @@ def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
             yield Diagnostic(f"{key} = {value}", fix, f"device.{key}")
         elif value > most:
             yield Diagnostic(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
-    yield from _peak_faults(table)
+    yield from _peak_diagnostics(table)
     for name, value in file.rates.items():
         least, most, unit = RATE_RANGES.get(
             name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
@@ -308,7 +308,7 @@ def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
             )
 
 
-def _peak_faults(table: DeviceTable) -> Iterator[Diagnostic]:
+def _peak_diagnostics(table: DeviceTable) -> Iterator[Diagnostic]:
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
             bits = re.sub(

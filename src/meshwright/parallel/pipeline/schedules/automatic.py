@@ -97,7 +97,7 @@ def search_schedule(
 
     Args:
         limits: memory of each rank, in the unit of `costs.activation_memory`; empty: unlimited.
-        measure: what is minimised: `longest_rank_time` if ranks step one by one, `ScheduleTimeline.end` if
+        measure: what is minimized: `longest_rank_time` if ranks step one by one, `ScheduleTimeline.end` if
             they wait.
         num_trials: random changes of the best schedule.
         virtual_stages: the placement of stages; empty: the best one.
