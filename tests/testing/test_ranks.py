@@ -93,7 +93,7 @@ def test_a_caught_collective_error_is_not_a_failure_of_the_rank() -> None:
     def body(world: World) -> str:
         if world.rank == 2:
             return "left"
-        with pytest.raises(CollectiveError, match="rank 2: ended without coming"):
+        with pytest.raises(CollectiveError, match="rank 2: ended without joining"):
             rank_and_sum(world)
         return "caught"
 

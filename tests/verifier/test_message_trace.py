@@ -176,7 +176,9 @@ def test_actions_that_send_in_another_order_are_named(analyzed: mw.AnalyzedModel
             runtime.state.start_collective(kept.pop())
 
     found = told(analyzed, swapped)
-    assert found == ["REDUCE(1) came where the program has REDUCE(0): the order differs, on rank 2 in step 1"]
+    assert found == [
+        "REDUCE(1) was issued where the program has REDUCE(0): the order differs, on rank 2 in step 1"
+    ]
 
 
 def test_a_collective_that_no_action_states_is_named(analyzed: mw.AnalyzedModel):

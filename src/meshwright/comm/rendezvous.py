@@ -177,7 +177,7 @@ def _bind_address(endpoint: RendezvousEndpoint) -> tuple[socket.AddressFamily, t
         found = socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
         fix = "set MASTER_ADDR to a name or number of the host of rank 0 that every host can resolve"
-        text = f"the address '{endpoint.address}' is not known here ({error.strerror})"
+        text = f"the address '{endpoint.address}' cannot be resolved on this host ({error.strerror})"
         raise PlanError(text, fix=fix, location="MASTER_ADDR") from error
     family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     address = str(place[0])

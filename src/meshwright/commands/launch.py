@@ -76,7 +76,7 @@ def _option_diagnostics(kind: str, name: str, wanted: JobFileOptions) -> list[Di
     if not TIME_PATTERN.fullmatch(wanted.time_limit):
         diagnostics.append(
             Diagnostic(
-                f"'{wanted.time_limit}' is no time limit",
+                f"'{wanted.time_limit}' is not a time limit",
                 "write hours:minutes:seconds: --time 24:00:00",
                 "--time",
             )

@@ -80,7 +80,7 @@ def _priced(plan: Plan) -> StepPrediction | None:
     try:
         return predict_plan(plan, plan.run.hardware, plan.run.cluster)
     except PlanError as error:
-        logger.warning("what a step takes cannot be predicted: %s", error)
+        logger.warning("the step time cannot be predicted: %s", error)
         return None
 
 

@@ -153,8 +153,8 @@ def test_glue_gathers_tensors_of_which_it_needs_all_tokens():
         (
             "gemma2",  # it caps its scores
             (
-                "model.layers.0.self_attn attends by itself (matmul): transformers' Gemma2Model has "
-                "supports no other attention implementation"
+                "model.layers.0.self_attn computes attention scores itself (matmul): transformers' "
+                "Gemma2Model supports no other attention implementation"
             ),
         ),
         ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),

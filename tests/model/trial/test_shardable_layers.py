@@ -42,7 +42,7 @@ def weights(**layer_roles: str) -> dict[str, ParamSpec]:
     ("name", "why"),
     [
         ("conv.weight", "a convolution: only linear layers and embeddings can be sharded"),
-        ("scale", "Block computes with it in a way that is not known"),
+        ("scale", "Block uses it in a way that cannot be sharded"),
         ("never.weight", "the trial does not call it inside a block"),
     ],
 )

@@ -158,7 +158,7 @@ def test_a_column_that_no_row_has_is_not_said_for_every_row(tmp_path):
     ) as caught:
         opened(DataConfig(jsonl(tmp_path / "a.jsonl", rows)), tmp_path)
     assert len(caught.value.diagnostics) == MAX_DIAGNOSTICS + 1
-    assert f"the first {MAX_DIAGNOSTICS} faults" in caught.value.diagnostics[-1].problem
+    assert f"the first {MAX_DIAGNOSTICS} errors" in caught.value.diagnostics[-1].problem
 
 
 @pytest.mark.parametrize("rows", [[], ["", ""], [{"text": ""}]])

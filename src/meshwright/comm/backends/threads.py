@@ -201,7 +201,7 @@ class ThreadBackend:
             if rank in pending.inputs:
                 lines.append(f"  rank {rank}: {pending.inputs[rank].call}")
                 continue
-            state = "ended without coming" if rank in self._left_ranks else "never came"
+            state = "ended without joining" if rank in self._left_ranks else "never joined"
             last = (
                 f"its last call was {self._last_calls[rank]}"
                 if rank in self._last_calls

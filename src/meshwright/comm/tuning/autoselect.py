@@ -49,7 +49,7 @@ class AlgorithmChoice:
         if self.expected_times and self.num_ranks not in self.measured_ranks:
             text += (
                 f"; {self.num_ranks} ranks were not measured (only "
-                f"{', '.join(map(str, self.measured_ranks))}): the model says so"
+                f"{', '.join(map(str, self.measured_ranks))}): the times come from the cost model"
             )
         return text
 

@@ -156,7 +156,7 @@ def _report_dead(
         for each in gone
     )
     text += _describe_waiters(incomplete, *ranks) or _describe_other_ranks(statuses, ranks)
-    fix = "look for a kill, want of memory (dmesg), or a crash in its log; then start all ranks again"
+    fix = "look for a kill, also by the OOM killer (dmesg), or a crash in its log; then start all ranks again"
     return HangReport(text, ranks, fix)
 
 
@@ -200,7 +200,7 @@ def _report_missing(
     one = f"rank {roots[0]}" if len(roots) == 1 else "these ranks"
     phase = next((each.phase for each in statuses.values() if each.waits and each.phase), "step")
     fix = (
-        f"find out why {one} did not go on, by the line where it is: every rank must reach the same "
+        f"find out why {one} did not proceed from the line where it is: every rank must reach the same "
         "collectives"
     )
     return HangReport("\n".join(lines), roots, f"{fix}. If it is only slow there, raise run.limits.{phase}_s")

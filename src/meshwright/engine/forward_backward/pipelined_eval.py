@@ -287,7 +287,7 @@ class PipelinedEvaluation:
             )
             raise PlanError(
                 text,
-                fix="let the forward give out the same shapes and dtypes as in the trial",
+                fix="let the forward return the same shapes and dtypes as in the trial",
                 location="model",
             )
         group, peer = p2p_group(

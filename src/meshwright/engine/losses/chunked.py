@@ -74,8 +74,8 @@ class ChunkedLossRuntime:
         )
         if storage_id(hidden) not in self._head_inputs or hidden.ndim <= TOKEN_DIM:
             text = (
-                f"what the loss takes, {list(hidden.shape)}, was changed after the head, which leaves "
-                "its product to the loss"
+                f"the input of the loss, {list(hidden.shape)}, was changed after the head, whose product "
+                "chunked_loss computes inside the loss"
             )
             raise PlanError(
                 text,

@@ -49,7 +49,7 @@ from meshwright.model.tensors.op_tables import (
 from meshwright.model.tensors.pytree import tree_tensors
 
 _FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
-ATTENDS_WITHOUT_SDPA = "attends by itself"
+ATTENDS_WITHOUT_SDPA = "computes attention scores itself"
 PAIRS_TOKENS = f"{ATTENDS_WITHOUT_SDPA} ({{0}})"
 SUMS_TOKENS = "sums over tokens ({0})"
 

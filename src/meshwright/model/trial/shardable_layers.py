@@ -81,7 +81,7 @@ def unsharded_reasons(
 
 def _kind_reason(layer: LayerRole, owner: nn.Module) -> str:
     if layer.kind == "weights":
-        return f"{type(owner).__name__} computes with it in a way that is not known"
+        return f"{type(owner).__name__} uses it in a way that cannot be sharded"
     return KIND_REASONS.get(layer.kind, "")
 
 

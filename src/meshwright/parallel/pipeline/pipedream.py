@@ -133,7 +133,7 @@ class PipeDream(Strategy):
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
             text = f"weights are {what}, which is not supported with an update per microbatch"
-            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', location)
+            yield Diagnostic(text, 'add the strategy "ddp", or use "pipeline" in its place', location)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)

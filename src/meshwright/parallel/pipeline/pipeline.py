@@ -235,7 +235,7 @@ class Pipeline(Strategy):
                 "scatter = true, and no two ranks of a stage hold the same value: values are "
                 "sharded already, or no weight is"
             )
-            yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
+            yield Diagnostic(text, "leave scatter out", "strategies.pipeline.scatter")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         parts = self._find_stages(sharding)

@@ -104,7 +104,7 @@ class SequenceParallel(Strategy):
             )
             yield Diagnostic(
                 text,
-                'write [[strategies]] name = "tensor_parallel" beside it, or leave it out',
+                'add [[strategies]] name = "tensor_parallel", or leave sequence_parallel out',
                 "strategies.sequence_parallel",
             )
 

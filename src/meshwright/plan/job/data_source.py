@@ -150,7 +150,7 @@ class DataConfig:
             fix = f"write {name} in the tables [[data.mixture]] that it is meant for, or remove the mixture"
             if name == "streaming":
                 fix = "read the parts from disk (streaming = false), or stream one source"
-            yield Diagnostic(f"{name} = {getattr(self, name)!r} beside a mixture", fix, f"data.{name}")
+            yield Diagnostic(f"{name} = {getattr(self, name)!r} together with a mixture", fix, f"data.{name}")
         for i, mixture_part in enumerate(self.mixture):
             if mixture_part.source in ("", "example"):
                 text = "the example batch in a mixture" if mixture_part.source else "no data is named"

@@ -192,14 +192,16 @@ def _check_files(files: Mapping[str, ShardFile]) -> None:
     seen: dict[str, str] = {}
     for name, shard in files.items():
         plain = SHARD_FILE_PATTERN.fullmatch(name) is not None
-        _need(plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)")
+        _need(
+            plain, "files", f"{name!r} is not a plain file name (letters, digits, - and _, then .safetensors)"
+        )
         first_spelling = seen.setdefault(name.casefold(), name)
         _need(first_spelling == name, "files", f"{name!r} and {first_spelling!r} differ only in case")
         _need(0 <= shard.nbytes <= MAX_NBYTES, f"files.{name}", f"{shard.nbytes} bytes; needed are 0 to 2^50")
         _need(
             SHA256_PATTERN.fullmatch(shard.sha256) is not None,
             f"files.{name}",
-            f"{shard.sha256!r} is no sha256",
+            f"{shard.sha256!r} is not a sha256",
         )
 
 
@@ -341,4 +343,4 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _refuse_constant(word: str) -> Json:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")

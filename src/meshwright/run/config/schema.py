@@ -6,7 +6,8 @@ here: which known key resembles an unknown one, to which table a misplaced key b
 instead, in the words of the file.
 
 Types are strict: a string never becomes a number nor a number a string, but an integer is accepted where a
-float is needed. TOML has no null, so an empty table `{}` stands for None where None is allowed and a table is not.
+float is needed. TOML has no null, so an empty table `{}` stands for None where None is allowed and a table
+is not.
 """
 
 import json

@@ -102,7 +102,7 @@ def encode_conversation(
         fix = "change the conversation to what the template takes, or remove it"
         return Diagnostic(f"the chat template refuses this conversation: {reason}", fix, where)
     if isinstance(found, EncodedDocument) and found.label_mask is not None and not found.label_mask.any():
-        fix = "the template must enclose what the assistant says in generation marks, or have none of them"
+        fix = "the template must enclose the assistant's messages in generation tags, or have no such tags"
         return Diagnostic("the template marks no token of this conversation as the assistant's", fix, where)
     return found
 

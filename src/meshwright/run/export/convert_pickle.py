@@ -65,7 +65,7 @@ def _reason(error: Exception) -> str:
     )  # not torch's own words: they advise to read it without a guard
     if asked:
         return f"it asks for {asked[1]}: it holds more than tensors"
-    return f"it is no file that torch.save wrote, or it is damaged ({type(error).__name__})"
+    return f"it is not a file that torch.save wrote, or it is damaged ({type(error).__name__})"
 
 
 def _entries(contents: Any) -> list[str]:

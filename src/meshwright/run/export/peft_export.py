@@ -28,7 +28,7 @@ from meshwright.run.export.roundtrip_check import RoundTripResult, compare_adapt
 
 WHERE = "export"
 ADAPTER_FILE = "adapter_model.safetensors"
-MERGE_FIX = "write the model that it makes of its base: --merge, trainer.export(folder, merge=True)"
+MERGE_FIX = "write the merged model: --merge, trainer.export(folder, merge=True)"
 
 ReadValue = Callable[[str], torch.Tensor]
 
@@ -95,10 +95,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
 
 def _checked(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
-        text = (
-            f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, "
-            f"not of weights"
-        )
+        text = f"the adapter ({model.active_peft_config.peft_type}) consists of prompt tokens, not of weights"
         raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", location=WHERE)
     return model
 

@@ -225,7 +225,7 @@ def _pod_diagnostics(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
     if job.volume and not (claim and path.startswith("/")):
         diagnostics.append(
             Diagnostic(
-                f"'{job.volume}' is no volume",
+                f"'{job.volume}' is not a volume",
                 "write CLAIM:PATH, as in --volume shared-claim:/work",
                 "--volume",
             )

@@ -40,8 +40,8 @@ from meshwright.run.measure.profile_files import parse_measurements, read_profil
 
 DEFAULT_NUM_UNITS = 100
 LINKS_FIX = (
-    "measure links: meshwright bench network, then --cluster cluster.toml; or say it in a [device] table "
-    "beside `measured`"
+    "measure links: meshwright bench network, then --cluster cluster.toml; or set it in a [device] table "
+    "with `measured`"
 )
 DEVICE_FIX = (
     "write a [device] table (docs/howto/choose_a_plan.md), or measure: meshwright bench device "
@@ -157,14 +157,12 @@ def with_host_links(machine: Machine, hardware: str) -> Machine:
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
             diagnostics.append(
-                Diagnostic(
-                    f"{machine.num_devices} devices, and nothing is known of {key}", LINKS_FIX, hardware
-                )
+                Diagnostic(f"{machine.num_devices} devices, and {key} is not known", LINKS_FIX, hardware)
             )
     if host and machine.num_devices > host and not device.nic_rate:
         diagnostics.append(
             Diagnostic(
-                f"{machine.num_devices} devices on hosts of {host}, and nothing is known of nic_gb_s",
+                f"{machine.num_devices} devices on hosts of {host}, and nic_gb_s is not known",
                 LINKS_FIX,
                 hardware,
             )
@@ -227,7 +225,7 @@ def _described(
     if table.like:
         base = find_device(table.like)
         if base is None:
-            text = f"'{table.like}' is no device that is known here"
+            text = f"'{table.like}' is not a known device"
             diagnostics.append(
                 Diagnostic(
                     text,
