@@ -264,7 +264,7 @@ def test_an_example_batch_takes_no_words_about_text(config, say):
     assert code == 2
     for name in ("tokenizer", "column"):
         assert f"data.{name}: {name} = " in err
-    assert "with the example batch, which is taken as it is" in err
+    assert "with the example batch, which is used unchanged" in err
 
 
 def test_fewer_than_no_workers_are_refused(config, say):

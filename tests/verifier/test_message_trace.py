@@ -242,7 +242,7 @@ def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
     analyzed = mw.analyze(Looks, token_samples(2))
     plan = plan_of(analyzed, 3)
     with pytest.raises(
-        NeedsRealTensorsError, match="the model looks at values, which fake tensors lack"
+        NeedsRealTensorsError, match="the model reads tensor values, which fake tensors lack"
     ) as refused:
         mw.trace(analyzed, plan)
     assert "fake=False" in refused.value.diagnostics[0].fix

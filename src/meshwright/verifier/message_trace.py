@@ -223,7 +223,7 @@ def trace_rank(
     except Exception as error:
         if not fake or isinstance(error, PlanError) or not depends_on_values(error):
             raise
-        text = f"the model looks at values, which fake tensors lack ({type(error).__name__}: {error})"
+        text = f"the model reads tensor values, which fake tensors lack ({type(error).__name__}: {error})"
         raise NeedsRealTensorsError(
             text, fix="trace it on real tensors: fake=False; the full model is then built", location="trace"
         ) from error

@@ -50,7 +50,7 @@ def test_a_missing_rank_is_named_with_its_line_and_what_the_others_wait_for():
         "rank 1 did not issue all_reduce of float32 [4096] for REDUCE(17), number 17 over dp_replicate; "
         "ranks 0, 2 wait for it since 5.1 s"
     )
-    assert asked == "  asked for at acts.py:93"
+    assert asked == "  issued at acts.py:93"
     assert where == "rank 1 is at step 12 at /home/me/train.py:212 in on_step_end (in no collective)"
     assert last == (
         "  its last collective was number 16 over dp_replicate: all_reduce of float32 [4096] "

@@ -88,7 +88,7 @@ def test_gradients_taken_between_blocks_are_refused():
 
     with pytest.raises(
         PlanError,
-        match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
+        match=r"computes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
     ):
         analyze_model(lambda: Net(torch.detach, finish), X)
     done = both_ways(lambda: Net(torch.detach, finish), X, blocks=["(model)"])

@@ -328,7 +328,7 @@ def test_a_forward_that_reads_token_values_is_reported():
 
     tokens = tokens_of(lambda: Reading(ALONE["attention"]))
     assert set(reasons_not_sequence_parallel(tokens)) == {
-        "its forward looks at values, so its operations on tokens cannot be determined in advance"
+        "its forward reads tensor values, so its operations on tokens cannot be determined in advance"
     }
 
 

@@ -238,7 +238,7 @@ def test_its_program_passes_the_static_checks(
         (
             DDP("dp_shard"),
             (
-                'nothing splits the batch there\n  repair: add [[strategies]] name = "batch_split", '
+                'no strategy splits the batch there\n  repair: add [[strategies]] name = "batch_split", '
                 'axis = "dp_shard"'
             ),
         ),

@@ -290,7 +290,7 @@ REFUSED = {
     "and no shards": (
         Mesh(cp=2),
         (ZeRO(axis=CP),),
-        'nothing shards those of a sample there\n  repair: add [[strategies]] name = "ring"',
+        'no strategy shards those of a sample there\n  repair: add [[strategies]] name = "ring"',
     ),
     "twice": (
         Mesh(dp_replicate=2, cp=2),

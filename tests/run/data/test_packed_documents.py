@@ -111,7 +111,7 @@ def test_marks_round_nothing_are_noticed(tmp_path):
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
     with pytest.raises(
-        PlanError, match=r"has no chat template, and data.chat asks for one(.|\n)*add chat_template"
+        PlanError, match=r"has no chat template, and data.chat needs one(.|\n)*add chat_template"
     ):
         get_chat_template(PretrainedTokenizer(tokenizer(tmp_path)))
     with pytest.raises(PlanError, match="conversations with bytes as tokens"):

@@ -171,7 +171,7 @@ class ThreadBackend:
                 self._fail(rank, f"rank {rank} waits for a rank that has ended.\n{self._table(pending)}")
             self._fail(
                 rank,
-                f"rank {rank} timed out: no other rank joined within {self.timeout_s:g} s.\n"
+                f"rank {rank} timed out: not all ranks joined within {self.timeout_s:g} s.\n"
                 f"{self._table(pending)}",
             )
 

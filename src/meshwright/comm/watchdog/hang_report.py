@@ -216,7 +216,7 @@ def _describe_missing(incomplete: IncompleteCollective) -> str:
         f"{incomplete.waited_s:.1f} s"
     )
     what = f"{owner}{issued}, number {issued.number} over {_group_text(issued)}"
-    return f"{_ranks_text(incomplete.missing)} did not issue {what}; {late}\n  asked for at {issued.location}"
+    return f"{_ranks_text(incomplete.missing)} did not issue {what}; {late}\n  issued at {issued.location}"
 
 
 def _describe_waiting(incomplete: IncompleteCollective) -> str:

@@ -147,7 +147,7 @@ class PipelinedForward:
                 raise
             for mark, output_tensors in before:
                 mark.captured[:] = output_tensors
-            reason = f"looks at numbers that another rank has ({type(error).__name__})"
+            reason = f"reads values that another rank holds ({type(error).__name__})"
             return self._recorded_outputs(name, replace_tensors(inputs, real_by_fake), reason, error)
         finally:
             replace_tensors(inputs, real_by_fake)

@@ -79,7 +79,7 @@ class ChunkedLossRuntime:
             )
             raise PlanError(
                 text,
-                fix=f"return the head's output from the model as it is, or {CHUNKED_LOSS_FIX}",
+                fix=f"return the head's output from the model unchanged, or {CHUNKED_LOSS_FIX}",
                 location="model",
             )
         self._head_inputs.discard(storage_id(hidden))

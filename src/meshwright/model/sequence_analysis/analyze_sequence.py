@@ -327,7 +327,7 @@ def _compare_block_call(
 
 def _error_reason(error: Exception, input_lengths: str) -> str:
     if depends_on_values(error):
-        return "its forward looks at values, so its operations on tokens cannot be determined in advance"
+        return "its forward reads tensor values, so its operations on tokens cannot be determined in advance"
     text = str(error).partition("\n")[0]
     return (
         text

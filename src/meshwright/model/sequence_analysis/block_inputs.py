@@ -192,7 +192,7 @@ def describe_attention_call(
             or dims != (each.ndim - 2,)
             or each.shape[-2] not in trial_lengths.planned_lengths
         ):
-            return "attends to something else than its own tokens"
+            return "attends to other tokens than its own"
     if arguments.key.shape[-2] != arguments.value.shape[-2]:
         return "attends to keys and values of different sequences"
     mask = None if arguments.attn_mask is None else token_layouts.get(arguments.attn_mask)

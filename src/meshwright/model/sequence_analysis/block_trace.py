@@ -238,7 +238,7 @@ class BlockTrace(TorchFunctionMode):
             self._check_side_channel(block_call, mark)
         output_dims = tuple(self._output_token_dims(block_call, each) for each in tree_tensors(outputs))
         if block_call.attends_elsewhere and block_inputs.has_tokens:
-            self._note(block_call, "attends to something else than its own tokens")
+            self._note(block_call, "attends to other tokens than its own")
         block_info = BlockSequenceInfo(
             block_call.name,
             tuple(block_inputs.token_dims),

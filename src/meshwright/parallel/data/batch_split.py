@@ -110,7 +110,9 @@ def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
     `what` is replicated.
     """
     if axis in DATA_AXES:
-        text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
+        text = f"the {what} along {axis} would all see the same samples: no strategy splits the batch there"
         return Diagnostic(text, f'add [[strategies]] name = "batch_split", axis = "{axis}"', where)
-    text = f"the {what} along {axis} would all see the same tokens: nothing shards those of a sample there"
+    text = (
+        f"the {what} along {axis} would all see the same tokens: no strategy shards those of a sample there"
+    )
     return Diagnostic(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)

@@ -48,7 +48,7 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Full replicas of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
+    """Full replicas of the weights along `axis`; gradients are sent in buckets of about `bucket_mb` MiB.
 
     `algorithm` sums a bucket: a name of comm/algorithms, such as "ring", or a rule by the size of the
     message, such as "recursive_doubling <= 64 KiB, else ring".

@@ -177,7 +177,7 @@ def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> 
     usual = DataConfig(source.source)
     raise_diagnostics(
         Diagnostic(
-            f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is",
+            f"{name} = {vars(source)[name]!r} with the example batch, which is used unchanged",
             fix,
             f"data.{name}",
         )

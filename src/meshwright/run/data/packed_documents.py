@@ -71,7 +71,7 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
     try:
         template = tokenizer.hf_tokenizer.get_chat_template()
     except (ValueError, KeyError) as error:
-        text = f"the tokenizer '{tokenizer.name}' has no chat template, and data.chat asks for one"
+        text = f"the tokenizer '{tokenizer.name}' has no chat template, and data.chat needs one"
         raise PlanError(text, fix=fix, location="data.tokenizer") from error
     if not tokenizer.hf_tokenizer.is_fast:
         text = (

@@ -107,7 +107,7 @@ def _cores() -> Finding:
     text = f"{own} of {every} for this process, load {load:.1f}"
     if load > 1.5 * every:
         return Finding(
-            "cores", "warning", text, "end what else runs here: ranks wait for the slowest of them"
+            "cores", "warning", text, "stop other processes on this host: ranks wait for the slowest of them"
         )
     return Finding("cores", "ok", text)
 
@@ -116,7 +116,9 @@ def _memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.available < MIN_MEMORY_NBYTES:
-        return Finding("memory", "warning", text, "end what else runs here, or use a host with more")
+        return Finding(
+            "memory", "warning", text, "stop other processes on this host, or use one with more memory"
+        )
     return Finding("memory", "ok", text)
 
 
@@ -197,7 +199,7 @@ def _interfaces(run: str | None) -> Finding:
             "interfaces",
             "ok" if run else "warning",
             text,
-            "" if run else "connect it, if there shall be several hosts",
+            "" if run else "connect it to train on several hosts",
         )
     return Finding(
         "interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback_interface()} on one"

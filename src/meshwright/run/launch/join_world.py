@@ -113,5 +113,5 @@ def check_same_plan(world: World, plan: Plan) -> None:
     if others:
         text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
         raise PlanError(
-            text, fix="start every rank with the same file and the same keys behind it", location="plan"
+            text, fix="start every rank with the same file and the same overrides", location="plan"
         )

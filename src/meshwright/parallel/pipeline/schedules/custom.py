@@ -197,7 +197,7 @@ def _checked_schedule(
         simulate(schedule, StageCosts.uniform(schedule.num_stages))
     except ScheduleDeadlock as stuck:
         cell = cells[stuck.rank][stuck.action_index]
-        fix = "move that cell behind what it waits for, or what it waits for ahead"
+        fix = "move that cell behind the cells that it waits for, or those cells ahead of it"
         raise PlanError(str(stuck), fix=fix, location=f"{source}, {cell.location}") from stuck
     return schedule
 
