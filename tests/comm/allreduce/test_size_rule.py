@@ -88,8 +88,8 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         ),
         (
             "recursive_doubling <= 64, else ring",
-            "'recursive_doubling <= 64' in the rule 'recursive_doubling <= 64, else ring' is no algorithm "
-            "with a size",
+            "'recursive_doubling <= 64' in the rule 'recursive_doubling <= 64, else ring' is not an "
+            "algorithm with a size",
         ),
         (
             "doubling < 64 KiB, else ring",
@@ -152,7 +152,10 @@ def test_all_errors_are_reported_at_once():
         (
             8,
             4,
-            r"4 ranks are not a whole number of hosts with 8 ranks each; repair: write hierarchical/2, or ",
+            (
+                r"4 ranks are not a whole number of hosts with 8 ranks each; repair: write hierarchical/2, "
+                r"or ring"
+            ),
         ),
         (
             2,

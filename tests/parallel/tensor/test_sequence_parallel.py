@@ -196,7 +196,7 @@ def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.Monk
 
 
 def test_without_tensor_parallel_pairs_it_is_refused():
-    said = r'no strategy shards layers along tp\n.*name = "tensor_parallel" beside it'
+    said = r'no strategy shards layers along tp\n.*name = "tensor_parallel", or leave'
     with pytest.raises(PlanError, match=said):
         planned_sequence_parallel(Mesh(tp=2), (SequenceParallel(),))
     with pytest.raises(PlanError, match=said):  # a stream that is divided by width

@@ -163,7 +163,7 @@ def test_an_unnamed_source_is_refused_before_anything_is_read():
 @pytest.mark.skipif(os.name == "nt", reason="no named pipes in folders")
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(PlanError, match="no regular file"):
+    with pytest.raises(PlanError, match="not a regular file"):
         TextDataset(DataConfig(str(tmp_path)))
 
 

@@ -248,7 +248,10 @@ class _TrialObserver(TorchFunctionMode):
             func in (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
             and self._driver.in_glue
         ):
-            text = f"the forward computes gradients itself ({func.__name__}) between blocks, where the graph is cut"
+            text = (
+                f"the forward computes gradients itself ({func.__name__}) between blocks, where the graph "
+                "is cut"
+            )
             raise PlanError(text, fix=f"take them inside one block, or {LARGER_BLOCK_FIX}", location="model")
         if (
             not self._driver.in_glue
