@@ -256,7 +256,7 @@ def test_its_program_passes_the_static_checks(
         ),
         (
             DDP(algorithm="hierarchical/2"),
-            "strategies.ddp.algorithm: hierarchical/2: 3 ranks are no whole number of",
+            "strategies.ddp.algorithm: hierarchical/2: 3 ranks are not a whole number of",
         ),
         (
             DDP(algorithm="auto"),

@@ -84,7 +84,7 @@ def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
         ),
         (
             NaiveDDP("dp_shard"),
-            "strategies.naive_ddp: the replicas along dp_shard would all see the same samples: nothing",
+            "strategies.naive_ddp: the replicas along dp_shard would all see the same samples: no strategy",
         ),
         (
             NaiveDDP(algorithm="tree <= 1 KiB"),
