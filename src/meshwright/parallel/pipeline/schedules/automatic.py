@@ -160,7 +160,7 @@ def check_search(
         )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
         text = (
-            f"{len(limits)} memory limits for {num_ranks} ranks, and activation_memory is "
+            f"{len(limits)} limits for {num_ranks} ranks, and activation_memory is "
             f"{'given' if costs.activation_memory else 'not given'}"
         )
         yield Diagnostic(text, "give a limit per rank, and costs.activation_memory per stage", PIPELINE_KEY)
