@@ -176,11 +176,11 @@ def test_a_rank_that_is_stopped_in_mid_schedule_is_named_with_what_the_others_wa
     )
     assert code == 1
     assert "Traceback" not in err
-    blamed = err[err.index(" did not come to ") - len("rank N") :]
-    assert blamed.startswith("rank 1 did not come to rank ")  # 0 waits for a gradient, 2 for a value
+    blamed = err[err.index(" did not issue ") - len("rank N") :]
+    assert blamed.startswith("rank 1 did not issue rank ")  # 0 waits for a gradient, 2 for a value
     assert "'s recv of float32 [3, 16, 16] from index 1 for RECV" in blamed
     assert "rank 1 did not answer: its process is stopped" in blamed
-    assert "repair: find out why rank 1 did not go on" in blamed
+    assert "repair: find out why rank 1 did not proceed" in blamed
 
 
 def test_the_report_draws_who_works_when_planned_above_measured(left_alone, forks, tmp_path):

@@ -34,5 +34,5 @@ def test_a_rank_killed_under_torchrun_is_started_again_and_repeats_its_steps_bit
     assert again.splitlines()[1] == "resumed from step 20", out
     assert " steps were repeated from step 21: all are bit-identical" in out
     assert sorted(metrics(tmp_path / "run")) == list(range(1, 41))
-    assert "rank 1: its process is gone, and left no word" in err, "the rank that lost its peer says which"
+    assert "rank 1: its process is gone, without a report" in err, "the rank that lost its peer says which"
     assert "Traceback" not in err

@@ -235,7 +235,7 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(config, say, data, wha
     assert "Traceback" not in err
 
 
-def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused_before_tokenising(config, say):
+def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused_before_tokenizing(config, say):
     with_data(config, {"source": "rows.jsonl", "tokenizer": "tokenizer", "sequence": 16})
     code, _, err = say("train", config, "--model.overrides.vocab_size", 329)
     assert code == 2
@@ -264,7 +264,7 @@ def test_an_example_batch_takes_no_words_about_text(config, say):
     assert code == 2
     for name in ("tokenizer", "column"):
         assert f"data.{name}: {name} = " in err
-    assert "with the example batch, which is taken as it is" in err
+    assert "with the example batch, which is used unchanged" in err
 
 
 def test_fewer_than_no_workers_are_refused(config, say):

@@ -96,7 +96,7 @@ def test_a_model_that_reads_values_is_run_on_real_tensors_and_that_is_reported(c
             "choose from 0 to 1023",
         ),
         (["--rank", 3], "--on threads compares all ranks, and --rank 3 names one", "add --on trace"),
-        ([], "1024 ranks on this machine", "--on trace plays single ranks of any mesh"),
+        ([], "1024 ranks on this machine", "--on trace runs single ranks of any mesh"),
         (["--on", "processes"], "1024 ranks on this machine", "compare a smaller mesh"),
     ],
 )

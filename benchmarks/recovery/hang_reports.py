@@ -157,7 +157,7 @@ def decide(trial: Trial, text: str, left: list[str]) -> None:
     ranks = {
         int(number) for match in re.findall(VERDICT, trial.named) for number in re.findall(r"\d+", match[0])
     }
-    undecided = trial.ranks == 2 and "the ranks cannot say" in text
+    undecided = trial.ranks == 2 and "it cannot be determined which rank is wrong" in text
     if ranks != {trial.rank} and not (undecided and trial.rank in ranks | _differing_ranks(text)):
         trial.failures.append(f"rank {trial.rank} was to be named, and {sorted(ranks)} were: '{trial.named}'")
     line = _planted_line(trial.kind)
@@ -172,7 +172,7 @@ def decide(trial: Trial, text: str, left: list[str]) -> None:
 
 
 VERDICT = (
-    r"^ *(rank \d+)( did not come to| left| failed|: its process is gone| was killed by| "
+    r"^ *(rank \d+)( did not issue| left| failed|: its process is gone| was killed by| "
     r"differs from|s? did not answer)"
 )
 

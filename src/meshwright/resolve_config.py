@@ -125,10 +125,12 @@ def _open_data(
     """Returns the training samples; without a model, checks that they can be read."""
     if loaded is None:
         if source.source != EXAMPLE_SOURCE:
-            open_dataset(source, None, cache, lambda codec: model_diagnostics)
+            open_dataset(source, None, cache, lambda tokenizer: model_diagnostics)
         return None
     module = loaded.deferred_init.instantiate()
-    return open_dataset(source, loaded.example, cache, lambda codec: _text_diagnostics(module, source, codec))
+    return open_dataset(
+        source, loaded.example, cache, lambda tokenizer: _text_diagnostics(module, source, tokenizer)
+    )
 
 
 def _plan_request(

@@ -111,7 +111,7 @@ def test_a_port_in_use_is_named_with_the_repair(here: RendezvousEndpoint):
 
 def test_a_name_that_nobody_knows_is_refused():
     with pytest.raises(
-        PlanError, match=r"MASTER_ADDR: the address 'no-such-host\.invalid' is not known here"
+        PlanError, match=r"MASTER_ADDR: the address 'no-such-host\.invalid' cannot be resolved on this host"
     ):
         rendezvous_store(RendezvousEndpoint("no-such-host.invalid", 29500), 0, WORLD, 1.0)
 

@@ -49,7 +49,7 @@ def test_exactly_one_way_to_meet_is_needed() -> None:
 def test_a_rank_that_finds_no_peers_raises(tmp_path: Path) -> None:
     with pytest.raises(
         CollectiveError,
-        match=r"rank 0 did not meet the other 1 ranks within 0\.5 s.*Look for a rank that failed",
+        match=r"rank 0 did not complete the rendezvous with the other 1 ranks within 0\.5 s.*Look for a rank",
     ):
         init_world(Mesh(tp=2), 0, store_path=tmp_path / "store", timeout_s=0.5).__enter__()
 

@@ -145,7 +145,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, trained: Path, folde
     step = checkpoint(trained / "job" / "run", 2)
     cases = [
         ((tmp_path / "nowhere", tmp_path / "out"), "there is no folder"),
-        ((folder, tmp_path / "out"), "is no checkpoint, and holds none"),
+        ((folder, tmp_path / "out"), "is not a checkpoint, nor contains one"),
         ((step, folder), "exists and is not an empty folder"),
         ((step, tmp_path / "out", "--dtype", "bfloat"), "did you mean 'bfloat16'?"),
         ((step, tmp_path / "out", "--max-shard-size", "many"), "the size 'many'"),
@@ -221,7 +221,7 @@ def test_a_pickle_that_would_run_something_does_not(tmp_path: Path, say):
     mark = tmp_path / "ran"
     code, _, err = say("convert", pickled(tmp_path / "evil.pt", {"a": Evil(mark)}), tmp_path / SINGLE_FILE)
     assert code == 2
-    assert "it asks for posix.system: it holds more than tensors" in err
+    assert "it refers to posix.system: it contains more than tensors" in err
     assert "weights_only" not in err
     assert not mark.exists()
     assert not (tmp_path / SINGLE_FILE).exists()
@@ -241,11 +241,11 @@ def test_the_child_sees_nothing_of_the_environment(tmp_path: Path, monkeypatch):
 @pytest.mark.parametrize(
     ("content", "out", "reason"),
     [
-        (b"not a pickle", SINGLE_FILE, "is no file that torch.save wrote"),
-        (b"", SINGLE_FILE, "is no file that torch.save wrote"),
+        (b"not a pickle", SINGLE_FILE, "is not a file that torch.save wrote"),
+        (b"", SINGLE_FILE, "is not a file that torch.save wrote"),
         (b"x", "model.bin", "exists"),
         (b"x", "other.pt", "does not end in .safetensors"),
-        (b"x", "nowhere/model.safetensors", "lies in no folder"),
+        (b"x", "nowhere/model.safetensors", "is not in an existing folder"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(tmp_path: Path, say, content: bytes, out: str, reason: str):

@@ -72,7 +72,7 @@ def test_options_reach_the_file_and_the_file_its_place(config, capsys, tmp_path)
     [
         (("--print", "slrum"), "there is no job file for 'slrum'"),
         (("--print", "slurm", "--name", "My Job"), "repair: --name my-job"),
-        (("--print", "slurm", "--time", "a day"), "'a day' is no time limit"),
+        (("--print", "slurm", "--time", "a day"), "'a day' is not a time limit"),
         (("--print", "slurm", "--out", "/no/such/folder/job.sh"), "the file cannot be written"),
     ],
 )

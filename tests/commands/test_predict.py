@@ -154,7 +154,7 @@ def test_a_kind_of_device_has_its_links_and_its_peak():
 @pytest.mark.parametrize(
     ("hardware", "cluster", "message"),
     [
-        ("h1000", "", "'h1000' is no device that is known here"),
+        ("h1000", "", "'h1000' is not a known device"),
         ("none.toml", "", "there is no such file"),
         ("h100", "none.toml", "there is no such file"),
         ("h100", "cluster.toml", "the links were measured on A CPU"),
@@ -193,5 +193,5 @@ def test_a_run_whose_hardware_is_not_known_is_refused_before_a_rank_starts(folde
     ]
     done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert "'h1000' is no device that is known here" in done.output + done.stderr
+    assert "'h1000' is not a known device" in done.output + done.stderr
     assert not (folder / "run").exists()

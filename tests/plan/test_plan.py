@@ -225,7 +225,7 @@ def test_a_plan_is_refused_with_every_diagnostic_at_once():
         "train.steps: steps = 0; needed is a whole number of at least 1",
         "strategies: ordered and ordered both decide the order of the step",
         "strategies.ddp: the replicas along dp_shard would all see the same samples: "
-        "nothing splits the batch there",
+        "no strategy splits the batch there",
         "strategies: the gradients of 3 parameters (layer0.weight...) stay partial sums over dp_replicate",
         "train.batch: a global batch of 13 samples does not divide by 3 data-parallel ranks",
     ]
@@ -339,6 +339,6 @@ def test_a_weight_without_elements_is_planned():
 def test_precision_is_checked_against_the_strategies():
     job = replace(JOB, precision=PrecisionConfig(reduce="bfloat16"), schedule=LRScheduleConfig("cosine"))
     assert (
-        "gradients travel in float32 here, and precision.reduce is bfloat16"
+        "gradients are sent in float32 here, and precision.reduce is bfloat16"
         in refused(job=job, strategies=(BatchSplit(), NaiveDDP()))[0]
     )

@@ -93,7 +93,7 @@ def test_a_caught_collective_error_is_not_a_failure_of_the_rank() -> None:
     def body(world: World) -> str:
         if world.rank == 2:
             return "left"
-        with pytest.raises(CollectiveError, match="rank 2: ended without coming"):
+        with pytest.raises(CollectiveError, match="rank 2: ended without joining"):
             rank_and_sum(world)
         return "caught"
 
@@ -145,7 +145,7 @@ def test_a_hanging_rank_is_reported_with_the_place_where_it_hangs(process_pool: 
 
 def test_a_pool_refuses_more_ranks_than_it_has() -> None:
     with pytest.raises(
-        PlanError, match=r"(?s)dp_shard 5 has 5 ranks, and this pool at most 4.*repair: use on_threads"
+        PlanError, match=r"(?s)dp_shard 5 has 5 ranks, and this pool at most 4.*repair: use run_on_threads"
     ):
         ProcessPool().run(worker_pid, Mesh(dp_shard=5))
 

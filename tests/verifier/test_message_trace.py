@@ -176,7 +176,9 @@ def test_actions_that_send_in_another_order_are_named(analyzed: mw.AnalyzedModel
             runtime.state.start_collective(kept.pop())
 
     found = told(analyzed, swapped)
-    assert found == ["REDUCE(1) came where the program has REDUCE(0): the order differs, on rank 2 in step 1"]
+    assert found == [
+        "REDUCE(1) was issued where the program has REDUCE(0): the order differs, on rank 2 in step 1"
+    ]
 
 
 def test_a_collective_that_no_action_states_is_named(analyzed: mw.AnalyzedModel):
@@ -240,7 +242,7 @@ def test_a_model_that_looks_at_values_is_played_on_real_tensors_only():
     analyzed = mw.analyze(Looks, token_samples(2))
     plan = plan_of(analyzed, 3)
     with pytest.raises(
-        NeedsRealTensorsError, match="the model looks at values, which fake tensors lack"
+        NeedsRealTensorsError, match="the model reads tensor values, which fake tensors lack"
     ) as refused:
         mw.trace(analyzed, plan)
     assert "fake=False" in refused.value.diagnostics[0].fix

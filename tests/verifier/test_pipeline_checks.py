@@ -31,8 +31,8 @@ def test_two_ranks_that_wait_for_their_sends_before_they_receive_are_noticed():
 
     stuck = Program.from_dict({"pp0": listed("x", "y", 1), "pp1": listed("y", "x", 0)})
     assert [fault.split(",")[0] for fault in find_unbuffered_deadlocks(stuck)] == [
-        "pp0 stops at F() and waits for ever for pp0/SEND(x)",
-        "pp1 stops at F() and waits for ever for pp1/SEND(y)",
+        "pp0 stops at F() and waits forever for pp0/SEND(x)",
+        "pp1 stops at F() and waits forever for pp1/SEND(y)",
     ]
     free = stuck.edit(
         lambda actions: [replace(action, waits=()) if action.kind == "F" else action for action in actions]

@@ -79,7 +79,7 @@ def gloo_interface() -> str | None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of downloaded models and data sets."""
+    """Returns the folder of downloaded models and datasets."""
     env = os.environ
     return Path(
         env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"

@@ -62,7 +62,7 @@ def _refuse_search_args(config: Path, args: Sequence[str]) -> None:
             text, fix="choose a plan with `meshwright search MODEL`, or leave it out", location="plan"
         )
     if config.suffix != ".toml" and not config.is_file():
-        text = f"'{config}' is no config file; needed is a TOML file"
+        text = f"'{config}' is not a config file; needed is a TOML file"
         raise PlanError(
             text, fix="write CONFIG.toml, or choose a plan with `meshwright search MODEL`", location="plan"
         )

@@ -3,10 +3,10 @@
 Under a key that only this attempt of the job knows. torch.distributed exchanges addresses through a key-value
 store. torchrun keeps one store for all attempts of a job, so restarted ranks can read what earlier ones
 wrote, and wait for processes that are gone. Counting attempts does not help: a host that restarts because
-another did counts none. So rank 0 draws a random word, and gives it only to ranks that have just arrived:
+another did counts none. So rank 0 draws a random token, and sends it only to ranks that have just arrived:
 
     rank 1    come/1 = 77aa          a number drawn by this process
-    rank 0    go/77aa = b31f         the word of the attempt; an older rank 1 had another number
+    rank 0    go/77aa = b31f         the token of the attempt; an older rank 1 had another number
     rank 1    here/b31f/1            now rank 0 may continue
     all       everything else under b31f/...
 
@@ -79,9 +79,9 @@ def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeou
     store = _connect_store(endpoint, rank, timeout_s)
     hall = dist.PrefixStore(f"meshwright/{endpoint.job_id}", store)
     try:
-        word = _admit_ranks(hall, world, patience) if rank == 0 else _request_admission(hall, rank, patience)
+        token = _admit_ranks(hall, world, patience) if rank == 0 else _request_admission(hall, rank, patience)
     except RuntimeError as error:
-        text = f"rank {rank} lost the store at {endpoint} while the ranks met ({error})"
+        text = f"rank {rank} lost the store at {endpoint} during the rendezvous ({error})"
         raise CollectiveError(
             f"{text}. Look for the rank that failed first, then start all of them again"
         ) from error
@@ -90,7 +90,7 @@ def rendezvous_store(endpoint: RendezvousEndpoint, rank: int, world: int, timeou
         raise CollectiveError(
             f"{text}. Look for a rank that failed or was not started, then start all of them again"
         ) from error
-    return dist.PrefixStore(word, store)
+    return dist.PrefixStore(token, store)
 
 
 def listen(endpoint: RendezvousEndpoint) -> socket.socket:
@@ -119,7 +119,7 @@ def _connect_store(endpoint: RendezvousEndpoint, rank: int, timeout_s: float) ->
         except RuntimeError as error:
             text = f"rank {rank} found no store at {endpoint} within {timeout_s:g} s ({error})"
             fix = (
-                "is rank 0 running there, and does no firewall stand between? `meshwright doctor` on "
+                "check that rank 0 runs there and that no firewall blocks the port; `meshwright doctor` on "
                 "both hosts tells more"
             )
             raise CollectiveError(f"{text}. Rank 0 opens it: {fix}") from error
@@ -136,23 +136,23 @@ def _connect_store(endpoint: RendezvousEndpoint, rank: int, timeout_s: float) ->
 
 
 def _admit_ranks(store: dist.Store, world: int, wait: _RendezvousWait) -> str:
-    """Gives the word of this attempt to every rank that arrives; returns it when all have it."""
-    word = secrets.token_hex(8)
+    """Sends the token of this attempt to every rank that arrives; returns it when all have it."""
+    token = secrets.token_hex(8)
     answered: dict[int, bytes] = {}
     missing = set(range(1, world))
     while missing:
         for rank in sorted(missing):
-            if store.check([f"here/{word}/{rank}"]):
+            if store.check([f"here/{token}/{rank}"]):
                 missing.discard(rank)
             elif store.check([f"come/{rank}"]) and (number := store.get(f"come/{rank}")) != answered.get(
                 rank
             ):
-                store.set(f"go/{number.decode()}", word)
+                store.set(f"go/{number.decode()}", token)
                 answered[rank] = number
         if missing:
             shown = ", ".join(map(str, sorted(missing)[:8])) + (", ..." if len(missing) > 8 else "")
             wait.wait(f"ranks {shown}" if len(missing) > 1 else f"rank {shown}")
-    return word
+    return token
 
 
 def _request_admission(store: dist.Store, rank: int, wait: _RendezvousWait) -> str:
@@ -161,9 +161,9 @@ def _request_admission(store: dist.Store, rank: int, wait: _RendezvousWait) -> s
     # not a blocking get, in which a signal would wait
     while not store.check([f"go/{number}"]):
         wait.wait("rank 0")
-    word = store.get(f"go/{number}").decode()
-    store.set(f"here/{word}/{rank}", "")
-    return word
+    token = store.get(f"go/{number}").decode()
+    store.set(f"here/{token}/{rank}", "")
+    return token
 
 
 def _bind_address(endpoint: RendezvousEndpoint) -> tuple[socket.AddressFamily, tuple[str, int]]:
@@ -175,7 +175,7 @@ def _bind_address(endpoint: RendezvousEndpoint) -> tuple[socket.AddressFamily, t
         found = socket.getaddrinfo(endpoint.address, endpoint.port, type=socket.SOCK_STREAM)
     except OSError as error:
         fix = "set MASTER_ADDR to a name or number of the host of rank 0 that every host can resolve"
-        text = f"the address '{endpoint.address}' is not known here ({error.strerror})"
+        text = f"the address '{endpoint.address}' cannot be resolved on this host ({error.strerror})"
         raise PlanError(text, fix=fix, location="MASTER_ADDR") from error
     family, _, _, _, place = min(found, key=lambda each: each[0] != socket.AF_INET)
     address = str(place[0])

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class TorchWorld(World):
-    """One process of a job whose torch.distributed is initialised with as many ranks as `mesh` has.
+    """One process of a job whose torch.distributed is initialized with as many ranks as `mesh` has.
 
     `store` is used to ask other ranks for their status when a collective does not complete (None:
     torch.distributed's own), `limits` bound each wait, `watchdog` watches them. With `check_collectives` the
@@ -113,7 +113,7 @@ class TorchWorld(World):
     def close(self) -> None:
         """Destroys the process groups created here.
 
-        The default group is left to the code that initialised it.
+        The default group is left to the code that initialized it.
         """
         self.watchdog.close()
         for group in self._groups.values():
@@ -140,11 +140,13 @@ class TorchWorld(World):
         except CannotShareMemory as apart:
             gloo_group.is_single_host = not apart.is_expected
             level = logging.INFO if apart.is_expected else logging.WARNING
-            self._log_once(level, f"ranks do not share memory, and talk over gloo, which is slower: {apart}")
+            self._log_once(
+                level, f"ranks do not share memory, and communicate over gloo, which is slower: {apart}"
+            )
             return gloo_group
         except RuntimeError as error:
             where = f"rank {self.rank}: the ranks over {' x '.join(gloo_group.axes)}"
-            raise self.watchdog.diagnose(f"{where} did not meet: {error}") from error
+            raise self.watchdog.diagnose(f"{where} did not complete the rendezvous: {error}") from error
         self._log_once(logging.INFO, "ranks of this host sum through shared memory")
         return SharedMemoryGroup(gloo_group, segment)
 
@@ -208,7 +210,7 @@ def init_world(
     else:
         given = "neither" if endpoint is None else "both"
         raise ValueError(
-            f"store_path and meeting: {given} given; one is needed. Pass a file on one host, an address "
+            f"store_path and endpoint: {given} given; one is needed. Pass a file on one host, an address "
             "otherwise"
         )
     try:
@@ -259,18 +261,21 @@ def _wait_for_ranks(store: dist.Store, rank: int, world: int, timeout_s: float) 
     missing, end = [other for other in range(world) if other != rank], time.monotonic() + timeout_s
     while missing := [other for other in missing if not store.check([f"here/{other}"])]:
         if time.monotonic() > end:
-            raise _rendezvous_error(rank, world, timeout_s, f": rank {format_ranks(missing)} did not come")
+            raise _rendezvous_error(rank, world, timeout_s, f": rank {format_ranks(missing)} did not join")
         time.sleep(POLL_S)
 
 
 def _rendezvous_error(rank: int, world: int, timeout_s: float, why: str) -> CollectiveError:
-    text = f"rank {rank} did not meet the other {world - 1} ranks within {timeout_s:g} s{why}"
+    text = (
+        f"rank {rank} did not complete the rendezvous with the other {world - 1} ranks within "
+        f"{timeout_s:g} s{why}"
+    )
     return CollectiveError(
         f"{text}. Look for a rank that failed or was not started, then start all of them again"
     )
 
 
 def _default_store() -> dist.Store | None:
-    """The store through which torch.distributed itself was initialised, where this version of torch tells."""
+    """The store through which torch.distributed itself was initialized, where this version of torch tells."""
     found = vars(dist.distributed_c10d).get("_get_default_store")
     return None if found is None else found()

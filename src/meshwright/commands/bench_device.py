@@ -98,7 +98,7 @@ def measure_device(
     """
     free, needed = psutil.virtual_memory().available, MIN_FREE_NBYTES * request.num_ranks
     if free < needed:
-        fix = "end what else runs here, or measure with fewer --ranks"
+        fix = "stop other processes on this host, or measure with fewer --ranks"
         raise PlanError(
             f"measuring takes about {needed} bytes, and {free} are free", fix=fix, location="bench device"
         )

@@ -253,7 +253,7 @@ def _sizes(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
         ):
             diagnostics.append(
                 Diagnostic(
-                    f"'{word.strip()}' is no size in whole float32 (4 bytes)",
+                    f"'{word.strip()}' is not a size in whole float32 (4 bytes)",
                     "--sizes 1KiB..64MiB",
                     "--sizes",
                 )

@@ -83,7 +83,7 @@ def convert(file: Path, out: Path, key: str, environment: Mapping[str, str]) -> 
             if out.exists()
             else "does not end in .safetensors"
             if out.parent.is_dir()
-            else "lies in no folder"
+            else "is not in an existing folder"
         )
         raise PlanError(
             f"{out} {why}",
@@ -122,14 +122,17 @@ def _checkpoint(path: Path) -> tuple[Path, Manifest]:
         return path, manifest
     folder = path / CHECKPOINTS_FOLDER if (path / CHECKPOINTS_FOLDER).is_dir() else path
     if not list_step_folders(folder):
-        text = f"{path} is no checkpoint, and holds none" if path.exists() else f"there is no folder {path}"
+        exists = path.exists()
+        text = f"{path} is not a checkpoint, nor contains one" if exists else f"there is no folder {path}"
         fix = "give a run's folder, or the folder of one step: runs/NAME/checkpoints/step-00000100"
         raise PlanError(text, fix=fix, location="export")
     found, manifest, rejected = newest_valid(folder)
     if found is None or manifest is None:
         reasons = "; ".join(f"{bad.name}: {why}" for bad, why in rejected)
         raise PlanError(
-            f"no checkpoint in {folder} is whole: {reasons}", fix="restore one from a copy", location="export"
+            f"no checkpoint in {folder} is complete: {reasons}",
+            fix="restore one from a copy",
+            location="export",
         )
     return found, manifest
 
@@ -161,7 +164,7 @@ def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
             "the checkpoint does not say where its model came from: it was saved from Python, or by "
             "another version"
         )
-        fix = "export from where the model is: engine.load(checkpoint), then engine.export(folder)"
+        fix = "export from where the model is: trainer.load(checkpoint), then trainer.export(folder)"
         raise PlanError(text, fix=fix, location=str(checkpoint)) from error
 
 

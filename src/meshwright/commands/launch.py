@@ -40,7 +40,7 @@ def make_job_file(config: Path, overrides: Sequence[str], kind: str, options: Jo
     ranks per host.
     """
     name = options.name or _label(f"meshwright-{config.stem}")
-    raise_diagnostics(_faults(kind, name, options))
+    raise_diagnostics(_option_diagnostics(kind, name, options))
     hosts, per_host = options.num_hosts, options.ranks_per_host
     world = hosts * per_host if hosts is not None and per_host is not None else None
     if -1 not in read_request(config, overrides, STRATEGIES).mesh.values():
@@ -64,7 +64,7 @@ def write_job_file(text: str, path: Path) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
+def _option_diagnostics(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
     diagnostics = []
     if kind not in JOB_FILE_KINDS:
         diagnostics.append(
@@ -76,7 +76,7 @@ def _faults(kind: str, name: str, wanted: JobFileOptions) -> list[Diagnostic]:
     if not TIME_PATTERN.fullmatch(wanted.time_limit):
         diagnostics.append(
             Diagnostic(
-                f"'{wanted.time_limit}' is no time limit",
+                f"'{wanted.time_limit}' is not a time limit",
                 "write hours:minutes:seconds: --time 24:00:00",
                 "--time",
             )

@@ -68,7 +68,7 @@ def rank0_callbacks(
             prediction_dict(plan, _predict_step(plan)),
         )
     except OSError as error:
-        logger.warning("what the run is cannot be written, and its report will know less: %s", error)
+        logger.warning("run_info.json cannot be written; the report will lack that information: %s", error)
     text = TrackerRun(
         folder, folder.resolve().name, plan.run.tracker_project, request_as_dict(request), first_step
     )
@@ -84,7 +84,7 @@ def _predict_step(plan: Plan) -> StepPrediction | None:
     try:
         return predict_plan(plan, plan.run.hardware, plan.run.cluster)
     except PlanError as error:
-        logger.warning("what a step takes cannot be predicted: %s", error)
+        logger.warning("the step time cannot be predicted: %s", error)
         return None
 
 
@@ -341,9 +341,9 @@ def _sample(ready: ResolvedRun, trainer: Trainer, ended: TrainResult, *, show: b
             trainer.executor.flat_params.forward_is_collective or ready.plan.sharding.block_calls_by_pp_rank
         ):
             return ""
-        length, codec = job.data.sequence, ready.dataset.tokenizer
+        length, tokenizer = job.data.sequence, ready.dataset.tokenizer
         return sample_text(
-            module, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=codec
+            module, run.sample_prompt, run.sample_tokens, length, job.train.seed, tokenizer=tokenizer
         )
 
 

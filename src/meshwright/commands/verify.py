@@ -59,7 +59,7 @@ def verify(
     if plan.mesh.world_size > MAX_RANKS:
         text = f"{plan.mesh.world_size} ranks on this machine, each with the whole model in float64"
         fix = (
-            "--on trace plays single ranks of any mesh; for the numbers, compare a smaller "
+            "--on trace runs single ranks of any mesh; for the numbers, compare a smaller "
             "mesh: --mesh.dp_replicate 4"
         )
         raise PlanError(text, fix=fix, location="verify")

@@ -26,7 +26,7 @@ def model_diagnostics(model_spec: ModelSpec) -> Iterator[Diagnostic]:
     """Yields what is wrong with the model for any plan."""
     if not model_spec.trainable:
         text = f"none of the {len(model_spec.params)} parameters of {model_spec.name} is trained"
-        yield Diagnostic(text, "leave requires_grad set on those that shall be trained", "model")
+        yield Diagnostic(text, "set requires_grad on those to be trained", "model")
 
 
 def strategy_field_diagnostics(strategies: Iterable[Strategy]) -> Iterator[Diagnostic]:

@@ -133,7 +133,7 @@ def serve_tasks(connection: Connection, location: NetworkLocation | None = None)
             return
         except Exception:
             repair = (
-                "The function of a pool stands at the top level of a module that a new process can import"
+                "Define the function of a pool at the top level of a module that a new process can import"
             )
             connection.send_bytes(
                 serialize(RankResult(error=traceback.format_exc() + repair, failed_at_s=time.monotonic()))

@@ -161,7 +161,7 @@ class ProcessPool:
         if mesh.world_size > self.max_ranks:
             text = f"{mesh} has {mesh.world_size} ranks, and this pool at most {self.max_ranks} processes"
             raise PlanError(
-                text, fix="use on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", location="mesh"
+                text, fix="use run_on_threads, a smaller mesh, or ProcessPool(max_ranks=...)", location="mesh"
             )
         with TemporaryDirectory(prefix="meshwright-") as folder:
             tasks = [

@@ -223,9 +223,9 @@ def trace_rank(
     except Exception as error:
         if not fake or isinstance(error, PlanError) or not depends_on_values(error):
             raise
-        text = f"the model looks at values, which fake tensors lack ({type(error).__name__}: {error})"
+        text = f"the model reads tensor values, which fake tensors lack ({type(error).__name__}: {error})"
         raise NeedsRealTensorsError(
-            text, fix="trace it on real tensors: fake=False; it is then made whole", location="trace"
+            text, fix="trace it on real tensors: fake=False; the full model is then built", location="trace"
         ) from error
     return RankTrace(rank, tuple(issued), sum(entry.sent_nbytes for entry in world.ledger.entries))
 
@@ -286,7 +286,8 @@ def _differences(
         if issued_message != message:
             yield (
                 issued_message.action,
-                f"{issued_message.action} came where the program has {message.action}: the order differs",
+                f"{issued_message.action} was issued where the program has {message.action}: the order "
+                f"differs",
             )
             return
 

@@ -109,7 +109,7 @@ def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:
             at = actions[cursors[role]]
             missing_messages = ", ".join(_missing_messages(role, at, partners, issued))
             yield (
-                f"{role} stops at {at.name} and waits for ever for {missing_messages}, whose other side "
+                f"{role} stops at {at.name} and waits forever for {missing_messages}, whose other side "
                 "does not begin"
             )
 
@@ -155,8 +155,8 @@ def check_message_order(program: Program, role: str, actions: Sequence[Action]) 
             pairs = list(zip_longest(sent, received_here, fillvalue="nothing"))
             at = next(number for number, (one, other) in enumerate(pairs) if one != other)
             yield (
-                f"what {sender} sends {role} is received in another order: {pairs[at][0]} meets the "
-                f"receive for {pairs[at][1]}"
+                f"what {sender} sends {role} is received in another order: {pairs[at][0]} is matched with "
+                f"the receive for {pairs[at][1]}"
             )
 
 

@@ -174,7 +174,7 @@ def _check_microbatch_updates(plan: Plan, actions: Sequence[Action]) -> Iterator
             if pending_microbatch not in (None, action.microbatch):
                 yield (
                     f"{action.name} adds to the gradients of microbatch {pending_microbatch}, and no "
-                    "STEP stands between them"
+                    "STEP is between them"
                 )
             pending_microbatch = action.microbatch
         elif action.kind == "STEP":

@@ -83,15 +83,18 @@ def test_every_rule_comes_back_from_its_text(sizes: list[int], data: st.DataObje
         ("recursive_doubling <= 64 KiB, ring", "does not say what larger messages take"),
         (
             "recursive_doubling <= 64 KB, else ring",
-            "'KB' in 'recursive_doubling <= 64 KB' is no unit of a size; "
+            "'KB' in 'recursive_doubling <= 64 KB' is not a unit of size; "
             "repair: choose one of: GiB, MiB, KiB, B",
         ),
         (
             "recursive_doubling <= 64, else ring",
-            "'recursive_doubling <= 64' in the rule 'recursive_doubling <= 64, else ring' is no algorithm "
-            "with a size",
+            "'recursive_doubling <= 64' in the rule 'recursive_doubling <= 64, else ring' is not an "
+            "algorithm with a size",
         ),
-        ("doubling < 64 KiB, else ring", "is no algorithm with a size; repair: write it so: tree <= 1 MiB"),
+        (
+            "doubling < 64 KiB, else ring",
+            "is not an algorithm with a size; repair: write it so: tree <= 1 MiB",
+        ),
         (
             "tree <= 1 MiB, reduce_broadcast <= 1024 KiB, else ring",
             "'reduce_broadcast <= 1024 KiB' is never reached: messages of up to 1 MiB are taken",
@@ -141,7 +144,7 @@ def test_all_errors_are_reported_at_once():
             4,
             6,
             (
-                r"6 ranks are no whole number of hosts with 4 ranks each; repair: write "
+                r"6 ranks are not a whole number of hosts with 4 ranks each; repair: write "
                 r"hierarchical/2 "
                 r"or hierarchical/3, or ring"
             ),
@@ -149,13 +152,16 @@ def test_all_errors_are_reported_at_once():
         (
             8,
             4,
-            r"4 ranks are no whole number of hosts with 8 ranks each; repair: write hierarchical/2, or ring",
+            (
+                r"4 ranks are not a whole number of hosts with 8 ranks each; repair: write hierarchical/2, "
+                r"or ring"
+            ),
         ),
         (
             2,
             7,
             (
-                r"7 ranks are no whole number of hosts with 2 ranks each; repair: write ring: 7 "
+                r"7 ranks are not a whole number of hosts with 2 ranks each; repair: write ring: 7 "
                 r"ranks "
                 r"have no hosts of equal size"
             ),

@@ -99,6 +99,6 @@ def test_works_not_run_before_the_thread_closed_raise():
     comm_thread.close()
     go_on.set()
     with pytest.raises(
-        RuntimeError, match=r"closed before this had been played\. Wait for a collective before the world"
+        RuntimeError, match=r"closed before this collective had run\. Wait for a collective before the world"
     ):
         work.wait()

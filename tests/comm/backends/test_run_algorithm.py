@@ -120,7 +120,7 @@ def test_an_algorithm_that_cannot_run_in_a_group_is_refused_with_those_that_can(
 
     with pytest.raises(
         PlanError,
-        match=r"(?s)6 ranks are no whole number of hosts with 4 .*write hierarchical/2 or hierarchical/3",
+        match=r"(?s)6 ranks are not a whole number of hosts with 4 .*write hierarchical/2 or hierarchical/3",
     ):
         run_on_threads(body, Mesh(dp_shard=6))
 
@@ -214,7 +214,7 @@ def test_a_parcel_that_nobody_receives_is_noticed():
             )
 
     with pytest.raises(
-        RuntimeError, match=r"turned among 3 ranks: nobody receives what \[\(0, 1\), \(1, 2\), \(2, 0\)\]"
+        RuntimeError, match=r"turned among 3 ranks: no rank receives what \[\(0, 1\), \(1, 2\), \(2, 0\)\]"
     ):
         run_all_ranks(Lost(), operands(3, 7))
 

@@ -75,10 +75,10 @@ def test_a_stuck_rank_reports_who_did_not_come_and_its_last_call() -> None:
 
     first, second, third = messages(body, timeout_s=1.0)
     for text in (first, second):
-        assert "is stuck: nobody came within 1 s" in text
+        assert "timed out: not all ranks joined within 1 s" in text
         assert "collective 1 over dp_shard" in text
         assert "rank 0: all_gather of float32 [3] for UNSHARD(a)" in text
-        assert "rank 2: never came; its last call was all_reduce of float32 [3] for REDUCE(b)" in text
+        assert "rank 2: never joined; its last call was all_reduce of float32 [3] for REDUCE(b)" in text
     assert third == ""
 
 
@@ -91,7 +91,7 @@ def test_a_rank_that_ends_early_is_noticed_without_a_timeout() -> None:
     assert second == ""
     for text in (first, third):
         assert "waits for a rank that has ended" in text
-        assert "rank 1: ended without coming; it has called nothing yet" in text
+        assert "rank 1: ended without joining; it has called nothing yet" in text
 
 
 def test_ranks_outside_the_stuck_group_are_shown_with_their_last_call() -> None:
@@ -108,7 +108,7 @@ def test_ranks_outside_the_stuck_group_are_shown_with_their_last_call() -> None:
 
     for text in messages(body, Mesh(dp_shard=2, tp=2))[2:]:
         assert "collective 0 over dp_shard" in text
-        assert "rank 0: ended without coming" in text
+        assert "rank 0: ended without joining" in text
         assert "rank 3 (not in this group): its last call was all_reduce of float32 [1] for SUM(tp)" in text
 
 

@@ -114,12 +114,12 @@ def test_the_whole_tensor_of_a_scatter_or_gather_is_on_the_one_rank_and_nowhere_
     group, one, three = ring(), torch.zeros(1), torch.zeros(3)
     with pytest.raises(
         ValueError,
-        match=r"from index 1 .*the rank at index 1 came without the whole tensor\. Pass it at index 1",
+        match=r"from index 1 .*the rank at index 1 passed no full tensor\. Pass it at index 1",
     ):
         group.scatter(one, None, source=1)
     with pytest.raises(
         ValueError,
-        match=r"to index 0 .*the rank at index 1 came with the whole tensor\. .*and None elsewhere",
+        match=r"to index 0 .*the rank at index 1 passed a full tensor\. .*and None elsewhere",
     ):
         group.gather(three, one)
     with pytest.raises(ValueError, match=r"the output has 2 elements; needed for 3 ranks are 3"):

@@ -81,7 +81,7 @@ def test_any_other_overlap_is_refused(offset: int) -> None:
     group, memory = group_of_three(), torch.zeros(16)
     whole, piece = memory[:15], memory[offset : offset + 5]
     text = (
-        r"over dp_shard \(rank 1 of ranks 0, 1, 2\): the piece .* is not the slice of index "
+        r"over dp_shard \(rank 1 of ranks 0, 1, 2\): the local slice .* is not the slice of index "
         r"1, "
         r"its own\. Pass that slice"
     )

@@ -271,5 +271,5 @@ def test_a_rank_that_does_not_come_to_a_shift_is_named_with_it(
         with pytest.raises(RankFailure):
             process_pool.run(how[0], Mesh(cp=3), *how[1:], folder)
         text = (folder / "rank-2").read_text()
-        assert "rank 1 did not come to shift of float32 [5] by 1 for F(1), number 3 over cp; " in text
+        assert "rank 1 did not issue shift of float32 [5] by 1 for F(1), number 3 over cp; " in text
         assert "never_comes" in text

@@ -50,11 +50,12 @@ def test_one_rank_without_a_compiler_puts_its_groups_on_gloo_and_logs_it(process
     results = process_pool.run(one_of_three, Mesh(dp_shard=3))
     assert [(shared, total) for shared, total, _ in results] == [(False, 6.0)] * 3
     assert results[2][2] == [
-        "WARNING ranks do not share memory, and talk over gloo, which is slower: there is no C compiler"
+        "WARNING ranks do not share memory, and communicate over gloo, which is slower: there is no C "
+        "compiler"
     ]
     for rank in (0, 1):
         assert results[rank][2] == [
-            "WARNING ranks do not share memory, and talk over gloo, which is slower: rank 2 cannot"
+            "WARNING ranks do not share memory, and communicate over gloo, which is slower: rank 2 cannot"
         ]
 
 
@@ -94,7 +95,9 @@ def test_ranks_that_cannot_reach_each_others_memory_use_gloo(
 ) -> None:
     results = process_pool.run(alone_of_two, Mesh(dp_shard=2), what)
     assert [(shared, total) for shared, total, _ in results] == [(False, 3.0)] * 2
-    assert results[0][2] == [f"{level} ranks do not share memory, and talk over gloo, which is slower: {why}"]
+    assert results[0][2] == [
+        f"{level} ranks do not share memory, and communicate over gloo, which is slower: {why}"
+    ]
 
 
 def alone_of_two(world: World, what: str) -> tuple[bool, float, list[str]]:

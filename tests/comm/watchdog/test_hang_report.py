@@ -47,22 +47,23 @@ def test_a_missing_rank_is_named_with_its_line_and_what_the_others_wait_for():
     assert found.ranks == (1,)
     first, asked, where, last, *_ = str(found).splitlines()
     assert first == (
-        "rank 1 did not come to all_reduce of float32 [4096] for REDUCE(17), number 17 over dp_replicate; "
+        "rank 1 did not issue all_reduce of float32 [4096] for REDUCE(17), number 17 over dp_replicate; "
         "ranks 0, 2 wait for it since 5.1 s"
     )
-    assert asked == "  asked for at acts.py:93"
+    assert asked == "  issued at acts.py:93"
     assert where == "rank 1 is at step 12 at /home/me/train.py:212 in on_step_end (in no collective)"
     assert last == (
         "  its last collective was number 16 over dp_replicate: all_reduce of float32 [4096] "
         "for REDUCE(16), from acts.py:93"
     )
-    assert "raise run.limits.step_s" in found.repair
+    assert "raise run.limits.step_s" in found.fix
 
 
 def test_a_call_of_torch_that_the_run_did_not_ask_for_is_said():
     inside = replace(MISSING, stack=(SLEEP, (C10D_FILE, 5, "barrier")))
     assert (
-        "(in torch.distributed.barrier, which the run did not ask for)" in diagnosis_of(*VICTIMS, inside).text
+        "(in torch.distributed.barrier, which meshwright did not issue)"
+        in diagnosis_of(*VICTIMS, inside).text
     )
 
 
@@ -74,7 +75,7 @@ def test_a_rank_that_left_with_an_error_is_named_before_those_that_miss_it():
         "rank 1 left at step 12: ValueError: x\n  at /home/me/train.py:212 in on_step_end"
     )
     assert "ranks 0, 2 wait in all_reduce" in found.text
-    assert "repair the error of rank 1" in found.repair
+    assert "repair the error of rank 1" in found.fix
 
 
 def test_of_two_that_left_the_first_is_named_and_a_consequence_never():
@@ -119,7 +120,7 @@ def test_a_process_that_a_backend_aborted_is_not_blamed_for_the_size_that_anothe
 def test_of_two_ranks_that_differ_neither_is_called_wrong():
     found = diagnosis_of(waits(0, issued(1)), waits(1, issued(1, 7)), mesh=Mesh(dp_replicate=2))
     assert found.ranks == (0, 1)
-    assert "the ranks cannot say" in found.text
+    assert "it cannot be determined which rank is wrong" in found.text
 
 
 def test_the_earliest_disagreement_is_reported():
@@ -159,8 +160,7 @@ def test_of_ranks_that_receive_in_a_row_the_one_that_is_stopped_comes_first():
     assert found.ranks == (2,)
     told, _, chain, where, *_ = str(found).splitlines()
     assert told.startswith(
-        "rank 2 did not come to rank 1's receive of float32 [4] from index 2 for GRAD, number 3 "
-        "over rank 2 to"
+        "rank 2 did not issue rank 1's receive of float32 [4] from index 2 for GRAD, number 3 over rank 2 to"
     )
     assert chain.startswith(
         "rank 0 waits for rank 1 in receive of float32 [4] from index 1 for GRAD, number 4"
@@ -177,8 +177,8 @@ def test_ranks_that_wait_for_each_other_in_a_cycle_are_reported():
     circle = [waits(rank, issued(1, axes=("tp",) if rank in (0, 3) else ("dp_shard",))) for rank in range(4)]
     found = diagnosis_of(*circle, mesh=mesh)
     assert found.ranks == (0, 1, 2, 3)
-    assert found.text.startswith("the ranks wait for each other in a circle")
-    assert "the same order on every rank" in found.repair
+    assert found.text.startswith("the ranks wait for each other in a cycle")
+    assert "the same order on every rank" in found.fix
 
 
 def test_a_receive_whose_sender_did_not_come_blames_the_sender():

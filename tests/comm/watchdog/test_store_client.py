@@ -45,7 +45,7 @@ def test_a_question_without_an_answer_is_given_up_and_those_behind_it_at_once(sl
     asked = StoreClient(slow)
     with pytest.raises(StoreSilentError, match=r"has not answered for 0\.05 s\. Look at the link"):
         asked.check(["a"])
-    with pytest.raises(StoreSilentError, match="owes an answer"):
+    with pytest.raises(StoreSilentError, match="has not answered an earlier request"):
         asked.set("a", "1")
     asked.close()
 

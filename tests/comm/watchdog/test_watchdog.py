@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_line_and_its_last_collectiv
         lines = told[rank].splitlines()
         assert re.match(
             (
-                r"rank 1 did not come to all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over "
+                r"rank 1 did not issue all_reduce of float32 \[8\] for REDUCE\(3\), number 4 over "
                 r"dp_replicate; "
             ),
             lines[0],
@@ -222,7 +222,7 @@ def test_a_sender_that_does_not_come_is_named_by_the_receiver(process_pool, tmp_
         process_pool.run(receives_from_a_rank_that_is_busy, MESH, tmp_path)
     text = (tmp_path / "rank-2").read_text()
     assert (
-        "rank 1 did not come to rank 2's recv of float32 [4] from index 1 for RECV(0), number 1 over rank "
+        "rank 1 did not issue rank 2's recv of float32 [4] from index 1 for RECV(0), number 1 over rank "
         "1 to rank 2"
     ) in text
     assert "in waits_for_the_alarm" in text
@@ -248,7 +248,7 @@ def test_the_rank_at_the_end_of_the_chain_is_named_by_those_who_wait_for_others(
     with pytest.raises(RankFailure):
         process_pool.run(stops_in_a_row, Mesh(dp_shard=2, tp=2), tmp_path)
     text = (tmp_path / "rank-2").read_text()
-    assert "rank 3 did not come to all_reduce of float32 [4] (ring) for ROW" in text
+    assert "rank 3 did not issue all_reduce of float32 [4] (ring) for ROW" in text
     assert re.search(r"^rank 3 is at .*waits_for_the_alarm", text, re.MULTILINE)
     assert not re.search(r"^rank 1 is at", text, re.MULTILINE), "rank 1 only waits"
 
@@ -264,9 +264,9 @@ def threads_left(world: TorchWorld) -> tuple[set[str], bool, object]:
 
 
 def test_a_closed_watchdog_leaves_nothing_behind(process_pool):
-    for names, initialised, action in process_pool.run(threads_left, MESH):
+    for names, initialized, action in process_pool.run(threads_left, MESH):
         assert not {"watchdog", "store client"} & names
-        assert initialised
+        assert initialized
         assert action == signal.SIG_DFL
 
 

@@ -192,7 +192,7 @@ def test_the_command_line_passes_all_of_it_on(
     assert "GB/s" in json.loads((tmp_path / "plan.json").read_text())["notes"][0]
     code, _, err = invoke(capsys, *words)
     assert code == 2
-    assert "2 devices, and nothing is known of link_gb_s" in err
+    assert "2 devices, and link_gb_s is not known" in err
     code, _, err = invoke(capsys, *words, "--cluster", files[1], "--calibrate-from", tmp_path / "none")
     assert code == 2
     assert "there is no such folder" in err

@@ -168,7 +168,7 @@ def test_every_unknown_kind_of_device_is_reported():
     with pytest.raises(PlanError) as raised:
         run_search(SearchOptions(SMALL, 9, "foo:4,bar:4", 64))
     text = str(raised.value)
-    assert all(part in text for part in ("'foo' is no device", "'bar' is no device", "--devices 9"))
+    assert all(part in text for part in ("'foo' is not a known", "'bar' is not a known", "--devices 9"))
 
 
 def test_a_batch_that_no_replicas_can_share_is_reported():

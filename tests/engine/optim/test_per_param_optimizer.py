@@ -75,7 +75,7 @@ def test_an_unknown_alignment_is_refused():
             (
                 r"cuts a by block(?s:.*)repair: if it computes every .* class Own: shard_alignment "
                 r"= "
-                r"\"element\"; else have whole"
+                r"\"element\"; otherwise keep full"
             ),
         ),
         (AdamW8bit, "element", r"AdamW8bit needs shard_alignment = 'block', and the plan cuts a by element"),

@@ -156,7 +156,7 @@ def test_skipping_a_whole_window_of_steps_stops_the_run():
     skipped = [done.executor.step(sample_range(DATA, 0, 12)).is_skipped for _ in range(2)]
     assert skipped == [True, True]
     with pytest.raises(
-        LossSpikeError, match=r"the last 3 steps were all skipped, so this is no passing spike"
+        LossSpikeError, match=r"the last 3 steps were all skipped, so this is not a transient spike"
     ):
         done.executor.step(sample_range(DATA, 0, 12))
 

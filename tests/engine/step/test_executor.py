@@ -105,10 +105,10 @@ def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order(
     with pytest.raises(PlanError) as caught:
         pair(lambda: build(chain)).executor.step(BATCH)
     assert (
-        "the model reached block 'layers.1' out of the order that the plan knows: embed layers.0 layers.1 "
+        "the model reached block 'layers.1' out of the order of the plan: embed layers.0 layers.1 "
         "layers.2 head" in str(caught.value)
     )
-    assert "repair: a forward may leave blocks out; let it call them in the order of the trial run" in str(
+    assert "repair: a forward may leave blocks out; let it call them in the order of the trial" in str(
         caught.value
     )
 
@@ -116,7 +116,7 @@ def test_blocks_in_another_order_than_the_plan_knows_are_refused_with_the_order(
 def test_a_block_called_more_often_than_the_plan_knows_is_refused_and_less_often_is_not():
     more = reordered(lambda ids: [0, 1, 2] if len(ids) == 3 else [0, 1, 1, 2])
     with pytest.raises(
-        PlanError, match=r"reached block 'layers\.1#2' more often than in the order that the plan knows"
+        PlanError, match=r"reached block 'layers\.1#2' more often than in the order of the plan"
     ):
         pair(lambda: more(chain)).executor.step(BATCH)
     less = reordered(lambda ids: [0, 0, 1, 2, 2] if len(ids) == 3 else [0, 2])

@@ -107,7 +107,7 @@ def test_an_error_in_a_forward_that_reads_values_is_the_models_own():
 
     with pytest.raises(
         PlanError,
-        match=r"fails in a trial run on samples like x \[2, 6\] float32: "
+        match=r"fails in a trial on samples like x \[2, 6\] float32: "
         r"KeyError: 'nothing for these values'",
     ):
         analyze_model(lambda: Chained(rule), X)
@@ -118,7 +118,7 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
         analyze(
             load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",)
         )
-    assert "the forward fails in a trial run on samples like x [2, 5] float32: RuntimeError: " in str(
+    assert "the forward fails in a trial on samples like x [2, 5] float32: RuntimeError: " in str(
         caught.value
     )
     with pytest.raises(

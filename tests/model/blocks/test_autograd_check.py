@@ -88,7 +88,7 @@ def test_gradients_taken_between_blocks_are_refused():
 
     with pytest.raises(
         PlanError,
-        match=r"takes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
+        match=r"computes gradients itself \(grad\) between blocks(?s:.*)'\(model\)' is the whole model",
     ):
         analyze_model(lambda: Net(torch.detach, finish), X)
     done = both_ways(lambda: Net(torch.detach, finish), X, blocks=["(model)"])
@@ -138,7 +138,7 @@ def test_a_use_that_the_trial_did_not_show_is_refused():
     model[1].weight = model[0].weight
     _, found = forward_of(model, X["x"])
     with pytest.raises(
-        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not use in the trial run"
+        PlanError, match=r"the block '1' uses the parameter 0\.weight, which it did not use in the trial"
     ):
         found.check_param_users(
             dict(model.named_parameters()), {"0.weight": ("0",), "0.bias": ("0",), "1.bias": ("1",)}

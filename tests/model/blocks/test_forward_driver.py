@@ -149,7 +149,7 @@ def test_objects_that_hold_tensors_unseen_pass_uncut():
             x = layer(x).x
         return model.head(x)
 
-    again = r"a backward passes through the block 'layers\.2' by another way than its inputs and outputs"
+    again = r"a backward passes through the block 'layers\.2' by a path other than its inputs and outputs"
     done = driven(glue, lambda block, x: Opaque(block.linear(x).tanh()), refused=again)
     assert "layers.1.linear.weight" in done.in_glue
 

@@ -100,7 +100,7 @@ class Again(nn.Module):
 
 def test_a_block_recomputed_on_a_value_of_another_stage_is_refused_with_the_option_to_turn_off():
     analyzed, plan = planned(Again(), Mesh(pp=2), (Pipeline(split_points=("layers.2",)),))
-    said = r"the block 'layers\.2' takes in 'layers\.1', which comes from another stage, and runs again"
+    said = r"the block 'layers\.2' takes 'layers\.1', which comes from another stage, and runs again"
     with pytest.raises(PlanError, match=said) as caught:
         verify(analyzed, plan, batches(1))
     assert "turn the model's own checkpointing off" in str(caught.value)

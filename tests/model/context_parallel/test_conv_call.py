@@ -83,7 +83,7 @@ def test_a_rank_without_tokens_convolves_a_stand_in():
 def test_more_convolutions_than_in_the_trial_run_are_refused():
     with Asking(CAUSAL).mode():
         F.conv1d(OWN, WEIGHT, padding=2)
-        with pytest.raises(PlanError, match="convolves 2 times, and in the trial run 1 times"):
+        with pytest.raises(PlanError, match="convolves 2 times, and in the trial 1 times"):
             F.conv1d(OWN, WEIGHT, padding=2)
 
 

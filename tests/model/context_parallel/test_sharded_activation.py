@@ -167,5 +167,5 @@ def test_of_inputs_unknown_to_the_trial_only_masks_are_sliced():
     _, kwargs = shard_block_inputs(given_now, passing, shares)
     assert kwargs["mask"].shape == (2, 1, SHARE.num_tokens, LENGTH)
     assert kwargs["width"].shape == (3,)
-    with pytest.raises(PlanError, match="was absent in the trial run"):
+    with pytest.raises(PlanError, match="was absent in the trial"):
         shard_block_inputs(((some(),), {"table": torch.ones(LENGTH, 3)}), passing, shares)

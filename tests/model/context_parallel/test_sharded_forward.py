@@ -80,7 +80,7 @@ def test_the_index_of_an_attention_call_decides_whose_keys_are_used():
         only.enter_block("layer", ((torch.zeros(2, 8, 2), only.wrap_local(torch.zeros(2, 12, 2), 1, 12)), {}))
         asked = [only.take_attention_shards("layer") for _ in range(2)]
         assert [(queries.length, keys.length) for queries, keys in asked] == [(8, 8), (8, 12)]
-        with pytest.raises(PlanError, match="it calls attention 3 times, and in the trial run 2 times"):
+        with pytest.raises(PlanError, match="it calls attention 3 times, and in the trial 2 times"):
             only.next_attention_shards("layer")
         only.leave_block(torch.zeros(2, 8, 2))
 
@@ -93,7 +93,7 @@ def test_sequences_of_equal_length_in_the_trial_must_stay_equal():
 def test_a_block_without_sequence_info_is_refused():
     only = SingleRankForward.for_inputs(KNOWN, {"ids": IDS})
     assert only is not None
-    with pytest.raises(PlanError, match="the forward reaches 'layer#2', which has no rule"):
+    with pytest.raises(PlanError, match="the forward reaches 'layer#2', which the plan does not contain"):
         only.enter_block("layer#2", ((), {}))
 
 

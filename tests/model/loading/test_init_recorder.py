@@ -13,7 +13,7 @@ from meshwright.plan.job.errors import PlanError
 from tests.model.loading.meta_models import assert_alike, made, only
 
 
-class Initialised(nn.Module):
+class Initialized(nn.Module):
     """One of everything that torch.nn.init and tensor methods can do."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Initialised(nn.Module):
 
 
 def test_every_initialiser_of_torch_is_recorded():
-    _, module = made(Initialised)
+    _, module = made(Initialized)
     torch.manual_seed(0)
-    assert_alike(module, Initialised())
+    assert_alike(module, Initialized())
     weight = module.orthogonal.weight
     assert torch.allclose(weight.T @ weight, 4 * torch.eye(8), atol=1e-5)
     assert module.truncated.weight.abs().max() <= 1
@@ -181,7 +181,7 @@ def writes_behind() -> nn.Module:
         (shares_memory, "other", "shares its memory with weight"),
         (shares_memory_beforehand, "Linear.second", "shares its memory with Linear.first"),
         (writes_behind, "the tensor written by aten.zero_.default", "shares its memory with Linear.first"),
-        (lambda: only(nn.Module(), nn.Parameter(torch.empty(3, 4))), "weight", "(3, 4) is never initialised"),
+        (lambda: only(nn.Module(), nn.Parameter(torch.empty(3, 4))), "weight", "(3, 4) is never initialized"),
         (lambda: nn.LazyLinear(3), "LazyLinear.weight", "a lazy parameter"),
         (
             lambda: only(nn.Module(), nn.Parameter(torch.ones(3, 3).to_sparse())),

@@ -101,13 +101,13 @@ def test_a_forward_that_differs_from_its_recording_is_refused():
         match=(
             r"computes exp \(at test_stage_forward\.py:\d+\) with 'layers\.0', which it did not use "
             r"in "
-            r"the trial run"
+            r"the trial"
         ),
     ):
         play(lambda model, x: model.head(model.layers[0](x).exp()))
     module, blocks, _ = one.analyzed.make_module("cpu", torch.float64)
     with pytest.raises(
-        PlanError, match=r"calls 'layers\.2' after 'layers\.0', which it did not in the trial run"
+        PlanError, match=r"calls 'layers\.2' after 'layers\.0', which it did not in the trial"
     ):
         play(lambda model, x: model.layers[2](model.layers[0](x)))
 

@@ -142,7 +142,7 @@ def test_a_tensor_that_does_not_fit_the_announced_samples_is_refused(
     stateless_rng = rng_for(kind)
     stateless_rng.begin_forward(0, torch.arange(3))
     with pytest.raises(
-        PlanError, match=rf"is drawn for 3 samples, and in the trial run its sample layout was '{kind}'"
+        PlanError, match=rf"is drawn for 3 samples, and in the trial its sample layout was '{kind}'"
     ):
         stateless_rng.keep_mask(size, 0.5, CPU)
 

@@ -153,13 +153,13 @@ def test_glue_gathers_tensors_of_which_it_needs_all_tokens():
         (
             "gemma2",  # it caps its scores
             (
-                "model.layers.0.self_attn attends by itself (matmul): transformers' Gemma2Model has "
-                "no other way to attend"
+                "model.layers.0.self_attn computes attention scores itself (matmul): transformers' "
+                "Gemma2Model supports no other attention implementation"
             ),
         ),
         ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),
         ("rwkv", "rwkv.blocks.0.attention.time_shift pads tokens"),
-        ("mixtral, shown", "model.layers.0 hands router_logits on other than in its outputs"),
+        ("mixtral, shown", "model.layers.0 passes router_logits on outside its outputs"),
     ],
 )
 def test_families_that_mix_tokens_are_named(name: str, message: str):
@@ -328,7 +328,7 @@ def test_a_forward_that_reads_token_values_is_reported():
 
     tokens = tokens_of(lambda: Reading(ALONE["attention"]))
     assert set(reasons_not_sequence_parallel(tokens)) == {
-        "its forward looks at values, so nobody can say beforehand what it does with tokens"
+        "its forward reads tensor values, so its operations on tokens cannot be determined in advance"
     }
 
 

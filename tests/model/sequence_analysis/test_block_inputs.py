@@ -148,7 +148,7 @@ def test_layers_that_mix_tokens_are_refused_by_name(layer: type[nn.Module], mess
 def test_images_without_attention_are_refused():
     analyzed = known(lambda: Images(layer=lambda: nn.Linear(WIDTH, WIDTH)))
     assert analyzed.sequence_info is None
-    with pytest.raises(PlanError, match=r"no block takes in .samples, tokens, width. and attends to them"):
+    with pytest.raises(PlanError, match=r"no block takes .samples, tokens, width. and attends to them"):
         make_plan(analyzed, Job(ModelConfig("own"), DataConfig("random")), Mesh(cp=2), (RingAttention(),))
 
 

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Rule, str]] = {
     ),
     "by token": (
         along(lambda self, x: F.conv1d(x, x[0][:, None], padding=x.shape[-1] // 2, groups=WIDTH)),
-        "convolves tokens with a kernel that is made of them",
+        "convolves tokens with a kernel that is computed from them",
     ),
     "in two dims": (
         along(lambda self, x: F.conv2d(x[:, None], self.conv.weight[:1, :1, None], padding=(0, 1))[:, 0]),

@@ -126,8 +126,14 @@ ALONE: dict[str, Rule] = {
     "the mean of ones": lambda self, x: x * torch.ones(x.shape[:2]).mean(),
 }
 MIXING: dict[str, tuple[Rule, str]] = {
-    "eager attention": (eager, "attends by itself (matmul): call F.scaled_dot_product_attention"),
-    "letters": (lambda self, x: torch.einsum("btd,bsd->bts", x, x) @ x, "attends by itself (einsum)"),
+    "eager attention": (
+        eager,
+        "computes attention scores itself (matmul): call F.scaled_dot_product_attention",
+    ),
+    "letters": (
+        lambda self, x: torch.einsum("btd,bsd->bts", x, x) @ x,
+        "computes attention scores itself (einsum)",
+    ),
     "summed": (lambda self, x: x + torch.einsum("btd->bd", x)[:, None], "sums over tokens (einsum)"),
     "a product over tokens": (lambda self, x: x @ (x.transpose(1, 2) @ x), "sums over tokens (matmul)"),
     "a mask from a length": (masked_inside, "makes positions or a mask inside of the block (tril)"),
@@ -193,7 +199,7 @@ MIXING: dict[str, tuple[Rule, str]] = {
         lambda self, x: torch.fft.fft(x, dim=1).real,
         "computes 'fft_fft' with tokens, which has no rule",
     ),
-    "MultiheadAttention": (lambda self, x: self.attend(x, x, x)[0], "attends by itself"),
+    "MultiheadAttention": (lambda self, x: self.attend(x, x, x)[0], "computes attention scores itself"),
 }
 
 
@@ -252,7 +258,7 @@ def test_tensors_that_glue_takes_from_inside_a_block_are_refused():
         return x * self.kept
 
     assert (
-        "passes tokens on other than in its outputs"
+        "passes tokens on outside its outputs"
         in tokens_of(lambda: Reaching(keeping)).block_calls[1].not_sequence_parallel
     )
 

@@ -42,8 +42,8 @@ def weights(**layer_roles: str) -> dict[str, ParamSpec]:
     ("name", "why"),
     [
         ("conv.weight", "a convolution: only linear layers and embeddings can be sharded"),
-        ("scale", "Block computes with it in a way that is not known"),
-        ("never.weight", "the trial run does not call it inside a block"),
+        ("scale", "Block uses it in a way that cannot be sharded"),
+        ("never.weight", "the trial does not call it inside a block"),
     ],
 )
 def test_whole_layers_have_a_reason(name: str, why: str):

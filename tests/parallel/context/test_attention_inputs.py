@@ -52,7 +52,7 @@ def test_a_mask_may_be_shared_by_samples_heads_queries_or_keys(shape: tuple[int,
 
 def test_keys_that_are_not_the_tokens_of_the_samples_are_refused() -> None:
     said = refusal(replace(ASKED, key=torch.randn(2, 3, 8, 5)))
-    assert "attention takes in 8 keys, and this rank has 4 of 9 tokens" in said
+    assert "attention gets 8 keys, and this rank has 4 of 9 tokens" in said
     assert "repair: attend to the tokens of the sample alone, or set mesh.cp = 1" in said
 
 

@@ -250,5 +250,5 @@ def test_keys_taken_for_as_many_as_queries_are_noticed(monkeypatch: pytest.Monke
     monkeypatch.setattr(
         ShardedForward, "next_attention_shards", lambda self, block_call: (coming(self, block_call)[0],) * 2
     )
-    with pytest.raises(PlanError, match="attention takes in"):
+    with pytest.raises(PlanError, match="attention gets"):
         verdict_for(t5(), Mesh(cp=2), RingAttention(), REPLICAS)

@@ -154,7 +154,7 @@ def test_invalid_options_are_refused() -> None:
     assert str(fault) == (
         "strategies.hybrid_context_parallel: layers.0: attention has 3 heads on a rank, and they "
         "go to 2 ranks in equal number\n"
-        "  repair: take ring, which leaves heads together; or set ulysses_degree to 1"
+        "  repair: use ring, which does not shard heads; or set ulysses_degree to 1"
     )
 
 

@@ -132,7 +132,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_ring() -> None:
         "strategies.ulysses: layers.0: attention has 6 heads on a rank, and they go to 4 ranks "
         "in "
         "equal number\n"
-        "  repair: take ring, which leaves heads together; or set mesh.cp to 1 or 2 or 3 or 6"
+        "  repair: use ring, which does not shard heads; or set mesh.cp to 1 or 2 or 3 or 6"
     )
     (fault,) = strategy_field_diagnostics([Ulysses(axis="tp")])
     assert str(fault) == "strategies.ulysses.axis: axis = 'tp'; needed is 'cp'\n  repair: write axis = \"cp\""

@@ -301,7 +301,7 @@ def test_a_program_without_one_of_the_messages_fails_the_static_checks(
             Mesh(dp_replicate=3),
             {"precision": PrecisionConfig(reduce="bfloat16")},
             0,
-            "gradients travel in float32 here",
+            "gradients are sent in float32 here",
         ),
     ],
     ids=["microbatches", "another axis", "guard", "another dtype on the wire"],

@@ -248,7 +248,7 @@ def test_its_program_passes_the_static_checks(
         (
             DDP("dp_shard"),
             (
-                'nothing splits the batch there\n  repair: add [[strategies]] name = "batch_split", '
+                'no strategy splits the batch there\n  repair: add [[strategies]] name = "batch_split", '
                 'axis = "dp_shard"'
             ),
         ),
@@ -266,7 +266,7 @@ def test_its_program_passes_the_static_checks(
         ),
         (
             DDP(algorithm="hierarchical/2"),
-            "strategies.ddp.algorithm: hierarchical/2: 3 ranks are no whole number of",
+            "strategies.ddp.algorithm: hierarchical/2: 3 ranks are not a whole number of",
         ),
         (
             DDP(algorithm="auto"),

@@ -84,7 +84,7 @@ def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
         ),
         (
             NaiveDDP("dp_shard"),
-            "strategies.naive_ddp: the replicas along dp_shard would all see the same samples: nothing",
+            "strategies.naive_ddp: the replicas along dp_shard would all see the same samples: no strategy",
         ),
         (
             NaiveDDP(algorithm="tree <= 1 KiB"),
@@ -104,7 +104,7 @@ def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, m
 def test_gradients_in_another_dtype_are_refused(analyzed: AnalyzedModel):
     job = replace(tiny_job(), precision=PrecisionConfig(reduce="bfloat16"))
     with pytest.raises(
-        PlanError, match=r"gradients travel in float32 here, and precision\.reduce is bfloat16"
+        PlanError, match=r"gradients are sent in float32 here, and precision\.reduce is bfloat16"
     ) as caught:
         plan_of(analyzed, 3, NAIVE, job=job)
     assert caught.value.diagnostics[0].location == "precision.reduce"

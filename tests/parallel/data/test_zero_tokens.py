@@ -290,7 +290,7 @@ REFUSED = {
     "and no shards": (
         Mesh(cp=2),
         (ZeRO(axis=CP),),
-        'nothing shards those of a sample there\n  repair: add [[strategies]] name = "ring"',
+        'no strategy shards those of a sample there\n  repair: add [[strategies]] name = "ring"',
     ),
     "twice": (
         Mesh(dp_replicate=2, cp=2),
@@ -314,8 +314,8 @@ REFUSED = {
         Mesh(dp_replicate=2, dp_shard=2, cp=2),
         (BatchSplit(), SHARD, SHARDED, DDP(), ZeRO()),
         (
-            "stores the weights along cp already\n  repair: keep one of them; zero replicates by "
-            "itself: replicate_axis = "
+            "stores the weights along cp already\n  repair: keep one of them; zero can replicate "
+            "too: replicate_axis = "
             '"dp_replicate"'
         ),
     ),
@@ -342,7 +342,7 @@ REFUSED = {
     "hosts": (
         Mesh(cp=3),
         (SHARDED, DDP(axis=CP, algorithm="hierarchical/2")),
-        "hierarchical/2: 3 ranks are no whole number",
+        "hierarchical/2: 3 ranks are not a whole number",
     ),
     "nobody there": (Mesh(cp=2), (), 'give the axis a strategy (for tokens of a sample: "ring")'),
 }

@@ -169,7 +169,7 @@ def test_a_pattern_selects_all_calls_of_a_block():
         (
             ActivationCheckpointing(blocks=("layers.*",)),
             None,
-            r"strategies\.activation_checkpointing\.blocks: 'layers\.\*' is no block of paper",
+            r"strategies\.activation_checkpointing\.blocks: 'layers\.\*' matches no block of paper",
         ),
         (
             ActivationCheckpointing(),

@@ -222,7 +222,8 @@ def test_tensor_parallel_mlps_and_heads_in_2d_are_refused():
 
 def test_a_loss_computed_by_one_rank_for_all_is_refused():
     with pytest.raises(
-        PlanError, match=r"one rank along dp_replicate computes the loss of all(?s:.*)remove chunked_loss"
+        PlanError,
+        match=r"one rank along dp_replicate computes the loss of all ranks(?s:.*)remove chunked_loss",
     ):
         planned(DataParallelMaster(), BatchSplit(), ChunkedLoss(num_chunks=2), mesh=Mesh(dp_replicate=2))
 

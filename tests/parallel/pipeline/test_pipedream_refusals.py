@@ -24,7 +24,7 @@ from tests.tiny_model import analyzed_model
     ("job", "mesh", "beside", "message"),
     [
         (JOB, Mesh(pp=2), (), "train.clip = 0.5: every microbatch is an update of its own"),
-        (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the guard looks at whole steps"),
+        (replace(EACH, guard=LossGuard("skip")), Mesh(pp=2), (), "the loss guard needs whole steps"),
         (
             replace(EACH, train=TrainConfig(batch=NUM_SAMPLES, clip=0.0, noise_scale=True)),
             Mesh(pp=2),
@@ -55,7 +55,7 @@ def test_what_needs_one_step_per_batch_is_refused(
 
 
 def test_weights_that_parts_share_are_refused():
-    with pytest.raises(PlanError, match="used by stages on several ranks, which would step them apart"):
+    with pytest.raises(PlanError, match="used by stages on several ranks, whose copies would diverge"):
         planned(analyzed_model(tied=True), Mesh(pp=2))
 
 

@@ -264,7 +264,7 @@ def test_a_micro_batch_that_is_not_stepped_with_is_noticed():
     faults = [fault.problem for fault in static_checks(edited(planned(analyzed_llama(), Mesh(pp=3)), change))]
     assert "microbatch 2 has no STEP" in faults
     assert any(
-        "adds to the gradients of microbatch 2, and no STEP stands between them" in fault for fault in faults
+        "adds to the gradients of microbatch 2, and no STEP is between them" in fault for fault in faults
     )
 
 

@@ -252,9 +252,9 @@ def test_a_function_of_ones_own_is_run(tmp_path: Path):
         (to_csv(zb_h1_schedule(3, 3)), "has 3 rows, and the pipeline 2 ranks"),
         (
             "0F0,0F1,0F2,0B0,0B1,0B2\n1B0,1F0,1F1,1B1,1F2,1B2\n",
-            "rank 1: slot 0 of 6, B0 of virtual stage 1, waits for F0 of stage 1  <--",
+            "rank 1: action 0 of 6, B0 of virtual stage 1, waits for F0 of stage 1  <--",
         ),
-        ("0F0,0X1\n", "'0X1' is no act of a rank"),
+        ("0F0,0X1\n", "'0X1' is not a schedule action"),
     ],
 )
 def test_lists_of_ones_own_that_cannot_work_are_refused(text: str, message: str, tmp_path: Path):

@@ -268,9 +268,9 @@ def test_a_value_of_another_shape_than_planned_is_not_sent(monkeypatch: pytest.M
 
 
 def test_what_cannot_work_is_refused():
-    with pytest.raises(PlanError, match="scatter = true, and no several ranks have the same to send"):
+    with pytest.raises(PlanError, match="scatter = true, and no two ranks of a stage hold the same value"):
         planned(Mesh(pp=2, tp=2), Pipeline(scatter=True), *SLICES)
-    with pytest.raises(PlanError, match="scatter = true, and no several ranks have the same to send"):
+    with pytest.raises(PlanError, match="scatter = true, and no two ranks of a stage hold the same value"):
         planned(Mesh(pp=2, dp_shard=2), Pipeline(scatter=True), SHARD, ZeRO())
     alike = StageValue("layers.1:1", "layers.1", ("layers.2",), ((0, 1), (LENGTH, 0), (WIDTH, 0)), "float64")
     model_spec = planned(Mesh(pp=2), Pipeline()).model_spec

@@ -119,7 +119,7 @@ def test_a_slice_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch):
         ),
         (EIGHT, BLOCKS, {"num_key_value_heads": 6}, r"6 units .* on 4 ranks\n.*or make it 4 or 8 units"),
         (EIGHT, BLOCKS, {"vocab_size": 67}, r"67 units .* on 2 ranks"),
-        (EIGHT, (TensorParallel3D(), BATCH_SPLIT), {}, r"nothing keeps weights in shards along dp_shard"),
+        (EIGHT, (TensorParallel3D(), BATCH_SPLIT), {}, r"no strategy shards weights along dp_shard"),
         (
             EIGHT,
             (*BLOCKS, VocabParallel()),

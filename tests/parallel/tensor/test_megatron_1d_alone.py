@@ -96,6 +96,6 @@ def test_a_gradient_that_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatc
 
 
 def test_features_that_do_not_divide_by_the_ranks_are_refused():
-    said = r"layers\.0\.mix\.weight gives out 6 features.*4 ranks(?s:.*)set mesh\.tp to 2 or 3 or 6"
+    said = r"layers\.0\.mix\.weight has 6 output features.*4 ranks(?s:.*)set mesh\.tp to 2 or 3 or 6"
     with pytest.raises(PlanError, match=said):
         planned(Mesh(tp=4))

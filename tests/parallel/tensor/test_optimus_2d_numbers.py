@@ -107,7 +107,7 @@ def test_a_vocabulary_that_does_not_divide_is_referred_to_vocab_parallel():
 def test_batch_split_without_sharded_weights_is_refused(others: tuple[Strategy, ...]):
     with pytest.raises(
         PlanError,
-        match=r'nothing keeps weights in shards along dp_shard.*\n.*name = "zero", axis = "dp_shard"',
+        match=r'no strategy shards weights along dp_shard.*\n.*name = "zero", axis = "dp_shard"',
     ):
         planned(analyzed_even_llama(), Mesh(dp_shard=2, tp=2), (TensorParallel2D(), *others))
 
@@ -127,6 +127,6 @@ class Plain(nn.Module):
 
 def test_layers_that_need_whole_features_are_refused():
     with pytest.raises(
-        PlanError, match=r"no rank has all of a token, and \d parameters compute with all of it \(mix.weight"
+        PlanError, match=r"the hidden dim is sharded, and \d parameters need all of it \(mix.weight"
     ):
         planned(Plain(), Mesh(dp_shard=2, tp=2), SQUARE)

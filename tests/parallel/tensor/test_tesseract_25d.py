@@ -83,7 +83,7 @@ def test_one_square_and_squares_that_share_samples_are_refused():
         )
     with pytest.raises(
         PlanError,
-        match=r'nothing splits samples and replicates shards along dp_replicate.*\n.*"dp_replicate"',
+        match=r'no strategy splits samples and replicates shards along dp_replicate.*\n.*"dp_replicate"',
     ):
         planned(
             analyzed_even_llama(),

@@ -63,7 +63,7 @@ def test_a_constraint_allows_its_values_and_no_others(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text": ""}, "job.text: text = ''; needed is a text that is not empty\n  repair: write a text"),
+        ({"text": ""}, "job.text: text = ''; needed is a string that is not empty\n  repair: write a string"),
         (
             {"size": 0},
             "job.size: size = 0; needed is a whole number of at least 1\n  repair: write size = 4, the def",

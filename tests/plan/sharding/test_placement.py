@@ -71,7 +71,7 @@ def test_only_partial_and_shard_need_communication():
 @pytest.mark.parametrize(("letter", "dim"), [("S", None), ("R", 0), ("P", 1), ("I", 0)])
 def test_a_placement_with_a_wrong_dim_is_refused(letter: str, dim: int | None):
     with pytest.raises(
-        ValueError, match=rf"{letter} came with dim {dim}; S needs a dim, the others have none"
+        ValueError, match=rf"{letter} was given dim {dim}; S needs a dim, the others have none"
     ):
         Placement(letter, dim)
 

@@ -69,7 +69,7 @@ def test_an_undeclared_layer_says_what_it_costs_on_every_rank():
 
 def test_unrecognized_layers_come_with_the_lines_that_declare_them():
     text = shown(SURVEY)
-    lines = [line.rstrip() for line in text[text.index("not recognised") :].splitlines()]
+    lines = [line.rstrip() for line in text[text.index("not recognized") :].splitlines()]
     assert lines[1:] == [
         "  1 parameters are used outside blocks",
         "  no role is declared for embed",
@@ -77,7 +77,7 @@ def test_unrecognized_layers_come_with_the_lines_that_declare_them():
         "    def build():",
         "        return Model(net)",
     ]
-    assert "not recognised" not in shown(replace(SURVEY, notes=(), advice=()))
+    assert "not recognized" not in shown(replace(SURVEY, notes=(), advice=()))
 
 
 def test_a_model_whose_forward_fails_is_shown_as_the_tree_has_it():

@@ -89,7 +89,7 @@ def test_a_word_about_the_best_that_cannot_be_written_is_a_line_in_the_log(tmp_p
     (tmp_path / "best.part").mkdir()
     with caplog.at_level(logging.WARNING):
         mark_best(tmp_path, 1, 0.5)
-    assert "the best checkpoint is that of step 1, and" in caplog.text
+    assert "the best checkpoint is that of step 1, but" in caplog.text
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need a privilege there")

@@ -92,7 +92,7 @@ HOSTILE = [
     (f"{W}|shape", [3, 3], r"a slice at \(2, 0\) of \(2, 3\) leaves \(3, 3\)"),
     (f"{W}|shape", [12], "leaves"),
     (f"{W}|shape", "43", "a list is needed"),
-    (f"{W}|shape", [2**50, 2**50], "at most 2\\^50 are believed"),
+    (f"{W}|shape", [2**50, 2**50], "at most 2\\^50 are accepted"),
     (f"{W}|shape", [2**51, 1], "a whole number from 0 to 2\\^50"),
     (f"{W}|shape", [1] * 65, "65 dims; at most 64"),
     (f"{W}|slices", [], "slices are missing: 12 elements"),
@@ -109,7 +109,7 @@ HOSTILE = [
     (f"files|{FILE}|nbytes", 47, "47 bytes cannot hold slices of 48 bytes"),
     (f"files|{FILE}|nbytes", 2**60, "a whole number from 0"),
     (f"files|{FILE}|nbytes", "1000", "a whole number from 0"),
-    (f"files|{FILE}|sha256", "0" * 63, "is no sha256"),
+    (f"files|{FILE}|sha256", "0" * 63, "is not a sha256"),
     (f"files|{FILE}|sha256", None, "a string is needed"),
     (f"files|{FILE.upper()[:-12]}.safetensors", {"nbytes": 0, "sha256": "0" * 64}, "differ only in case"),
 ]
@@ -145,7 +145,7 @@ def test_a_hostile_manifest_is_refused_with_its_reason(path: str, value: Json, m
 )
 def test_only_plain_names_are_files(name: str):
     for full in (name, f"{name}.safetensors"):
-        with pytest.raises(CheckpointError, match="is no plain file name"):
+        with pytest.raises(CheckpointError, match="is not a plain file name"):
             Manifest.parse(seal_json(changed(f"files|{full}", {"nbytes": 0, "sha256": "0" * 64})))
 
 

@@ -62,7 +62,7 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
     ):
         read_request(tmp_path, (), KNOWN)
     with pytest.raises(
-        PlanError, match=r"not a text in UTF-8\n  repair: save it as UTF-8; the byte at position 2"
+        PlanError, match=r"not valid UTF-8\n  repair: save it as UTF-8; the byte at position 2"
     ):
         read_request(tmp_path / "latin.toml", (), KNOWN)
 

@@ -59,7 +59,7 @@ def test_an_override_wins_over_the_file(tmp_path, words, found):
         (["--train.batch"], "--train.batch: given is true; needed is a whole number"),
         (["16"], "'16': this is not an override\n  repair: write --key.sub value"),
         (["--train..batch=1"], "'--train..batch=1': this is not an override"),
-        (["--run.folder=\udcff"], "'run.folder=\\udcff' is not a text in UTF-8"),
+        (["--run.folder=\udcff"], "'run.folder=\\udcff' is not valid UTF-8"),
         (["--"], "'--': this is not an override"),
         (
             ["--micro_batch.x", "1"],

@@ -24,7 +24,7 @@ def test_a_whole_number_in_place_of_a_number_becomes_one(tmp_path):
         ("[train]\nsteps = true", "run.toml: train.steps: given is true; needed is a whole number"),
         (
             "[run]\nfolder = 3",
-            'run.toml: run.folder: given is 3; needed is a text in quotes\n  repair: put it in quotes: "3"',
+            'run.toml: run.folder: given is 3; needed is a string in quotes\n  repair: put it in quotes: "3"',
         ),
         (
             "[run]\nfolder = 2024-01-01",

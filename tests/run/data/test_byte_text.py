@@ -74,7 +74,9 @@ def test_an_absent_sample_has_no_label(tmp_path):
 @pytest.mark.parametrize("wrong", [-2, 3])
 def test_a_sample_that_does_not_exist_is_refused(wrong: int, tmp_path):
     data = TextDataset(DataConfig(str(written(tmp_path, {"a.txt": b"hello world"})), sequence=4))
-    with pytest.raises(IndexError, match=f"no sample {wrong}: ids run from 0 to 2.*take ids from an Order"):
+    with pytest.raises(
+        IndexError, match=f"no sample {wrong}: ids run from 0 to 2.*take ids from a SampleOrder"
+    ):
         data.batch([0, wrong])
 
 
@@ -161,7 +163,7 @@ def test_an_unnamed_source_is_refused_before_anything_is_read():
 @pytest.mark.skipif(os.name == "nt", reason="no named pipes in folders")
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
-    with pytest.raises(PlanError, match="no regular file"):
+    with pytest.raises(PlanError, match="not a regular file"):
         TextDataset(DataConfig(str(tmp_path)))
 
 

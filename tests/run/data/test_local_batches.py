@@ -73,10 +73,12 @@ def test_size_errors_are_reported_with_those_of_the_source_and_before_tokenizing
     odd = Diagnostic("too many tokens", "take fewer")
     rows = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
     with pytest.raises(PlanError, match="too many tokens"):
-        open_dataset(DataConfig(rows), None, tmp_path / "cache", lambda codec: [odd])
+        open_dataset(DataConfig(rows), None, tmp_path / "cache", lambda tokenizer: [odd])
     assert not (tmp_path / "cache").exists()
     with pytest.raises(PlanError) as caught:
-        open_dataset(DataConfig(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda codec: [odd])
+        open_dataset(
+            DataConfig(str(tmp_path / "none.jsonl")), None, tmp_path / "cache", lambda tokenizer: [odd]
+        )
     assert [fault.problem for fault in caught.value.diagnostics] == [
         "too many tokens",
         "there is no such file or folder",
@@ -135,7 +137,7 @@ def test_a_source_is_opened_as_what_it_is(tmp_path):
         PackedTexts,
     )
     assert isinstance(open_dataset(DataConfig("example"), EXAMPLE), ExampleDataset)
-    with pytest.raises(ValueError, match="has to be tokenised, and no folder was given"):
+    with pytest.raises(ValueError, match="has to be tokenized, and no folder was given"):
         open_dataset(DataConfig(str(tmp_path / "a.jsonl")), None)
     with pytest.raises(
         PlanError, match=r"the model comes without an example batch(.|\n)*return meshwright.Model"

@@ -81,8 +81,8 @@ def test_a_template_that_rewrites_what_was_said_is_refused(tmp_path):
         ([], "the conversation is []; needed is a list of messages"),
         ("user: hello", "the conversation is 'user: hello'; needed"),
         ([["user", "hello"]], "message 0 is ['user', 'hello']; needed is an object"),
-        ([{"role": "user"}], "message 0 has no content; needed is a text"),
-        ([{"role": "user", "content": 3}], "message 0 has content = 3; needed is a text"),
+        ([{"role": "user"}], "message 0 has no content; needed is a string"),
+        ([{"role": "user", "content": 3}], "message 0 has content = 3; needed is a string"),
         ([{"from": "human", "content": "x"}], "message 0 has no role"),
         (
             LONG[:2],
@@ -111,7 +111,7 @@ def test_marks_round_nothing_are_noticed(tmp_path):
 
 def test_a_tokenizer_without_a_template_is_refused(tmp_path):
     with pytest.raises(
-        PlanError, match=r"has no chat template, and data.chat asks for one(.|\n)*add chat_template"
+        PlanError, match=r"has no chat template, and data.chat needs one(.|\n)*add chat_template"
     ):
         get_chat_template(PretrainedTokenizer(tokenizer(tmp_path)))
     with pytest.raises(PlanError, match="conversations with bytes as tokens"):

@@ -82,7 +82,7 @@ def test_conversations_that_are_too_long_are_cut_and_counted(tmp_path):
     data = opened(talks(tmp_path, shortest - 1, rows), tmp_path)
     assert data.notes == (
         f"10 of 10 conversations are longer than data.sequence = {shortest - 1} and are cut; "
-        "1 of them teach nothing: no answer is left",
+        "1 of them have no label: no answer is left",
     )
     for (_, cut), (_, full) in zip(samples(data, range(9)), samples(whole, range(9)), strict=True):
         assert cut == full[: shortest - 1]
@@ -158,7 +158,7 @@ def test_a_column_that_no_row_has_is_not_said_for_every_row(tmp_path):
     ) as caught:
         opened(DataConfig(jsonl(tmp_path / "a.jsonl", rows)), tmp_path)
     assert len(caught.value.diagnostics) == MAX_DIAGNOSTICS + 1
-    assert f"the first {MAX_DIAGNOSTICS} faults" in caught.value.diagnostics[-1].problem
+    assert f"the first {MAX_DIAGNOSTICS} errors" in caught.value.diagnostics[-1].problem
 
 
 @pytest.mark.parametrize("rows", [[], ["", ""], [{"text": ""}]])

@@ -1,4 +1,4 @@
-"""Rows of files and data sets: what is read, from which location, and refusals."""
+"""Rows of files and datasets: what is read, from which location, and refusals."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ ROWS = [{"text": f"row {n}", "n": n} for n in range(7)]
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """Data sets keep their tables here, and show no bars, nor have a thread that watches bars."""
+    """Datasets keep their tables here, and show no bars, nor have a thread that watches bars."""
     monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "tables")
     datasets.disable_progress_bars()
@@ -95,7 +95,7 @@ def test_broken_lines_are_named_by_file_and_line_and_the_others_are_read(tmp_pat
     assert faults(source) == {
         "a.jsonl:2": "not JSON: Unterminated string starting at (column 10)",
         "a.jsonl:3": "the line holds a list; needed is an object",
-        "a.jsonl:4": "the line holds a text; needed is an object",
+        "a.jsonl:4": "the line holds a string; needed is an object",
         "a.jsonl:5": "the line holds null; needed is an object",
         "a.jsonl:6": "the byte at position 0 of the line is not UTF-8",
     }
@@ -151,7 +151,7 @@ def test_fields_that_a_format_has_no_use_for_are_refused(tmp_path):
         match=r"data.streaming: streaming = True, which JSONL files have not\n.*format = \"datasets\"",
     ):
         open_reader(DataConfig(jsonl(tmp_path / "a.jsonl", ROWS), streaming=True))
-    with pytest.raises(PlanError, match="a data set has none"):
+    with pytest.raises(PlanError, match="a dataset has none"):
         open_reader(DataConfig("name", format="datasets", include=("*.json",)))
 
 
@@ -229,7 +229,7 @@ def test_what_the_package_refuses_is_said_in_its_words(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet")
     with pytest.raises(
         PlanError,
-        match=r"data.source: the data set '.*a.parquet' cannot be loaded: .+\n  repair: check data.source",
+        match=r"data.source: the dataset '.*a.parquet' cannot be loaded: .+\n  repair: check data.source",
     ):
         open_reader(DataConfig(str(tmp_path / "a.parquet")))
 

@@ -35,7 +35,7 @@ def counted(
 
 
 def never() -> Iterable[EncodedDocument]:
-    pytest.fail("the documents were tokenised again")
+    pytest.fail("the documents were tokenized again")
 
 
 def only(cache: Path) -> Path:
@@ -141,7 +141,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     assert only(tmp_path) == place
 
 
-def test_of_several_that_begin_at_once_one_tokenises(tmp_path):
+def test_of_several_that_begin_at_once_one_tokenizes(tmp_path):
     made, calls = counted(TEXTS)
     begun, digests = threading.Barrier(3), []
 

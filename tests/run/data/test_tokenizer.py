@@ -60,7 +60,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(
         PlanError,
-        match=r"data.tokenizer: no tokenizer: '.*empty' holds none that can be read(.|\n)*tokenizer.json",
+        match=r"data.tokenizer: no tokenizer: '.*empty' contains none that can be read(.|\n)*tokenizer.json",
     ):
         make_tokenizer(str(tmp_path / "empty"))
 

@@ -94,7 +94,7 @@ def test_a_model_whose_inputs_cannot_be_guessed_is_compared_by_its_parameters(tm
 def test_a_model_of_anybody_cannot_be_compared_with_transformers(tmp_path: Path):
     (tmp_path / "net.py").write_text("from torch import nn\ndef net():\n    return nn.Linear(2, 3)\n")
     save_file({"weight": torch.ones(3, 2), "bias": torch.ones(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(PlanError, match="which is no model of transformers"):
+    with pytest.raises(PlanError, match="which is not a transformers model"):
         check_import(ModelConfig(f"{tmp_path}/net.py:net", weights=str(tmp_path)))
 
 

@@ -46,8 +46,8 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (chained(ValueError("reduce of layer 3"), DistBackendError("x")), "lost_peer"),
         (chained(RuntimeError("Connection closed by peer"), ValueError("x")), "lost_peer"),
         (PlanError("x", fix="y"), "plan_error"),
-        (CollectiveError("x", report="rank 1 did not come"), "hang"),
-        (chained(ValueError("x"), CollectiveError("x", report="rank 1 did not come")), "hang"),
+        (CollectiveError("x", report="rank 1 did not join"), "hang"),
+        (chained(ValueError("x"), CollectiveError("x", report="rank 1 did not join")), "hang"),
         (CollectiveError("no report"), "error"),
     ],
 )

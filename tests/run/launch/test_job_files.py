@@ -111,7 +111,7 @@ def test_a_manifest_without_image_and_shared_volume_is_refused_at_once():
     with pytest.raises(PlanError) as refused:
         kubernetes_manifest(replace(JOB, image="", volume=""))
     assert [fault.location for fault in refused.value.diagnostics] == ["--image", "--volume"]
-    with pytest.raises(PlanError, match=r"'claim' is no volume\n.*CLAIM:PATH"):
+    with pytest.raises(PlanError, match=r"'claim' is not a volume\n.*CLAIM:PATH"):
         kubernetes_manifest(replace(JOB, volume="claim"))
     kubernetes_manifest(replace(JOB, num_hosts=1, volume=""))
 

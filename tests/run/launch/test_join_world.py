@@ -34,7 +34,7 @@ def test_a_rank_alone_meets_nobody():
 
 
 def test_a_rank_that_nobody_told_where_to_meet_is_refused():
-    with pytest.raises(PlanError, match=r"nothing says where the ranks meet\n.*MASTER_ADDR"):
+    with pytest.raises(PlanError, match=r"the rendezvous address is not set\n.*MASTER_ADDR"):
         join_world(RankEnv(0, 2, 0), Mesh(tp=2)).__enter__()
 
 

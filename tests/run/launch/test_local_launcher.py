@@ -136,7 +136,7 @@ def test_a_rank_that_ends_in_silence_is_named_with_the_end_of_its_newest_log(tmp
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-2.log").write_text("an earlier attempt\n")
     text = run(tmp_path, body).failure.text
-    assert text.startswith("rank 2 ended with exit code 3 and did not say why\nthe end of ")
+    assert text.startswith("rank 2 ended with exit code 3 without recording an error\nthe end of ")
     assert text.splitlines()[2:] == [str(number) for number in range(20, 40)]
     text = run(tmp_path, "if rank == 2:\n    os._exit(3)").failure.text
     assert text.endswith("rank-2.log is empty")
@@ -166,7 +166,7 @@ os._exit(rank)
 def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path):
     (tmp_path / "failures").touch()
     text = run(tmp_path, 'if rank == 1:\n    raise ValueError("unheard")').failure.text
-    assert "rank 1 ended with exit code 1 and did not say why" in text
+    assert "rank 1 ended with exit code 1 without recording an error" in text
     assert "ValueError: unheard" in text
     assert f"This could not be written to {failure_path(tmp_path, 1)}" in text
 
@@ -218,7 +218,7 @@ def test_ranks_that_stopped_together_because_one_of_them_was_told_are_no_failure
 WAITS = """
 from meshwright.plan.job.errors import CollectiveError
 
-def in_vain(text="rank 1 did not come"):
+def in_vain(text="rank 1 did not join"):
     raise CollectiveError(f"{text}\\nrank {rank} gave up", report=text, is_reporter=rank == 0)
 """
 
@@ -227,7 +227,7 @@ def test_a_report_of_who_did_not_come_is_shown_once_and_without_a_traceback(tmp_
     text = run(
         tmp_path, WAITS + "on_term(lambda: None)\nmeet()\nfor_ever() if rank == 1 else in_vain()"
     ).failure.text
-    assert re.match(r"rank [02] waited in vain\nrank 1 did not come\nrank [02] gave up\n", text)
+    assert re.match(r"rank [02] timed out waiting\nrank 1 did not join\nrank [02] gave up\n", text)
     assert "Traceback" not in text
 
 
@@ -241,8 +241,8 @@ def test_an_error_of_a_rank_itself_goes_before_a_report(tmp_path):
 def test_a_rank_that_ended_in_silence_is_told_with_what_the_others_found_out(tmp_path):
     outcome = run(tmp_path, WAITS + "meet()\nos._exit(3) if rank == 1 else in_vain()")
     assert outcome.failure.rank == 1
-    assert outcome.failure.text.startswith("rank 1 ended with exit code 3 and did not say why\n")
-    assert "waited in vain\nrank 1 did not come\n" in outcome.failure.text
+    assert outcome.failure.text.startswith("rank 1 ended with exit code 3 without recording an error\n")
+    assert "timed out waiting\nrank 1 did not join\n" in outcome.failure.text
 
 
 def test_a_rank_that_a_backend_aborted_comes_behind_the_report(tmp_path):

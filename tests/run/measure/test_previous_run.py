@@ -82,7 +82,7 @@ def test_a_line_that_no_journal_writes_is_named_by_its_number(tmp_path: Path, li
     folder = run_folder(tmp_path / "run")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([*lines[:5], line, *lines[5:]]))
-    with pytest.raises(PlanError, match="line 6 is no step as `train` writes it: ") as raised:
+    with pytest.raises(PlanError, match="line 6 is not a step record of `train`: ") as raised:
         read_previous_run(folder)
     assert message in str(raised.value)
     assert "remove the line, or name another run" in str(raised.value)

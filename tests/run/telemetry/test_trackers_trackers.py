@@ -82,9 +82,9 @@ def test_a_tracker_is_told_every_step_and_evaluation_in_order_and_closed(caplog)
 @pytest.mark.parametrize(
     ("fails_at", "message", "told"),
     [
-        ("start", "the tracker bad is off: ConnectionError: no route to host. The run goes on", []),
-        (2, "the tracker bad is off: ValueError: planted. The run goes on", [1]),
-        ("close", "the tracker bad is off: SystemExit: 3. The run goes on", [1, 2, 3, 3]),
+        ("start", "the tracker bad is off: ConnectionError: no route to host. The run continues", []),
+        (2, "the tracker bad is off: ValueError: planted. The run continues", [1]),
+        ("close", "the tracker bad is off: SystemExit: 3. The run continues", [1, 2, 3, 3]),
     ],
 )
 def test_a_tracker_that_raises_is_said_once_and_the_others_go_on(caplog, fails_at, message, told):

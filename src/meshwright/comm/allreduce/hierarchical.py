@@ -99,7 +99,7 @@ class HierarchicalAllReduce(AllReduceAlgorithm):
                 f"with {self.ranks_per_host} of {size} ranks on a host there is nothing to sum {where}",
                 fix,
             )
-        return f"{size} ranks are no whole number of hosts with {self.ranks_per_host} ranks each", fix
+        return f"{size} ranks are not a whole number of hosts with {self.ranks_per_host} ranks each", fix
 
 
 def _ring_rounds(

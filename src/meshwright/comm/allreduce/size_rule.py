@@ -105,7 +105,7 @@ def _text_diagnostics(text: str, location: str) -> Iterator[Diagnostic]:
         step = THRESHOLD_PATTERN.fullmatch(part)
         if step is None:
             yield Diagnostic(
-                f"'{part}' in the rule '{text}' is no algorithm with a size",
+                f"'{part}' in the rule '{text}' is not an algorithm with a size",
                 "write it so: tree <= 1 MiB",
                 location,
             )
@@ -120,7 +120,7 @@ def _threshold_diagnostics(step: re.Match[str], previous_nbytes: int, location: 
     yield from _name_diagnostics(step["name"], location)
     if step["unit"] not in SIZE_UNITS:
         yield Diagnostic(
-            f"'{step['unit']}' in '{step[0]}' is no unit of a size",
+            f"'{step['unit']}' in '{step[0]}' is not a unit of size",
             f"choose one of: {', '.join(SIZE_UNITS)}",
             location,
         )
@@ -135,7 +135,7 @@ def _threshold_diagnostics(step: re.Match[str], previous_nbytes: int, location: 
 def _name_diagnostics(name: str, location: str) -> Iterator[Diagnostic]:
     if name == AUTO:
         yield Diagnostic(
-            "auto cannot be a part of a rule: it is a whole one, made from what was measured",
+            "auto cannot be a part of a rule: it is a complete rule, made from measurements",
             "write auto alone",
             location,
         )
@@ -143,7 +143,7 @@ def _name_diagnostics(name: str, location: str) -> Iterator[Diagnostic]:
     try:
         get_algorithm(name)
     except PlanError as error:
-        yield from (Diagnostic(fault.problem, fault.fix, location) for fault in error.diagnostics)
+        yield from (Diagnostic(each.problem, each.fix, location) for each in error.diagnostics)
 
 
 def _threshold_nbytes(step: re.Match[str]) -> int:

@@ -66,7 +66,8 @@ class CommThreadWork(Work):
     def cancel(self) -> None:
         """Drops it; threads that wait get an error."""
         self._error = RuntimeError(
-            "the group was closed before this had been played. Wait for a collective before the world closes"
+            "the group was closed before this collective had run. Wait for a collective before the world "
+            "closes"
         )
         with self._done_lock:
             self._function = None

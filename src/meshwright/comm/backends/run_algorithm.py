@@ -86,7 +86,7 @@ def run_all_ranks(algorithm: AllReduceAlgorithm, operands: Sequence[torch.Tensor
                 buffer.copy_(sent.pop((peer, index)))
         if sent:
             raise RuntimeError(
-                f"{algorithm} among {size} ranks: nobody receives what {sorted(sent)} (from, to) send"
+                f"{algorithm} among {size} ranks: no rank receives what {sorted(sent)} (from, to) send"
             )
 
 

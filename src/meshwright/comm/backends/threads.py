@@ -171,7 +171,8 @@ class ThreadBackend:
                 self._fail(rank, f"rank {rank} waits for a rank that has ended.\n{self._table(pending)}")
             self._fail(
                 rank,
-                f"rank {rank} is stuck: nobody came within {self.timeout_s:g} s.\n{self._table(pending)}",
+                f"rank {rank} timed out: not all ranks joined within {self.timeout_s:g} s.\n"
+                f"{self._table(pending)}",
             )
 
     def _raise_failure(self, rank: int, call: CollectiveCall) -> None:
@@ -200,7 +201,7 @@ class ThreadBackend:
             if rank in pending.inputs:
                 lines.append(f"  rank {rank}: {pending.inputs[rank].call}")
                 continue
-            state = "ended without coming" if rank in self._left_ranks else "never came"
+            state = "ended without joining" if rank in self._left_ranks else "never joined"
             last = (
                 f"its last call was {self._last_calls[rank]}"
                 if rank in self._last_calls

@@ -236,7 +236,7 @@ def _refusal(
     if call.collective in ("reduce_scatter", "all_to_all") and numel % size:
         return f"{numel} elements do not divide by {size} ranks. Pad to a multiple of {size}"
     if call.collective in ("scatter", "gather") and (given is None) == (call.source == index):
-        text = f"the rank at index {index} came {'without' if given is None else 'with'} the whole tensor"
+        text = f"the rank at index {index} passed {'no' if given is None else 'a'} full tensor"
         return f"{text}. Pass it at index {call.source}, and None elsewhere"
     if given is None:
         return None
@@ -273,7 +273,7 @@ def _memory_refusal(
         return None
     own = f"the slice of index {index}, its own"
     return (
-        f"the piece of this rank lies in the whole tensor, but is not {own}. Pass that slice (in "
+        f"the local slice overlaps the full tensor, but is not {own}. Pass that slice (in "
         "place), or another tensor"
     )
 

@@ -30,7 +30,7 @@ class LedgerEntry:
     Its action, axes, and the bytes of its input and of what it sent. `nbytes` is the operand; `sent_nbytes`
     is what leaves this rank by the algorithm's formula (n ranks, operand of S bytes): all_reduce 2 S (n-1)/n,
     or the sum over the rounds of its algorithm, all_gather S (n-1), reduce_scatter and all_to_all S (n-1)/n,
-    broadcast S from its source, send and shift S. For scatter and gather S is the piece of one rank: scatter
+    broadcast S from its source, send and shift S. For scatter and gather S is the slice of one rank: scatter
     S (n-1) from its source, gather and reduce S from all but the target, which sends nothing.
     """
 
@@ -137,8 +137,8 @@ class Group(ABC):
     uint8 (integers wrap around). They end with the same bits on every rank. A tensor that requires gradients
     is filled in place, invisible to autograd; redistribute.py is differentiable.
 
-    In place: the piece of all_gather, gather and scatter, and the output of reduce_scatter, may be this
-    rank's own slice of the whole tensor. Any other overlap is refused.
+    In place: the local slice of all_gather, gather and scatter, and the output of reduce_scatter, may be a
+    view of the full tensor at this rank's index. Any other overlap is refused.
 
     A group of one rank sends nothing, and every result is this rank's own. A rank cannot send to itself.
 

@@ -100,7 +100,7 @@ def _run(*command: str) -> None:
             command, capture_output=True, text=True, errors="replace", timeout=COMPILE_TIMEOUT_S, check=True
         )
     except subprocess.CalledProcessError as error:
-        lines = (error.stderr or error.stdout).strip().splitlines() or ["it said nothing"]
+        lines = (error.stderr or error.stdout).strip().splitlines() or ["no output"]
         raise SharedMemoryUnavailable(f"{command[0]} failed: {lines[0]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SharedMemoryUnavailable(f"{command[0]} did not run ({error})") from error

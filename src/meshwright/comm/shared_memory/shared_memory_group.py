@@ -137,7 +137,7 @@ class SharedMemoryGroup(Group):
         """Tells the others that this rank issues nothing more; operations in flight here fail."""
         repair = "Wait for a collective before the world closes"
         self._failure = self._failure or CollectiveError(
-            f"the group was closed before this was over. {repair}"
+            f"the group was closed before this collective had completed. {repair}"
         )
         self._segment.leave()
         if self._comm_thread is not None:
@@ -333,7 +333,7 @@ class SharedMemoryGroup(Group):
         for index, rank in enumerate(self.ranks):
             said = self._segment.posted_call(work.number, index)
             if said is None:
-                lines.append(f"  rank {rank}: has not come")
+                lines.append(f"  rank {rank}: has not issued it")
                 continue
             kind, dtype, source, nbytes = said
             elements = (

@@ -49,7 +49,7 @@ class AlgorithmChoice:
         if self.expected_times and self.num_ranks not in self.measured_ranks:
             text += (
                 f"; {self.num_ranks} ranks were not measured (only "
-                f"{', '.join(map(str, self.measured_ranks))}): the model says so"
+                f"{', '.join(map(str, self.measured_ranks))}): the times come from the cost model"
             )
         return text
 
@@ -118,7 +118,7 @@ def candidate_algorithms(cluster: Cluster, num_ranks: int, ranks_per_host: int |
 
 
 def cheapest_path(costs: dict[str, list[float]], switch_cost: float = SWITCH_COST) -> list[str]:
-    """Returns a name for each position that minimises the sum of log costs, plus `switch_cost` per change.
+    """Returns a name for each position that minimizes the sum of log costs, plus `switch_cost` per change.
 
     `costs` are seconds by name and position. Ties go to the first name.
     """

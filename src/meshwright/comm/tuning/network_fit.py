@@ -115,7 +115,7 @@ def group_into_series(timings: Iterable[AllReduceTiming]) -> tuple[AllReduceSeri
 
 
 def nonnegative_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Returns the x >= 0 that minimises |`matrix` x - `target`|."""
+    """Returns the x >= 0 that minimizes |`matrix` x - `target`|."""
     scale = np.maximum(
         matrix.max(0), 1e-300
     )  # columns of one size: bytes and rounds differ by many powers of ten

@@ -64,7 +64,7 @@ def _desync_error(group: Group, call: CollectiveCall) -> CollectiveError:
         lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} issued {text}")
     odd = ", ".join(str(rank) for rank, text in zip(group.ranks, texts, strict=True) if text != usual)
     lines.append(
-        f"  the odd one out: rank {odd}" if clear else "  which of them is wrong, the ranks cannot say"
+        f"  rank {odd} differs from the others" if clear else "  it cannot be determined which rank is wrong"
     )
     lines.append(
         "  repair: every rank must issue the same collectives, on tensors of one shape and dtype, in the "

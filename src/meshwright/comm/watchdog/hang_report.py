@@ -33,10 +33,10 @@ class HangReport:
 
     text: str
     ranks: tuple[int, ...]
-    repair: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.text}\n  repair: {self.repair}"
+        return f"{self.text}\n  repair: {self.fix}"
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ def diagnose_hang(statuses: Mapping[int, RankStatus], mesh: Mesh) -> HangReport:
     if any(each.missing for each in incomplete):
         return _report_deadlock([each for each in incomplete if each.missing])
     text = (
-        "every rank that answers has come, and asks for the same; the backend or the network did not do "
-        "its part"
+        "every rank that answered issued the same collective; the backend or the network did not complete it"
     )
-    repair = (
-        "look at the backend's own words below, and at the network between the hosts (`meshwright doctor`)"
+    fix = (
+        "read the backend's error message below, and check the network between the hosts (`meshwright "
+        "doctor`)"
     )
-    return HangReport(text, (), repair + "; if ranks are only slow, raise the limits in [run.limits]")
+    return HangReport(text, (), fix + "; if ranks are only slow, raise the limits in [run.limits]")
 
 
 def _ranks_of(issued: IssuedCollective, rank: int, mesh: Mesh) -> tuple[int, ...]:
@@ -139,11 +139,11 @@ def _report_failed(left: list[RankStatus], incomplete: list[IncompleteCollective
     )
     text += _stack_text(first.stack) + _describe_waiters(incomplete, first.rank)
     exits = first.error.startswith(("SystemExit", "its script ended"))
-    repair = "a rank must not end while the others go on: let all of them leave at the same step"
+    fix = "a rank must not end while the others go on: let all of them leave at the same step"
     return HangReport(
         text,
         (first.rank,),
-        repair if exits else f"repair the error of rank {first.rank}; the others only waited for it",
+        fix if exits else f"repair the error of rank {first.rank}; the others only waited for it",
     )
 
 
@@ -152,12 +152,12 @@ def _report_dead(
 ) -> HangReport:
     ranks = tuple(each.rank for each in gone)
     text = "\n".join(
-        f"rank {each.rank}: its process is gone, and left no word{_describe_last_collective(each)}"
+        f"rank {each.rank}: its process is gone, without a report{_describe_last_collective(each)}"
         for each in gone
     )
     text += _describe_waiters(incomplete, *ranks) or _describe_other_ranks(statuses, ranks)
-    repair = "look for a kill, want of memory (dmesg), or a crash in its log; then start all ranks again"
-    return HangReport(text, ranks, repair)
+    fix = "look for a kill, also by the OOM killer (dmesg), or a crash in its log; then start all ranks again"
+    return HangReport(text, ranks, fix)
 
 
 def _report_mismatch(mismatch: Mapping[int, IssuedCollective], gone: list[RankStatus]) -> HangReport:
@@ -174,17 +174,15 @@ def _report_mismatch(mismatch: Mapping[int, IssuedCollective], gone: list[RankSt
     verdict = (
         f"{_ranks_text(odd)} differ{'s' if len(odd) == 1 else ''} from the others"
         if usual
-        else "which of them is wrong, the ranks cannot say"
+        else "it cannot be determined which rank is wrong"
     )
     lines.append(f"  {verdict}")
     lines += [
         f"  rank {each.rank}: its process is gone; a backend may abort on a message of another size"
         for each in gone
     ]
-    repair = (
-        "every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
-    )
-    return HangReport("\n".join(lines), odd, repair)
+    fix = "every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
+    return HangReport("\n".join(lines), odd, fix)
 
 
 def _report_missing(
@@ -201,13 +199,11 @@ def _report_missing(
         lines.append(_describe_location(statuses[rank]))
     one = f"rank {roots[0]}" if len(roots) == 1 else "these ranks"
     phase = next((each.phase for each in statuses.values() if each.waits and each.phase), "step")
-    repair = (
-        f"find out why {one} did not go on, by the line where it is: every rank must reach the same "
+    fix = (
+        f"find out why {one} did not proceed from the line where it is: every rank must reach the same "
         "collectives"
     )
-    return HangReport(
-        "\n".join(lines), roots, f"{repair}. If it is only slow there, raise run.limits.{phase}_s"
-    )
+    return HangReport("\n".join(lines), roots, f"{fix}. If it is only slow there, raise run.limits.{phase}_s")
 
 
 def _describe_missing(incomplete: IncompleteCollective) -> str:
@@ -220,9 +216,7 @@ def _describe_missing(incomplete: IncompleteCollective) -> str:
         f"{incomplete.waited_s:.1f} s"
     )
     what = f"{owner}{issued}, number {issued.number} over {_group_text(issued)}"
-    return (
-        f"{_ranks_text(incomplete.missing)} did not come to {what}; {late}\n  asked for at {issued.location}"
-    )
+    return f"{_ranks_text(incomplete.missing)} did not issue {what}; {late}\n  issued at {issued.location}"
 
 
 def _describe_waiting(incomplete: IncompleteCollective) -> str:
@@ -238,7 +232,7 @@ def _describe_waiting(incomplete: IncompleteCollective) -> str:
 
 def _report_deadlock(incomplete: list[IncompleteCollective]) -> HangReport:
     lines = [
-        "the ranks wait for each other in a circle:",
+        "the ranks wait for each other in a cycle:",
         *(f"  {_describe_waiting(each)}" for each in incomplete),
     ]
     ranks = tuple(sorted({rank for each in incomplete for rank in (*each.waiting, *each.missing)}))
@@ -261,7 +255,7 @@ def _describe_location(status: RankStatus) -> str:
     else:
         collective = status.foreign_collective()
         inside = (
-            f"in torch.distributed.{collective}, which the run did not ask for"
+            f"in torch.distributed.{collective}, which meshwright did not issue"
             if collective
             else "in no collective"
         )

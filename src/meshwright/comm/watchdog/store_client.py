@@ -65,7 +65,9 @@ class StoreClient:
     def _request(self, request: Callable[[], object]) -> object:
         with self._request_lock:
             if self._last_answer is not None and not self._last_answer.done():
-                raise StoreSilentError("the store owes an answer. Look at the link to the host that keeps it")
+                raise StoreSilentError(
+                    "the store has not answered an earlier request. Check the link to the host that keeps it"
+                )
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, daemon=True, name="store client")
                 self._thread.start()

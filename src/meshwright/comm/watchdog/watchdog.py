@@ -69,7 +69,7 @@ MAX_READABLE_NEIGHBOURS = 64  # ranks of a host that look into each other's memo
 
 
 class Watchdog:
-    """Watches the waits of one rank. Without a `store` it knows no other rank, and only the limits hold.
+    """Watches the waits of one rank. Without a `store` it cannot reach other ranks, and only the limits hold.
 
     `limits` are those of the phases that `ledger.phase` names. The thread calls `on_abandon` if the alarm was
     raised `ABANDON_AFTER_S` ago and the main thread has not reacted; by default it does nothing.
@@ -156,11 +156,11 @@ class Watchdog:
             statements |= self._gather_statuses()
         elif self._mesh.world_size > 1:
             repair = (
-                "make the world with meshwright.comm.world.init_world, or initialise "
+                "make the world with meshwright.comm.world.init_world, or initialize "
                 "torch.distributed with a store"
             )
             return CollectiveError(
-                f"{cause}. The other ranks cannot be asked: this world knows no store; {repair}"
+                f"{cause}. The other ranks cannot be asked: this world has no store; {repair}"
             )
         verdict = diagnose_hang(statements, self._mesh)
         speaker = min((rank for rank, each in statements.items() if each.waits), default=self._rank)

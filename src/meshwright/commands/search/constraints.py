@@ -106,7 +106,7 @@ def parse_constraints(assignments: Sequence[str], diagnostics: list[Diagnostic])
 def _assignment_diagnostics(assignment: str, name: str, value: str) -> Iterator[Diagnostic]:
     if name not in NUMBER_KEYS and name not in NAME_CHOICES:
         yield Diagnostic(
-            f"'{assignment}' sets no known choice",
+            f"'{assignment}' does not set a known option",
             suggest_name(name, (*NUMBER_KEYS, *NAME_CHOICES)),
             "--set",
         )

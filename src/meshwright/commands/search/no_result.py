@@ -46,7 +46,9 @@ def no_result_error(request: SearchRequest, result: SearchResult) -> PlanError:
     )
     nearest_axes = ", ".join(axis_texts(config)) or "one device"
     fix = f"{_repair(request)}; the nearest configuration is {nearest_axes}"
-    return PlanError(f"{text} has {to_gib(request.usable_memory):.0f} to give", fix=fix, location="plan")
+    return PlanError(
+        f"{text} has {to_gib(request.usable_memory):.0f} GiB available", fix=fix, location="plan"
+    )
 
 
 def _repair(request: SearchRequest) -> str:

@@ -183,7 +183,7 @@ class PipelinedEvaluation:
                     "places are in one stage"
                 )
                 raise PlanError(
-                    f"{text}, and the rank of that stage has not its weights", fix=fix, location="model"
+                    f"{text}, and the rank of that stage does not hold its weights", fix=fix, location="model"
                 )
         # slices are known for sequences of the plan's length
         value_shapes = StageValueShards(
@@ -280,11 +280,11 @@ class PipelinedEvaluation:
             planned_shape = f"{transfer.value.dtype} {list(shape)}, and is {dtype} {list(tensor.shape)}"
             text = (
                 f"in an evaluation the value '{transfer.value}' is sent between stages, which the trial "
-                f"run showed as {planned_shape}"
+                f"showed as {planned_shape}"
             )
             raise PlanError(
                 text,
-                fix="let the forward give out the same shapes and dtypes as in the trial run",
+                fix="let the forward return the same shapes and dtypes as in the trial",
                 location="model",
             )
         group, peer = p2p_group(

@@ -128,7 +128,7 @@ class PipelinedForward:
     def _fake_outputs(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the outputs of a block of another rank, without numbers."""
         if self._takes_slices:
-            return self._recorded_outputs(name, (args, kwargs), "takes in slices of the stream", None)
+            return self._recorded_outputs(name, (args, kwargs), "takes slices of the residual stream", None)
         reals = {
             id(tensor): tensor
             for tensor in tree_tensors((args, kwargs))
@@ -147,7 +147,7 @@ class PipelinedForward:
                 raise
             for mark, output_tensors in before:
                 mark.captured[:] = output_tensors
-            reason = f"looks at numbers that another rank has ({type(error).__name__})"
+            reason = f"reads values that another rank holds ({type(error).__name__})"
             return self._recorded_outputs(name, replace_tensors(inputs, real_by_fake), reason, error)
         finally:
             replace_tensors(inputs, real_by_fake)
@@ -236,12 +236,11 @@ def _encode_outputs(
     for tensor in output_tensors:
         if isinstance(tensor, FakeTensor):
             text = (
-                f"the block '{name}' computes with tensors that another rank has: they came to it by "
-                "way of an object"
+                f"the block '{name}' computes with tensors of another rank, which it gets through an object"
             )
             raise PlanError(
                 text,
-                fix="hand them over as arguments of the block, bare or in tuples and lists",
+                fix="pass them as arguments of the block, bare or in tuples and lists",
                 location="model",
             )
         descriptions.append(

@@ -305,7 +305,7 @@ class StageIO:
             if missing:
                 shapes = ", ".join(f"{key} {list(tensor.shape[1:])}" for key, tensor in inputs.items())
                 text = (
-                    f"on samples of {shapes} the forward does not make '{missing[0]}', which crosses "
+                    f"on samples of {shapes} the forward does not compute '{missing[0]}', which is sent "
                     "between stages"
                 )
                 raise PlanError(

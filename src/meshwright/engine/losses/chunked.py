@@ -74,12 +74,12 @@ class ChunkedLossRuntime:
         )
         if storage_id(hidden) not in self._head_inputs or hidden.ndim <= TOKEN_DIM:
             text = (
-                f"the input of the loss, {list(hidden.shape)}, was changed after the LM head, which leaves "
-                "its product to the loss"
+                f"the input of the loss, {list(hidden.shape)}, was changed after the LM head, whose product "
+                "chunked_loss computes inside the loss"
             )
             raise PlanError(
                 text,
-                fix=f"return the LM head's output from the model as it is, or {CHUNKED_LOSS_FIX}",
+                fix=f"return the LM head's output from the model unchanged, or {CHUNKED_LOSS_FIX}",
                 location="model",
             )
         self._head_inputs.discard(storage_id(hidden))

@@ -133,8 +133,8 @@ def check_shard_alignments(
             text = f"{kind} {requirement}, and the plan cuts {cut} by {shard_alignments[cut]}"
             fix = (
                 f'if it computes every element by itself, say so: class {kind}: shard_alignment = "element"; '
-                'else have whole weights on each rank ("ddp" in place of "zero"), or on one: '
-                'optimizer.name = "adafactor" cuts so, whatever steps them'
+                'otherwise keep full weights on each rank ("ddp" in place of "zero"), or on one: '
+                'optimizer.name = "adafactor" shards them so, for any optimizer'
             )
             raise PlanError(text, fix=fix, location="optimizer")
 

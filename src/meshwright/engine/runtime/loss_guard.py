@@ -23,8 +23,8 @@ from meshwright.plan.job.job import LossGuard
 StepPhase = Literal["", "forward", "loss", "backward"]  # where a number first was not finite; "": nowhere
 MAX_SHOWN_RANKS = 8  # ranks in a message
 SPIKE_FIX = (
-    'lower optimizer.lr, clip (train.clip), or look at these samples; guard.action = "skip" goes '
-    "on without such steps"
+    'lower optimizer.lr, clip (train.clip), or look at these samples; guard.action = "skip" '
+    "leaves such steps out"
 )
 
 
@@ -142,7 +142,9 @@ class SpikeDetector:
         """The reason why skipping fails, when a whole window of steps was skipped in a row; else ""."""
         full = self._in_a_row >= self.guard.window
         return (
-            f"; the last {self._in_a_row} steps were all skipped, so this is no passing spike" if full else ""
+            f"; the last {self._in_a_row} steps were all skipped, so this is not a transient spike"
+            if full
+            else ""
         )
 
     def state_dict(self) -> dict[str, torch.Tensor]:

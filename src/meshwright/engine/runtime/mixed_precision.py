@@ -74,7 +74,7 @@ class LossScale:
         if self.value <= MIN_LOSS_SCALE:
             text = (
                 f"the gradients overflow float16 at a loss scale of {self.value:g}: they are not finite "
-                "by themselves"
+                "without scaling either"
             )
             fix = (
                 'use compute = "bfloat16", whose range is that of float32; or lower optimizer.lr, and '

@@ -307,9 +307,9 @@ class Executor:
             if target is None or target < self._cursor:
                 planned = " ".join(self.plan.sharding.model_spec.block_calls)
                 problem = "out of the order" if target is not None else "more often than in the order"
-                text = f"the model reached block '{block_call}' {problem} that the plan knows: {planned}"
+                text = f"the model reached block '{block_call}' {problem} of the plan: {planned}"
                 fix = (
-                    "a forward may leave blocks out; let it call them in the order of the trial run, or "
+                    "a forward may leave blocks out; let it call them in the order of the trial, or "
                     "declare larger blocks"
                 )
                 raise PlanError(text, fix=fix, location="model")

@@ -1,4 +1,4 @@
-"""Analysis of a user's model: trial runs on fake tensors, and what the plan learns from them.
+"""Analysis of a user's model: trials on fake tensors, and what the plan learns from them.
 
 analyze           deferred init, blocks, and the `ModelSpec` that one trial forward finds
 extra_trials      the trials that need the layers of the model, which the first trial finds

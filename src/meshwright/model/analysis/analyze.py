@@ -392,10 +392,7 @@ def _check_declared(declared: Iterable[str], block_calls: Iterable[str]) -> None
     called = {block_of(block_call) for block_call in block_calls}
     idle = [name for name in declared if name not in called]
     if idle:
-        text = (
-            f"the declared blocks {', '.join(idle)} are not called in the trial run, or only "
-            f"without gradients"
-        )
+        text = f"the declared blocks {', '.join(idle)} are not called in the trial, or only without gradients"
         fix = (
             "declare modules whose forward the model calls on every batch, not modules of which "
             "it calls only submodules"
@@ -409,7 +406,7 @@ def _forward_error(error: Exception, inputs: Example) -> PlanError:
         for key, value in inputs.items()
     )
     text = (
-        f"the forward fails in a trial run on samples like {given or 'no arguments'}: "
+        f"the forward fails in a trial on samples like {given or 'no arguments'}: "
         f"{type(error).__name__}: {error}"
     )
     fix = (

@@ -22,7 +22,7 @@ from meshwright.model.trial.shardable_layers import suggest_declaration, suggest
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 
-FOUND_BY_TRIAL = "found by a trial run"
+FOUND_BY_TRIAL = "found by a trial"
 MAX_LISTED_NAMES = 6  # names in a list before "and 12 more"
 
 
@@ -93,11 +93,11 @@ def make_model_report(
     """
     module = loaded_model.deferred_init.instantiate()
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
-    analyzed, faults = None, ()
+    analyzed, diagnostics = None, ()
     try:
         analyzed = analyze(loaded_model, example, target_names, loss_spec)
     except PlanError as error:
-        faults = error.diagnostics
+        diagnostics = error.diagnostics
     logical = loaded_model.deferred_init.logical_params
     weights = () if analyzed is None else analyzed.model_spec.params
     return ModelReport(
@@ -123,7 +123,7 @@ def make_model_report(
         written_buffers=() if analyzed is None else analyzed.written_buffers,
         notes=() if analyzed is None else analyzed.model_spec.notes,
         advice=tuple(_advice(module, loaded_model, analyzed, layer_roles)),
-        diagnostics=faults,
+        diagnostics=diagnostics,
         analyzed=analyzed,
     )
 

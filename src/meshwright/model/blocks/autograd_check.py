@@ -44,7 +44,7 @@ class GraphPartition:
             if unknown and ROOT not in known[name]:
                 piece = min(unknown)
                 where = "the glue between blocks uses" if piece == ROOT else f"the block '{piece}' uses"
-                text = f"{where} the parameter {name}, which it did not use in the trial run"
+                text = f"{where} the parameter {name}, which it did not use in the trial"
                 fix = f"let every forward use each parameter in the same blocks, or {LARGER_BLOCK_FIX}"
                 raise PlanError(text, fix=fix, location="model")
 

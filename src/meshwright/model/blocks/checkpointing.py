@@ -269,8 +269,8 @@ def _drop_saved_tensors(block_call: str) -> Iterator[None]:
         if saved:
             return saved[index]
         text = (
-            f"a backward passes through the block '{block_call}' by another way than its inputs and outputs, "
-            "and nothing was saved there"
+            f"a backward passes through the block '{block_call}' by a path other than its inputs and "
+            "outputs, and nothing was saved there"
         )
         raise PlanError(
             text,

@@ -121,7 +121,7 @@ def untracked_write_diagnostics(plan: Plan, lines: Sequence[str]) -> Iterator[Di
         recomputes or plan.sharding.block_calls_by_pp_rank or plan.sharding.sequence_sharding is not None
     ):
         text = (
-            f"glue writes by way of '.data' into an earlier input of a block (at {lines[0]}), without a "
+            f"glue writes through '.data' into an earlier input of a block (at {lines[0]}), without a "
             "version change"
         )
         yield Diagnostic(

@@ -8,7 +8,7 @@ rank only, while its kernel reaches over those of other ranks:
     result     the output of one device for these tokens, with neighbours from other ranks
     output     tokens of this rank | ones              ones: outputs that the model cuts off, y[..., :tokens]
 
-The trial run has found which calls these are and how far their kernels reach
+The trial has found which calls these are and how far their kernels reach
 (sequence_analysis/conv_rules.py); in each block call they come in the same order.
 """
 
@@ -102,7 +102,7 @@ class Conv1dMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         block_call, block_convs, number, get_shard = context
         if number >= len(block_convs):
-            text = f"it convolves {number + 1} times, and in the trial run {len(block_convs)} times"
+            text = f"it convolves {number + 1} times, and in the trial {len(block_convs)} times"
             raise PlanError(text, fix=CONV_FIX, location=block_call)
         conv_spec = block_convs[number]
         # the mode of another forward may be below this one and would intercept next
@@ -145,7 +145,7 @@ class Conv1dMode(TorchFunctionMode):
                 f"zeros before and {conv_spec.pad_after} after them"
             )
             raise PlanError(
-                f"{text}; the trial run says {expected}, and a reach of {conv_spec.halo}",
+                f"{text}; the trial says {expected}, and a reach of {conv_spec.halo}",
                 fix=CONV_FIX,
                 location=conv_spec.block_call,
             )

@@ -116,7 +116,7 @@ def sharded_attention(
     """
     for name in UNSUPPORTED_ARGUMENTS:
         if more.get(name) is not None:
-            text = f"attention takes '{name}', which F.scaled_dot_product_attention does not know"
+            text = f"attention takes '{name}', which F.scaled_dot_product_attention does not support"
             raise PlanError(
                 text, fix="set mesh.cp = 1: no strategy shards the sequences of this model", location="model"
             )
@@ -124,9 +124,7 @@ def sharded_attention(
     mask = attention_mask
     if position_bias is not None and not _is_cross_attention(module):
         if causal and not _has_relative_bias(module):
-            text = (
-                "attention is causal by a flag, and adds a bias that somebody makes for its queries and keys"
-            )
+            text = "attention is causal by a flag, and adds a bias computed for its queries and keys"
             raise PlanError(text, fix="give it a causal mask; or set mesh.cp = 1", location="model")
         # a bias of `_sharded_bias` already contains the causal mask
         mask, causal = (

@@ -88,8 +88,8 @@ class SequenceShardedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         text = (
-            f"{func} takes in a tensor of which each rank has some of the tokens, below all "
-            f"that could bring them together"
+            f"{func} takes a tensor of which each rank has some of the tokens, where the "
+            f"tokens cannot be gathered"
         )
         raise PlanError(text, fix="compute it inside a block: Model(blocks=[...])", location="model")
 
@@ -131,7 +131,7 @@ def shard_block_inputs(value: Any, sequence_info: BlockSequenceInfo, get_shard: 
     """Returns `value`, the inputs of a block call, as it runs on the tokens of this rank.
 
     A tensor with two token dims, such as a mask, keeps the second one in full. Raises PlanError for another
-    length, and for a tensor with tokens that was no input in the trial run.
+    length, and for a tensor with tokens that was no input in the trial.
     """
     inputs = zip(
         sequence_info.arg_paths, sequence_info.input_token_dims, sequence_info.input_num_tokens, strict=True
@@ -198,8 +198,7 @@ def _shard_of_dim(
     shard = shares(planned_length, length)
     if shard.length != length:
         text = (
-            f"it is given a tensor of shape {list(tensor.shape)}, in the trial run dim "
-            f"{dim} of that was tokens"
+            f"it is given a tensor of shape {list(tensor.shape)}, in the trial dim {dim} of that was tokens"
         )
         raise PlanError(
             f"{text}: there are {shard.length}", fix="give all samples the same length", location=block_call
@@ -210,7 +209,7 @@ def _shard_of_dim(
 def _shard_of_new_tensor(
     tensor: torch.Tensor, shards: Sequence[TokenShard], block_call: str
 ) -> TokenShard | None:
-    """Returns the shard for a tensor that was absent in the trial run: a batch may need a mask that another
+    """Returns the shard for a tensor that was absent in the trial: a batch may need a mask that another
     does not.
 
     `mine` are the shards of the other inputs of the block call.
@@ -220,7 +219,7 @@ def _shard_of_new_tensor(
         if rows is not None:
             return rows
     if any(shard.length in tensor.shape for shard in shards):
-        text = f"it is given a tensor of shape {list(tensor.shape)}, which was absent in the trial run"
+        text = f"it is given a tensor of shape {list(tensor.shape)}, which was absent in the trial"
         raise PlanError(
             text,
             fix="make the plan from an example batch with all inputs of later batches",

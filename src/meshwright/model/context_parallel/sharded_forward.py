@@ -107,7 +107,7 @@ class ShardedForward:
         unknown block call.
         """
         if block_call not in self._block_calls:
-            text = f"the forward reaches '{block_call}', which has no rule: which of its tensors have tokens"
+            text = f"the forward reaches '{block_call}', which the plan does not contain"
             raise PlanError(text, fix="let the forward call the same blocks on every batch", location="model")
         self.active_calls.append(self._block_calls[block_call])
         self._num_attention_calls = self._num_conv_calls = 0
@@ -139,7 +139,7 @@ class ShardedForward:
         if len(set(attention_calls)) > 1 and self._num_attention_calls >= len(attention_calls):
             text = (
                 f"it calls attention {self._num_attention_calls + 1} times, and in the trial "
-                f"run {len(attention_calls)} times"
+                f"{len(attention_calls)} times"
             )
             raise PlanError(
                 text, fix="let a block call attention equally often on every batch", location=block_call

@@ -191,7 +191,7 @@ def _check_overrides(overrides: Mapping[str, Any], config: Any) -> dict[str, Any
     return {config.attribute_map.get(name, name): value for name, value in overrides.items()}
 
 
-def is_quantised(module: nn.Module) -> bool:
+def is_quantized(module: nn.Module) -> bool:
     """Returns whether the config of a transformers model says that its published weights are quantized."""
     config = config_of(module)
     return config is not None and config.to_dict().get("quantization_config") is not None

@@ -57,7 +57,7 @@ LARGE_NBYTES = 1 << 28  # bytes; smaller allocations are left to torch
 MAP_NORESERVE = 0x4000  # Linux's flag, which Python names from 3.13 on
 _INSTALLING = (
     threading.RLock()
-)  # guards what is process-global: the hook, the replaced initialiser, torch's generator
+)  # guards what is process-global: the hook, the replaced initializer, torch's generator
 
 
 @contextmanager

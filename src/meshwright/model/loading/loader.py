@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.model.hf.config import config_factory, is_quantised, read_config, text_limits
+from meshwright.model.hf.config import config_factory, is_quantized, read_config, text_limits
 from meshwright.model.hf.hub import is_hub_id, resolve_path
 from meshwright.model.hf.peft import is_adapted, suggest_fix, unload_adapters
 from meshwright.model.hf.tokenizer_check import check_tokenizer
@@ -103,7 +103,7 @@ def with_weights(loaded: LoadedModel, path: Path, skip: Sequence[str] = ()) -> L
     module, base_names = loaded.deferred_init.instantiate(), None
     if is_adapted(module):
         module, base_names = unload_adapters(module)
-    if is_quantised(module):
+    if is_quantized(module):
         text = f"the config of '{loaded.name}' says that its weights are quantized (quantization_config)"
         raise PlanError(
             text,

@@ -190,7 +190,7 @@ class DeferredInit:
         if value.numel() and bool(
             value.min().isnan()
         ):  # a NaN shows in the minimum, without a mask as large as the weight
-            fix = "initialise every element, for example with torch.nn.init"
+            fix = "initialize every element, for example with torch.nn.init"
             raise PlanError(
                 "the initial value holds NaN: elements that were never written, or 0/0",
                 fix=fix,
@@ -276,7 +276,7 @@ class DeferredInit:
                         "afterwards"
                     )
                     fix = (
-                        "initialise it without looking at others (no DoRA, no PiSSA), or store it with "
+                        "initialize it without looking at others (no DoRA, no PiSSA), or store it with "
                         "them: model.weights"
                     )
                     yield Diagnostic(text, fix, name)
@@ -322,7 +322,7 @@ def _init_diagnostics(
             yield Diagnostic(f"shares its memory with {other} but is another nn.Parameter", fix, name)
         if tape.is_blank(storage_id(param)) and param.numel():
             text = (
-                f"the parameter of shape {tuple(param.shape)} is never initialised: it would be "
+                f"the parameter of shape {tuple(param.shape)} is never initialized: it would be "
                 "uninitialized memory"
             )
             yield Diagnostic(text, "fill it in the constructor, for example with torch.nn.init.normal_", name)

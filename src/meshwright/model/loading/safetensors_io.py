@@ -189,7 +189,7 @@ def _parse_entry(file: Path, name: str, entry: Any, begin: int, available: int) 
     if not _is_size_list(shape) or not _is_size_list(offsets) or len(offsets) != 2:
         raise refuse("has a shape or offsets that are not integers")
     if entry["dtype"] not in DTYPES:
-        fix = f"store it as one of {', '.join(DTYPES)}; packed and quantised weights must be unpacked first"
+        fix = f"store it as one of {', '.join(DTYPES)}; packed and quantized weights must be unpacked first"
         raise PlanError(
             f"{file}: the tensor {name[:200]!r} is of dtype {str(entry['dtype'])[:50]}",
             fix=fix,

@@ -40,7 +40,7 @@ from meshwright.plan.model_spec.stage_boundaries import StageSpec
 # full shape -> shape that glue sees
 GlueShape = Callable[[tuple[int, ...]], tuple[int, ...]]
 CONTROL_FLOW_FIX = (
-    "let every forward run the operations of the trial run, whatever the data; "
+    "let every forward run the operations of the trial, whatever the data; "
     "or do not split the model into stages"
 )
 
@@ -240,7 +240,7 @@ class PlaceholderEnv:
         glue = f"the glue after '{self._block_call}' computes {computation} (at {caller_line()}) with"
         if self._stage_begun:
             return self._not_received_error(name, glue)
-        text = f"{glue} '{name}', which it did not use in the trial run"
+        text = f"{glue} '{name}', which it did not use in the trial"
         return PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 
     def _not_received_error(self, name: str, who: str) -> PlanError:

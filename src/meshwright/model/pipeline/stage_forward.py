@@ -224,7 +224,7 @@ class _StageRun:
         if self._missing:
             text = (
                 f"the forward did not make the values {', '.join(sorted(self._missing))}, which it made in "
-                f"the trial run"
+                f"the trial"
             )
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
 
@@ -243,7 +243,7 @@ class _StageRun:
                 if self._current >= 0
                 else "first"
             )
-            text = f"the forward calls '{block_call}' {position}, which it did not in the trial run"
+            text = f"the forward calls '{block_call}' {position}, which it did not in the trial"
             raise PlanError(text, fix=CONTROL_FLOW_FIX, location="model")
         if index > self._last:
             raise StageFinished
@@ -268,7 +268,7 @@ class _StageRun:
 
     def _run_own_block(self, block_call: str, run: Callable[..., Any], inputs: Any) -> Any:
         inputs, sharded_forward, side_channels = (
-            self._placeholders.replace_all_foreign(inputs, f"the block '{block_call}' takes in"),
+            self._placeholders.replace_all_foreign(inputs, f"the block '{block_call}' takes"),
             self._sharded_forward,
             capture_marks(),
         )

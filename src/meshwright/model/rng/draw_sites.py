@@ -7,7 +7,7 @@ A *draw site* is the n-th draw within one block call of the forward. The number 
 
 so a sample gets the same masks however the batch is split over ranks and microbatches, and a block that is
 recomputed draws them again. The sample dim of a site cannot be read off its shape when the local batch is 1.
-Trial runs at one or more batch sizes determine it beforehand, and `DrawSites` keeps it:
+Trials at one or more batch sizes determine it beforehand, and `DrawSites` keeps it:
 
     "dim0"       dim 0 is the batch                           (B, T, C), (B, heads, T, T)
     "dim1"       dim 1 is the batch                           (T, B, C)
@@ -71,7 +71,7 @@ class DrawSites:
     def layout(self, site: str) -> SampleLayout:
         """Returns the sample layout of `site`. Raises PlanError for a site that no trial reached."""
         if site not in self.layouts:
-            what = "the forward draws random numbers at a site that the trial run did not reach"
+            what = "the forward draws random numbers at a site that the trial did not reach"
             fix = "let the forward draw at the same sites for any data and step, or set the dropout to 0"
             raise PlanError(what, fix=fix, location=site)
         return self.layouts[site][0]
@@ -229,7 +229,7 @@ class StatelessRNG:
             -dim > len(local_shape) - (layout == "flattened") for dim, _ in region.spans
         ):
             what = (
-                f"a region of a tensor of {region.full_shape} is drawn, and in the trial run its sample "
+                f"a region of a tensor of {region.full_shape} is drawn, and in the trial its sample "
                 f"layout was '{layout}'"
             )
             raise PlanError(
@@ -252,7 +252,7 @@ class StatelessRNG:
             (dim_size % batch if layout == "flattened" else dim_size - batch) if batch else dim_size
         ):
             what = (
-                f"a tensor of {tuple(size)} is drawn for {batch} samples, and in the trial run its sample "
+                f"a tensor of {tuple(size)} is drawn for {batch} samples, and in the trial its sample "
                 f"layout was '{layout}'"
             )
             raise PlanError(

@@ -324,7 +324,7 @@ def _compare_block_call(
 
 def _error_reason(error: Exception, input_lengths: str) -> str:
     if depends_on_values(error):
-        return "its forward looks at values, so nobody can say beforehand what it does with tokens"
+        return "its forward reads tensor values, so its operations on tokens cannot be determined in advance"
     text = str(error).partition("\n")[0]
     return (
         text

@@ -99,7 +99,7 @@ def analyze_block_inputs(
             local_tensor.shape[dim] not in trial_lengths.planned_lengths for dim in dims
         ):
             inputs_found.not_sequence_parallel = inputs_found.not_sequence_parallel or (
-                f"takes in a tensor of shape {describe_shape(local_tensor, trial_lengths)}, whose "
+                f"takes a tensor of shape {describe_shape(local_tensor, trial_lengths)}, whose "
                 f"tokens cannot be distinguished"
             )
         inputs_found.token_dims.append(dims)
@@ -190,9 +190,9 @@ def describe_attention_call(
             or dims != (each.ndim - 2,)
             or each.shape[-2] not in trial_lengths.planned_lengths
         ):
-            return "attends to something else than its own tokens"
+            return "attends to other tokens than its own"
     if arguments.key.shape[-2] != arguments.value.shape[-2]:
-        return "attends to keys and values of unlike sequences"
+        return "attends to keys and values of different sequences"
     mask = None if arguments.attn_mask is None else token_layouts.get(arguments.attn_mask)
     if mask is not None and mask.kind not in ("mask", "keys"):
         return (

@@ -188,7 +188,7 @@ class BlockTrace(TorchFunctionMode):
         ):
             block_info = self.block_calls[self._last_block_call]
             reason = (
-                f"{block_of(self._last_block_call)} passes tokens on other than in its outputs, in an "
+                f"{block_of(self._last_block_call)} passes tokens on outside its outputs, in an "
                 f"attribute or a list"
             )
             self.block_calls[self._last_block_call] = replace(
@@ -237,7 +237,7 @@ class BlockTrace(TorchFunctionMode):
             self._check_side_channel(block_call, mark)
         output_dims = tuple(self._output_token_dims(block_call, each) for each in tree_tensors(outputs))
         if block_call.attends_elsewhere and block_inputs.has_tokens:
-            self._note(block_call, "attends to something else than its own tokens")
+            self._note(block_call, "attends to other tokens than its own")
         block_info = BlockSequenceInfo(
             block_call.name,
             tuple(block_inputs.token_dims),
@@ -271,7 +271,7 @@ class BlockTrace(TorchFunctionMode):
         for each in tree_tensors(mark.added_tensors):
             block_call.leaks_tokens |= bool(find_token_dims(each, self.prime_product))
             if block_call.leaks_tokens:
-                self._note(block_call, f"hands {mark.channel} on other than in its outputs")
+                self._note(block_call, f"passes {mark.channel} on outside its outputs")
             self.token_layouts.pop(each, None)
 
     def _try_full_sequences(

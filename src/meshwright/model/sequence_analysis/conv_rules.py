@@ -97,7 +97,7 @@ def analyze_convolution(op: TokenOp) -> tuple[str, ConvSpec]:
     ):
         return token_rules.propagate_tokens(op), no_spec
     if any(each is not None and each in op.token_layouts for each in (arguments.weight, arguments.bias)):
-        return "convolves tokens with a kernel that is made of them (conv1d)", no_spec
+        return "convolves tokens with a kernel that is computed from them (conv1d)", no_spec
     padding = layout if isinstance(layout, PaddedTokens) else _without_padding(op, arguments.input)
     pad_left = padding.num_before + arguments.padding_sizes[0]
     num_extra = pad_left + padding.num_after + arguments.padding_sizes[1] - arguments.kernel_reach

@@ -49,7 +49,7 @@ from meshwright.model.tensors.op_tables import (
 from meshwright.model.tensors.pytree import tree_tensors
 
 _FIRST_FACTOR = {"matmul": 0, "mm": 0, "bmm": 0, "mv": 0, "rmatmul": 0, "addmm": 1, "baddbmm": 1, "linear": 0}
-ATTENDS_WITHOUT_SDPA = "attends by itself"
+ATTENDS_WITHOUT_SDPA = "computes attention scores itself"
 PAIRS_TOKENS = f"{ATTENDS_WITHOUT_SDPA} ({{0}})"
 SUMS_TOKENS = "sums over tokens ({0})"
 
@@ -194,7 +194,7 @@ def propagate_tokens(op: TokenOp) -> str:
     if untracked:
         return (
             f"computes '{op.name}' with tokens that were not among its inputs: from an attribute, or made "
-            f"by code out of sight"
+            f"by code that was not traced"
         )
     for each in op.operands_of_kind("subset"):
         return op.token_layouts[each].origin

@@ -1,8 +1,8 @@
 """Analysis of which layers of a model can be sharded, and how, for tensor parallelism.
 
 layer_roles        every module with parameters of its own, its kind, and how it may be split
-layer_pairs        the layers that can be sharded, from a trial run and their roles
-feature_flow       follows the features of linear layers through a trial run
+layer_pairs        the layers that can be sharded, from a trial and their roles
+feature_flow       follows the features of linear layers through a trial
 feature_rules      what every operation of torch does to the features of its tensors
 pair_search        groups of layers that are sharded together, and their size attributes
 residual_stream    the path of the residual stream through the model

@@ -1,4 +1,4 @@
-"""Follows the output features of linear layers through a trial run of the model, to find which layers
+"""Follows the output features of linear layers through a trial of the model, to find which layers
 consume them.
 
 While the model runs, a dispatch mode follows feature ids (feature_rules.py). At the call of a linear layer

@@ -1,4 +1,4 @@
-"""Finds rowwise layers whose outputs end in one sum, by following them through a trial run while they are
+"""Finds rowwise layers whose outputs end in one sum, by following them through a trial while they are
 only added to.
 
     h = norm(x);  a = attention(h);  m = mlp(h);  y = x + a + m        a and m are summands of one sum: y
@@ -10,7 +10,7 @@ them at once. Outputs that are never read separately may share one all-reduce: o
 the other's and returns zeros.
 
 Limits: additions of equal shapes and dtypes with factor one, with gradients on; layers called once per
-forward. Code that reads an output only in some steps, and not in the trial run, sees zeros.
+forward. Code that reads an output only in some steps, and not in the trial, sees zeros.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Finds the layers that can be sharded, and how, from a trial run and the roles of layers.
+"""Finds the layers that can be sharded, and how, from a trial and the roles of layers.
 
 In a block, the *colwise* layers since the last *rowwise* layer make its input:
 
@@ -34,7 +34,7 @@ UNPAIRED_ROLES = (
 
 @dataclass
 class LayerUses:
-    """The record of a trial run, in order: calls of layers with a role, and the head dims of attention
+    """The record of a trial, in order: calls of layers with a role, and the head dims of attention
     between them.
     """
 

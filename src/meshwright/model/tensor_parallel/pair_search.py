@@ -61,7 +61,7 @@ class LayerGroup:
 def find_layer_groups(
     feature_flow: FeatureFlow, roles: Mapping[str, str], excluded: Collection[str] = ()
 ) -> list[LayerGroup]:
-    """Returns the groups of a trial run; `roles` are the declared ones by layer, and layers in `excluded`
+    """Returns the groups of a trial; `roles` are the declared ones by layer, and layers in `excluded`
     stay unsharded.
     """
     found = _GroupSearch(feature_flow, roles, set(excluded))

@@ -1,5 +1,5 @@
 """Finds embeddings and LM heads that can be split along the vocabulary, from the uses of their weights and
-outputs in a trial run.
+outputs in a trial.
 
 Logits may be split if each is changed by itself up to the loss: scaled, capped, cast, reshaped. An operation
 over the vocabulary (a softmax, a bias per entry) would see only the entries of a rank.

@@ -45,7 +45,7 @@ KIND_REASONS = {
 }
 NO_ROLE_REASON = "no role is declared for it, nor could one be proposed"
 PAIRED_ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise")
-UNTRACED_REASON = "the trial run could not follow its features from colwise to rowwise"
+UNTRACED_REASON = "the trial could not follow its features from colwise to rowwise"
 
 
 def unsharded_reasons(
@@ -82,7 +82,7 @@ def unsharded_reasons(
 
 def _kind_reason(layer: LayerRole, owner: nn.Module) -> str:
     if layer.kind == "weights":
-        return f"{type(owner).__name__} computes with it in a way that is not known"
+        return f"{type(owner).__name__} uses it in a way that cannot be sharded"
     return KIND_REASONS.get(layer.kind, "")
 
 
@@ -107,7 +107,7 @@ def _position_reason(
     failed_pairs: Mapping[str, LayerPair],
 ) -> str:
     if layer.name not in called:
-        return "the trial run does not call it inside a block"
+        return "the trial does not call it inside a block"
     if layer.name in failed_pairs:
         return _width_mismatch(module, failed_pairs[layer.name])
     if roles[layer.name] == "rowwise":

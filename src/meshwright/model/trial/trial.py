@@ -252,7 +252,8 @@ class _TrialObserver(TorchFunctionMode):
             and self._driver.in_glue
         ):
             text = (
-                f"the forward takes gradients itself ({func.__name__}) between blocks, where the graph is cut"
+                f"the forward computes gradients itself ({func.__name__}) between blocks, where the graph "
+                "is cut"
             )
             raise PlanError(text, fix=f"take them inside one block, or {LARGER_BLOCK_FIX}", location="model")
         if (

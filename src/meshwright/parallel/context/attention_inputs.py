@@ -58,7 +58,7 @@ def attention_inputs(call: ShardedAttentionCall, name: str) -> AttentionInputs:
     ):
         if tensor.shape[-2] != share.num_tokens:
             text = (
-                f"attention takes in {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of "
+                f"attention gets {tensor.shape[-2]} {what}, and this rank has {share.num_tokens} of "
                 f"{share.length} tokens"
             )
             raise PlanError(

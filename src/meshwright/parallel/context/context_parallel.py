@@ -274,7 +274,7 @@ def check_sequence_sharding(
             f"as [samples, tokens]"
         )
         text += (
-            ", and no block takes in [samples, tokens, width] and attends to them by "
+            ", and no block takes [samples, tokens, width] and attends to them by "
             "F.scaled_dot_product_attention"
         )
         yield Diagnostic(

@@ -242,7 +242,7 @@ class IntervalMask:
         self, rank: int, block: QueryKeyBlock, grad: torch.Tensor, mask_grad: torch.Tensor
     ) -> None:
         """Does nothing: intervals have no gradient."""
-        raise RuntimeError("the gradient of a mask that was taken as a rule")
+        raise RuntimeError("a mask given as intervals has no gradient; this is a bug: report it")
 
     def _local_bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         low, high = (

@@ -151,4 +151,4 @@ class Ulysses(ContextParallel):
 
 
 def _no_shift(output: torch.Tensor, tensor: torch.Tensor) -> PendingTransfer:
-    raise RuntimeError("a ring of one sends nothing")
+    raise RuntimeError("a ring of one rank has nothing to send; this is a bug: report it")

@@ -128,7 +128,7 @@ class HeadExchange:
         if heads % near:
             raise PlanError(
                 UNEVEN_HEADS.format(heads, near),
-                fix="take ring, which leaves heads together",
+                fix="use ring, which does not shard heads",
                 location=f"strategies.{name}",
             )
         needs = KVHeadAssignment.for_heads(heads, inputs.key.shape[1], near)
@@ -203,7 +203,7 @@ class HeadExchange:
             if mask.shape[2] > 1:
                 text = (
                     f"attention takes a mask of shape {list(mask.shape)}, made in a block, and in the "
-                    f"trial run there was none"
+                    f"trial there was none"
                 )
                 fix = (
                     "make the plan from an example batch that needs one; or make the mask "
@@ -323,7 +323,7 @@ def check_heads(
             heads, _ = local_heads(replace(sharding, coordinate=coordinate), attention_call)
             found.setdefault(heads, {})[attention_call.block_call] = None
     good = [size for size in sizes if all(heads % size == 0 for heads in found)]
-    fix = "take ring, which leaves heads together" + (
+    fix = "use ring, which does not shard heads" + (
         f"; or set {where} to {' or '.join(map(str, good))}" if good else ""
     )
     for heads, block_calls in sorted(found.items()):

@@ -23,7 +23,7 @@ gradients are zero, and no rank waits.
 Limits: the ranks divide the global batch. The gradients stay pending sums: a storage strategy must reduce
 them.
 Paper: Dean et al. 2012, "Large Scale Distributed Deep Networks" (NeurIPS); Goyal et al. 2017, arXiv
-1706.02677, section 3 (losses normalised by the total, not by the per-worker minibatch).
+1706.02677, section 3 (losses normalized by the total, not by the per-worker minibatch).
 """
 
 from collections.abc import Iterator
@@ -110,7 +110,9 @@ def same_data_diagnostic(what: str, axis: str, where: str) -> Diagnostic:
     there; `what` is replicated.
     """
     if axis in DATA_AXES:
-        text = f"the {what} along {axis} would all see the same samples: nothing splits the batch there"
+        text = f"the {what} along {axis} would all see the same samples: no strategy splits the batch there"
         return Diagnostic(text, f'add [[strategies]] name = "batch_split", axis = "{axis}"', where)
-    text = f"the {what} along {axis} would all see the same tokens: nothing shards those of a sample there"
+    text = (
+        f"the {what} along {axis} would all see the same tokens: no strategy shards those of a sample there"
+    )
     return Diagnostic(text, f'add [[strategies]] name = "ring", axis = "{axis}"', where)

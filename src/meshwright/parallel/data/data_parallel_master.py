@@ -80,7 +80,7 @@ class DataParallelMaster(Strategy):
             yield from column.diagnostics(location)
         if job.precision.reduce != job.precision.parameters:
             text = (
-                f"gradients travel in {job.precision.parameters} here, and precision.reduce is "
+                f"gradients are sent in {job.precision.parameters} here, and precision.reduce is "
                 f"{job.precision.reduce}"
             )
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")

@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.comm.allreduce.size_rule import SizeRule
-from meshwright.comm.allreduce.size_rule import rule_diagnostics as algorithm_faults
+from meshwright.comm.allreduce.size_rule import SizeRule, rule_diagnostics
 from meshwright.parallel.data.batch_split import GRAD_SUM_AXES, GRAD_SUM_AXIS, same_data_diagnostic
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above
@@ -49,7 +48,7 @@ from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
 
 @dataclass(frozen=True)
 class DDP(Strategy):
-    """Full replicas of the weights along `axis`; gradients travel in buckets of about `bucket_mb` MiB.
+    """Full replicas of the weights along `axis`; gradients are sent in buckets of about `bucket_mb` MiB.
 
     `algorithm` sums a bucket: a name of comm/algorithms, such as "ring", or a rule by the size of the
     message, such as "recursive_doubling <= 64 KiB, else ring".
@@ -181,7 +180,7 @@ def check_replicas(name: str, axis: str, algorithm: str, sharding: ShardingPlan)
     else:
         yield from _check_single_axis(name, axis, sharding)
     ranks = sharding.mesh.group_size(sharding.with_token_axes(axis))
-    yield from algorithm_faults(algorithm, ranks, f"strategies.{name}.algorithm")
+    yield from rule_diagnostics(algorithm, ranks, f"strategies.{name}.algorithm")
 
 
 def _check_single_axis(name: str, axis: str, sharding: ShardingPlan) -> Iterator[Diagnostic]:

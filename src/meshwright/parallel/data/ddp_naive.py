@@ -10,7 +10,7 @@ runs.
     sent per rank and step = 2 (n-1)/n * S, as in `ddp`, in as many messages as there are parameters
 
 Cost: that of `ddp`, without overlap and without coalescing.
-Limits: those of `ddp`; gradients travel in the dtype of the parameters.
+Limits: those of `ddp`; gradients are sent in the dtype of the parameters.
 Paper: Li et al. 2020, "PyTorch Distributed", arXiv 2006.15704 (section 3.2.1, "A Naive Solution").
 """
 
@@ -52,7 +52,7 @@ class NaiveDDP(Strategy):
         yield from check_replicas(self.name, self.axis, self.algorithm, sharding)
         if job.precision.reduce != job.precision.parameters:
             text = (
-                f"gradients travel in {job.precision.parameters} here, and precision.reduce is "
+                f"gradients are sent in {job.precision.parameters} here, and precision.reduce is "
                 f"{job.precision.reduce}"
             )
             yield Diagnostic(text, 'use the strategy "ddp", or make the two dtypes equal', "precision.reduce")

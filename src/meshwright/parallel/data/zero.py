@@ -123,7 +123,7 @@ class ZeRO(Strategy):
         ]:
             text = f"another strategy stores the weights along {' and '.join(taken)} already"
             other = [axis for axis in stored if axis in sharding.data_axes and axis != self.axis]
-            more = f'; zero replicates by itself: replicate_axis = "{other[0]}"' if other else ""
+            more = f'; zero can replicate too: replicate_axis = "{other[0]}"' if other else ""
             yield Diagnostic(text, f"keep one of them{more}", "strategies.zero")
         elif cut := sorted(
             {axis for param_sharding in sharding.param_shardings for axis in param_sharding.flat_shard_axes}
@@ -132,7 +132,7 @@ class ZeRO(Strategy):
                 f"the weights are cut into shards along {' and '.join(cut)} already, and now "
                 f"along {self.axis} too"
             )
-            fix = f'keep one of them, along one axis; zero replicates by itself: replicate_axis = "{cut[0]}"'
+            fix = f'keep one of them, along one axis; zero can replicate too: replicate_axis = "{cut[0]}"'
             yield Diagnostic(text, fix, "strategies.zero")
 
     def _check_dtypes(self, sharding: ShardingPlan) -> Iterator[Diagnostic]:

@@ -78,12 +78,12 @@ class ActivationCheckpointing(Strategy):
         block_calls, location = sharding.model_spec.block_calls, "strategies.activation_checkpointing"
         for pattern in self.blocks:
             if not any(_matches(block_call, pattern) for block_call in block_calls):
-                text = f"'{pattern}' is no block of {sharding.model_spec.name}"
+                text = f"'{pattern}' matches no block of {sharding.model_spec.name}"
                 yield Diagnostic(text, suggest_name(pattern, block_calls), f"{location}.blocks")
         if not self.blocks and len(block_calls) == 1:
             text = (
                 f"the model runs as one block, '{block_calls[0]}', whose backward follows its forward at "
-                f"once: nothing is spared"
+                f"once: no memory is saved"
             )
             yield Diagnostic(text, "declare its layers as blocks: Model(blocks=[...])", f"{location}.blocks")
 

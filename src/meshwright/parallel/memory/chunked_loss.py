@@ -73,9 +73,11 @@ class ChunkedLoss(Strategy):
             yield Diagnostic(text, fix, LOCATION)
         if sharding.primary_rank_axes:
             axes = " and ".join(sharding.primary_rank_axes)
-            text = f"one rank along {axes} computes the loss of all, from whole logits that the others send"
+            text = (
+                f"one rank along {axes} computes the loss of all ranks, from full logits that the others send"
+            )
             yield Diagnostic(
-                text, "remove chunked_loss, or have every rank take its own loss (ddp, zero)", LOCATION
+                text, "remove chunked_loss, or let every rank compute its own loss (ddp, zero)", LOCATION
             )
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:

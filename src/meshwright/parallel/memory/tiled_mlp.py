@@ -192,7 +192,7 @@ def _check_mlps(model_spec: ModelSpec) -> Iterator[Diagnostic]:
     if known is None or not mlps:
         text = (
             f"{model_spec.name} has no module between colwise and rowwise layers of single "
-            f"features that takes in tokens"
+            f"features that takes tokens"
         )
         yield Diagnostic(
             text, f"declare the roles of its layers: Model(layer_roles=...); or {UNTILED_FIX}", LOCATION
@@ -261,7 +261,7 @@ def _run_tile(name: str, run: RunModule, x: torch.Tensor) -> torch.Tensor:
     with _RefuseAttention(name):
         y = run(x.contiguous())  # the whole input was contiguous, and the module may view it
     if not isinstance(y, torch.Tensor) or y.shape[: TOKEN_DIM + 1] != x.shape[: TOKEN_DIM + 1]:
-        text = f"the module '{name}' does not return a tensor with the tokens that it takes in"
+        text = f"the module '{name}' does not return a tensor with the tokens of its input"
         raise PlanError(text, fix=UNTILED_FIX, location="model")
     return y
 

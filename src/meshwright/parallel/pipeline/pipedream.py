@@ -1,4 +1,4 @@
-"""PipeDream: asynchronous 1F1B; every microbatch is an update, and stages use weights of different ages.
+"""PipeDream: asynchronous 1F1B; every microbatch is an update, and stages use different weight versions.
 
 Why it works: the bubble comes from the wait, at the end of a step, for all gradients. Here no stage waits: a
 stage updates its weights right after each backward, and the next forward uses the newest ones. If an update
@@ -79,7 +79,7 @@ class PipeDream(Strategy):
             (
                 job.guard.action != "off",
                 "guard.action",
-                "the guard looks at whole steps",
+                "the loss guard needs whole steps",
                 'set guard.action = "off"',
             ),
             (
@@ -114,7 +114,7 @@ class PipeDream(Strategy):
         if tied:
             text = (
                 f"{len(tied)} parameters ({tied[0]}...) are used by stages on several ranks, "
-                f"which would step them apart"
+                f"whose copies would diverge"
             )
             fix = (
                 "untie them, choose split_points that leave all their users in one stage, or "
@@ -132,8 +132,8 @@ class PipeDream(Strategy):
                 if shards
                 else f"stepped by one rank along {sharding.primary_rank_axes[0]}"
             )
-            text = f"weights are {what}, which nobody does for single microbatches"
-            yield Diagnostic(text, 'use the strategy "ddp" beside it, or "pipeline" in its place', location)
+            text = f"weights are {what}, which is not supported with an update per microbatch"
+            yield Diagnostic(text, 'add the strategy "ddp", or use "pipeline" in its place', location)
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         return self._pipeline.place(sharding)

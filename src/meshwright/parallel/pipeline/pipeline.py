@@ -232,10 +232,10 @@ class Pipeline(Strategy):
         yield from stage_value_diagnostics(sharding, values)
         if self.scatter and not any(map(StageValueShards(sharding, values).replicated_axes, values)):
             text = (
-                "scatter = true, and no several ranks have the same to send: values go in "
-                "slices already, or no weight does"
+                "scatter = true, and no two ranks of a stage hold the same value: values are "
+                "sharded already, or no weight is"
             )
-            yield Diagnostic(text, "leave scatter away", "strategies.pipeline.scatter")
+            yield Diagnostic(text, "leave scatter out", "strategies.pipeline.scatter")
 
     def place(self, sharding: ShardingPlan) -> ShardingPlan:
         stages = self._find_stages(sharding)
@@ -358,7 +358,7 @@ class Pipeline(Strategy):
     def _stages(self, sharding: ShardingPlan) -> tuple[StageSpec, ...]:
         stages = self._find_stages(sharding)
         if stages is None:
-            raise ValueError("a plan was made although its pipeline has faults")
+            raise ValueError("a plan was made although its pipeline has errors")
         return stages
 
 
@@ -390,7 +390,7 @@ def _declare_blocks_fix(sharding: ShardingPlan) -> str:
 def _cached_schedule(call: _ScheduleRequest) -> Schedule:
     found, forward = find_schedule(call.schedule), call.forward_flops
     if found is None:
-        raise ValueError("a plan was made although its pipeline has faults")
+        raise ValueError("a plan was made although its pipeline has errors")
     if not any(forward):  # nobody has counted
         return found.build(
             call.num_ranks,

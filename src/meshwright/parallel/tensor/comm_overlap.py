@@ -198,8 +198,7 @@ class JointSumMember:
                 f"ran before it"
             )
             raise RuntimeError(
-                f"{text}: needed are all, in the order of the trial run. Call them in every "
-                f"forward of the block"
+                f"{text}: needed are all, in the order of the trial. Call them in every forward of the block"
             )
         return summand, biases
 

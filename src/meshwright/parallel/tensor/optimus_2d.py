@@ -232,10 +232,7 @@ def check_all_params_sharded(sharding: ShardingPlan, where: str) -> Iterator[Dia
     left = [weight for weight in sharding.model_spec.params if weight.role not in SHARDABLE_ROLES]
     if left:
         why = f": {left[0].not_shardable_reason}" if left[0].not_shardable_reason else ""
-        text = (
-            f"no rank has all of a token, and {len(left)} parameters compute with all of it "
-            f"({left[0].name}{why})"
-        )
+        text = f"the hidden dim is sharded, and {len(left)} parameters need all of it ({left[0].name}{why})"
         fix = (
             "declare the layers that can be sharded: meshwright.Model(..., "
             'layer_roles={"layers.*.up": '
@@ -337,13 +334,13 @@ def check_weight_shards(sharding: ShardingPlan, where: str, replicate_axis: str 
     ]
     if whole or cut or not set(axes) <= set(sharding.data_axes):
         text = (
-            f"nothing keeps weights in shards along {ROW_AXIS}, the rows of the mesh: each "
+            f"no strategy shards weights along {ROW_AXIS}, the rows of the mesh: each "
             f"would hold whole columns of it"
         )
         text = (
             text
             if whole or ROW_AXIS not in sharding.data_axes
-            else f"nothing splits samples and replicates shards along {replicate_axis}"
+            else f"no strategy splits samples and replicates shards along {replicate_axis}"
         )
         more = f', replicate_axis = "{replicate_axis}"' if replicate_axis else ""
         lists = " and ".join(f'[[strategies]] name = "batch_split", axis = "{axis}"' for axis in axes)

@@ -104,7 +104,7 @@ class SequenceParallel(Strategy):
             )
             yield Diagnostic(
                 text,
-                'write [[strategies]] name = "tensor_parallel" beside it, or leave it out',
+                'add [[strategies]] name = "tensor_parallel", or leave sequence_parallel out',
                 "strategies.sequence_parallel",
             )
 
@@ -267,8 +267,8 @@ def _check_single_use(sharding: ShardingPlan, location: str) -> Iterator[Diagnos
     both = [name for name, kinds in taken.items() if len(kinds) > 1]
     if both:
         text = (
-            f"{both[0]} is called on the residual stream between pairs and on something else, and its "
-            f"ranks would add up unlike gradients"
+            f"{both[0]} is called on the residual stream and on another tensor, so its gradients "
+            f"would be summed wrongly over the ranks"
         )
         yield Diagnostic(
             text, 'leave name = "sequence_parallel" out, or give each of the two a layer of its own', location
@@ -281,7 +281,7 @@ def _check_token_wise(model_spec: ModelSpec, location: str) -> Iterator[Diagnost
     for block_call in dict.fromkeys(
         call.block_call for call in model_spec.layer_calls if call.role == "rowwise"
     ):
-        why = "what it gives out has another shape than what it takes in, or is not made of it token by token"
+        why = "its output has another shape than its input, or does not depend on it token by token"
         if block_call in known:
             why = known[block_call].not_sequence_parallel
             why = "it is called more than once" if "#" in block_call and not why else why

@@ -105,8 +105,8 @@ def check_gathered_layers(sharding: ShardingPlan, axis: str) -> Iterator[Diagnos
                 if cut.num_units % size == 0 and size <= 2 * ranks
             ]
             text = (
-                f"{weight.name} gives out {cut.num_units} features, which are gathered from "
-                f"{ranks} ranks in equal parts"
+                f"{weight.name} has {cut.num_units} output features; gathering needs equal "
+                f"shards on {ranks} ranks"
             )
             near = f"set mesh.{axis} to {' or '.join(map(str, sizes))}, or " if sizes else ""
             yield Diagnostic(

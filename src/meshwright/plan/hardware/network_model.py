@@ -268,7 +268,7 @@ class Cluster:
         if not self.measurements:
             yield Diagnostic("nothing was measured", "measure: meshwright bench network", "measurements")
         for number, series in enumerate(self.measurements):
-            yield from _series_faults(series, f"measurements.{number}")
+            yield from _series_diagnostics(series, f"measurements.{number}")
         keys = [(series.algorithm, series.ranks) for series in self.measurements]
         for name, ranks in sorted({key for key in keys if keys.count(key) > 1}):
             yield Diagnostic(
@@ -276,7 +276,7 @@ class Cluster:
             )
 
 
-def _series_faults(series: AllReduceSeries, location: str) -> Iterator[Diagnostic]:
+def _series_diagnostics(series: AllReduceSeries, location: str) -> Iterator[Diagnostic]:
     sizes = list(series.nbytes)
     if series.ranks < 2:
         yield Diagnostic(f"{series.ranks} ranks", "at least 2 ranks reduce together", f"{location}.ranks")

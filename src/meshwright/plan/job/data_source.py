@@ -76,11 +76,11 @@ class MixturePart:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training data: a file, a folder, or a Hugging Face data set; "example" repeats a model factory's
+    """The training data: a file, a folder, or a Hugging Face dataset; "example" repeats a model factory's
     example batch.
 
     `format` "auto" reads *.jsonl (also .gz) as one JSON object per line; *.parquet, *.csv, *.json, *.arrow
-    and the output of `save_to_disk` as "datasets"; anything else as plain text. A data set of the hub needs
+    and the output of `save_to_disk` as "datasets"; anything else as plain text. A dataset of the hub needs
     format = "datasets", and its source may name a configuration: "name:configuration". `split` is the split
     that is read; `streaming` reads it in its own order without a copy on disk.
 
@@ -119,7 +119,7 @@ class DataConfig:
                 text = f"conversations (chat = '{chat}') without a tokenizer"
                 yield Diagnostic(text, fix, "data.tokenizer")
         if self.mixture:
-            yield from self._mixture_faults()
+            yield from self._mixture_diagnostics()
 
     def part_configs(self) -> tuple["DataConfig", ...]:
         """Returns the parts of the mixture, each as a `DataConfig` of its own."""
@@ -139,7 +139,7 @@ class DataConfig:
             for mixture_part in self.mixture
         )
 
-    def _mixture_faults(self) -> Iterator[Diagnostic]:
+    def _mixture_diagnostics(self) -> Iterator[Diagnostic]:
         single = DataConfig(
             sequence=self.sequence, epochs=self.epochs, tokenizer=self.tokenizer, mixture=self.mixture
         )
@@ -150,8 +150,8 @@ class DataConfig:
             fix = f"write {name} in the tables [[data.mixture]] that it is meant for, or remove the mixture"
             if name == "streaming":
                 fix = "read the parts from disk (streaming = false), or stream one source"
-            yield Diagnostic(f"{name} = {getattr(self, name)!r} beside a mixture", fix, f"data.{name}")
+            yield Diagnostic(f"{name} = {getattr(self, name)!r} together with a mixture", fix, f"data.{name}")
         for i, mixture_part in enumerate(self.mixture):
             if mixture_part.source in ("", "example"):
                 text = "the example batch in a mixture" if mixture_part.source else "no data is named"
-                yield Diagnostic(text, "name a file, a folder or a data set", f"data.mixture.{i}.source")
+                yield Diagnostic(text, "name a file, a folder or a dataset", f"data.mixture.{i}.source")

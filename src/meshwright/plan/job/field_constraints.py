@@ -63,8 +63,8 @@ def one_of(*choices: Any, fix: str = "") -> Metadata:
 
 
 def not_empty(fix: str = "") -> Metadata:
-    """Returns the metadata of a text with at least one letter."""
-    return {"constraint": Constraint("a text that is not empty", lambda value: value.strip() != "", fix)}
+    """Returns the metadata of a string with at least one letter."""
+    return {"constraint": Constraint("a string that is not empty", lambda value: value.strip() != "", fix)}
 
 
 def constraint_of(item: "Field[Any]") -> Constraint | None:

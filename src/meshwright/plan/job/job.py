@@ -143,7 +143,7 @@ class EvalConfig:
     """Evaluates the loss on samples that are not trained on, every `every` steps (0: only at the end) and
     after the last one.
 
-    The samples are those of `source` or of another `split` of a data set, read as [data] says, or the last
+    The samples are those of `source` or of another `split` of a dataset, read as [data] says, or the last
     `hold_out` ones of the training data, which are then never trained on; at most `samples` of them (0: all).
     The run ends early after `patience` evaluations (0: never) whose loss is not below the best one by more
     than `min_delta`.

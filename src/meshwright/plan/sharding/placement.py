@@ -60,7 +60,7 @@ class Placement:
     def __post_init__(self) -> None:
         if (self.letter == "S") != (self.dim is not None):
             raise ValueError(
-                f"{self.letter} came with dim {self.dim}; S needs a dim, the others have none;"
+                f"{self.letter} was given dim {self.dim}; S needs a dim, the others have none;"
                 " write S(dim), R, I or P"
             )
 

@@ -1,6 +1,6 @@
-"""Fits the constants of a machine to measured steps, regularised towards their prior values.
+"""Fits the constants of a machine to measured steps, regularized towards their prior values.
 
-    minimise   sum over steps of  rho(log(predicted / measured))
+    minimize   sum over steps of  rho(log(predicted / measured))
                + strength^2  sum over rates of  log(rate / prior)^2
 
 rho is quadratic for small errors and linear for large ones, so that a disturbed run does not dominate. Each

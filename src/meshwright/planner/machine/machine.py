@@ -75,7 +75,7 @@ def make_machine(device_name: str, num_devices: int, host_size_override: int = 0
     device = find_device(device_name)
     if device is None:
         known = [each.name for each in known_devices()]
-        text = f"'{device_name}' is no device that is known here"
+        text = f"'{device_name}' is not a known device"
         fix = (
             f"{suggest_name(device_name.upper(), known)} Or describe it in a file: "
             f"docs/howto/choose_a_plan.md"

@@ -1,4 +1,4 @@
-"""Shows a model as tables: its blocks, shardable layers, tied parameters, and what was not recognised."""
+"""Shows a model as tables: its blocks, shardable layers, tied parameters, and what was not recognized."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -23,7 +23,7 @@ def model_report_view(report: ModelReport, itemsize: int) -> RenderableType:
         _layers(report.layers, itemsize),
     ]
     if report.advice or report.notes:
-        parts.append(Text("\nnot recognised, and how to declare it", style="bold yellow"))
+        parts.append(Text("\nnot recognized, and how to declare it", style="bold yellow"))
         parts += [
             Text(f"  {note}")
             for note in report.notes

@@ -105,7 +105,7 @@ def mark_best(folder: Path, step: int, loss: float | None) -> None:
         sync_folder(folder)
     except OSError as error:
         logger.warning(
-            "the best checkpoint is that of step %d, and '%s' cannot say so: %s", step, path, error
+            "the best checkpoint is that of step %d, but '%s' could not be written: %s", step, path, error
         )
 
 

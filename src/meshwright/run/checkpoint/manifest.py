@@ -195,7 +195,7 @@ def _check_files(files: Mapping[str, ShardFile]) -> None:
     for name, shard in files.items():
         plain = SHARD_FILE_PATTERN.fullmatch(name) is not None
         _require(
-            plain, "files", f"{name!r} is no plain file name (letters, digits, - and _, then .safetensors)"
+            plain, "files", f"{name!r} is not a plain file name (letters, digits, - and _, then .safetensors)"
         )
         first_spelling = seen.setdefault(name.casefold(), name)
         _require(first_spelling == name, "files", f"{name!r} and {first_spelling!r} differ only in case")
@@ -205,7 +205,7 @@ def _check_files(files: Mapping[str, ShardFile]) -> None:
         _require(
             SHA256_PATTERN.fullmatch(shard.sha256) is not None,
             f"files.{name}",
-            f"{shard.sha256!r} is no sha256",
+            f"{shard.sha256!r} is not a sha256",
         )
 
 
@@ -223,12 +223,12 @@ def _check_entry(name: str, entry: TensorEntry, files: Mapping[str, ShardFile]) 
     _require(
         nbytes <= MAX_NBYTES,
         where,
-        f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are believed",
+        f"the shape {entry.shape} takes {nbytes} bytes; at most 2^50 are accepted",
     )
     _require(
         len(entry.slices) <= MAX_SLICES,
         where,
-        f"{len(entry.slices)} slices; at most {MAX_SLICES} are believed",
+        f"{len(entry.slices)} slices; at most {MAX_SLICES} are accepted",
     )
     for box in entry.slices:
         _require(box.file in files, where, f"the file {box.file!r} is not listed")
@@ -347,4 +347,4 @@ def _unique(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
 
 
 def _refuse_constant(word: str) -> Json:
-    raise ValueError(f"{word} is no number of JSON")
+    raise ValueError(f"{word} is not a JSON number")

@@ -111,7 +111,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     if not stat.S_ISDIR(_status(folder).st_mode):
         raise CheckpointError(
-            "it is no folder, or a link to one; links are not followed", fix=DAMAGED_FIX, location=str(folder)
+            "it is not a folder, or a link to one; links are not followed",
+            fix=DAMAGED_FIX,
+            location=str(folder),
         )
     path = folder / MANIFEST_FILE
     nbytes = stat_regular_file(path).st_size

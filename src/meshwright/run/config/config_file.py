@@ -24,7 +24,7 @@ moved to another folder.
 
 The command line overrides keys:
 
-    --train.batch 16          a value, parsed as TOML (16, true, [1, 2], "text"); anything else is text
+    --train.batch 16          a value, parsed as TOML (16, true, [1, 2], "text"); anything else is a string
     --train.batch=16          the same; needed when the value itself begins with --
     --strategies.zero.stage 2 a table of a list of tables, by its name ...
     --optimizer.groups.0.pattern *.bias     ... or by its index
@@ -98,7 +98,7 @@ def _pairs(words: Sequence[str], diagnostics: list[Diagnostic]) -> Iterator[tupl
         if any("\ud800" <= letter <= "\udfff" for letter in key + text):
             diagnostics.append(
                 Diagnostic(
-                    f"{key + '=' + text!a} is not a text in UTF-8",
+                    f"{key + '=' + text!a} is not valid UTF-8",
                     "write it in UTF-8, as the file is",
                     "override",
                 )
@@ -112,7 +112,7 @@ def _value(text: str) -> Any:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    # No key takes a date, and a text with line breaks may hold further keys: both are texts.
+    # No key takes a date, and a string with line breaks may hold further keys: both are strings.
     if set(read) != {"value"} or isinstance(read["value"], (date, time)):
         return text
     return read["value"]
@@ -177,7 +177,7 @@ def _name(item: Any, otherwise: str) -> str:
 
 
 StrategyTable = Mapping[str, Mapping[str, type[Strategy]]]  # by name, then by mode; the first is the default
-FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a text of a strategy that names a file
+FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a string of a strategy that names a file
 EXTRA_KEYS = ("plan_hash", "version")  # written by a plan file
 
 
@@ -329,7 +329,7 @@ def _parse(path: Path) -> dict[str, Any]:
         ) from error
     except UnicodeDecodeError as error:
         fix = f"save it as UTF-8; the byte at position {error.start} is not"
-        raise PlanError("the file is not a text in UTF-8", fix=fix, location=where) from error
+        raise PlanError("the file is not valid UTF-8", fix=fix, location=where) from error
     try:
         document = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -345,7 +345,7 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
     place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
     line = int(place[1]) if place else len(lines)
     reason = str(error).split(" (at ")[0]
-    fix = 'write key = value; texts stand in quotes ("text"), lists in brackets ([1, 2])'
+    fix = 'write key = value; strings in quotes ("text"), lists in brackets ([1, 2])'
     return PlanError(
         f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'",
         fix=fix,
@@ -448,7 +448,7 @@ def _resolve_source(source: str, folders: Sequence[Path]) -> str:
     head, colon, factory = source.rpartition(":")
     for folder in folders:
         for name, tail in ((source, ""), (head, colon + factory)):
-            # Path.exists raises for texts that cannot be paths.
+            # Path.exists raises for strings that cannot be paths.
             if name and os.path.exists(folder / name):
                 return os.path.abspath(folder / name) + tail
     return source

@@ -5,8 +5,9 @@ This module is the only one that imports pydantic. pydantic answers "is this val
 here: which known key resembles an unknown one, to which table a misplaced key belongs, and what to write
 instead, in the words of the file.
 
-Types are strict: text never becomes a number nor a number text, but an integer is accepted where a float is
-needed. TOML has no null, so an empty table `{}` stands for None where None is allowed and a table is not.
+Types are strict: a string never becomes a number nor a number a string, but an integer is accepted where a
+float is needed. TOML has no null, so an empty table `{}` stands for None where None is allowed and a table
+is not.
 """
 
 import json
@@ -27,7 +28,7 @@ TYPE_DESCRIPTIONS = {
     "int_from_float": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",
-    "string_type": "a text in quotes",
+    "string_type": "a string in quotes",
     "tuple_type": "a list in [ ]",
     "list_type": "a list in [ ]",
     "dict_type": "a table of keys",
@@ -86,7 +87,7 @@ class SchemaCheck:
         return f"--{dotted}" if given else f"{self.file}: {dotted}"
 
     def _check_keys(self, value: Any, hint: Any, path: KeyPath) -> Any:
-        """`value` without unknown keys, which become faults, and with None where `{}` stands for it."""
+        """`value` without unknown keys, which become diagnostics, and with None where `{}` stands for it."""
         if isinstance(value, (date, time)):
             self.diagnostics.append(
                 Diagnostic(
@@ -126,7 +127,7 @@ class SchemaCheck:
             inner = tuple(_steps_into(value, error))
             groups.setdefault((*path, *inner), []).append(error)
         for place, found in groups.items():
-            self.diagnostics.append(_fault(found, self.describe_path(place)))
+            self.diagnostics.append(_type_diagnostic(found, self.describe_path(place)))
 
 
 def _field_hints(kind: type) -> dict[str, Any]:
@@ -160,8 +161,8 @@ def _contains(value: Any, part: int | str) -> bool:
     return isinstance(value, dict) and part in value
 
 
-def _fault(errors: list[ErrorDetails], where: str) -> Diagnostic:
-    """One fault for one value; a value that may be of several types comes with one error for each."""
+def _type_diagnostic(errors: list[ErrorDetails], where: str) -> Diagnostic:
+    """One diagnostic for one value; a value that may be of several types comes with one error for each."""
     kind, given = errors[0]["type"], errors[0]["input"]
     if kind == "missing":
         return Diagnostic("this key is missing", "write it: it has no default", where)

@@ -1,13 +1,13 @@
-"""Data: from files, data sets and streams to the samples that a rank reads in a step.
+"""Data: from files, datasets and streams to the samples that a rank reads in a step.
 
 packed_documents    packed texts and conversations as token samples
 eval_split          evaluation samples and the history of evaluation results
 local_batches       the local batch of a rank for a global step
 mixture             several data sources, mixed by weight
 prefetch            prepares batches in threads, ahead of their step
-readers             text files, JSONL files and Hugging Face data sets
+readers             text files, JSONL files and Hugging Face datasets
 shuffle             the stateless shuffle: an order that is computed, not stored
-streaming           a data set that is read in its own order, without a copy on disk
+streaming           a dataset that is read in its own order, without a copy on disk
 byte_text           text files as bytes
 token_cache         tokens on disk, mapped into memory
 tokenizer           tokenizers: bytes, or one of transformers

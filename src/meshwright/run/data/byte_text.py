@@ -132,10 +132,10 @@ def read_text(path: Path) -> tuple[bytes, Diagnostic | None]:
 def missing_file_diagnostic(path: Path) -> Diagnostic | None:
     """Returns the diagnostic that `path` is not a readable file; None if it is."""
     if not path.exists():
-        fix = 'correct data.source; for a data set of the Hugging Face hub set data.format = "datasets"'
+        fix = 'correct data.source; for a dataset of the Hugging Face hub set data.format = "datasets"'
         return Diagnostic("there is no such file or folder", fix, printable_path(path))
     if not path.is_file():  # a pipe or a device would be read for ever
-        return Diagnostic("it is no regular file", "exclude it with data.exclude", printable_path(path))
+        return Diagnostic("it is not a regular file", "exclude it with data.exclude", printable_path(path))
     return None
 
 

@@ -29,7 +29,7 @@ from meshwright.run.data.streaming import TokenStream
 
 
 class DataSubset:
-    """`count` samples of `data` from index `first` on, as a data set of their own.
+    """`count` samples of `data` from index `first` on, as a dataset of their own.
 
     `digest` identifies the content of the whole data; the plan says which part this is.
     """

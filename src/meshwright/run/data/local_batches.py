@@ -130,7 +130,7 @@ def open_dataset(
     source: DataConfig,
     example: Mapping[str, torch.Tensor] | None,
     cache: Path | None = None,
-    check_tokenizer: Callable[[Tokenizer], Iterable[Diagnostic]] = lambda codec: (),
+    check_tokenizer: Callable[[Tokenizer], Iterable[Diagnostic]] = lambda tokenizer: (),
 ) -> Dataset:
     """Returns the samples of `source`; tokens are kept in the folder `cache`.
 
@@ -141,12 +141,12 @@ def open_dataset(
     if source.source == "example":
         return _example(source, example)
     raise_diagnostics(source.diagnostics())
-    codec = make_tokenizer(source.tokenizer)
-    diagnostics, parts = list(check_tokenizer(codec)), []
+    tokenizer = make_tokenizer(source.tokenizer)
+    diagnostics, parts = list(check_tokenizer(tokenizer)), []
     tokenizer_failed = bool(diagnostics)
     for part in source.part_configs() or (source,):
         try:
-            parts += _tokens(part, codec, cache, tokenizer_failed=tokenizer_failed)
+            parts += _tokens(part, tokenizer, cache, tokenizer_failed=tokenizer_failed)
         except PlanError as error:
             diagnostics += error.diagnostics
     raise_diagnostics(diagnostics)
@@ -166,18 +166,18 @@ def _tokens(
         return [TokenStream(source, rows, tokenizer)]
     if cache is None:
         raise ValueError(
-            f"'{source.source}' has to be tokenised, and no folder was given for the tokens: pass "
+            f"'{source.source}' has to be tokenized, and no folder was given for the tokens: pass "
             f"cache=Path(...)"
         )
     return [open_documents(source, rows, tokenizer, cache)]
 
 
 def _example(source: DataConfig, example: Mapping[str, torch.Tensor] | None) -> ExampleDataset:
-    fix = "remove it, or set data.source to a file, a folder or a data set"
+    fix = "remove it, or set data.source to a file, a folder or a dataset"
     usual = DataConfig(source.source)
     raise_diagnostics(
         Diagnostic(
-            f"{name} = {vars(source)[name]!r} with the example batch, which is taken as it is",
+            f"{name} = {vars(source)[name]!r} with the example batch, which is used unchanged",
             fix,
             f"data.{name}",
         )

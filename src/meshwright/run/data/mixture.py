@@ -120,7 +120,7 @@ class MixedOrder:
 
 
 class Mixture(TokenDataset):
-    """The samples of all `datasets`, numbered one data set after the other; `weights` are their fractions."""
+    """The samples of all `datasets`, numbered one dataset after the other; `weights` are their fractions."""
 
     def __init__(self, datasets: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         self.datasets, self.shares = tuple(datasets), tuple(integer_shares(weights))

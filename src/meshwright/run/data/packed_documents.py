@@ -71,7 +71,7 @@ def get_chat_template(tokenizer: Tokenizer) -> str:
     try:
         template = tokenizer.hf_tokenizer.get_chat_template()
     except (ValueError, KeyError) as error:
-        text = f"the tokenizer '{tokenizer.name}' has no chat template, and data.chat asks for one"
+        text = f"the tokenizer '{tokenizer.name}' has no chat template, and data.chat needs one"
         raise PlanError(text, fix=fix, location="data.tokenizer") from error
     if not tokenizer.hf_tokenizer.is_fast:
         text = (
@@ -90,7 +90,7 @@ def encode_conversation(
 
     `has_tag` says whether the template has generation tags.
     """
-    diagnostic = next(_form_faults(messages, where), None)
+    diagnostic = next(_message_diagnostics(messages, where), None)
     if diagnostic is not None or not isinstance(messages, list):
         return diagnostic or Diagnostic("no conversation", "write a list of messages", where)
     try:
@@ -106,7 +106,7 @@ def encode_conversation(
         fix = "change the conversation to what the template takes, or remove it"
         return Diagnostic(f"the chat template refuses this conversation: {reason}", fix, where)
     if isinstance(found, EncodedDocument) and found.label_mask is not None and not found.label_mask.any():
-        fix = "the template must enclose what the assistant says in generation marks, or have none of them"
+        fix = "the template must enclose the assistant's messages in generation tags, or have no such tags"
         return Diagnostic("the template marks no token of this conversation as the assistant's", fix, where)
     return found
 
@@ -116,7 +116,7 @@ def has_generation_tag(template: str) -> bool:
     return GENERATION_TAG.search(template) is not None
 
 
-def _form_faults(messages: object, where: str) -> Iterator[Diagnostic]:
+def _message_diagnostics(messages: object, where: str) -> Iterator[Diagnostic]:
     fix = 'write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
     if not isinstance(messages, list) or not messages:
         yield Diagnostic(
@@ -130,7 +130,7 @@ def _form_faults(messages: object, where: str) -> Iterator[Diagnostic]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 given = f"has {key} = {_short_repr(message[key])}" if key in message else f"has no {key}"
-                yield Diagnostic(f"message {i} {given}; needed is a text", fix, where)
+                yield Diagnostic(f"message {i} {given}; needed is a string", fix, where)
     roles = [message.get("role") for message in messages]
     if ASSISTANT not in roles:
         said = ", ".join(dict.fromkeys(map(str, roles)))
@@ -201,7 +201,7 @@ def make_encoder(source: DataConfig, tokenizer: Tokenizer) -> RowEncoder:
     marked = has_generation_tag(get_chat_template(tokenizer))
     if not isinstance(tokenizer, PretrainedTokenizer):
         raise RuntimeError(
-            "a codec without a template was let through; this is a bug: report the config file"
+            "a tokenizer without a chat template was accepted; this is a bug: report the config file"
         )
     return lambda rows: _encoded_chats(rows, tokenizer, source.chat, marked=marked)
 
@@ -256,7 +256,7 @@ class Conversations(TokenDataset):
                 f"{cut.size} of {len(lengths)} conversations are longer than data.sequence = "
                 f"{self.sequence} and are cut"
             )
-            self.notes = (note + (f"; {mute} of them teach nothing: no answer is left" if mute else ""),)
+            self.notes = (note + (f"; {mute} of them have no label: no answer is left" if mute else ""),)
 
     def __len__(self) -> int:
         return len(self._kept.document_starts) - 1
@@ -273,8 +273,8 @@ class Conversations(TokenDataset):
 def _raise_encoding_errors(
     encoded: Iterable[EncodedDocument | Diagnostic], source: DataConfig
 ) -> Iterator[EncodedDocument]:
-    """`encoded` without its faults, which are raised together, at the latest at the end; so is the lack of
-    any document.
+    """`encoded` without its diagnostics, which are raised together, at the latest at the end; so is the lack
+    of any document.
     """
     diagnostics, num = [], 0
     for each in encoded:
@@ -288,8 +288,8 @@ def _raise_encoding_errors(
     if len(diagnostics) == MAX_DIAGNOSTICS:
         diagnostics.append(
             Diagnostic(
-                f"these are the first {MAX_DIAGNOSTICS} faults; reading ended here",
-                "repair them first",
+                f"these are the first {MAX_DIAGNOSTICS} errors; reading ended here",
+                "correct them first",
                 source.source,
             )
         )
@@ -323,7 +323,7 @@ def _text(row: Mapping[str, object] | Diagnostic, where: str, column: str) -> st
     if not isinstance(text, str):
         kind = "nothing (null)" if text is None else f"a value of type {type(text).__name__}"
         return Diagnostic(
-            f"the column '{column}' holds {kind}; needed is a text",
+            f"the column '{column}' holds {kind}; needed is a string",
             "repair the row, or choose another column",
             where,
         )

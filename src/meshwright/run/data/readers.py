@@ -1,4 +1,4 @@
-"""Readers of documents: rows of text files, of JSONL files, and of Hugging Face data sets.
+"""Readers of documents: rows of text files, of JSONL files, and of Hugging Face datasets.
 
 A *row* is a mapping from column to value with its location (`talk.jsonl:7`, `imdb[12]`), so that later
 errors can name it. A row that cannot be read is a Diagnostic instead; reading continues, and the caller
@@ -100,7 +100,7 @@ def missing_column_diagnostic(row: Mapping[str, Any], name: str, where: str, key
 def unused_field_diagnostics(source: DataConfig) -> Iterator[Diagnostic]:
     """Yields the fields of `source` that are set and have no effect for its format."""
     kind = source_format(source)
-    words = {"text": "plain text files have", "jsonl": "JSONL files have", "datasets": "data sets have"}
+    words = {"text": "plain text files have", "jsonl": "JSONL files have", "datasets": "datasets have"}
     fields = {"column": "text", "chat": "", "split": "train", "streaming": False}
     idle = {"text": ("column", "chat", "split", "streaming"), "jsonl": ("split", "streaming"), "datasets": ()}
     for name in idle[kind]:
@@ -115,7 +115,7 @@ def unused_field_diagnostics(source: DataConfig) -> Iterator[Diagnostic]:
     if kind == "datasets" and (source.include or source.exclude):
         fix = "remove data.include and data.exclude, or name the files themselves as data.source"
         yield Diagnostic(
-            "include and exclude choose files of a folder, and a data set has none", fix, "data.include"
+            "include and exclude choose files of a folder, and a dataset has none", fix, "data.include"
         )
 
 
@@ -185,7 +185,7 @@ def _object(line: bytes, where: str) -> Mapping[str, Any] | Diagnostic:
 
 
 def _kind(value: object) -> str:
-    words: dict[type, str] = {list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    words: dict[type, str] = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return words.get(type(value), "a number")
 
 
@@ -195,7 +195,7 @@ def _dataset_rows(source: DataConfig) -> RowReader:
     except ImportError as error:
         fix = "pip install 'meshwright[datasets]'"
         raise PlanError(
-            f"'{source.source}' is a data set, and the package 'datasets' is not installed",
+            f"'{source.source}' is a dataset, and the package 'datasets' is not installed",
             fix=fix,
             location="data.format",
         ) from error
@@ -259,5 +259,5 @@ def _load_dataset(datasets: Any, source: DataConfig) -> Any:
     except Exception as error:  # the package and its hub client raise a dozen kinds
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise PlanError(
-            f"the data set '{source.source}' cannot be loaded: {reason}", fix=fix, location="data.source"
+            f"the dataset '{source.source}' cannot be loaded: {reason}", fix=fix, location="data.source"
         ) from error

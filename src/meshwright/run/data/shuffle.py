@@ -35,9 +35,9 @@ class ShuffledOrder:
     epochs: int = 0
 
     def __post_init__(self) -> None:
-        raise_diagnostics(self._faults())
+        raise_diagnostics(self._diagnostics())
 
-    def _faults(self) -> Iterator[Diagnostic]:
+    def _diagnostics(self) -> Iterator[Diagnostic]:
         if not 1 <= self.num_samples <= MAX_SAMPLES:
             yield Diagnostic(
                 f"{self.num_samples} samples; needed are 1 to 2^60",

@@ -1,4 +1,4 @@
-"""A data set that is read as a stream: nothing is copied to disk, and the order is the stream's own.
+"""A dataset that is read as a stream: nothing is copied to disk, and the order is the stream's own.
 
 Sample k of the whole run is element k of the stream: the k-th conversation, or the k-th window of its texts,
 packed as in `documents`. Every rank reads the stream for itself and keeps its own samples, so no rank waits
@@ -56,18 +56,16 @@ class TokenStream(TokenDataset):
             f"stream {reader.digest} {tokenizer.digest} {source.sequence} {source.column} {source.chat}"
         )
         self.digest = sha256(identity.encode() + first.ids.astype("<i8").tobytes()).hexdigest()
-        how = "passing over" if source.chat else "tokenising"
+        how = "passing over" if source.chat else "tokenizing"
         self.notes = (
             (
                 f"a stream: every rank reads all of it, and a resumed run reads from its beginning, "
-                f"{how} what was played"
+                f"{how} the samples already read"
             ),
         )
 
     def __len__(self) -> int:
-        raise TypeError(
-            "the samples of a stream cannot be counted; read it until `has` says that it has ended"
-        )
+        raise TypeError("the samples of a stream cannot be counted; read it until `has_sample` returns False")
 
     def reopen(self) -> "TokenStream":
         """Returns the same stream from its beginning, for another reader."""
@@ -139,5 +137,5 @@ class TokenStream(TokenDataset):
 def _raise_diagnostic(each: EncodedDocument | Diagnostic) -> EncodedDocument:
     if isinstance(each, Diagnostic):
         raise_diagnostics([each])
-        raise RuntimeError("a fault was not raised; this is a bug: report the config file")
+        raise RuntimeError("a diagnostic was not raised; this is a bug: report the config file")
     return each

@@ -80,7 +80,7 @@ def open_token_cache(
     except OSError as error:
         text = f"the tokens cannot be kept in '{cache}': {error.strerror or error}"
         raise PlanError(
-            text, fix="make room there, or name another folder: run.cache", location="run.cache"
+            text, fix="free space there, or name another folder: run.cache", location="run.cache"
         ) from error
     return _open(place)
 

@@ -1,4 +1,4 @@
-"""Data sets of token samples: windows of one long sequence of tokens, and padded documents.
+"""Datasets of token samples: windows of one long sequence of tokens, and padded documents.
 
 A sample has T inputs and T labels; label t is the token that follows input t, or -100 where there is none.
 Training reads a `TokenDataset`, whatever it was made from.
@@ -100,6 +100,6 @@ def check_ids(ids: Sequence[int], num: int) -> np.ndarray:
     if wrong.size:
         raise IndexError(
             f"there is no sample {wrong[0]}: ids run from 0 to {num - 1}, and -1 is an absent sample; "
-            "take ids from an Order over len(data) samples"
+            "take ids from a SampleOrder over len(data) samples"
         )
     return rows

@@ -73,9 +73,9 @@ class PretrainedTokenizer(Tokenizer):
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             problem = (
-                "holds none that can be read"
+                "contains none that can be read"
                 if Path(name).is_dir()
-                else "is no folder, and the hub gave none"
+                else "is not a folder, and none was loaded from the hub"
             )
             fix = (
                 "name a folder with tokenizer.json, or a model on the hub (which needs a "
@@ -89,7 +89,7 @@ class PretrainedTokenizer(Tokenizer):
             loaded.eos_token_id,
         )
         if self.vocab_size < 1:
-            text = f"the tokenizer '{name}' knows no token"
+            text = f"the tokenizer '{name}' has no tokens"
             raise PlanError(
                 text, fix="name a folder with tokenizer.json, or another model on the hub", location=WHERE
             )

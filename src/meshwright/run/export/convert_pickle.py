@@ -64,8 +64,8 @@ def _reason(error: Exception) -> str:
         r"GLOBAL ([\w.]+)", str(error)
     )  # not torch's own words: they advise to read it without a guard
     if asked:
-        return f"it asks for {asked[1]}: it holds more than tensors"
-    return f"it is no file that torch.save wrote, or it is damaged ({type(error).__name__})"
+        return f"it refers to {asked[1]}: it contains more than tensors"
+    return f"it is not a file that torch.save wrote, or it is damaged ({type(error).__name__})"
 
 
 def _entries(contents: Any) -> list[str]:

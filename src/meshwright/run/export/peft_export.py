@@ -28,7 +28,7 @@ from meshwright.run.export.roundtrip_check import RoundTripResult, compare_adapt
 
 WHERE = "export"
 ADAPTER_FILE = "adapter_model.safetensors"
-MERGE_FIX = "write the model that it makes of its base: --merge, engine.export(folder, merge=True)"
+MERGE_FIX = "write the merged model: --merge, trainer.export(folder, merge=True)"
 
 ReadValue = Callable[[str], torch.Tensor]
 
@@ -95,10 +95,7 @@ def merge_adapter(deferred_init: DeferredInit, read_value: ReadValue) -> tuple[D
 
 def _require_weight_adapter(model: Any) -> Any:
     if model.active_peft_config.is_prompt_learning:
-        text = (
-            f"the adapter ({model.active_peft_config.peft_type}) is made of tokens in front of the text, "
-            f"not of weights"
-        )
+        text = f"the adapter ({model.active_peft_config.peft_type}) consists of prompt tokens, not of weights"
         raise PlanError(text, fix="adapt weights instead: peft.LoraConfig, peft.IA3Config", location=WHERE)
     return model
 
@@ -124,9 +121,7 @@ def _check(model: nn.Module, names: Mapping[str, str], tensors: Mapping[str, tor
     for stored, name in names.items():
         if tuple(tensors[stored].shape) != shapes[name]:
             text = f"{name} is {list(tensors[stored].shape)} here and {list(shapes[name])} in the model"
-            raise PlanError(
-                text, fix="export with engine.export, which brings shards together", location=WHERE
-            )
+            raise PlanError(text, fix="export with trainer.export, which gathers the shards", location=WHERE)
 
 
 def _write_config(model: Any, config: Any, folder: Path) -> None:

@@ -176,7 +176,7 @@ def check_import(source: ModelConfig) -> tuple[RoundTripResult, int]:
     loaded = load_model(source, seed=0)
     module = loaded.deferred_init.instantiate()
     if not is_transformers_model(module):
-        text = f"'{source.source}' builds a {type(module).__name__}, which is no model of transformers"
+        text = f"'{source.source}' builds a {type(module).__name__}, which is not a transformers model"
         raise PlanError(
             text,
             fix="compare with your own loading; model.weights takes it as it is",

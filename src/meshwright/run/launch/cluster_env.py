@@ -230,7 +230,7 @@ def _claim(
 def _kubeflow(env: Mapping[str, str]) -> LauncherClaim:
     per_pod = env.get("PET_NPROC_PER_NODE", "1")
     if per_pod != "1":
-        text = f"this pod shall run PET_NPROC_PER_NODE={per_pod} ranks, and this process is one"
+        text = f"this pod is to run PET_NPROC_PER_NODE={per_pod} ranks, and this process is one"
         raise PlanError(
             text,
             fix="start them with torchrun, which reads PET_*: torchrun -m meshwright ...",

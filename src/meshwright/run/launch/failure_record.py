@@ -132,7 +132,7 @@ def record_failure(
 def describe_failure(record: FailureRecord) -> str:
     """Returns the failure as text: step, phase and traceback; for a hang, its report."""
     if record.kind == "hang":
-        return f"{_headline(record, 'waited in vain')}\n{record.message}"
+        return f"{_headline(record, 'timed out waiting')}\n{record.message}"
     return f"{_headline(record)}\n{record.traceback.rstrip()}"
 
 

@@ -107,7 +107,7 @@ def _cores() -> Finding:
     text = f"{own} of {every} for this process, load {load:.1f}"
     if load > 1.5 * every:
         return Finding(
-            "cores", "warning", text, "end what else runs here: ranks wait for the slowest of them"
+            "cores", "warning", text, "stop other processes on this host: ranks wait for the slowest of them"
         )
     return Finding("cores", "ok", text)
 
@@ -116,7 +116,9 @@ def _memory() -> Finding:
     memory = psutil.virtual_memory()
     text = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available"
     if memory.available < MIN_MEMORY_NBYTES:
-        return Finding("memory", "warning", text, "end what else runs here, or use a host with more")
+        return Finding(
+            "memory", "warning", text, "stop other processes on this host, or use one with more memory"
+        )
     return Finding("memory", "ok", text)
 
 
@@ -192,12 +194,12 @@ def _interfaces(run: str | None) -> Finding:
         return Finding("interfaces", "failure", f"GLOO_SOCKET_IFNAME={run} is none of {names}", fix)
     out = run or interface_to("192.0.2.1")
     if out is None or out == loopback_interface():
-        text = f"{names}; none leads out: this host can only train alone"
+        text = f"{names}; none reaches other hosts: this host can only train alone"
         return Finding(
             "interfaces",
             "ok" if run else "warning",
             text,
-            "" if run else "connect it, if there shall be several hosts",
+            "" if run else "connect it to train on several hosts",
         )
     return Finding(
         "interfaces", "ok", f"{names}; gloo takes {out} between hosts, {loopback_interface()} on one"
@@ -211,7 +213,7 @@ def _exposure() -> Finding:
     text += f" ({', '.join(map(str, ports[:8]))}{', ...' if len(ports) > 8 else ''})" if ports else ""
     if public:
         fix = (
-            "train behind a firewall: gloo, NCCL and the stores of torch take whoever comes, "
+            "train behind a firewall: gloo, NCCL and the stores of torch accept every connection, "
             "and encrypt nothing"
         )
         return Finding("exposure", "warning", f"{text}; {', '.join(public)} is a public address", fix)

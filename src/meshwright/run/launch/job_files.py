@@ -115,7 +115,7 @@ def kubernetes_manifest(job: JobFile) -> str:
     a volume.
     """
     claim, _, path = job.volume.partition(":")
-    raise_diagnostics(_pod_faults(job, claim, path))
+    raise_diagnostics(_pod_diagnostics(job, claim, path))
     limits = (
         f"resources: {{limits: {{nvidia.com/gpu: {job.ranks_per_host}}}}}" if job.gpus else "resources: {}"
     )
@@ -215,7 +215,7 @@ def _master(job: JobFile) -> str:
     return f"{job.name}-0.{job.name}"
 
 
-def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
+def _pod_diagnostics(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
     diagnostics = []
     if not job.image:
         text = "a pod needs a container image in which meshwright is installed"
@@ -225,7 +225,7 @@ def _pod_faults(job: JobFile, claim: str, path: str) -> list[Diagnostic]:
     if job.volume and not (claim and path.startswith("/")):
         diagnostics.append(
             Diagnostic(
-                f"'{job.volume}' is no volume",
+                f"'{job.volume}' is not a volume",
                 "write CLAIM:PATH, as in --volume shared-claim:/work",
                 "--volume",
             )

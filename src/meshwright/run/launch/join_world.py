@@ -47,14 +47,14 @@ def join_world(
     )
     if cuda:
         torch.cuda.set_device(device)
-    rendezvous_address = None if own else _rendezvous_address(rank_env.launcher_env)
+    endpoint = None if own else _rendezvous_address(rank_env.launcher_env)
     backend = "nccl" if cuda else "gloo"
     path = rank_env.store_path
     with init_world(
         mesh,
         rank_env.rank,
         store_path=path,
-        endpoint=rendezvous_address,
+        endpoint=endpoint,
         backend=backend,
         device=device,
         limits=limits or WaitLimits(),
@@ -83,7 +83,7 @@ def _gpu(local_rank: int, visible: int, *, every_visible: bool) -> torch.device:
 def _rendezvous_address(place: LauncherEnv | None) -> RendezvousEndpoint:
     if place is None or place.master_addr is None:
         raise PlanError(
-            "nothing says where the ranks meet",
+            "the rendezvous address is not set",
             fix="export MASTER_ADDR=<the host of rank 0>",
             location="environment",
         )
@@ -113,5 +113,5 @@ def check_same_plan(world: World, plan: Plan) -> None:
     if others:
         text = f"rank {', '.join(map(str, others))} was started with another plan or [run] than rank 0"
         raise PlanError(
-            text, fix="start every rank with the same file and the same keys behind it", location="plan"
+            text, fix="start every rank with the same file and the same overrides", location="plan"
         )

@@ -296,7 +296,7 @@ def _guess_cause(each: _Rank) -> str:
                 "a plan that needs less"
             )
     else:
-        text = f"rank {each.rank} ended with exit code {code} and did not say why"
+        text = f"rank {each.rank} ended with exit code {code} without recording an error"
     if each.log is None:
         return text
     with each.log.open("rb") as file:

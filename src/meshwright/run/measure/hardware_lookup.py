@@ -40,8 +40,8 @@ from meshwright.run.measure.profile_files import parse_measurements, read_profil
 
 DEFAULT_NUM_UNITS = 100
 LINKS_FIX = (
-    "measure links: meshwright bench network, then --cluster cluster.toml; or say it in a [device] table "
-    "beside `measured`"
+    "measure links: meshwright bench network, then --cluster cluster.toml; or set it in a [device] table "
+    "with `measured`"
 )
 DEVICE_FIX = (
     "write a [device] table (docs/howto/choose_a_plan.md), or measure: meshwright bench device "
@@ -138,7 +138,7 @@ def read_machine(hardware: str, count: int) -> Machine:
     file = SchemaCheck(str(path), tables={"device": DeviceTable}, diagnostics=diagnostics).convert(
         document, _File, ()
     )
-    if file is None:  # what fits may have faults of its own, which are told with these
+    if file is None:  # what fits may have errors of its own, which are reported with these
         document = _keep_valid_keys(document)
         file = SchemaCheck(str(path)).convert(document, _File, ())
     return _build_machine(file, document["device"], path, count, diagnostics)
@@ -155,14 +155,12 @@ def with_host_links(machine: Machine, hardware: str) -> Machine:
     for key, known in (("link_gb_s", device.link_rate), ("per_host", host)):
         if not known:
             diagnostics.append(
-                Diagnostic(
-                    f"{machine.num_devices} devices, and nothing is known of {key}", LINKS_FIX, hardware
-                )
+                Diagnostic(f"{machine.num_devices} devices, and {key} is not known", LINKS_FIX, hardware)
             )
     if host and machine.num_devices > host and not device.nic_rate:
         diagnostics.append(
             Diagnostic(
-                f"{machine.num_devices} devices on hosts of {host}, and nothing is known of nic_gb_s",
+                f"{machine.num_devices} devices on hosts of {host}, and nic_gb_s is not known",
                 LINKS_FIX,
                 hardware,
             )
@@ -210,7 +208,7 @@ def _build_machine(
     """
     table, diagnostics = file.device, list(before)
     places = [diagnostic.location for diagnostic in diagnostics]
-    for diagnostic in _faults(file, keys):
+    for diagnostic in _file_diagnostics(file, keys):
         where = f"{path}: {diagnostic.location}"
         if not any(
             f"{where}.".startswith(f"{each}.") or f"{each}.".startswith(f"{where}.") for each in places
@@ -225,7 +223,7 @@ def _build_machine(
     if table.like:
         base = find_device(table.like)
         if base is None:
-            text = f"'{table.like}' is no device that is known here"
+            text = f"'{table.like}' is not a known device"
             diagnostics.append(
                 Diagnostic(
                     text,
@@ -267,7 +265,7 @@ def _empty_device_spec() -> DeviceSpec:
     return DeviceSpec("", "", {}, 0.0, 0.0, 0.0, 0.0, 0, DEFAULT_NUM_UNITS, "")
 
 
-def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
+def _file_diagnostics(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     table = file.device
     if not table.like and not table.measured:
         lacking = [
@@ -289,7 +287,7 @@ def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
             yield Diagnostic(f"{key} = {value}", fix, f"device.{key}")
         elif value > most:
             yield Diagnostic(f"{key} = {value:g}, more than {most:g}", f"write {unit}", f"device.{key}")
-    yield from _peak_faults(table)
+    yield from _peak_diagnostics(table)
     for name, value in file.rates.items():
         least, most, unit = RATE_RANGES.get(
             name, (0.0, 1.0 if name in FRACTION_RATES else MAX_FACTOR, "a number of times")
@@ -306,7 +304,7 @@ def _faults(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
             )
 
 
-def _peak_faults(table: DeviceTable) -> Iterator[Diagnostic]:
+def _peak_diagnostics(table: DeviceTable) -> Iterator[Diagnostic]:
     for dtype, value in table.tflops.items():
         if dtype not in DTYPES:
             bits = re.sub(

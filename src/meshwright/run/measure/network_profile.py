@@ -45,7 +45,7 @@ def read_cluster(path: Path) -> Cluster:
     if "device" in document:
         raise PlanError(
             "this file describes a device, not links",
-            fix="name it behind --hardware; " + fix,
+            fix="pass it with --hardware; " + fix,
             location=str(path),
         )
     return parse_measurements(document, Cluster, path, _names)

@@ -173,7 +173,7 @@ def _steps(path: Path, diagnostics: list[Diagnostic]) -> list[float]:
         if lacking:
             fix = "remove the line, or name another run"
             diagnostics.append(
-                Diagnostic(f"line {number} is no step as `train` writes it: {lacking}", fix, str(path))
+                Diagnostic(f"line {number} is not a step record of `train`: {lacking}", fix, str(path))
             )
         elif not document["skipped"]:
             found.append(took)

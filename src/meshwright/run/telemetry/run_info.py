@@ -22,8 +22,8 @@ import torch
 
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import program_to_dict
-from meshwright.run.telemetry.accounting import device_name
 from meshwright.run.telemetry.chrome_trace import replace_file
+from meshwright.run.telemetry.rank_usage import device_name
 
 RUN_INFO_FILE = "run_info.json"
 MemoryByRole = Mapping[str, Mapping[str, int]]

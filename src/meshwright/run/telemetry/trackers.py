@@ -145,7 +145,7 @@ class TrackerQueue:
             BaseException
         ) as error:  # SystemExit too: some trackers leave that way; a failure of theirs is never the run's
             self.failed.set()
-            text = "the tracker %s is off: %s: %s. The run goes on, and its metrics are in metrics.jsonl"
+            text = "the tracker %s is off: %s: %s. The run continues, and its metrics are in metrics.jsonl"
             logger.warning(text, self.name, type(error).__name__, " ".join(str(error).split())[:300])
 
     def _next(self) -> tuple[int, dict[str, float]] | None:

@@ -32,7 +32,6 @@ from meshwright.run.data.local_batches import LocalBatches
 from meshwright.run.data.prefetch import PrefetchedBatches
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.launch.failure_record import RankProgress
-from meshwright.run.telemetry.accounting import RankUsage
 from meshwright.run.telemetry.callbacks import (
     Callback,
     CallbackEvent,
@@ -42,6 +41,7 @@ from meshwright.run.telemetry.callbacks import (
     call_callbacks,
 )
 from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, MetricsLog, ReplayCheck
+from meshwright.run.telemetry.rank_usage import RankUsage
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def train_loop(
     steps = (
         plan.job.train.steps if batches.num_steps is None else min(plan.job.train.steps, batches.num_steps)
     )
-    accounting = RankUsage(executor, plan, world, steps)
+    rank_usage = RankUsage(executor, plan, world, steps)
     loop = _TrainLoop(
         executor,
         plan,
@@ -98,7 +98,7 @@ def train_loop(
         world,
         callbacks,
         progress or RankProgress(),
-        accounting,
+        rank_usage,
         eval_samples,
         eval_history or EvalHistory(),
     )
@@ -109,20 +109,20 @@ def train_loop(
             loop.enter_phase(
                 "first_step" if executor.steps_done == first else "step", executor.steps_done + 1
             )
-            profiler = accounting.begin_step(executor.steps_done + 1)
-            with accounting.timed_phase("data"):
+            profiler = rank_usage.begin_step(executor.steps_done + 1)
+            with rank_usage.timed_phase("data"):
                 batch = batches.batch(executor.steps_done)
-            with accounting.timed_phase("step"):
+            with rank_usage.timed_phase("step"):
                 metrics = loop.run_step(batch, should_stop, profiler)
-            record = _step_record(metrics, accounting, _memory(process, world.device))
+            record = _step_record(metrics, rank_usage, _memory(process, world.device))
             loop.record_step(metrics, record)
             last = executor.steps_done == steps or batches.has_ended(executor.steps_done)
             improved = loop.evaluate(record, last=last)
             due = plan.run.save_every and executor.steps_done % plan.run.save_every == 0
             if loop.is_over or due or last or (improved and plan.run.keep_best):
                 loop.save(record, best=improved)
-            accounting.end_step()
-        accounting.close()
+            rank_usage.end_step()
+        rank_usage.close()
         loop.enter_phase("init", executor.steps_done)
         loop.call_back(
             lambda callback: callback.on_train_end,
@@ -176,12 +176,12 @@ class _TrainLoop:
         world: World,
         callbacks: Sequence[Callback],
         progress: RankProgress,
-        accounting: RankUsage,
+        rank_usage: RankUsage,
         eval_samples: EvalSamples | None,
         eval_history: EvalHistory,
     ) -> None:
         self.executor, self.plan, self.batches, self.world = executor, plan, batches, world
-        self.progress, self.accounting, self.eval_samples = progress, accounting, eval_samples
+        self.progress, self.rank_usage, self.eval_samples = progress, rank_usage, eval_samples
         self.eval_history = eval_history if eval_samples is None else eval_history.for_samples(eval_samples)
         self.stop_reason = "" if eval_samples is None else self.eval_history.stop_reason(plan.job.evaluate)
         self.stop_request: StopRequest = None
@@ -263,7 +263,7 @@ class _TrainLoop:
         if self.eval_samples is None or self.stopped or not due:
             return False
         self.enter_phase("evaluate", record.step)
-        with self.accounting.timed_phase("evaluate"):
+        with self.rank_usage.timed_phase("evaluate"):
             result = self.executor.evaluate(self.eval_samples.batches())
         self.eval_history = self.eval_history.with_evaluation(result.loss, record.step, spec.min_delta)
         self.stop_reason = self.eval_history.stop_reason(spec)
@@ -279,7 +279,7 @@ class _TrainLoop:
     def save(self, record: StepRecord, *, best: bool) -> None:
         """Saves a checkpoint of this step; with `best`, it is kept until a better one exists."""
         self.enter_phase("save", record.step)
-        with self.accounting.timed_phase("save"):
+        with self.rank_usage.timed_phase("save"):
             self.checkpoint = save_run_checkpoint(
                 self.executor, self.plan, self.world, self.batches.dataset.digest, self.eval_history
             )
@@ -324,10 +324,10 @@ def _finite(record: StepRecord) -> bool:
     return isfinite(record.loss) and isfinite(record.grad_norm)
 
 
-def _step_record(metrics: Metrics, accounting: RankUsage, memory: int) -> StepRecord:
-    m, data_s, save_s = metrics, accounting.pop_phase_seconds("data"), accounting.pop_phase_seconds("save")
-    seconds = data_s + accounting.pop_phase_seconds("step")
-    flops_per_s, mfu = accounting.throughput(m.samples, seconds)
+def _step_record(metrics: Metrics, rank_usage: RankUsage, memory: int) -> StepRecord:
+    m, data_s, save_s = metrics, rank_usage.pop_phase_seconds("data"), rank_usage.pop_phase_seconds("save")
+    seconds = data_s + rank_usage.pop_phase_seconds("step")
+    flops_per_s, mfu = rank_usage.throughput(m.samples, seconds)
     speed = m.tokens / seconds
     values = (
         m.step,

@@ -71,13 +71,13 @@ def test_everything_that_cannot_be_read_is_said_at_once_with_row_and_column(writ
         0F0,0F1,0F1,F2,0B0,0B1
         1F0,1X0,0B1,1B1
         """)
-    with pytest.raises(PlanError, match=f"{source}, row 1, column 4: 'F2' is no act of a rank"):
+    with pytest.raises(PlanError, match=f"{source}, row 1, column 4: 'F2' is not a schedule action"):
         load_schedule(source, 2, 2)
     assert faults_of(source, 2, 2) == [
-        ("row 1, column 4", "'F2' is no act of a rank"),
-        ("row 2, column 2", "'1X0' is no act of a rank"),
-        ("row 1, column 3", "F1 of virtual stage 0 stands in column 2 already"),
-        ("row 2, column 3", "stage 0 lies on the rank of row 1 already (column 1)"),
+        ("row 1, column 4", "'F2' is not a schedule action"),
+        ("row 2, column 2", "'1X0' is not a schedule action"),
+        ("row 1, column 3", "F1 of virtual stage 0 is in column 2 already"),
+        ("row 2, column 3", "stage 0 is on the rank of row 1 already (column 1)"),
     ]
 
 
@@ -88,8 +88,10 @@ def test_of_a_table_in_another_spelling_the_first_cells_are_said_and_how_many_mo
     with pytest.raises(PlanError) as refused:
         load_schedule(write(rows), 2, 20)
     assert len(refused.value.diagnostics) == 13
-    assert "'0f11' is no act of a rank" in str(refused.value)
-    assert "row 2, column 40: 68 more cells are no act of a rank, up to the one here" in str(refused.value)
+    assert "'0f11' is not a schedule action" in str(refused.value)
+    assert "row 2, column 40: 68 more cells are not schedule actions, up to the one here" in str(
+        refused.value
+    )
 
 
 def test_what_is_missing_and_the_wrong_counts_are_said_together(write):
@@ -118,8 +120,8 @@ def test_a_deadlock_is_shown_with_its_arrow_and_its_cell(write):
     ((where, what),) = faults_of(source, 2, 2)
     assert where == "row 2, column 2"
     assert (
-        "rank 1: slot 0 of 4, B0 of virtual stage 1, waits for F0 of stage 1  <-- waits for ever: "
-        "it does that itself" in what
+        "rank 1: action 0 of 4, B0 of virtual stage 1, waits for F0 of stage 1  <-- deadlock: "
+        "this rank runs it later" in what
     )
     assert what.count("<--") == 1
 
@@ -150,8 +152,8 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
     assert (found.num_ranks, found.num_microbatches) == (3, 2)
     assert load_schedule(f"{source}:made", 1, 1).num_ranks == 1
     assert [what for _, what in faults_of(f"{source}:made", 2, 1)] == [
-        "rank 1 does F0 of virtual stage 0, which lies on rank 0",
-        "rank 1 does B0 of virtual stage 0, which lies on rank 0",
+        "rank 1 does F0 of virtual stage 0, which is on rank 0",
+        "rank 1 does B0 of virtual stage 0, which is on rank 0",
         "microbatch 0 has FFBB in stage 0: needed is one F, and one B or one I and one W",
         "microbatch 0 has nothing in stage 1: needed is one F, and one B or one I and one W",
     ]

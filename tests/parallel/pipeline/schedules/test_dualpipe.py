@@ -155,7 +155,7 @@ def test_two_swapped_slots_are_noticed(order: Schedule, parts: int):
 
 def test_an_odd_number_of_ranks_is_refused_with_the_nearest_that_work():
     (fault,) = check_dualpipe(5, 8)
-    assert fault.problem == "5 ranks; both directions must meet between two of them, so their number is even"
+    assert fault.problem == "5 ranks; DualPipe needs an even number of ranks"
     assert fault.fix == "use 4 or 6 ranks, or dualpipev, which takes any number"
     with pytest.raises(PlanError, match="use 2 ranks, or dualpipev"):
         dualpipe_schedule(1, 4)

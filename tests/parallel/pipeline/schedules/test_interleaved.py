@@ -92,6 +92,6 @@ def test_two_swapped_slots_are_noticed():
 
 def test_chunks_on_one_rank_are_refused_with_their_repair():
     (fault,) = check_interleaved(1, 4, 3)
-    assert fault.problem == "virtual_stages = 3 on one rank, which has no one to take turns with"
+    assert fault.problem == "virtual_stages = 3 on one pp rank; interleaving needs at least 2"
     assert "virtual_stages = 1" in fault.fix
     assert [fault.location for fault in check_interleaved(2, 4, 0)] == ["strategies.pipeline.virtual_stages"]

@@ -30,7 +30,7 @@ def test_a_slot_twice_on_the_wrong_rank_or_of_no_stage_is_a_fault():
     order = listed("0F0 0B0 0B0 1F0 5F0", "1F0 1B0")
     assert list(order.errors()) == [
         "rank 0 does B0 of virtual stage 0 2 times",
-        "rank 0 does F0 of virtual stage 1, which lies on rank 1",
+        "rank 0 does F0 of virtual stage 1, which is on rank 1",
         "rank 0 does F0 of virtual stage 5, and there are 2 virtual stages",
         "microbatch 0 has FFB in stage 1: needed is one F, and one B or one I and one W",
     ]
@@ -70,11 +70,11 @@ def test_the_arrow_stands_at_the_rank_that_waits_for_what_it_does_itself():
         simulate(listed("0F0 0B0", "1F0 1B0", "2B0 2F0"), StageCosts.uniform(3))
     assert str(stuck.value).splitlines() == [
         "no rank can proceed:",
-        "  rank 0: slot 1 of 2, B0 of virtual stage 0, waits for B0 of stage 1",
-        "  rank 1: slot 1 of 2, B0 of virtual stage 1, waits for B0 of stage 2",
+        "  rank 0: action 1 of 2, B0 of virtual stage 0, waits for B0 of stage 1",
+        "  rank 1: action 1 of 2, B0 of virtual stage 1, waits for B0 of stage 2",
         (
-            "  rank 2: slot 0 of 2, B0 of virtual stage 2, waits for F0 of stage 2  <-- waits for ever: it "
-            "does that itself, later, in slot 1"
+            "  rank 2: action 0 of 2, B0 of virtual stage 2, waits for F0 of stage 2  <-- deadlock: this "
+            "rank runs it later, as action 1"
         ),
     ]
     assert (stuck.value.rank, stuck.value.action_index) == (2, 0)
@@ -85,8 +85,8 @@ def test_the_arrow_stands_at_the_first_of_a_circle():
         simulate(listed("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"), StageCosts.uniform(3))
     assert [line for line in str(stuck.value).splitlines() if "<--" in line] == [
         (
-            "  rank 0: slot 1 of 4, B0 of virtual stage 0, waits for B0 of stage 1  <-- waits for ever: "
-            "rank 0 for rank 1 for rank 0"
+            "  rank 0: action 1 of 4, B0 of virtual stage 0, waits for B0 of stage 1  <-- deadlock: "
+            "rank 0 waits for rank 1 waits for rank 0"
         )
     ]
 
@@ -96,7 +96,7 @@ def test_the_arrow_stands_where_nobody_will_do_what_is_waited_for():
         simulate(listed("0F0 0B0", "1F0 1B0 1F1", "2F0 2B0"), StageCosts.uniform(3))
     assert stuck.value.rank == 1
     assert "  rank 0: finished" in str(stuck.value)
-    assert "waits for F1 of stage 0  <-- waits for ever: nobody does it" in str(stuck.value)
+    assert "waits for F1 of stage 0  <-- deadlock: no rank runs it" in str(stuck.value)
 
 
 @settings(deadline=None)
@@ -109,7 +109,7 @@ def test_the_arrow_never_stands_at_a_rank_that_merely_waits(data: st.DataObject,
     stuck = standstill(mixed)
     if stuck is not None:
         assert str(stuck).count("<--") == 1
-        circle = f"rank {rank} for" in str(stuck) and "it does that itself" not in str(stuck)
+        circle = f"rank {rank} waits for" in str(stuck) and "this rank runs it" not in str(stuck)
         assert stuck.rank == rank or circle
 
 

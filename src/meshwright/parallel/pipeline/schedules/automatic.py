@@ -97,7 +97,7 @@ def search_schedule(
 
     Args:
         limits: memory of each rank, in the unit of `costs.activation_memory`; empty: unlimited.
-        measure: what is minimised: `longest_rank_time` if ranks step one by one, `ScheduleTimeline.end` if
+        measure: what is minimized: `longest_rank_time` if ranks step one by one, `ScheduleTimeline.end` if
             they wait.
         num_trials: random changes of the best schedule.
         virtual_stages: the placement of stages; empty: the best one.
@@ -116,7 +116,7 @@ def search_schedule(
             best = found
     if best is None:
         raise RuntimeError(
-            "no rule fits: the clock takes one microbatch at a time where the room is small, so one must"
+            "no rule fits: the list scheduler runs one microbatch at a time when memory is short, so one must"
         )
     return _improve(best, costs, memory_limits, measure, num_trials)
 
@@ -160,11 +160,10 @@ def check_search(
         )
     elif limits and (len(limits) != num_ranks or not costs.activation_memory):
         text = (
-            f"{len(limits)} limits for {num_ranks} ranks, with "
-            f"{'' if costs.activation_memory else 'no '}word "
-            f"of what a microbatch holds"
+            f"{len(limits)} limits for {num_ranks} ranks, and activation_memory is "
+            f"{'given' if costs.activation_memory else 'not given'}"
         )
-        yield Diagnostic(text, "give a limit per rank, and costs.held per stage", PIPELINE_KEY)
+        yield Diagnostic(text, "give a limit per rank, and costs.activation_memory per stage", PIPELINE_KEY)
     elif limits:
         least = [_min_memory(num_ranks, placed, costs) for placed in _placements(num_ranks, stages)]
         if not any(_covers(limits, each) for each in least):

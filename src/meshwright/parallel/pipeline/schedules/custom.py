@@ -203,7 +203,7 @@ def _checked_schedule(
         simulate(schedule, StageCosts.uniform(schedule.num_stages))
     except ScheduleDeadlock as stuck:
         cell = cells[stuck.rank][stuck.action_index]
-        fix = "move that cell behind what it waits for, or what it waits for ahead"
+        fix = "move that cell behind the cells that it waits for, or those cells ahead of it"
         raise PlanError(str(stuck), fix=fix, location=f"{source}, {cell.location}") from stuck
     return schedule
 
@@ -261,7 +261,7 @@ def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]
                 elif stage.strip() and not DERIVED_CELL_PATTERN.fullmatch(stage.strip()):
                     diagnostics.append(
                         Diagnostic(
-                            f"'{stage.strip()}' is no act of a rank",
+                            f"'{stage.strip()}' is not a schedule action",
                             CELL_FORMAT,
                             f"row {number}, column {column}",
                         )
@@ -270,7 +270,7 @@ def _parse_cells(rows: Sequence[Sequence[str]]) -> tuple[list[list[ScheduleCell]
         more = len(diagnostics) - MAX_REPORTED
         diagnostics[MAX_REPORTED:] = [
             Diagnostic(
-                f"{more} more cells are no act of a rank, up to the one here",
+                f"{more} more cells are not schedule actions, up to the one here",
                 CELL_FORMAT,
                 diagnostics[-1].location,
             )
@@ -289,7 +289,7 @@ def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
         )
         if param_sharding.row != cell.row:
             text = (
-                f"stage {cell.action.virtual_stage} lies on the rank of row "
+                f"stage {cell.action.virtual_stage} is on the rank of row "
                 f"{param_sharding.row} already (column "
                 f"{param_sharding.column})"
             )
@@ -297,7 +297,7 @@ def _check_rows(rows: Sequence[Sequence[ScheduleCell]]) -> list[Diagnostic]:
         elif first is not cell:
             diagnostics.append(
                 Diagnostic(
-                    f"{cell.action} stands in column {first.column} already",
+                    f"{cell.action} is in column {first.column} already",
                     "remove one of them",
                     cell.location,
                 )

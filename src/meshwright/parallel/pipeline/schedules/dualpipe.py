@@ -88,7 +88,7 @@ def check_dualpipe(num_ranks: int, num_microbatches: int) -> Iterator[Diagnostic
     """Yields why these counts cannot work for DualPipe; DualPipeV takes any."""
     yield from check_counts(num_ranks, num_microbatches)
     if num_ranks > 0 and num_ranks % 2:
-        text = f"{num_ranks} ranks; both directions must meet between two of them, so their number is even"
+        text = f"{num_ranks} ranks; DualPipe needs an even number of ranks"
         near = f"{num_ranks - 1} or {num_ranks + 1}" if num_ranks > 1 else "2"
         yield Diagnostic(text, f"use {near} ranks, or dualpipev, which takes any number", "mesh.pp")
 

@@ -87,7 +87,7 @@ def check_interleaved(
     """Yields why these counts cannot work."""
     yield from check_counts(num_ranks, num_microbatches, num_virtual_stages)
     if num_ranks == 1 and num_virtual_stages > 1:
-        text = f"virtual_stages = {num_virtual_stages} on one rank, which has no one to take turns with"
+        text = f"virtual_stages = {num_virtual_stages} on one pp rank; interleaving needs at least 2"
         yield Diagnostic(
             text,
             "write virtual_stages = 1, or give the pipeline more ranks",

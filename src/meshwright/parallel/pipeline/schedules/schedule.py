@@ -181,7 +181,7 @@ class Schedule:
                 at, stage = stages[number]
                 if at != rank:
                     what = f"{kind}{microbatch} of virtual stage {number}"
-                    yield f"rank {rank} does {what}, which lies on rank {at}"
+                    yield f"rank {rank} does {what}, which is on rank {at}"
                 key = stage, microbatch
                 done[key] = done.get(key, 0) + KIND_UNITS[kind]
                 if place.setdefault(key, number) != number:
@@ -389,7 +389,7 @@ def _deadlock(schedule: Schedule, at: Sequence[int]) -> ScheduleDeadlock:
             )
             arrow = f"  <-- {why}" if rank == root else ""
             lines.append(
-                f"  rank {rank}: slot {at[rank]} of {len(actions)}, {stands[rank]}, waits for {what}{arrow}"
+                f"  rank {rank}: action {at[rank]} of {len(actions)}, {stands[rank]}, waits for {what}{arrow}"
             )
         else:
             lines.append(f"  rank {rank}: finished")
@@ -408,14 +408,14 @@ def _deadlock_root(
         rank = path[-1]
         for need in needed[rank]:
             if need not in doers:
-                return rank, "waits for ever: nobody does it"
+                return rank, "deadlock: no rank runs it"
             if doers[need][0] == rank:
-                return rank, f"waits for ever: it does that itself, later, in slot {doers[need][1]}"
+                return rank, f"deadlock: this rank runs it later, as action {doers[need][1]}"
         path.append(doers[needed[rank][0]][0])
     ring = path[path.index(path[-1]) : -1]
     first = ring.index(min(ring))
     turned = [*ring[first:], *ring[:first], ring[first]]
-    return turned[0], f"waits for ever: {' for '.join(f'rank {rank}' for rank in turned)}"
+    return turned[0], f"deadlock: {' waits for '.join(f'rank {rank}' for rank in turned)}"
 
 
 def schedule_spans(timeline: ScheduleTimeline, costs: StageCosts) -> list[list[TimelineSpan]]:

@@ -13,9 +13,9 @@ from meshwright.plan.job.run_options import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
-from meshwright.run.telemetry import accounting as account_module
-from meshwright.run.telemetry.accounting import RankUsage, rank_usage_path
+from meshwright.run.telemetry import rank_usage
 from meshwright.run.telemetry.chrome_trace import trace_path
+from meshwright.run.telemetry.rank_usage import RankUsage, rank_usage_path
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, executor_of, plan_of, tiny_job, token_samples
@@ -94,7 +94,7 @@ def test_a_run_that_is_not_traced_writes_no_trace(tmp_path):
 
 
 def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(account_module, "peak_flops", lambda device, dtype: {"float64": 1e12}.get(dtype))
+    monkeypatch.setattr(rank_usage, "peak_flops", lambda device, dtype: {"float64": 1e12}.get(dtype))
     plan = replace(plan_of(ANALYZED, 3), run=RunConfig(str(tmp_path)))
 
     def speeds(world) -> tuple[float | None, float | None]:
@@ -106,7 +106,7 @@ def test_mfu_is_a_share_of_the_peak_of_all_ranks(tmp_path, monkeypatch):
 
 
 def test_with_tf32_there_is_no_peak(monkeypatch):
-    monkeypatch.setattr(account_module, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(rank_usage, "device_name", lambda device: "NVIDIA H100 80GB HBM3")
     plan = plan_of(
         ANALYZED,
         1,
@@ -114,11 +114,11 @@ def test_with_tf32_there_is_no_peak(monkeypatch):
             tiny_job(), precision=replace(tiny_job().precision, parameters="float32", compute="float32")
         ),
     )
-    assert account_module._peak_flops(plan, torch.device("cpu")) == 67e12
+    assert rank_usage._peak_flops(plan, torch.device("cpu")) == 67e12
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert account_module._peak_flops(plan, torch.device("cpu")) is None
+        assert rank_usage._peak_flops(plan, torch.device("cpu")) is None
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -126,4 +126,4 @@ def test_with_tf32_there_is_no_peak(monkeypatch):
 def test_an_account_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "ranks").write_text("in the way")
     trained(tmp_path, 1)
-    assert "the account of this rank cannot be written" in caplog.text
+    assert "the usage file of this rank cannot be written" in caplog.text

@@ -39,7 +39,7 @@ def rank_usage_path(folder: Path, rank: int) -> Path:
 
 
 class RankUsage:
-    """Accounts for one rank from its current step to step `last`."""
+    """Records what one rank uses from its current step to step `last`."""
 
     def __init__(self, executor: Executor, plan: Plan, world: World, last: int) -> None:
         self._executor, self._plan, self._world = executor, plan, world
@@ -89,17 +89,17 @@ class RankUsage:
             self.write()
 
     def close(self) -> None:
-        """Writes the accounting and the trace."""
+        """Writes the usage file and the trace."""
         self._tracer.write()
         if self._steps:
             self.write()
 
     def write(self) -> None:
-        """Writes the accounting. If the file cannot be written, logs a warning."""
+        """Writes the usage file. If it cannot be written, logs a warning."""
         try:
             replace_file(self._path, json.dumps(self._as_dict(), indent=1) + "\n")
         except OSError as error:
-            logger.warning("the account of this rank cannot be written to '%s': %s", self._path, error)
+            logger.warning("the usage file of this rank cannot be written to '%s': %s", self._path, error)
 
     def _as_dict(self) -> dict[str, Any]:
         device = self._world.device
