@@ -162,7 +162,7 @@ def test_a_folder_holds_at_most_twelve_modules():
     assert not crowded, f"more than {MAX_MODULES} modules: {crowded}"
 
 
-def test_the_docstring_of_every_package_names_all_its_modules():
+def test_the_docstring_of_every_package_names_its_modules_and_no_others():
     sources = [*package_sources(), *python_sources("benchmarks")]
     docs = {source.path: ast.get_docstring(source.tree) or "" for source in sources}
     found = []
@@ -171,6 +171,10 @@ def test_the_docstring_of_every_package_names_all_its_modules():
         lacking = [name for name in names if not re.search(rf"\b{name}\b", text)]
         if lacking and folder != PACKAGE:
             found.append((f"{folder}/__init__.py", Finding(1, f"does not name {', '.join(lacking)}")))
+        listed = re.findall(r"^ *(\w+) {2,}\S", text, re.MULTILINE)
+        gone = [name for name in listed if not list((ROOT / folder).glob(f"{name}*"))]
+        if gone:
+            found.append((f"{folder}/__init__.py", Finding(1, f"names {', '.join(gone)}, which is gone")))
     assert not found, report("the docstring of every package is its map", found)
 
 

@@ -4,7 +4,6 @@ bench_device      bench device: measures a device, writes device.toml
 bench_network     bench network: measures the links, writes cluster.toml
 doctor            doctor: checks this host and the ranks of a job
 launch            launch: writes the job file of a plan
-local_ranks       starts local ranks for a command
 plan              plan and inspect: resolves a config, predicts, describes the model
 predict           predicts the step time of a plan on named hardware
 report            report: writes the HTML report of a run
