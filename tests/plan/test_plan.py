@@ -60,10 +60,10 @@ OTHER = {  # another value for every field of a job
     "optimizer.eps": 1e-6,
     "optimizer.momentum": 0.9,
     "optimizer.groups": (ParamGroupConfig("*.bias"),),
-    "schedule.name": "cosine",
-    "schedule.warmup": 2,
-    "schedule.decay": 3,
-    "schedule.floor": 0.1,
+    "lr_schedule.name": "cosine",
+    "lr_schedule.warmup": 2,
+    "lr_schedule.decay": 3,
+    "lr_schedule.floor": 0.1,
     "precision.parameters": "bfloat16",
     "precision.compute": "bfloat16",
     "precision.reduce": "bfloat16",
@@ -337,7 +337,7 @@ def test_a_weight_without_elements_is_planned():
 
 
 def test_precision_is_checked_against_the_strategies():
-    job = replace(JOB, precision=PrecisionConfig(reduce="bfloat16"), schedule=LRScheduleConfig("cosine"))
+    job = replace(JOB, precision=PrecisionConfig(reduce="bfloat16"), lr_schedule=LRScheduleConfig("cosine"))
     assert (
         "gradients are sent in float32 here, and precision.reduce is bfloat16"
         in refused(job=job, strategies=(BatchSplit(), NaiveDDP()))[0]

@@ -329,7 +329,7 @@ def test_parity_runs_in_float64_and_with_sgd_because_adam_hides_a_wrong_scale():
     groups, named = (ParamGroupConfig("*.bias", 2.0),), (ParamGroupConfig("*.bias", 2.0, name="adamw"),)
     job = Job(
         optimizer=OptimizerConfig("adamw", weight_decay=0.3, groups=named),
-        schedule=LRScheduleConfig("cosine", 5),
+        lr_schedule=LRScheduleConfig("cosine", 5),
         precision=PrecisionConfig(),
         guard=LossGuard("skip"),
     )
@@ -341,7 +341,7 @@ def test_parity_runs_in_float64_and_with_sgd_because_adam_hides_a_wrong_scale():
         0.3,
         groups,
     )
-    assert exact.schedule == LRScheduleConfig()
+    assert exact.lr_schedule == LRScheduleConfig()
     assert (exact.model, exact.data, exact.train) == (job.model, job.data, job.train)
     assert list(exact.optimizer.diagnostics()) == []
 

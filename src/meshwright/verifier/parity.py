@@ -148,7 +148,7 @@ def parity_job(job: Job) -> Job:
     groups = tuple(replace(group, name=None, momentum=0.0) for group in job.optimizer.groups)
     sgd = OptimizerConfig("sgd", lr=0.1, weight_decay=job.optimizer.weight_decay, momentum=0.5, groups=groups)
     wide = PrecisionConfig("float64", "float64", "float64")
-    return replace(job, precision=wide, optimizer=sgd, schedule=LRScheduleConfig(), guard=LossGuard())
+    return replace(job, precision=wide, optimizer=sgd, lr_schedule=LRScheduleConfig(), guard=LossGuard())
 
 
 def single_device_job(job: Job) -> Job:

@@ -98,7 +98,7 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         if batch is None:
             break
         for group, base_lr in zip(optimizer.param_groups, base_lrs, strict=True):
-            group["lr"] = base_lr * lr_factor(plan.job.schedule, step, plan.job.train.steps)
+            group["lr"] = base_lr * lr_factor(plan.job.lr_schedule, step, plan.job.train.steps)
         if replay is not None:
             reference.steps.append(replay.step(optimizer, batch, step))
             continue

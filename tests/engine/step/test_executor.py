@@ -35,7 +35,7 @@ def chain(model: Custom, x: torch.Tensor) -> torch.Tensor:
 
 def test_metrics_describe_the_step():
     job = job_of(
-        steps=10, schedule=LRScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5)
+        steps=10, lr_schedule=LRScheduleConfig("cosine", warmup=1), optimizer=OptimizerConfig("sgd", lr=0.5)
     )
     done = pair(job=job, micro_batch=4)
     first, second = (done.executor.step(BATCH) for _ in range(2))
@@ -47,7 +47,7 @@ def test_metrics_describe_the_step():
 
 
 def test_every_group_follows_the_schedule_from_its_own_rate():
-    job = job_of(steps=4, schedule=LRScheduleConfig("wsd", decay=4))
+    job = job_of(steps=4, lr_schedule=LRScheduleConfig("wsd", decay=4))
     done = pair(job=job, optimizer=lambda groups: torch.optim.SGD([{**groups[0], "lr": 0.4}, *groups[1:]]))
     rates = []
     for _ in range(4):
@@ -175,7 +175,7 @@ def test_a_restored_run_goes_on_bitwise(maker: str):
         precision=PrecisionConfig(),
         clip=0.1,
         optimizer=OptimizerConfig(lr=0.01),
-        schedule=LRScheduleConfig("cosine", warmup=2),
+        lr_schedule=LRScheduleConfig("cosine", warmup=2),
         steps=8,
     )
     batches = [sample_range(token_samples(60), 10 * step, 10 * step + 10) for step in range(6)]

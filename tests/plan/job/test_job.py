@@ -85,18 +85,18 @@ def test_a_job_with_a_model_and_data_is_accepted():
             "weight_decay = nan; needed is a number of at least 0",
         ),
         (
-            {"schedule": LRScheduleConfig("wsd", warmup=60, decay=41)},
-            "schedule",
+            {"lr_schedule": LRScheduleConfig("wsd", warmup=60, decay=41)},
+            "lr_schedule",
             "60 warm-up and 41 decay steps do not fit into 100",
         ),
         (
-            {"schedule": LRScheduleConfig("cosine", floor=1.5)},
-            "schedule.floor",
+            {"lr_schedule": LRScheduleConfig("cosine", floor=1.5)},
+            "lr_schedule.floor",
             "floor = 1.5; needed is a number from 0 to 1",
         ),
         (
-            {"schedule": LRScheduleConfig("cosine", decay=3)},
-            "schedule.decay",
+            {"lr_schedule": LRScheduleConfig("cosine", decay=3)},
+            "lr_schedule.decay",
             "decay = 3 with the cosine schedule, which has none",
         ),
         (

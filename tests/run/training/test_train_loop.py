@@ -51,7 +51,7 @@ class SmallRun:
     def plan(self) -> Plan:
         job = tiny_job(
             optimizer=OptimizerConfig("adamw", lr=self.lr),
-            schedule=LRScheduleConfig("cosine", warmup=2, floor=0.1),
+            lr_schedule=LRScheduleConfig("cosine", warmup=2, floor=0.1),
             precision=self.precision,
             data=DataConfig("example", epochs=self.epochs),
         )

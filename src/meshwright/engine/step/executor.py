@@ -291,7 +291,7 @@ class Executor:
         self._module_patches.restore_forwards()
 
     def _set_lr(self) -> float:
-        scale = lr_factor(self.plan.job.schedule, self.steps_done, self.plan.job.train.steps)
+        scale = lr_factor(self.plan.job.lr_schedule, self.steps_done, self.plan.job.train.steps)
         for group, base in zip(all_param_groups(self.optimizers), self._base_lrs, strict=True):
             group["lr"] = base * scale
         return self._base_lrs[0] * scale

@@ -110,15 +110,15 @@ class LRScheduleConfig:
 
     def diagnostics(self, steps: int) -> Iterator[Diagnostic]:
         """Yields every error in this schedule of `steps` steps."""
-        yield from field_diagnostics(self, "schedule")
+        yield from field_diagnostics(self, "lr_schedule")
         if self.warmup + self.decay > max(0, steps):
             text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
-            yield Diagnostic(text, "shorten them, or raise train.steps", "schedule")
+            yield Diagnostic(text, "shorten them, or raise train.steps", "lr_schedule")
         if self.decay and self.name != "wsd":
             yield Diagnostic(
                 f"decay = {self.decay} with the {self.name} schedule, which has none",
                 'remove it, or set name = "wsd"',
-                "schedule.decay",
+                "lr_schedule.decay",
             )
 
 
@@ -203,7 +203,7 @@ class Job:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
+    lr_schedule: LRScheduleConfig = field(default_factory=LRScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     evaluate: EvalConfig = field(default_factory=EvalConfig)
     guard: LossGuard = field(default_factory=LossGuard)
@@ -214,7 +214,7 @@ class Job:
         yield from self.data.diagnostics()
         yield from field_diagnostics(self.train, "train")
         yield from self.optimizer.diagnostics()
-        yield from self.schedule.diagnostics(self.train.steps)
+        yield from self.lr_schedule.diagnostics(self.train.steps)
         yield from self.precision.diagnostics()
         yield from self.evaluate.diagnostics()
         yield from field_diagnostics(self.guard, "guard")

@@ -5,7 +5,7 @@ left to resolve.
     cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once,
                                          for the plan
 
-    [model] [data] [train] [optimizer] [schedule] [precision] [evaluate] [guard]     together the Job
+    [model] [data] [train] [optimizer] [lr_schedule] [precision] [evaluate] [guard]     together the Job
     [run]                                folder, logging, checkpoints, limits
     [mesh]                               axis = size; -1: so that the product is the number of ranks
     dp_replicate = -1
