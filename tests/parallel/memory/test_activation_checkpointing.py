@@ -72,6 +72,16 @@ def test_a_recompute_is_right_before_the_backward_of_its_block_call_and_micro_ba
         ]
 
 
+def test_a_backward_waits_for_its_recompute_and_a_recompute_for_its_forward():
+    plan = synthetic_plan(ActivationCheckpointing(), micro_batch=2, model=SyntheticModel(3).model_spec)
+    waits = {action.name: action.waits for action in plan.program.actions(FIRST_ROLE)}
+    recomputed = [name.removeprefix("RECOMPUTE") for name in waits if name.startswith("RECOMPUTE")]
+    assert len(recomputed) == 2 * 2  # two blocks, two microbatches
+    for call in recomputed:
+        assert f"RECOMPUTE{call}" in waits[f"B{call}"]
+        assert f"F_CHECKPOINTED{call}" in waits[f"RECOMPUTE{call}"]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micro_batch", [0, 2])
 def test_a_recompute_waits_for_the_all_gather_of_its_weights(stage: int, micro_batch: int):
