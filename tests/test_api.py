@@ -10,8 +10,9 @@ from torch import nn
 
 import meshwright as mw
 from meshwright.comm.collectives.group import World
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.manifest import CheckpointError
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 

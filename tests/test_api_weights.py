@@ -12,8 +12,9 @@ from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare_checkpoints
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from tests.command_line import ENV, STEPS, Command, Said, checkpoint, command, lay_out, metrics, steps_kept
 
 

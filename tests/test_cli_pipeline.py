@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare_checkpoints
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from tests.command_line import Command, Said, checkpoint, lay_out, metrics
 
 STEPS = 40

@@ -16,13 +16,14 @@ from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entro
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Strategy
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import compare_rank, make_verdict, parity_job, single_device_job
 from meshwright.verifier.reference import ParityCase, run_reference

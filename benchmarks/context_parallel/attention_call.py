@@ -28,8 +28,9 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.block_collectives import BlockCollectives
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, describe_mask
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo

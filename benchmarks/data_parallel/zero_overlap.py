@@ -47,8 +47,9 @@ from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, ProfilerSpan, S
 from meshwright.engine.step.executor import Executor
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import simulate

@@ -35,8 +35,9 @@ from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.optimizers import make_param_groups
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy

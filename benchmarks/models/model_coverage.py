@@ -61,7 +61,7 @@ from meshwright.commands.verify import verify
 from meshwright.model.analysis.model_report import ModelReport
 from meshwright.model.hf.metadata import is_transformers_model
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.data_source import ModelConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.export.hf_export import export_model, initial_model
 from meshwright.run.export.roundtrip_check import compare_logits
 

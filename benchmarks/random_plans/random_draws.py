@@ -41,8 +41,9 @@ from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.strategy import Strategy

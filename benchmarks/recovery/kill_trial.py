@@ -29,8 +29,8 @@ import torch
 
 from benchmarks.recovery import forked_command
 from meshwright.run.checkpoint.directories import list_step_folders, step_folder
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
 from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
 
 STEPS, SAVE_EVERY = 40, 2
 VICTIMS = {"rank": 3, "all": 3, "parent": 2, "term": 2}  # and how often each is chosen

@@ -32,8 +32,9 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.optimizers import make_param_groups
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 Step = Callable[[], object]

@@ -32,8 +32,9 @@ from meshwright.parallel.memory.chunked_loss import ChunkedLoss
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import ComputeDtype, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

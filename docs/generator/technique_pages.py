@@ -23,7 +23,7 @@ SHARED = (
     "schedules/schedule",
     "tensor/planned_collectives",
     "tensor/comm_overlap",
-    "tensor/layer_sharding",
+    "tensor/sharded_layer",
     "tensor/validation",
 )
 TITLES = {

@@ -23,24 +23,24 @@ from meshwright.model.hf.config import text_limits
 from meshwright.model.hf.hub import pin_revision
 from meshwright.model.loading.loader import LoadedModel, load_model
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics, raise_diagnostics
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.validation import strategy_field_diagnostics
 from meshwright.run.config.config_file import PlanRequest
-from meshwright.run.data.eval_split import EvalSamples, eval_source, split_held_out
-from meshwright.run.data.local_batches import (
+from meshwright.run.data.data_loader import (
     Dataset,
     ExampleDataset,
     LocalBatches,
     open_dataset,
     open_local_batches,
 )
+from meshwright.run.data.eval_split import EvalSamples, eval_source, split_held_out
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
 from meshwright.run.measure.allreduce_choice import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback

@@ -3,7 +3,7 @@
 import json
 
 from meshwright.commands import doctor
-from meshwright.run.launch.host_checks import Finding
+from meshwright.run.doctor.host_checks import Finding
 from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult
 from tests.command_line import forget_ranks, invoke, refuse_to_start
 

@@ -19,7 +19,7 @@ from meshwright.commands.plan import resolve_config
 from meshwright.model.hf import hub
 from meshwright.model.loading.safetensors_io import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.checkpoint.save_load import load_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
 from meshwright.run.export import hf_export as export_module
 from meshwright.run.export.roundtrip_check import RoundTripResult
 from meshwright.run.training.train_loop import save_run_checkpoint

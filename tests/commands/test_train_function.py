@@ -13,7 +13,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.oom_advice import OutOfMemory, is_out_of_memory
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent

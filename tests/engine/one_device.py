@@ -14,8 +14,9 @@ from meshwright.engine.runtime.build_module import make_stateless_rng, make_trai
 from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from tests.tiny_model import TOKENS, VOCABULARY, Tiny, analyzed_model, token_samples
 
 FLOAT64 = PrecisionConfig("float64", "float64", "float64")

@@ -7,7 +7,7 @@ import transformers
 from torch import nn
 
 from meshwright.model.loading.loader import LoadedModel, load_model
-from meshwright.plan.job.data_source import ModelConfig
+from meshwright.plan.job.model_config import ModelConfig
 
 DECODER = {
     **{

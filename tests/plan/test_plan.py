@@ -10,7 +10,7 @@ import pytest
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
-from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
+from meshwright.plan.job.data_config import DataConfig, MixturePart
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import (
     Job,
@@ -20,7 +20,9 @@ from meshwright.plan.job.job import (
     PrecisionConfig,
     TrainConfig,
 )
-from meshwright.plan.job.run_options import RunConfig, WaitLimits
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.job.run_config import RunConfig
+from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

@@ -7,12 +7,12 @@ import torch
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.report.terminal.memory_table import state_nbytes_by_role
 from meshwright.report.terminal.plan_table import plan_summary
 from meshwright.run.config.config_file import PlanRequest, write_request
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop
 from meshwright.testing.ranks import run_on_threads

@@ -12,7 +12,7 @@ import meshwright.engine.step.actions
 import meshwright.engine.step.executor
 import meshwright.model.blocks.forward_driver
 from meshwright.engine.runtime.loss import IGNORE_INDEX
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.verifier.reference import ParityCase, Reference, run_reference
 from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples

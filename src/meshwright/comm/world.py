@@ -25,7 +25,7 @@ from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup
 from meshwright.comm.watchdog.desync_check import DesyncCheck
 from meshwright.comm.watchdog.watchdog import Watchdog
 from meshwright.plan.job.errors import CollectiveError, PlanError
-from meshwright.plan.job.run_options import WaitLimits
+from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import AXES, Mesh
 
 BACKEND_TIMEOUT_MARGIN_S = (

@@ -14,17 +14,17 @@ from rich.text import Text
 
 from meshwright.comm.world import init_world
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import WaitLimits
+from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.table import Table
-from meshwright.run.launch.cluster_env import RankEnv
-from meshwright.run.launch.gpu_checks import (
+from meshwright.run.doctor.gpu_checks import (
     collective_findings,
     failed_collective,
     gather_findings,
     gpu_findings,
 )
-from meshwright.run.launch.host_checks import Finding, host_findings
+from meshwright.run.doctor.host_checks import Finding, host_findings
+from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher
 from meshwright.run.launch.network_interfaces import interface_to

@@ -15,11 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 from meshwright.model.hf.hub import is_hub_id, pin_revision, resolve_path
 from meshwright.model.loading.loader import LoadedModel, load_model
 from meshwright.model.loading.safetensors_io import read_header
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError, suggest_name
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.directories import list_step_folders
+from meshwright.run.checkpoint.distributed_checkpoint import newest_valid
 from meshwright.run.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.run.checkpoint.save_load import newest_valid
 from meshwright.run.checkpoint.shard_io import check_checksums, read_entry, read_manifest
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import

@@ -30,7 +30,7 @@ from meshwright.run.checkpoint.resume import (
     resume,
 )
 from meshwright.run.config.config_file import read_request, request_as_dict
-from meshwright.run.data.prefetch import prefetch
+from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import RankProgress, record_failure

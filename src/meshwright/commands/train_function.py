@@ -15,9 +15,8 @@ import torch
 from meshwright.api import Trainer
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.resume import resume
+from meshwright.run.data.data_loader import Dataset, ExampleDataset, open_local_batches, prefetch
 from meshwright.run.data.eval_split import EvalSamples, split_held_out
-from meshwright.run.data.local_batches import Dataset, ExampleDataset, open_local_batches
-from meshwright.run.data.prefetch import prefetch
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult
 from meshwright.run.training.train_loop import train_loop as play_all

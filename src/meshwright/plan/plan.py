@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job, OptimizerConfig
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.optimizer_spec import depends_on_role, shard_alignment_of
 from meshwright.plan.sharding.mesh import Mesh

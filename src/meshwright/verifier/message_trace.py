@@ -34,7 +34,7 @@ from meshwright.comm.collectives.group import LedgerEntry, Work
 from meshwright.engine.runtime.loss import Batch, Loss
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import Executor
-from meshwright.model.rng.draw_sites import DrawSites, StatelessRNG
+from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.trial.trial import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard

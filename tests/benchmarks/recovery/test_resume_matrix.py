@@ -24,7 +24,7 @@ from benchmarks.recovery.resume_matrix import KINDS, TRIALS, kind_of
 from meshwright.api import single_rank_world
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.directories import step_folder
-from meshwright.run.checkpoint.save_load import save_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import save_tensors
 
 ROOT = Path(meshwright.__file__).parents[2]
 

@@ -17,7 +17,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.shared_memory.shared_memory_group import MAX_SLOT_NBYTES
 from meshwright.comm.world import TorchWorld
 from meshwright.plan.job.errors import CollectiveError
-from meshwright.plan.job.run_options import RunPhase, WaitLimits
+from meshwright.plan.job.timeouts import RunPhase, WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, RankFailure, run_on_threads
 from tests.comm.backends.test_process_group_traffic import arriving

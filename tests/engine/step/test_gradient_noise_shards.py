@@ -6,7 +6,7 @@ from meshwright.api import make_plan
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from tests.engine.noise_steps import train_and_record
 from tests.engine.one_device import sample_range
 from tests.engine.step.test_gradient_noise import ANALYZED, averaged, by_hand, noisy

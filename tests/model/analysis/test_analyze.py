@@ -11,8 +11,8 @@ from torch import nn
 from meshwright.model.analysis.analyze import analyze
 from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.loading.loader import Model, load_factory, load_model
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 from tests.model.block_backward import analyze_model, both_ways
 
 X = {"x": torch.linspace(-1, 1, 12).view(2, 6)}

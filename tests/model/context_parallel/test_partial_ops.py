@@ -10,7 +10,7 @@ import torch
 
 from meshwright.model.context_parallel.sharded_activation import make_sharded_tensor
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.plan.model_spec.sequence_info import SequenceSharding
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 
 LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3).sin()

@@ -12,7 +12,8 @@ from meshwright.model.context_parallel.sharded_activation import (
 )
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 
 LENGTH = 7
 WHOLE = torch.arange(2.0 * LENGTH * 3, dtype=torch.float64).view(2, LENGTH, 3)

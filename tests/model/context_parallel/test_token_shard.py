@@ -7,7 +7,7 @@ import gc
 import torch
 
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.plan.model_spec.sequence_info import SequenceSharding
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 
 LENGTH, MASK = 8, (2, 1, 8, 8)
 

@@ -8,8 +8,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from meshwright.model.hf import hub
 from meshwright.model.hf.hub import is_hub_id, pin_revision, resolve_path
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 from tests.model.published_models import logits, made, published
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

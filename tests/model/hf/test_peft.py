@@ -22,9 +22,9 @@ from meshwright.model.loading.loader import load_factory, load_model
 from meshwright.model.loading.meta_init import defer_init
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.program_memory import state_bytes

@@ -10,8 +10,8 @@ from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta
 from meshwright.model.loading.loader import LoadedModel, Model, load_factory, load_model, read_source_config
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 
 NET = """
 from dataclasses import dataclass

@@ -11,9 +11,9 @@ from torch import nn
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import analyze
 from meshwright.model.loading.loader import load_factory, load_model
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, sample_range

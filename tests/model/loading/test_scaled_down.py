@@ -11,9 +11,10 @@ import torch
 from meshwright.model.analysis.analyze import analyze
 from meshwright.model.loading.loader import load_model
 from meshwright.model.loading.scaled_down import scale_down
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 
 COMMON = {
     "vocab_size": 97,

@@ -14,9 +14,10 @@ from meshwright.engine.runtime.loss import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.context.ring import RingAttention
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.model_families import CLASSES, FAMILIES, PIXELS, loss_of

@@ -16,12 +16,13 @@ from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
-from meshwright.plan.model_spec.sequence_info import SequenceSharding
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.strategy import Strategy
 from meshwright.testing.ranks import run_on_threads
 

@@ -12,8 +12,9 @@ from meshwright.api import analyze, make_plan, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.tensor_parallel import pair_search
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.model.two_block_model import Net
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from meshwright.model.tensor_parallel.slice_plan import slice_dims, take_local_heads
-from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 from meshwright.plan.model_spec.layer_calls import PerHeadInput
+from meshwright.plan.model_spec.uneven_split import DimRanges, DimSplit
 
 
 @pytest.mark.parametrize("slot", [1, "bias"])

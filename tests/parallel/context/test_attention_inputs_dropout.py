@@ -8,10 +8,10 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
-from meshwright.model.rng import draw_sites
-from meshwright.model.rng.draw_sites import StatelessRNG
+from meshwright.model.rng import stateless_rng
 from meshwright.model.rng.dropout_mode import StatelessDropout, keep_mask
 from meshwright.model.rng.sharded_draws import DrawRegion
+from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.parallel.context.attention_kernel import (
     AttentionDropout,
     math_attention,
@@ -22,9 +22,10 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.verdict import Verdict
@@ -78,7 +79,7 @@ def test_weights_are_dropped_as_on_one_device(make, mesh: Mesh, strategies: tupl
 
 
 def test_a_rank_that_draws_for_the_wrong_tokens_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_sites, "locate_region", lambda part, whole, local, divisions, site: None)
+    monkeypatch.setattr(stateless_rng, "locate_region", lambda part, whole, local, divisions, site: None)
     assert not verdict_for(gpt2(), Mesh(cp=2), RingAttention()).passed
 
 

@@ -23,11 +23,12 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
-from meshwright.plan.model_spec.sequence_info import MIN_TOKENS
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import argument_name

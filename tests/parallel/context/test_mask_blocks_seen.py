@@ -8,7 +8,7 @@ import torch
 
 from meshwright.parallel.context.attention_inputs import AttentionRing
 from meshwright.parallel.context.mask_blocks import DenseMask, IntervalMask, KeyIntervals, MaskCache
-from meshwright.plan.model_spec.sequence_info import SequenceSharding
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from tests.parallel.context.dense_attention import mask_of
 
 CPU = torch.device("cpu")

@@ -5,10 +5,12 @@ import pytest
 from benchmarks.context_parallel.context_memory import OFF, Case, measure_peak
 from meshwright.parallel.context import memory_model, ring
 from meshwright.parallel.context.memory_model import AttentionMemory, exchange_memory
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool

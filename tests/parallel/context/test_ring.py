@@ -12,18 +12,15 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.model_spec.sequence_info import (
-    AttentionSpec,
-    BlockSequenceInfo,
-    SequenceInfo,
-    SequenceSharding,
-)
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.plan.strategy import Strategy
 from tests.parallel.context.dense_attention import sample

@@ -15,8 +15,8 @@ from meshwright.parallel.context.attention_inputs import AttentionRing, ShiftFn
 from meshwright.parallel.context.mask_blocks import CPU_CALL_COST, IntervalMask, KeyIntervals
 from meshwright.parallel.context.ring import LoadBalance, ring_sharding
 from meshwright.parallel.context.ring_attention import ring_attention
-from meshwright.plan.model_spec.sequence_info import SequenceSharding, TokenRange
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding, TokenRange
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.dense_attention import MASKS, gap, mask_of, sample, with_gradients
 

@@ -12,8 +12,9 @@ from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.mask_blocks import DenseMask
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
 from tests.parallel.context.attention_answers import NUM_SAMPLES, case, largest_error

@@ -8,7 +8,7 @@ import torch
 from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.model_spec.model_spec import BatchTensor

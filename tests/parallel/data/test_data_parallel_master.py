@@ -17,14 +17,14 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.two_tower_model import CONTRASTIVE, analyzed_towers, global_batches, towers_plan

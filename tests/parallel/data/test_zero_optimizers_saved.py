@@ -15,7 +15,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import RULES, SHARD, STEPS, Wide, error, outcome, plan_of, trained
 from tests.tiny_model import executor_of, tiny_job, token_samples

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.sequence_info import SequenceSharding
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import P, R, S
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import COUNT_NBYTES

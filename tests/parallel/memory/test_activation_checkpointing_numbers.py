@@ -15,7 +15,7 @@ from meshwright.engine.runtime.build_module import make_stateless_rng
 from meshwright.engine.runtime.loss import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
-from meshwright.model.rng.draw_sites import StatelessRNG
+from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO

@@ -19,9 +19,9 @@ from meshwright.parallel.pipeline.schedules.custom import to_csv
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, simulate
 from meshwright.parallel.pipeline.schedules.zero_bubble import zb_h1_schedule
-from meshwright.parallel.tensor.layer_sharding import LayerSharding
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel as Slices
+from meshwright.parallel.tensor.sharded_layer import LayerSharding
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

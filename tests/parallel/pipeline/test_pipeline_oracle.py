@@ -21,8 +21,9 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool

@@ -26,7 +26,7 @@ from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.plan.model_spec.stage_boundaries import StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.stage_values import StageValueShards
+from meshwright.plan.sharding.stage_value_shards import StageValueShards
 from meshwright.plan.step.matrix_owners import owned_params
 from meshwright.plan.strategy import Strategy
 from meshwright.verifier.static_checks import static_checks

@@ -14,8 +14,9 @@ from meshwright.engine.runtime.loss import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageValue, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

@@ -14,7 +14,7 @@ from meshwright.model.loading.loader import Model
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.tensor import comm_overlap, layer_sharding
+from meshwright.parallel.tensor import comm_overlap, sharded_layer
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
@@ -207,7 +207,7 @@ def test_three_pairs_share_sums_as_far_as_the_model_allows(
 def test_a_scaled_summand_in_a_shared_sum_is_noticed(monkeypatch: pytest.MonkeyPatch):
     analyzed, plan = branches(0.5, (TensorParallel(),))
     monkeypatch.setattr(
-        layer_sharding, "joint_sum_members", lambda sums: comm_overlap.joint_sum_members(all_in_one_sum(plan))
+        sharded_layer, "joint_sum_members", lambda sums: comm_overlap.joint_sum_members(all_in_one_sum(plan))
     )
     assert not verify(analyzed, plan, tokens(1, length=LENGTH)).passed
 
@@ -226,7 +226,7 @@ def all_in_one_sum(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def test_a_lost_summand_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layer_sharding, "add_summand", lambda summand, more: summand)
+    monkeypatch.setattr(sharded_layer, "add_summand", lambda summand, more: summand)
     analyzed, plan = branches(1.0, (TensorParallel(),))
     assert not verify(analyzed, plan, tokens(1, length=LENGTH)).passed
 
@@ -252,7 +252,7 @@ def losses_and_norm(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[f
 
 def test_layers_that_run_in_another_order_than_in_the_trial_are_reported():
     turns = comm_overlap.joint_sum_members(dict.fromkeys(("a", "b", "c"), ("a", "b", "c")))
-    zeros = turns["a"].contribute(torch.ones(2, 3), [], layer_sharding.I, 2)
+    zeros = turns["a"].contribute(torch.ones(2, 3), [], sharded_layer.I, 2)
     assert zeros.eq(0).all()
     assert zeros.is_contiguous()
     with pytest.raises(RuntimeError, match=r"c ends the sum of a, b, c, and a ran before it: needed are all"):

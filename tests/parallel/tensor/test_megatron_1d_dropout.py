@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.api import make_plan, verify
-from meshwright.engine.forward_backward import stateless_rng
-from meshwright.engine.forward_backward.stateless_rng import draw_shardings
+from meshwright.engine.forward_backward import step_rng
+from meshwright.engine.forward_backward.step_rng import draw_shardings
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -96,7 +96,7 @@ def test_families_drop_what_one_device_drops(family: str, ranks: int):
 
 
 def test_masks_of_local_heads_differ_between_ranks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stateless_rng, "draw_shardings", lambda plan, rank, sites: {})
+    monkeypatch.setattr(step_rng, "draw_shardings", lambda plan, rank, sites: {})
     analyzed, plan = planned(analyzed_llama(attention_dropout=0.2), Mesh(tp=2))
     assert not verify(analyzed, plan, batches(1)).passed
 

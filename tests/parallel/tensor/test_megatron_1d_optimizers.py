@@ -26,7 +26,7 @@ from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.step.matrix_owners import matrix_parcels, owned_params
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.planner.program_cost.program_memory import state_bytes
-from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, save_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, error, outcome, trained

@@ -12,14 +12,15 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.tensor import layer_sharding
+from meshwright.parallel.tensor import sharded_layer
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
@@ -188,7 +189,7 @@ def saved_of(world: World, analyzed: AnalyzedModel, plan: Plan) -> list[tuple[in
 
 
 def test_a_norm_whose_gradient_is_not_summed_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(layer_sharding, "R", layer_sharding.I)  # what is shared is taken for used alike
+    monkeypatch.setattr(sharded_layer, "R", sharded_layer.I)  # what is shared is taken for used alike
     analyzed, plan = planned_sequence_parallel(Mesh(tp=2), KEPT)
     verdict = verify(analyzed, plan, batches(2, length=LENGTH))
     assert not verdict.passed

@@ -14,9 +14,10 @@ from meshwright.cli import app
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.odd_llama import llama, planned
 

@@ -5,7 +5,7 @@ from math import inf, nan
 
 import pytest
 
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import (
     EvalConfig,
     Job,
@@ -16,8 +16,9 @@ from meshwright.plan.job.job import (
     PrecisionConfig,
     TrainConfig,
 )
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import ROLES
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 
 GOOD = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=100))
 

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceInfo, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.rank_share import (
     local_fraction,
@@ -13,6 +13,7 @@ from meshwright.plan.sharding.rank_share import (
     local_token_fraction,
     unpadded_fraction,
 )
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 BLOCK_CALLS = (

@@ -4,9 +4,9 @@ by slices.
 
 from dataclasses import replace
 
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import LayerCall, LogitsSpec, ResidualFlow
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
+from meshwright.plan.model_spec.uneven_split import DimSplit
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import Layout, S

@@ -6,8 +6,8 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
+from meshwright.plan.model_spec.uneven_split import DimSplit
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import FLAT, I, Layout, P, R, S

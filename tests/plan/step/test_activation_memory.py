@@ -8,9 +8,9 @@ import pytest
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.model_spec.op_costs import BlockMemory, LinearInSamples, ModelMemory
+from meshwright.plan.model_spec.uneven_split import DimSplit
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import Layout, S

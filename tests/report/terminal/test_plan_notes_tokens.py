@@ -7,10 +7,12 @@ import pytest
 from meshwright.api import make_plan
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
-from meshwright.plan.model_spec.sequence_info import GlueGather, SequenceSharding
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.model_spec.sequence_info import GlueGather
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.strategy import Strategy
 from meshwright.report.terminal.plan_notes import max_over_mean_attention, sequence_sharding_text
 from tests.parallel.tensor.odd_llama import analyzed_llama

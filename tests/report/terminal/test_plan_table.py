@@ -30,12 +30,13 @@ from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.tesseract_25d import TensorParallel25D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
-from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
+from meshwright.plan.model_spec.uneven_split import DimSplit
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action

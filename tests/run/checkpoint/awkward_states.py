@@ -7,8 +7,8 @@ import torch
 from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.group import Group
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
 from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.run.checkpoint.save_load import load_tensors, save_tensors
 
 META = {"seed": 3, "plan": {"tp": 2}, "loss": 0.1}
 THREE = Mesh(dp_shard=3)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
+from meshwright.run.checkpoint.distributed_checkpoint import save_tensors
 from meshwright.run.checkpoint.manifest import CheckpointError, ShardFile
-from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import write_shard
 from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import (
@@ -86,7 +86,7 @@ def test_an_error_that_is_no_os_error_reaches_all_ranks_too(tmp_path, monkeypatc
             save_tensors(tmp_path, 2, state(2), META, world.group(("dp_shard",)), keep=2)
         return str(caught.value)
 
-    monkeypatch.setattr("meshwright.run.checkpoint.save_load.write_shard", broken)
+    monkeypatch.setattr("meshwright.run.checkpoint.distributed_checkpoint.write_shard", broken)
     first, second, third = run_on_threads(body, THREE)
     assert "writing failed on rank 1 (its own message says why): the device is gone" in second
     assert first == third

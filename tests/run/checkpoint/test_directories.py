@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.run.checkpoint.directories import best_step, mark_best
-from meshwright.run.checkpoint.save_load import newest_valid, save_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import newest_valid, save_tensors
 from tests.run.checkpoint.awkward_states import (
     META,
     alone,

@@ -12,13 +12,13 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.checkpoint.consensus import ERROR_PREFIX, OK_PREFIX, ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import step_folder
+from meshwright.run.checkpoint.distributed_checkpoint import save_tensors
 from meshwright.run.checkpoint.integrity import (
     consensus_for_load,
     newest_valid_on_all_ranks,
     verify_checkpoint,
 )
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.save_load import save_tensors
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, state

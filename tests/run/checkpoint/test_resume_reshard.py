@@ -21,9 +21,9 @@ from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy import Strategy
-from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors, newest_valid
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, newest_valid
 from meshwright.run.checkpoint.shard_io import read_manifest
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import bits
 from tests.tiny_model import analyzed_model, tiny_job, token_samples

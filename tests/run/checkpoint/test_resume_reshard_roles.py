@@ -12,7 +12,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
-from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import Wide

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from meshwright.run.checkpoint.distributed_checkpoint import load_tensors, save_tensors
 from meshwright.run.checkpoint.manifest import (
     MANIFEST_FILE,
     CheckpointError,
@@ -14,7 +15,6 @@ from meshwright.run.checkpoint.manifest import (
     StoredSlice,
     TensorEntry,
 )
-from meshwright.run.checkpoint.save_load import load_tensors, save_tensors
 from meshwright.run.checkpoint.shard_io import read_entry, read_manifest, write_shard
 from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, alone, assert_holds, bits, saved, state

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel.pipeline.pipeline import Pipeline
-from meshwright.plan.job.data_source import DataConfig, MixturePart, ModelConfig
+from meshwright.plan.job.data_config import DataConfig, MixturePart
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import (
     Job,
@@ -20,7 +20,8 @@ from meshwright.plan.job.job import (
     PrecisionConfig,
     TrainConfig,
 )
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.run.config.config_file import (
     PlanRequest,
     canonical_hash,

@@ -9,11 +9,12 @@ from transformers import PreTrainedTokenizerFast
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data.local_batches import Dataset, LocalBatches, open_dataset, open_local_batches
+from meshwright.run.data.data_loader import Dataset, LocalBatches, open_dataset, open_local_batches
 from tests.paper_model import SyntheticModel
 
 END, CUE = "<|end|>", "<|assistant|>"

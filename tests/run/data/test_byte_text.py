@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import SEPARATOR, TextDataset
-from meshwright.run.data.token_dataset import IGNORE_INDEX
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:

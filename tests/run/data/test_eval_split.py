@@ -7,12 +7,13 @@ from math import inf, nan
 import pytest
 import torch
 
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
-from meshwright.plan.job.data_source import MixturePart as Share
+from meshwright.plan.job.data_config import DataConfig
+from meshwright.plan.job.data_config import MixturePart as Share
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig, Job
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples, eval_source, split_held_out
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
 from meshwright.run.data.mixture import Mixture
 from tests.tiny_model import analyzed_model, plan_of, tiny_job, token_samples
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.plan.job.data_source import DataConfig, MixturePart
+from meshwright.plan.job.data_config import DataConfig, MixturePart
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
-from meshwright.run.data.local_batches import LocalBatches, open_dataset
+from meshwright.run.data.data_loader import LocalBatches, open_dataset
 from meshwright.run.data.mixture import MAX_PERIOD, MixedOrder, Mixture, integer_shares, interleave
 from tests.run.data.corpora import MARKED, TALKS, jsonl, local_batches_of, samples, tokenizer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import Diagnostic, PlanError
-from meshwright.run.data.packed_documents import encode_conversation, get_chat_template, has_generation_tag
+from meshwright.run.data.chat_template import encode_conversation, get_chat_template, has_generation_tag
 from meshwright.run.data.token_dataset import EncodedDocument
 from meshwright.run.data.tokenizer import ByteTokenizer, PretrainedTokenizer
 from tests.run.data.corpora import FORGETFUL, MARKED, PLAIN, TALKS, tokenizer

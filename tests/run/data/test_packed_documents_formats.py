@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import TextDataset
 from meshwright.run.data.packed_documents import MAX_DIAGNOSTICS, TEXTS_PER_CALL
-from meshwright.run.data.token_dataset import IGNORE_INDEX
 from tests.run.data.corpora import MARKED, PLAIN, TALKS, jsonl, opened, samples, tokenizer
 
 TEXTS = ["one line", "", "two", "a third, longer line"]

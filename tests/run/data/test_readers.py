@@ -10,7 +10,7 @@ import datasets
 import pytest
 import tqdm
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.run.data.readers import missing_column_diagnostic, open_reader, source_format
 from tests.run.data.corpora import jsonl

@@ -8,10 +8,10 @@ import datasets
 import pytest
 import tqdm
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
-from meshwright.run.data.local_batches import LocalBatches
+from meshwright.run.data.data_loader import LocalBatches
 from meshwright.run.data.streaming import TokenStream
 from tests.run.data.corpora import MARKED, TALKS, local_batches_of, opened, samples, tokenizer
 

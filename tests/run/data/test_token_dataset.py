@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from meshwright.run.data.token_dataset import IGNORE_INDEX, EncodedDocument, cut_windows, pad_documents
+from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.run.data.token_dataset import EncodedDocument, cut_windows, pad_documents
 
 
 def test_windows_share_the_token_at_their_boundary():

@@ -11,8 +11,8 @@ from torch import nn
 
 from meshwright.model.loading.meta_init import defer_init
 from meshwright.model.loading.safetensors_io import INDEX_FILE, SINGLE_FILE, list_tensors
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.export import hf_export as export_module
 from meshwright.run.export.hf_export import ExportableModel, check_round_trip, export_model, initial_model
 from meshwright.run.export.roundtrip_check import RoundTripResult

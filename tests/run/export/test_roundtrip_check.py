@@ -9,8 +9,8 @@ import transformers
 from safetensors.torch import save_file
 
 from meshwright.model.loading.meta_init import defer_init
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_logits, probe_inputs
 from tests.model.published_models import FAMILIES, load_published, published
 

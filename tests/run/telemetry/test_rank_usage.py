@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.telemetry import rank_usage
 from meshwright.run.telemetry.chrome_trace import trace_path
 from meshwright.run.telemetry.rank_usage import RankUsage, rank_usage_path

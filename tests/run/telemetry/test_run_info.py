@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.step.action import program_from_dict
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.run.telemetry.run_info import write_run_info

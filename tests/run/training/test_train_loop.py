@@ -12,15 +12,15 @@ from meshwright.comm.backends.threads import ThreadGroup
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig, OptimizerConfig, PrecisionConfig
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.directories import step_folder
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, ResumeResult, resume
-from meshwright.run.checkpoint.save_load import compare_checkpoints
-from meshwright.run.data.local_batches import ExampleDataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent, StepRecord
 from meshwright.run.training.train_loop import TrainResult, save_run_checkpoint, train_loop

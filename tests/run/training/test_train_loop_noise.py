@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.run.checkpoint.save_load import compare_checkpoints, load_tensors
+from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.telemetry.trackers import metrics_by_name
 from tests.run.training.small_run import SmallRun

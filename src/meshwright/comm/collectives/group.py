@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from meshwright.comm.collectives.flight_recorder import FlightRecorder
-from meshwright.plan.job.run_options import RunPhase
+from meshwright.plan.job.timeouts import RunPhase
 from meshwright.plan.sharding.mesh import Mesh
 
 if TYPE_CHECKING:

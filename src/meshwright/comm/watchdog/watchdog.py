@@ -55,7 +55,7 @@ from meshwright.comm.watchdog.rank_status import (
 )
 from meshwright.comm.watchdog.store_client import StoreClient, StoreSilentError
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError
-from meshwright.plan.job.run_options import WaitLimits
+from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 
 WAIT_SLICE_S = 0.25  # how long a body may wait before it asks `check`

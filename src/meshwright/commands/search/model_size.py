@@ -16,8 +16,8 @@ from torch import nn
 from meshwright.model.hf.hub import is_hub_id
 from meshwright.model.hf.metadata import config_of
 from meshwright.model.loading.loader import load_model, read_source_config
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.planner.analytic.model_shape import SHAPE_FORMAT, ModelShape, parse_shape
 
 # names of sizes in transformers configs; families with other names map them (attribute_map)

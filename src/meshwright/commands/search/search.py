@@ -26,7 +26,6 @@ from meshwright.commands.search.machine import search_machine
 from meshwright.commands.search.model_size import is_shape_text, model_shape, model_size, size_warnings
 from meshwright.commands.search.no_result import no_result_error
 from meshwright.model.loading.loader import load_model
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
@@ -35,6 +34,7 @@ from meshwright.plan.job.errors import (
     refuse_write_errors,
     suggest_name,
 )
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.search.heterogeneous import (

@@ -4,7 +4,7 @@ backward                    B, its halves I and W, and RECOMPUTE: the backward o
 block_collectives           collectives inside a block, once per tensor
 stage_send_recv             sends and receives between pipeline stages
 context_parallel_forward    forwards on this rank's tokens of each sample (context parallelism)
-stateless_rng               random numbers by global sample
+step_rng                    random numbers by global sample
 graph_cut                   whether the graph is cut at blocks, and whether gradients reach every parameter
 evaluation                  the loss over samples that are not trained on
 pipelined_eval              forwards of an evaluation through pipeline stages

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from meshwright.engine.forward_backward.block_collectives import BlockCollectives
 from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
-from meshwright.engine.forward_backward.stateless_rng import StepRNG
+from meshwright.engine.forward_backward.step_rng import StepRNG
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.autograd_check import split_graph
 from meshwright.model.blocks.forward_driver import BlockCall, ForwardDriver, ForwardPass, backward

@@ -35,9 +35,10 @@ from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
-from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, SequenceInfo, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.placement import P, R, S
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, SequenceSharding
 
 
 def make_sequence_runner(plan: Plan, state: RankState) -> "FullSequenceRunner":

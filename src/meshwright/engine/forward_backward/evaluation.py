@@ -25,8 +25,8 @@ from meshwright.engine.runtime.loss import Loss
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import ForwardDriver
-from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout
+from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

@@ -38,7 +38,7 @@ from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.stage_values import StageValueShards
+from meshwright.plan.sharding.stage_value_shards import StageValueShards
 
 RECV_PREFETCH = 1  # time steps by which receives are posted ahead
 

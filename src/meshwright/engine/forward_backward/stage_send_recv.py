@@ -29,7 +29,7 @@ from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageValue
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.stage_values import DimSizes, StageValueShards
+from meshwright.plan.sharding.stage_value_shards import DimSizes, StageValueShards
 from meshwright.plan.step.action import Action, Transfer
 from meshwright.plan.strategy import Handler
 

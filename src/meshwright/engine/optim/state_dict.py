@@ -25,8 +25,8 @@ from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.model_spec.model_spec import block_of
+from meshwright.plan.model_spec.uneven_split import DimRanges
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ParamShard
 
 

@@ -17,7 +17,7 @@ from meshwright.engine.params.flat_param import FlatParam, UpdateGroup
 from meshwright.engine.params.param_slices import copy_slice_into
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensor_parallel.slice_plan import slice_dims
-from meshwright.plan.model_spec.dim_split import DimRanges
+from meshwright.plan.model_spec.uneven_split import DimRanges
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action

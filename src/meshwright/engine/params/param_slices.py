@@ -16,7 +16,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensor_parallel.slice_plan import slice_dims
 from meshwright.model.tensors.lazy_mapping import LazyTensors, read_rows
-from meshwright.plan.model_spec.dim_split import DimRanges
+from meshwright.plan.model_spec.uneven_split import DimRanges
 from meshwright.plan.plan import Plan
 
 

@@ -16,7 +16,7 @@ from meshwright.engine.forward_backward.context_parallel_forward import FullSequ
 from meshwright.engine.forward_backward.evaluation import Evaluation, evaluate
 from meshwright.engine.forward_backward.graph_cut import check_gradient_paths
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
-from meshwright.engine.forward_backward.stateless_rng import StepRNG
+from meshwright.engine.forward_backward.step_rng import StepRNG
 from meshwright.engine.losses.global_batch import GlobalBatchLoss
 from meshwright.engine.losses.token_count import TokenCounter
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
@@ -32,7 +32,7 @@ from meshwright.engine.step.spike_diagnosis import (
     diagnose_spike,
 )
 from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver, backward, backward_from
-from meshwright.model.rng.draw_sites import StatelessRNG
+from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.strategy import Handler

@@ -57,7 +57,7 @@ from meshwright.engine.step.actions import ActionHandlers
 from meshwright.engine.step.gather_full import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
 from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver
-from meshwright.model.rng.draw_sites import StatelessRNG
+from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan

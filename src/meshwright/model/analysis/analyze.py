@@ -34,9 +34,9 @@ from meshwright.model.blocks.loss_inputs import LossSpec, batch_columns, loss_in
 from meshwright.model.hf.config import use_batched_experts, use_eager_experts
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loading.meta_init import DeferredInit
-from meshwright.model.rng.draw_sites import DrawSites, StatelessRNG
 from meshwright.model.rng.dropout_mode import record_draw_sites
 from meshwright.model.rng.sharded_draws import sites_between_layers
+from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices

@@ -19,7 +19,7 @@ from meshwright.model.blocks.inplace_writes import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job
-from meshwright.plan.job.run_options import RunConfig
+from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

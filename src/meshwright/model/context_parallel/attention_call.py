@@ -18,7 +18,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, AttentionMaskSpec
+from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, ConvSpec
+from meshwright.plan.model_spec.sequence_info import ConvSpec
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 
 CONV_FIX = "let the block run the same convolutions on every batch; or set mesh.cp = 1"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.model.tensors.token_ranges import span_positions
-from meshwright.plan.model_spec.sequence_info import TokenRange
+from meshwright.plan.sharding.sequence_sharding import TokenRange
 
 SUM_OPS = ("sum", "mean")
 INDEX_DTYPES = (torch.int64, torch.int32)

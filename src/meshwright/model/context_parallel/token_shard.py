@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.tensors.token_ranges import select_spans
-from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, TokenRange, num_positions, with_padding
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, TokenRange, num_positions, with_padding
 
 # full tensor along a dim, from this rank's shard
 GatherTokens = Callable[[torch.Tensor, int], torch.Tensor]

@@ -15,8 +15,8 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")

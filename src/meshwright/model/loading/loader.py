@@ -32,8 +32,8 @@ from meshwright.model.hf.tokenizer_check import check_tokenizer
 from meshwright.model.loading.meta_init import DeferredInit, defer_init, logical_names
 from meshwright.model.loading.pretrained import find_weights
 from meshwright.model.tensor_parallel.layer_roles import check_roles, find_layer_roles
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.job.model_config import ModelConfig
 
 SOURCE_KEY = "model.source"
 

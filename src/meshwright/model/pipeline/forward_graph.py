@@ -1,9 +1,9 @@
 """The recorded forward of a model: what each block call returns, and what glue computes from it.
 
 Names of values are the same in every forward. The graph is built from two forwards on small batches
-(liveness.py) and holds no tensors: a `ValueRef` stands wherever a tensor stood in an output of a block call
-or a glue operation. A rank that runs one stage replaces the block calls of other stages with these outputs
-(stage_forward.py).
+(forward_recorder.py) and holds no tensors: a `ValueRef` stands wherever a tensor stood in an output of a
+block call or a glue operation. A rank that runs one stage replaces the block calls of other stages with these
+outputs (stage_forward.py).
 
     layers.0   returns (ValueRef("layers.0"), None)     glue after it:  add  returns ValueRef("layers.0+1")
     layers.1   returns (ValueRef("layers.1"), ValueRef(input_index=3))        the second is its input number 3

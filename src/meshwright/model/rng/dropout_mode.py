@@ -36,8 +36,8 @@ from meshwright.model.blocks.user_checkpointing import (
     in_user_checkpoint,
 )
 from meshwright.model.context_parallel.attention_call import SDPAArguments
-from meshwright.model.rng.draw_sites import StatelessRNG
 from meshwright.model.rng.sharded_draws import DrawRegion
+from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.job.errors import PlanError
 
 RANDOM_FIX = "use F.dropout or torch.rand, which draw by sample, or draw when the data is prepared"

@@ -1,8 +1,8 @@
 """Random numbers of a slice: a rank with a slice of a tensor draws the numbers of that slice.
 
-The trial runs the unsharded model, so it knows the full shape that each site draws (model/rng/draw_sites.py),
-and between which layers the site lies. A rank whose tensor is smaller determines the sharded dims, and which
-elements of the full tensor it has:
+The trial runs the unsharded model, so it knows the full shape that each site draws
+(model/rng/stateless_rng.py), and between which layers the site lies. A rank whose tensor is smaller
+determines the sharded dims, and which elements of the full tensor it has:
 
     full shape, per sample    (heads 6, 9, 9)    between colwise layers in 3 units and a rowwise layer
     rank 1 of 2               (heads 2, 9, 9)    unit 2 of 3: heads 4, 5; [h, i, j] is [4 + h, i, j] there
@@ -24,9 +24,9 @@ import torch
 from meshwright.model.tensor_parallel.layer_pairs import LayerUse
 from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 from meshwright.plan.model_spec.layer_calls import LayerCall
-from meshwright.plan.model_spec.sequence_info import MIN_TOKENS, SequenceSharding, with_padding
+from meshwright.plan.model_spec.uneven_split import DimRanges, DimSplit
+from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, SequenceSharding, with_padding
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ from meshwright.model.trial.slice_trial import silence_fake_errors
 from meshwright.model.trial.trial import PROBE_BATCH
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name
-from meshwright.plan.model_spec.sequence_info import SequenceInfo, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 
 OpsByBlockCall = Mapping[str, list[ComputedOp]]  # operations by block call, in order
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.norm_formulas import find_norm_formula
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.uneven_split import DimSplit
 
 # roles of layers outside pairs
 UNPAIRED_ROLES = (

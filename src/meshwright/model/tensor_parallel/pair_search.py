@@ -33,8 +33,8 @@ from torch import nn
 
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, FeatureNode
 from meshwright.model.tensor_parallel.feature_rules import FeatureIds, component_labels
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import SizeAttribute
+from meshwright.plan.model_spec.uneven_split import DimSplit
 
 UNDECLARED = ""  # no declared role
 

@@ -15,8 +15,8 @@ from torch import nn
 
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, FeatureNode
 from meshwright.model.tensor_parallel.pair_search import LayerGroup, find_layer_groups, find_size_attributes
-from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
 from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
+from meshwright.plan.model_spec.uneven_split import DimRanges, DimSplit
 
 
 @dataclass(frozen=True)

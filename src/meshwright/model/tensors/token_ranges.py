@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from meshwright.plan.model_spec.sequence_info import TokenRange
+from meshwright.plan.sharding.sequence_sharding import TokenRange
 
 MAX_NARROW_SPANS = 8  # spans that are cut out one by one; of more, elements are picked
 

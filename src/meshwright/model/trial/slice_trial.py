@@ -26,8 +26,8 @@ from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.model.tensor_parallel.pair_search import NUM_ATTEMPTS, find_layer_groups
 from meshwright.model.tensor_parallel.slice_plan import SplitProposal, local_size_attributes, take_local_heads
 from meshwright.model.trial.trial import depends_on_values
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
+from meshwright.plan.model_spec.uneven_split import DimSplit
 
 TRIAL_RANKS = 2
 """The smallest number of ranks: what runs on the larger half runs on smaller slices."""

@@ -15,7 +15,7 @@ from meshwright.model.rng.dropout_mode import keep_mask as thinned
 from meshwright.model.rng.sharded_draws import DrawRegion
 from meshwright.model.tensors.token_ranges import span_positions
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import TokenRange, num_positions
+from meshwright.plan.sharding.sequence_sharding import TokenRange, num_positions
 
 
 @dataclass(frozen=True)

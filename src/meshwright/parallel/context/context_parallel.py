@@ -33,12 +33,13 @@ from meshwright.parallel.context.conv_halo import check_convolutions, halo_trans
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.dim_split import DimShard
 from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, PARAM_DTYPE_NBYTES, ModelSpec, ParamSpec
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, ConvSpec, GlueGather, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import AttentionSpec, ConvSpec, GlueGather
 from meshwright.plan.model_spec.stage_boundaries import StageSpec
+from meshwright.plan.model_spec.uneven_split import DimShard
 from meshwright.plan.sharding.placement import S
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, with_extra_memory
 from meshwright.plan.step.single_device import (

@@ -44,8 +44,9 @@ from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.model_spec.sequence_info import ConvSpec, SequenceSharding, TokenRange, with_padding
+from meshwright.plan.model_spec.sequence_info import ConvSpec
 from meshwright.plan.sharding.placement import R, S
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding, TokenRange, with_padding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime

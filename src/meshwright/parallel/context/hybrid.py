@@ -64,8 +64,9 @@ from meshwright.parallel.context.ulysses_all_to_all import (
 )
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import divisors
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
 from meshwright.plan.step.single_device import reduce_totals_along

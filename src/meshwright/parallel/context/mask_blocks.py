@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from meshwright.model.tensors.token_ranges import select_spans
 from meshwright.parallel.context.attention_inputs import AttentionRing, BlockMask, MaskKind, QueryKeyBlock
 from meshwright.parallel.context.attention_kernel import NEG_INF
-from meshwright.plan.model_spec.sequence_info import TokenRange, select_positions
+from meshwright.plan.sharding.sequence_sharding import TokenRange, select_positions
 
 CPU_CALL_COST = 1 << 10  # pairs of a query and a key that take as long as the way into a kernel: of a CPU
 DEVICE_CALL_COST = 1 << 16  # the same, of a device that computes a hundred times as fast

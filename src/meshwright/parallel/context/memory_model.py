@@ -15,7 +15,8 @@ from meshwright.parallel.context.context_parallel import local_heads
 from meshwright.parallel.context.ulysses_all_to_all import KVHeadAssignment
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, with_extra_memory
 from meshwright.plan.step.activation_memory import ActivationMemory, activation_memory

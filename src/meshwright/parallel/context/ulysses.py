@@ -56,7 +56,8 @@ from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.parallel.context.ulysses_all_to_all import HeadExchange, check_heads, exchange_transfers
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import AttentionSpec
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
 from meshwright.plan.step.single_device import reduce_totals_along

@@ -30,8 +30,9 @@ from meshwright.parallel.context.context_parallel import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.placement import Placement, R, S
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
 from meshwright.plan.strategy import Runtime

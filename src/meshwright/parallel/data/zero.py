@@ -51,7 +51,7 @@ from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
 from meshwright.plan.sharding.placement import FLAT, I, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.reduce_scatter import GradReduceScatter
+from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
 from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
 from meshwright.plan.step.unshard_windows import JoinScope, ParamUse, assign_buffers, unshard_windows
 from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase

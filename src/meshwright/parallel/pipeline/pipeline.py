@@ -33,8 +33,8 @@ backward and is exposed.
 
 If the ranks of a stage have slices of a value (tokens with sequence or context parallelism; the width with
 2-D and 3-D tensor parallelism; heads), each sends its own to the rank at the same place of the next stage,
-without a gather in between (plan/sharding/stage_values.py). If they all have the full value, every rank sends
-all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
+without a gather in between (plan/sharding/stage_value_shards.py). If they all have the full value, every rank
+sends all of it over a link of its own; with `scatter` each sends one t-th, and the next stage gathers:
 
     bytes between stages, per rank    N full     N/t sliced     N/t with `scatter`, and (t-1)/t N received
 
@@ -71,7 +71,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageSpec
 from meshwright.plan.sharding.rank_share import weight_grad_flops
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.stage_values import StageValueShards, stage_value_diagnostics
+from meshwright.plan.sharding.stage_value_shards import StageValueShards, stage_value_diagnostics
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import StageCalls
 from meshwright.plan.strategy import Strategy, StrategyPhase

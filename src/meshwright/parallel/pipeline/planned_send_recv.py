@@ -15,8 +15,8 @@ gradients back.
     RECV_GRAD        stands one run before the stage's backward, too; SEND_GRAD behind the backward of its
                      first block call
 
-If a value is sliced, each rank sends its own slice (plan/sharding/stage_values.py). With `scatter` each of
-several ranks that have the same full value sends a chunk of it, and CONCAT, behind the RECV, joins the
+If a value is sliced, each rank sends its own slice (plan/sharding/stage_value_shards.py). With `scatter` each
+of several ranks that have the same full value sends a chunk of it, and CONCAT, behind the RECV, joins the
 chunks:
 
     RECV chunk 0 of 2 --> CONCAT along tp --> F         rank 0 of tp          half the bytes between stages,
@@ -55,7 +55,7 @@ from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer, stage_transfers
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.sharding.stage_values import StageValueShards
+from meshwright.plan.sharding.stage_value_shards import StageValueShards
 from meshwright.plan.step.action import Action, Allocation, Transfer, with_waits
 from meshwright.plan.step.single_device import (
     COUNT_NBYTES,

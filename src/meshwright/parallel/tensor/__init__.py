@@ -6,8 +6,8 @@ tesseract_25d          2.5-D (Tesseract): several squares, each with its own sam
 cube_3d                3-D: a cube of ranks
 sequence_parallel      Megatron sequence parallelism: norms and dropout on slices of the sequence
 vocab_parallel         embedding, head and logits sharded by vocabulary
-layer_sharding         how one sharded layer computes: LayerSharding, Redistribution
-gqa_heads              heads on a rank: local sizes, per-head inputs, shared key/value heads
+sharded_layer          how one sharded layer computes: LayerSharding, Redistribution
+kv_head_replication    heads on a rank: local sizes, per-head inputs, shared key/value heads
 comm_overlap           collectives overlapped with matmuls, and joint sums of several layers
 planned_collectives    planned collectives of sharded layers in the program
 validation             diagnostics shared by the strategies of this family

@@ -37,19 +37,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from meshwright.parallel.tensor.gqa_heads import bind_local_heads
-from meshwright.parallel.tensor.layer_sharding import (
-    WIDTH_SHARD,
-    LayerSharding,
-    LayerShardings,
-    ParamTensors,
-    Redistribution,
-    bind_layers,
-    layer_key,
-    linear,
-    module_forward,
-    shard_params,
-)
+from meshwright.parallel.tensor.kv_head_replication import bind_local_heads
 from meshwright.parallel.tensor.optimus_2d import (
     EMBEDDING_ROLES,
     ROW_AXIS,
@@ -65,11 +53,23 @@ from meshwright.parallel.tensor.optimus_2d import (
     with_redistributions,
 )
 from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.sharded_layer import (
+    WIDTH_SHARD,
+    LayerSharding,
+    LayerShardings,
+    ParamTensors,
+    Redistribution,
+    bind_layers,
+    layer_key,
+    linear,
+    module_forward,
+    shard_params,
+)
 from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.uneven_split import DimSplit
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan

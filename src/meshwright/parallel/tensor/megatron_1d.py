@@ -22,9 +22,9 @@ a factor before the sum keeps m = 2.
 
 Sharded units are whole heads (groups of heads that share a key) and single features; they need not divide by
 the number of ranks: the first ranks get one more. With fewer groups than ranks, single heads are sharded
-(gqa_heads.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter between the
-two layers (a norm over single heads) is used by every rank with its own features: its gradient is a sum over
-the ranks. If a user declares colwise layers without a rowwise one, their output is gathered.
+(kv_head_replication.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter
+between the two layers (a norm over single heads) is used by every rank with its own features: its gradient is
+a sum over the ranks. If a user declares colwise layers without a rowwise one, their output is gathered.
 Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host.
 Backward hides them behind the gradients of weights; forward, with `num_overlap_chunks`, behind other samples
 (comm_overlap.py).
@@ -39,8 +39,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from meshwright.parallel.tensor.gqa_heads import bind_local_heads, shared_kv_shardings, with_kv_row_selection
-from meshwright.parallel.tensor.layer_sharding import (
+from meshwright.parallel.tensor.kv_head_replication import (
+    bind_local_heads,
+    shared_kv_shardings,
+    with_kv_row_selection,
+)
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     LayerSharding,
     LayerShardings,
@@ -50,7 +55,6 @@ from meshwright.parallel.tensor.layer_sharding import (
     module_forward,
     shard_params,
 )
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import (
     check_gathered_layers,
     check_layer_pairs,

@@ -42,8 +42,9 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.norm_formulas import apply_norm, combine_statistics, norm_statistics
-from meshwright.parallel.tensor.gqa_heads import bind_local_heads
-from meshwright.parallel.tensor.layer_sharding import (
+from meshwright.parallel.tensor.kv_head_replication import bind_local_heads
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     ComputeFn,
     LayerSharding,
@@ -57,7 +58,6 @@ from meshwright.parallel.tensor.layer_sharding import (
     module_forward,
     shard_params,
 )
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.parallel.tensor.comm_overlap import chunk_sizes
-from meshwright.parallel.tensor.layer_sharding import (
+from meshwright.parallel.tensor.sharded_layer import (
     LayerParam,
     LayerSharding,
     LayerShardings,

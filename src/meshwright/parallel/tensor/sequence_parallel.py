@@ -32,7 +32,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from meshwright.parallel.tensor.layer_sharding import (
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm
+from meshwright.parallel.tensor.sharded_layer import (
     LayerSharding,
     LayerShardings,
     Redistribution,
@@ -41,7 +42,6 @@ from meshwright.parallel.tensor.layer_sharding import (
     layer_key,
     module_forward,
 )
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job

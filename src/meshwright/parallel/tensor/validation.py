@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.model.trial.shardable_layers import suggest_roles
-from meshwright.parallel.tensor.layer_sharding import LayerShardings, find_layer_sharding
+from meshwright.parallel.tensor.sharded_layer import LayerShardings, find_layer_sharding
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.sharding.sharding_plan import ShardingPlan

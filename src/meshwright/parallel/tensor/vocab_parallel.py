@@ -33,7 +33,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.parallel.tensor.layer_sharding import (
+from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     LayerSharding,
     LayerShardings,
@@ -44,7 +45,6 @@ from meshwright.parallel.tensor.layer_sharding import (
     linear,
     shard_params,
 )
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.validation import check_units
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of

@@ -2,10 +2,12 @@
 
 Modules:
 
-    data_source          the model and the data: ModelConfig, DataConfig, MixturePart
+    data_config          DataConfig and MixturePart: where the data come from
     errors               Diagnostic, PlanError, CollectiveError, and texts for repairs
     field_constraints    allowed values beside the fields of configs
-    job                  Job and its tables: optimizer, schedule, training, evaluation, loss guard
+    job                  Job and its tables: optimizer, lr_schedule, training, evaluation, loss guard
+    model_config         ModelConfig: where the model and its initial weights come from
     precision            a dtype per role
-    run_options          RunConfig and WaitLimits: options that change no result
+    run_config           RunConfig: options of a run that change no result
+    timeouts             WaitLimits: how long one wait for another rank may last, by phase
 """

@@ -8,7 +8,7 @@ receive the local heads of per-head tensors (`PerHeadInput`). The residual strea
 
 from dataclasses import dataclass
 
-from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.uneven_split import DimSplit
 
 
 @dataclass(frozen=True)

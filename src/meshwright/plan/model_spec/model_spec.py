@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.model_spec.dim_split import DimSplit
 from meshwright.plan.model_spec.layer_calls import (
     LayerCall,
     LogitsSpec,
@@ -22,6 +21,7 @@ from meshwright.plan.model_spec.layer_calls import (
 from meshwright.plan.model_spec.op_costs import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
+from meshwright.plan.model_spec.uneven_split import DimSplit
 
 # The block call of parameters that glue uses directly: their gradients are complete after the last backward.
 ROOT = "(root)"

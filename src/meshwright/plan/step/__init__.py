@@ -7,7 +7,7 @@ Modules:
     chunked_loss_cost         the cost of a loss that computes its logits in chunks
     gradient_noise_actions    actions that measure the gradient noise scale
     matrix_owners             owners of sliced matrices for optimizers that need the full matrix
-    reduce_scatter            reduce-scatter of gradients into shards
+    grad_reduce_scatter       reduce-scatter of gradients into shards
     simulator                 runs a program without devices: timeline and deadlocks
     single_device             the step of one device, which strategies rewrite
     tied_params               all-reduce of gradients of tied parameters

@@ -6,9 +6,10 @@ from itertools import pairwise
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.plan.model_spec.sequence_info import SequenceInfo, SequenceSharding
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.optimizer_spec import BFLOAT16_STATES, EIGHT_BIT_STATES
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import staleness

@@ -26,8 +26,13 @@ from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.consensus import RankConsensus
 from meshwright.run.checkpoint.directories import list_step_folders
+from meshwright.run.checkpoint.distributed_checkpoint import (
+    ManifestCheck,
+    NewestCheckpoint,
+    checked_manifest,
+    first_valid,
+)
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.save_load import ManifestCheck, NewestCheckpoint, checked_manifest, first_valid
 from meshwright.run.checkpoint.shard_io import check_checksums, check_sizes, stat_regular_file
 from meshwright.run.checkpoint.write_plan import balance_by_size
 

@@ -22,13 +22,13 @@ from meshwright.run.checkpoint.directories import (
     retire_later_checkpoints,
     step_folder,
 )
+from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.integrity import (
     consensus_for_load,
     newest_valid_on_all_ranks,
     verify_checkpoint,
 )
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.save_load import open_tensors
 from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
 from meshwright.run.data.eval_split import EvalHistory
 

@@ -2,9 +2,9 @@
 
 packed_documents    packed texts and conversations as token samples
 eval_split          evaluation samples and the history of evaluation results
-local_batches       the local batch of a rank for a global step
+data_loader         the local batch of a rank for a global step, prepared ahead of its step
 mixture             several data sources, mixed by weight
-prefetch            prepares batches in threads, ahead of their step
+chat_template       conversations as tokens: which of them have labels
 readers             text files, JSONL files and Hugging Face datasets
 shuffle             the stateless shuffle: an order that is computed, not stored
 streaming           a dataset that is read in its own order, without a copy on disk

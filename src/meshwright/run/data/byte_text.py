@@ -25,7 +25,7 @@ from pathlib import Path, PurePath
 import numpy as np
 import torch
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.run.data.token_dataset import TokenDataset, cut_windows, num_windows
 from meshwright.run.data.tokenizer import ByteTokenizer

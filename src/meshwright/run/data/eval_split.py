@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig, Job
 from meshwright.plan.plan import Plan
-from meshwright.run.data.local_batches import Dataset
+from meshwright.run.data.data_loader import Dataset
 from meshwright.run.data.mixture import Mixture
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, rank_sample_ids
 from meshwright.run.data.streaming import TokenStream

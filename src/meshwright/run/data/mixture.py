@@ -27,8 +27,9 @@ from math import gcd, lcm
 import numpy as np
 import torch
 
+from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
-from meshwright.run.data.token_dataset import IGNORE_INDEX, TokenDataset, check_ids
+from meshwright.run.data.token_dataset import TokenDataset, check_ids
 
 MAX_PERIOD = 1 << 16
 

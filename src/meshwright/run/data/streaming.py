@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from meshwright.plan.job.data_source import DataConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.run.data.packed_documents import make_encoder
 from meshwright.run.data.readers import LocatedRow, RowReader

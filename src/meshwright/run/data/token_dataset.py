@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.run.data.tokenizer import Tokenizer
-
-IGNORE_INDEX = -100  # what torch's cross entropy ignores by default
 
 
 class TokenDataset(ABC):

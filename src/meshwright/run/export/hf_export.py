@@ -34,8 +34,8 @@ from meshwright.model.loading.key_mapping import KeyConversion, save_conversions
 from meshwright.model.loading.loader import load_model
 from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.loading.safetensors_io import DTYPES, INDEX_FILE, SINGLE_FILE
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES, write_all_bytes
 from meshwright.run.export.peft_export import merge_adapter, write_adapter
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_files, compare_logits

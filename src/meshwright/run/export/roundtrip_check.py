@@ -25,8 +25,8 @@ from meshwright.model.hf.peft import import_peft
 from meshwright.model.loading.loader import load_model
 from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.loading.safetensors_io import list_tensors, read_tensor
-from meshwright.plan.job.data_source import ModelConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.model_config import ModelConfig
 
 NUM_SAMPLES, NUM_TOKENS = 2, 8
 TOLERANCE = (

@@ -2,11 +2,9 @@
 
 cluster_env           rank, world size and master address from the launcher's environment
 failure_record        how a rank failed, written to a file
-gpu_checks            checks of this host that need torch: GPUs, a collective
-host_checks           checks of this host without torch
 job_files             job files for SLURM, Kubernetes and torchrun
 join_world            joins this process to the other ranks
 local_launcher        starts and watches the ranks of this machine
 network_interfaces    network interfaces of this host
-signals               Ctrl-C while a job is prepared
+signals               SIGTERM, SIGINT, SIGUSR1: the flag that stops a run after a step; Ctrl-C before it
 """

@@ -13,7 +13,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.run_options import WaitLimits
+from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv

@@ -6,5 +6,5 @@ hardware_lookup     what `--hardware` names
 profile_files       reads and writes device.toml
 network_profile     reads and writes cluster.toml
 previous_run        step time, compute time and messages of a previous run
-op_timing           repeats operations and measures seconds and jitter
+benchmark_timer     repeats operations and measures seconds and jitter
 """

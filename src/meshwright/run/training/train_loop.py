@@ -21,15 +21,14 @@ from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
-from meshwright.plan.job.run_options import RunPhase
+from meshwright.plan.job.timeouts import RunPhase
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.directories import mark_best, step_folder
+from meshwright.run.checkpoint.distributed_checkpoint import save_tensors
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, reduction_transports
-from meshwright.run.checkpoint.save_load import save_tensors
+from meshwright.run.data.data_loader import LocalBatches, PrefetchedBatches
 from meshwright.run.data.eval_split import EvalHistory, EvalSamples
-from meshwright.run.data.local_batches import LocalBatches
-from meshwright.run.data.prefetch import PrefetchedBatches
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import (

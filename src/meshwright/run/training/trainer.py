@@ -18,9 +18,9 @@ from meshwright.engine.step.gather_full import gather_full_buffers
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
+from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.integrity import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
-from meshwright.run.checkpoint.save_load import open_tensors
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
 from meshwright.run.training.train_loop import save_checkpoint
 

@@ -4,7 +4,8 @@ from typing import get_args
 
 import pytest
 
-from meshwright.plan.job.run_options import RunConfig, RunPhase, WaitLimits
+from meshwright.plan.job.run_config import RunConfig
+from meshwright.plan.job.timeouts import RunPhase, WaitLimits
 
 
 def test_each_phase_has_its_own_limit():

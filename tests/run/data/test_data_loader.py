@@ -9,13 +9,14 @@ import torch
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.byte_text import TextDataset
-from meshwright.run.data.local_batches import ExampleDataset, LocalBatches, open_dataset, open_local_batches
+from meshwright.run.data.data_loader import ExampleDataset, LocalBatches, open_dataset, open_local_batches
 from meshwright.run.data.packed_documents import PackedTexts
 from tests.paper_model import SyntheticModel
 from tests.run.data.corpora import jsonl

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.model_spec.dim_split import DimRanges, DimSplit
+from meshwright.plan.model_spec.uneven_split import DimRanges, DimSplit
 
 
 @given(

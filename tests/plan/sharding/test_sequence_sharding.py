@@ -2,7 +2,12 @@
 
 import pytest
 
-from meshwright.plan.model_spec.sequence_info import PADDING_RANGE, SequenceSharding, TokenRange, with_padding
+from meshwright.plan.sharding.sequence_sharding import (
+    PADDING_RANGE,
+    SequenceSharding,
+    TokenRange,
+    with_padding,
+)
 
 SHARDINGS = [
     SequenceSharding(1),

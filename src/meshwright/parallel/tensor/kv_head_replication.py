@@ -33,15 +33,15 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.slice_plan import local_size_attributes, slice_dims, take_local_heads
-from meshwright.parallel.tensor.layer_sharding import (
+from meshwright.parallel.tensor.sharded_layer import (
     ComputeFn,
     LayerSharding,
     LayerShardings,
     ParamTensors,
     layer_key,
 )
-from meshwright.plan.model_spec.dim_split import DimRanges
 from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
+from meshwright.plan.model_spec.uneven_split import DimRanges
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy import Runtime
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.parallel.tensor.layer_sharding import Redistribution
+from meshwright.parallel.tensor.sharded_layer import Redistribution
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.placement import I, P, Placement, R, S

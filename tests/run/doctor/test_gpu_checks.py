@@ -7,9 +7,9 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.launch import gpu_checks
-from meshwright.run.launch.gpu_checks import collective_findings, gather_findings, gpu_findings
-from meshwright.run.launch.host_checks import Finding
+from meshwright.run.doctor import gpu_checks
+from meshwright.run.doctor.gpu_checks import collective_findings, gather_findings, gpu_findings
+from meshwright.run.doctor.host_checks import Finding
 from meshwright.testing.ranks import run_on_threads
 
 MESH = Mesh(dp_replicate=3)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError
-from meshwright.run.checkpoint.save_load import (
+from meshwright.run.checkpoint.distributed_checkpoint import (
     check_state,
     compare_checkpoints,
     load_tensors,
     newest_valid,
     save_tensors,
 )
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import (

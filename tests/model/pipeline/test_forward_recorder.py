@@ -146,7 +146,8 @@ def test_a_value_that_is_read_closes_the_boundaries_after_it_and_no_others():
         r"reads the value of layers\.1\+0 "
     )
     with pytest.raises(
-        PlanError, match=rf"{text}\(item at test_liveness\.py:\d+\).*\n  repair: begin it with 'layers\.1'"
+        PlanError,
+        match=rf"{text}\(item at test_forward_recorder\.py:\d+\).*\n  repair: begin it with 'layers\.1'",
     ):
         one.boundaries.stages(["layers.2"])
 
@@ -238,7 +239,9 @@ def test_glue_draws_after_draws_for_boundary_values_close_boundaries():
     analyzed = analyze_model(lambda: Chain(glue), X)
     boundaries = trace_forward_graph(analyzed, X).boundaries
     assert boundaries.open_boundaries() == ("layers.1",)
-    assert "draws numbers for all stages (at test_liveness.py:" in boundaries.closed_boundaries[0].reason
+    assert (
+        "draws numbers for all stages (at test_forward_recorder.py:" in boundaries.closed_boundaries[0].reason
+    )
     assert ForwardGraphCache(analyzed).get(X).boundaries == boundaries
 
 
@@ -256,7 +259,7 @@ def test_glue_draws_for_all_stages_after_a_block_that_drew_close_boundaries():
     assert boundaries.open_boundaries() == ()
     closed = boundaries.closed_boundaries[0]
     assert closed.reason.startswith(
-        "the glue after 'layers.0' draws numbers for all stages (at test_liveness.py:"
+        "the glue after 'layers.0' draws numbers for all stages (at test_forward_recorder.py:"
     )
     assert "after others that the block draws, which later stages do not" in closed.reason
     assert "set the layer drop to 0" in closed.fix

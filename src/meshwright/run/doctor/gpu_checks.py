@@ -15,7 +15,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.run.launch.host_checks import Finding
+from meshwright.run.doctor.host_checks import Finding
 
 OPERAND_NBYTES = 4 * 2**20
 CLOCK_ROUNDS = 5

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.model_spec.dim_split import DimShard, DimSplit
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.stage_boundaries import StageValue
+from meshwright.plan.model_spec.uneven_split import DimShard, DimSplit
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan

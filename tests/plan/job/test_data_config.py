@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.plan.job.data_source import DataConfig, MixturePart
+from meshwright.plan.job.data_config import DataConfig, MixturePart
 
 TWO = (MixturePart("a.jsonl", weight=3.0), MixturePart("b.jsonl", column="body", split="test", chat=""))
 

@@ -8,14 +8,19 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from meshwright.plan.job.data_source import DataConfig, ModelConfig
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data import prefetch
-from meshwright.run.data.local_batches import ExampleDataset, LocalBatches, open_local_batches
-from meshwright.run.data.prefetch import PrefetchedBatches
-from meshwright.run.data.prefetch import prefetch as ahead
+from meshwright.run.data.data_loader import (
+    ExampleDataset,
+    LocalBatches,
+    PrefetchedBatches,
+    open_local_batches,
+)
+from meshwright.run.data.data_loader import prefetch as ahead
 from tests.paper_model import SyntheticModel
 
 ROWS = {"labels": torch.arange(31)}

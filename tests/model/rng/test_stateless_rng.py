@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from meshwright.model.rng.draw_sites import DrawSites, SampleLayout, StatelessRNG
+from meshwright.model.rng.stateless_rng import DrawSites, SampleLayout, StatelessRNG
 from meshwright.model.tensors.counter_rng import CHUNK_NUMEL
 from meshwright.plan.job.errors import PlanError
 

@@ -8,8 +8,8 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from meshwright.run.launch import host_checks
-from meshwright.run.launch.host_checks import Finding, disk_finding, host_findings, port_finding
+from meshwright.run.doctor import host_checks
+from meshwright.run.doctor.host_checks import Finding, disk_finding, host_findings, port_finding
 
 Usage = namedtuple("Usage", "total used free")
 GIB = host_checks.GIB

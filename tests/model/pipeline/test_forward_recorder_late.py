@@ -25,7 +25,7 @@ def test_a_custom_gradient_after_a_value_closes_the_boundary_directly_after_it()
 
     one = refused(glue)
     assert one.boundaries.open_boundaries() == ("layers.2", "head")
-    assert "'layers.0+1' (mul at test_liveness_late.py:" in one.boundaries.closed_boundaries[0].reason
+    assert "'layers.0+1' (mul at test_forward_recorder_late.py:" in one.boundaries.closed_boundaries[0].reason
     assert one.graph.values["layers.0+1"].needs_grad
 
 
@@ -72,5 +72,5 @@ def test_a_hook_on_a_gradient_closes_the_boundaries_up_to_its_line():
     one = refused(glue)
     assert one.boundaries.open_boundaries() == ("head",)
     assert one.boundaries.closed_boundaries[0].reason.startswith(
-        "a hook is registered on the gradient of 'layers.0' (at test_liveness_late.py:"
+        "a hook is registered on the gradient of 'layers.0' (at test_forward_recorder_late.py:"
     )

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from meshwright.plan.hardware.straggler_delay import straggler_delay
-from meshwright.run.measure.op_timing import (
+from meshwright.run.measure.benchmark_timer import (
     MIN_WINDOWS,
     NUM_QUICK_BATCHES,
     SLICES_PER_BATCH,

@@ -1,7 +1,7 @@
 """The random numbers of one rank's step.
 
 Drawn by global sample in the model's forward, refused everywhere else. Sample k of a microbatch has one
-number in the global batch under every plan, and the stateless RNG (model/rng/draw_sites.py) hashes it, the
+number in the global batch under every plan, and the stateless RNG (model/rng/stateless_rng.py) hashes it, the
 step and the draw site. So a forward that is run again, in whatever order, draws the same numbers.
 """
 
@@ -12,11 +12,11 @@ import torch
 
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import BeforeBlock
-from meshwright.model.rng.draw_sites import DrawSites, StatelessRNG
 from meshwright.model.rng.dropout_mode import StatelessDropout
 from meshwright.model.rng.sharded_draws import DrawSharding
+from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
-from meshwright.plan.model_spec.dim_split import DimSplit
+from meshwright.plan.model_spec.uneven_split import DimSplit
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding

@@ -2,7 +2,7 @@
 
 import torch
 
-from meshwright.run.measure.op_timing import DeviceTimer, UncachedMemory, time_operations
+from meshwright.run.measure.benchmark_timer import DeviceTimer, UncachedMemory, time_operations
 
 
 def test_an_operation_that_takes_too_long_and_all_that_are_larger_are_left_out():
