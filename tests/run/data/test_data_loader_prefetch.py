@@ -13,7 +13,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.data import prefetch
+from meshwright.run.data import data_loader
 from meshwright.run.data.data_loader import (
     ExampleDataset,
     LocalBatches,
@@ -114,7 +114,7 @@ def test_an_error_is_raised_by_its_own_step_with_the_place_where_it_happened():
 
 
 def test_an_error_is_raised_although_a_thread_waits_and_pending_batches_are_dropped(monkeypatch):
-    monkeypatch.setattr(prefetch, "FAILURE_WAIT_S", 0.0)
+    monkeypatch.setattr(data_loader, "FAILURE_WAIT_S", 0.0)
     gate = threading.Event()
     data = Watched(gate=gate)
 
