@@ -65,6 +65,13 @@ def test_a_table_shared_by_layers_keeps_only_local_tokens():
     assert here.take_padded(table, 1) is own
 
 
+def test_a_slice_is_made_anew_when_the_whole_has_been_written_into():
+    here, table = token_shard(SequenceSharding(4, zigzag=False)), torch.rand(1, LENGTH, 6)
+    before = here.take_padded(table, 1).clone()
+    table.mul_(2)
+    assert torch.equal(here.take_padded(table, 1), 2 * before)
+
+
 def test_an_expanded_mask_is_not_materialized():
     mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).expand(6, 1, LENGTH, LENGTH)
     assert (

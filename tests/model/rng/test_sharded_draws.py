@@ -51,6 +51,17 @@ def test_slices_put_together_are_the_whole(kind: str, ranks: int):
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
+def test_two_axes_that_shard_one_dim_are_nested_outermost_first():
+    sites = trial_sites(5, 4, 24)
+    whole = stateless_rng(sites, [1, 2]).uniform((2, 4, 24), torch.float64, CPU)
+    for outer in range(3):
+        for inner in range(2):
+            shardings = (DrawSharding(3, outer, -1), DrawSharding(2, inner, -1))
+            local = stateless_rng(sites, [1, 2], shardings).uniform((2, 4, 4), torch.float64, CPU)
+            first = (2 * outer + inner) * 4
+            assert torch.equal(local, whole[..., first : first + 4])
+
+
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_a_slice_of_the_residual_stream_is_known_by_its_dim(dim: int):
     sites = trial_sites(5, 8, 8)
