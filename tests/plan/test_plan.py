@@ -321,7 +321,7 @@ def test_plan_is_imported_without_torch():
         "validation",
         "optimizer_spec",
         "hardware.network_model",
-        "sharding.stage_values",
+        "sharding.stage_value_shards",
         "step.simulator",
         "step.weight_stashing",
     ]

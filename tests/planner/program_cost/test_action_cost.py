@@ -172,6 +172,14 @@ def test_both_halves_of_a_backward_take_what_the_whole_does():
     assert found["W(model.layers.0, 0)"] == pytest.approx(2 * LAYER)  # two rows, one product of each layer
 
 
+def test_a_message_between_stages_costs_its_time_where_it_is_sent():
+    plan = plan_of(Mesh(pp=2), 2)
+    first, second = (priced(plan, ground(links=1.0), rank) for rank in (0, 1))
+    assert first["SEND"] > 0
+    assert second["RECV"] == 0
+    assert second["SEND_GRAD"] == first["SEND"] > first["RECV_GRAD"] == 0
+
+
 def test_later_micro_batches_add_to_the_gradients_that_the_first_has_left():
     found = priced(plan_of(micro=3), ground(moved=1.0))
     weights = sum(weight.numel for weight in plan_of().model_spec.params_of("model.layers.0"))
