@@ -321,7 +321,8 @@ def leftovers(world: World) -> tuple[int, int]:
 def test_twenty_worlds_in_a_row_leave_no_memory_and_no_descriptor(process_pool: ProcessPool) -> None:
     found = [process_pool.run(leftovers, Mesh(dp_shard=2, tp=2)) for _ in range(20)]
     assert all(maps == 0 for run in found for maps, _ in run)
-    assert max(fds for _, fds in found[-1]) <= max(fds for _, fds in found[1])
+    # a leak of one per world would be 18; torch opens and closes a few of its own in between
+    assert max(fds for _, fds in found[-1]) <= max(fds for _, fds in found[1]) + 9
 
 
 def without_spin(world: World) -> dict[str, str]:
