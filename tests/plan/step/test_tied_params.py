@@ -134,3 +134,15 @@ def test_weights_that_one_rank_uses_alone_have_none():
         for name in action.tensors
     }
     assert tied == {"embed.weight"}
+
+
+def test_a_gradient_that_is_sent_in_another_dtype_is_packed_after_its_last_backward():
+    narrow = PrecisionConfig(reduce="bfloat16")
+    for precision, last in ((narrow, True), (None, False)):
+        for role in ("pp0", "pp2"):
+            names = [action.name for action in plan_of(Mesh(pp=3), precision=precision).program.actions(role)]
+            pack = names.index(f"PACK({NAME})")
+            backwards = [i for i, name in enumerate(names) if name.startswith(("B(embed, ", "B(head, "))]
+            assert len(backwards) == 6  # one per microbatch
+            assert (pack > backwards[-1]) == last
+            assert pack > backwards[0]
