@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.comm.collectives.group import Group, World
+from meshwright.comm.collectives.group import Group, Ledger, World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 
@@ -281,3 +281,11 @@ def test_equal_axes_are_the_same_group_object(process_pool: ProcessPool) -> None
     mesh = Mesh(dp_shard=2, tp=2)
     assert run_on_threads(same_objects, mesh) == process_pool.run(same_objects, mesh) == [True] * 4
     assert same_objects(FakeWorld(mesh, 3))
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_pause_of_recording_ends_as_it_began(before: bool):
+    ledger = Ledger(is_recording=before)
+    with ledger.pause_recording():
+        assert not ledger.is_recording
+    assert ledger.is_recording == before

@@ -82,6 +82,8 @@ def test_a_loss_of_the_whole_batch_gathers_its_outputs_and_one_count_per_shared_
     sent = {a.subject: a.transfer.nbytes for a in actions if a.kind == "GATHER" and a.transfer}
     # batch_info: the number of samples, and a sum of the one output that ranks share
     assert sent == {BATCH_INFO: 8 * 2, "index": 8 * local, "embedding": 8 * 4 * local}  # in float64
+    last_forward = [a.name for a in actions if a.kind == "F"][-1]
+    assert {a.waits for a in actions if a.kind == "GATHER"} == {(last_forward,)}
 
 
 def test_two_split_axes_share_their_messages():
