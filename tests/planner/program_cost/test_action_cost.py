@@ -172,6 +172,18 @@ def test_both_halves_of_a_backward_take_what_the_whole_does():
     assert found["W(model.layers.0, 0)"] == pytest.approx(2 * LAYER)  # two rows, one product of each layer
 
 
+def test_each_half_of_a_backward_has_its_own_products(monkeypatch: pytest.MonkeyPatch):
+    strategies = (Pipeline(schedule="zb_h1"),)
+    plan = planned(analyzed_llama(**SIZES), Mesh(pp=2), micro=2, samples=NUM_SAMPLES, strategies=strategies)[
+        1
+    ]
+    works, costs = [], ActionCosts(plan, 0, ground())
+    monkeypatch.setattr(costs, "_ops_seconds", lambda work, *some, **more: works.append(work) or 0.0)
+    for kind, is_weight_grad in (("W", True), ("I", False)):
+        costs.cost(next(a for a in plan.for_rank(0).actions if a.name == f"{kind}(model.layers.0, 0)"))
+        assert {each.is_weight_grad for each in works[-1].matmuls} == {is_weight_grad}
+
+
 def test_a_message_between_stages_costs_its_time_where_it_is_sent():
     plan = plan_of(Mesh(pp=2), 2)
     first, second = (priced(plan, ground(links=1.0), rank) for rank in (0, 1))
