@@ -24,7 +24,7 @@ from meshwright.comm.tuning.network_fit import with_fit
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.report.bench.allreduce_table import allreduce_view
+from meshwright.report.bench.allreduce_formulas import allreduce_view
 from meshwright.report.bench.network import network_page, network_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure

@@ -20,8 +20,8 @@ from benchmarks.pipeline.pipeline_published import (
     score,
     simulated_rate,
 )
+from meshwright.planner.analytic.closed_form_step_time import PassTime, pipeline_wait_s
 from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import PassTime, pipeline_wait_s
 
 ANCHORS = Path(__file__).parents[3] / "shared" / "anchors" / "bubble_rates.csv"
 QUICK = [row for row in read_rows() if row.ranks * row.num_microbatches <= 8 * 32]

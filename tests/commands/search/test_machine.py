@@ -10,9 +10,9 @@ from meshwright.commands.search.search import SearchOptions, outcome_as_dict, ru
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.from_run import RunCalibration
 from meshwright.run.config.config_file import read_request
 from meshwright.run.measure.network_profile import write_cluster

@@ -10,7 +10,7 @@ from meshwright.commands.search.constraints import SCHEDULES
 from meshwright.commands.search.plot import plotted_candidates, winner_timeline, write_plot
 from meshwright.commands.search.search import SearchOptions, run_search
 from meshwright.plan.job.errors import PlanError
-from meshwright.report.search.pareto import pareto_front
+from meshwright.report.search.search_page import pareto_front
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 

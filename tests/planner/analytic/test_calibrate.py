@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from meshwright.planner.analytic.calibrate import MeasuredStep, calibrate
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.efficiency import RATE_NAMES, MachineRates, load_rates
 from meshwright.planner.machine.machine import make_machine
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.from_run import RunCalibration, apply_calibration
 from meshwright.planner.machine.machine import make_machine
 

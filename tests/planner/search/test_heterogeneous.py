@@ -7,9 +7,9 @@ from math import inf
 
 import pytest
 
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.planner.search.candidates import with_microbatch_sizes
 from meshwright.planner.search.heterogeneous import (

@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 
 from meshwright.commands.search.constraints import SCHEDULES
+from meshwright.planner.analytic.closed_form_step_time import microbatch_time, step_time
 from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.step_time import microbatch_time, step_time
 from meshwright.planner.machine.machine import make_machine
 from meshwright.planner.search.candidates import (
     candidate_meshes,

@@ -6,9 +6,9 @@ from math import inf
 import pytest
 
 from meshwright.plan.hardware.device_specs import DeviceSpec
+from meshwright.planner.analytic.closed_form_step_time import microbatch_time, step_time
 from meshwright.planner.analytic.model_shape import ModelShape, parse_shape
 from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ScheduleProfile
-from meshwright.planner.analytic.step_time import microbatch_time, step_time
 from meshwright.planner.machine.efficiency import MachineRates
 from meshwright.planner.machine.machine import Machine, make_machine
 from meshwright.planner.search.request import SearchRequest

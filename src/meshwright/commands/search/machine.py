@@ -16,9 +16,9 @@ from meshwright.plan.hardware.device_specs import DeviceSpec, find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Transfer
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.from_run import RunCalibration, apply_calibration
 from meshwright.planner.machine.machine import Machine

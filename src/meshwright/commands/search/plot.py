@@ -12,10 +12,10 @@ from meshwright.parallel.pipeline.schedules.registry import find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, schedule_spans, simulate
 from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.plan.step.simulator import SpansByRank
-from meshwright.planner.analytic.step_time import PassTime, boundary_send_s, microbatch_time
+from meshwright.planner.analytic.closed_form_step_time import PassTime, boundary_send_s, microbatch_time
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate, search
-from meshwright.report.search.pareto import search_page
+from meshwright.report.search.search_page import search_page
 from meshwright.report.search.search_result import ranking_reasons
 
 MEMORY_FRACTIONS = (1.0, 0.8, 0.65, 0.5, 0.35, 0.25, 0.15)  # fractions of a device's memory

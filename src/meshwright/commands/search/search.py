@@ -35,7 +35,7 @@ from meshwright.plan.job.errors import (
     suggest_name,
 )
 from meshwright.plan.job.model_config import ModelConfig
-from meshwright.planner.analytic.step_time import step_time
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.search.heterogeneous import (
     search_each_kind,

@@ -10,7 +10,7 @@
     muon                   Muon
     optimizer_step         CLIP and STEP: gradient norm, clipping, optimizer step
     state_dict             what a rank saves and loads: parameters, buffers, optimizer states
-    memory_report          bytes that a rank holds, by category
+    memory_by_category     bytes that a rank holds, by category
 
 `plan/optimizer_spec.py` says which optimizer steps which weight. SGD and AdamW are torch's own fused
 implementations.

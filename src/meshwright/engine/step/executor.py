@@ -23,7 +23,7 @@ from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.sharded_logits import VocabParallelLogits
 from meshwright.engine.optim.lr_schedule import lr_factor
-from meshwright.engine.optim.memory_report import memory_by_category
+from meshwright.engine.optim.memory_by_category import memory_by_category
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.optim.optimizers import (
     OptimizerFactory,
@@ -281,7 +281,7 @@ class Executor:
             return {name: gradient / self._update.loss_scale_value for name, gradient in full_values}
 
     def memory_by_category(self) -> dict[str, int]:
-        """Returns the bytes that this rank holds for the model, by category (optim/memory_report.py)."""
+        """Returns the bytes that this rank holds for the model, by category (optim/memory_by_category.py)."""
         return memory_by_category(self.state, self.flat_params, self.optimizers, self._update)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import torch
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.pipeline_trial import add_stage_boundaries
 from meshwright.model.blocks.batch_coupling import buffer_diagnostics, norm_diagnostics, table_diagnostics
-from meshwright.model.blocks.inplace_writes import untracked_write_diagnostics
+from meshwright.model.blocks.inplace_writes_in_glue import untracked_write_diagnostics
 from meshwright.model.blocks.user_checkpointing import user_checkpoint_diagnostics
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.plan.job.job import Job

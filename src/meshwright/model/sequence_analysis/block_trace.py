@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.model.blocks.inplace_writes import UNTRACKED_ACCESS, GatheredTensors
+from meshwright.model.blocks.inplace_writes_in_glue import UNTRACKED_ACCESS, GatheredTensors
 from meshwright.model.context_parallel.attention_call import SDPAArguments
 from meshwright.model.context_parallel.hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_activation import (

@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.model.blocks.autograd_check import split_graph
 from meshwright.model.blocks.batch_coupling import TableUse, TableUseMode
 from meshwright.model.blocks.forward_driver import LARGER_BLOCK_FIX, ForwardDriver
-from meshwright.model.blocks.inplace_writes import UntrackedWrites
+from meshwright.model.blocks.inplace_writes_in_glue import UntrackedWrites
 from meshwright.model.blocks.saved_activations import SavedActivations
 from meshwright.model.blocks.user_checkpointing import in_user_checkpoint
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds

@@ -18,9 +18,9 @@ from math import exp, log
 
 from scipy.optimize import least_squares
 
+from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.analytic.step_time import step_time
 from meshwright.planner.machine.efficiency import RATE_NAMES, MachineRates
 from meshwright.planner.machine.machine import Machine
 

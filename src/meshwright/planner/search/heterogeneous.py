@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, memory_by_pp_rank
+from meshwright.planner.analytic.closed_form_step_time import MicrobatchTime, microbatch_time, step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import MicrobatchTime, microbatch_time, step_time
 from meshwright.planner.machine.machine import Machine, with_nic
 from meshwright.planner.search.candidates import (
     candidate_meshes,

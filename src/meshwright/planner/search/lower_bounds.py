@@ -20,9 +20,7 @@ configurations it has kept.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import (
+from meshwright.planner.analytic.closed_form_step_time import (
     MicrobatchTime,
     PassTime,
     boundary_send_s,
@@ -31,6 +29,8 @@ from meshwright.planner.analytic.step_time import (
     microbatch_time,
     optimizer_s,
 )
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 from meshwright.planner.machine.machine import Machine
 
 LARGE_MICRO_BATCH = 2.0**40  # samples

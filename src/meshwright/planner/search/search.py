@@ -17,8 +17,13 @@ from math import inf
 from typing import Protocol
 
 from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
+from meshwright.planner.analytic.closed_form_step_time import (
+    MicrobatchTime,
+    StepTime,
+    microbatch_time,
+    step_time,
+)
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import MicrobatchTime, StepTime, microbatch_time, step_time
 from meshwright.planner.search.candidates import (
     candidate_meshes,
     configs_on_mesh,

@@ -14,7 +14,7 @@ from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.html.charts import FIGURE_LAYOUT
-from meshwright.report.html.page import html_document
+from meshwright.report.html.page_elements import html_document
 from meshwright.report.table import Column, Table
 
 PALETTE = ("#18181b", "#2563eb", "#ea580c", "#10b981", "#8b5cf6", "#dc2626", "#14b8a6", "#a16207", "#db2777")

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.action import Program
 from meshwright.report.html.charts import curves_figure, stacked_figure, timeline_figure
-from meshwright.report.html.page import PAGE_STYLE, figure_html, html_document, note, section
+from meshwright.report.html.page_elements import PAGE_STYLE, figure_html, html_document, note, section
 from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import schedule_svg

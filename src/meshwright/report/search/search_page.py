@@ -17,7 +17,7 @@ from meshwright.plan.step.simulator import SpansByRank
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import Candidate
 from meshwright.report.html.charts import FIGURE_LAYOUT, stacked_figure
-from meshwright.report.html.page import PAGE_STYLE, figure_html, html_document, note, section
+from meshwright.report.html.page_elements import PAGE_STYLE, figure_html, html_document, note, section
 from meshwright.report.search.search_result import TIME_CATEGORIES, category_seconds, config_text, to_gib
 from meshwright.report.timeline.gantt_svg import gantt_svg
 from meshwright.report.timeline.gantt_text import DrawingUnits

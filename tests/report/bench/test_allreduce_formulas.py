@@ -18,7 +18,7 @@ from meshwright.plan.hardware.network_model import (
     NetworkModel,
     SizeBand,
 )
-from meshwright.report.bench.allreduce_table import (
+from meshwright.report.bench.allreduce_formulas import (
     FORMULA_ALGORITHMS,
     MAX_NUM_RANKS,
     allreduce_view,

@@ -6,9 +6,7 @@ import pytest
 
 from meshwright.parallel.pipeline.schedules.registry import find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
-from meshwright.planner.analytic.model_shape import ModelShape
-from meshwright.planner.analytic.parallel_config import DUALPIPE, ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
-from meshwright.planner.analytic.step_time import (
+from meshwright.planner.analytic.closed_form_step_time import (
     PassTime,
     StepTime,
     embedding_time,
@@ -17,7 +15,9 @@ from meshwright.planner.analytic.step_time import (
     layer_compute,
     step_time,
 )
-from meshwright.planner.analytic.step_time import pipeline_wait_s as waits
+from meshwright.planner.analytic.closed_form_step_time import pipeline_wait_s as waits
+from meshwright.planner.analytic.model_shape import ModelShape
+from meshwright.planner.analytic.parallel_config import DUALPIPE, ZB_H1, ZB_V, ParallelConfig, ScheduleProfile
 from meshwright.planner.machine.machine import make_machine
 
 SHAPE = ModelShape("gpt", 48, 4096, 32, vocab=128)  # hardly any head, so that ranks along pp are alike

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.blocks.inplace_writes import written_tensor
+from meshwright.model.blocks.inplace_writes_in_glue import written_tensor
 from meshwright.model.sequence_analysis import block_trace
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
