@@ -158,8 +158,9 @@ def test_an_untracked_write_is_refused_where_the_tensor_is_kept(mesh: Mesh, stra
     analyzed = analyze(lambda: Masked(lambda mask: mask.data), samples())
     with pytest.raises(PlanError) as caught:
         planned(analyzed, mesh, *strategies)
-    assert "glue writes through '.data' into an earlier input of a block (at test_inplace_writes.py:" in str(
-        caught.value
+    assert (
+        "glue writes through '.data' into an earlier input of a block (at test_inplace_writes_in_glue.py:"
+        in str(caught.value)
     )
     assert "make a new tensor there (torch.where, clone), or write into the tensor itself" in str(
         caught.value
