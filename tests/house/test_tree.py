@@ -246,29 +246,31 @@ def test_every_fenced_block_in_a_page_has_a_language():
     assert not found, report("every fenced block has a language", found)
 
 
-MODULE_NAME = re.compile(r"(?<![\w./-])meshwright(?:\.[a-z_0-9]+)+")
+MODULE_NAME = re.compile(r"(?<![\w./-])meshwright(?!\.pth\b)(?:\.[a-z]\w*)+")  # pip has meshwright.pth
 FILE_NAME = re.compile(r"(?<![\w/.-])(?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|c|h|csv|toml)\b")
 FOLDERS = ("", "docs", "tests", "benchmarks", PACKAGE)
 
 
 def missing_module(name: str) -> bool:
     """Whether the dotted `name` is no module of the package, nor a name inside of one."""
-    parts = name.split(".")
-    path = ROOT / "src" / "/".join(parts)
-    parent = path.parent
-    is_module = path.is_dir() or path.with_suffix(".py").exists() or parent.with_suffix(".py").exists()
-    return not is_module and not (parent / "__init__.py").exists()
+    path = ROOT / "src" / name.replace(".", "/")
+    package = path.parent / "__init__.py"
+    is_module = path.is_dir() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()
+    # what else a package has is imported or defined in its `__init__`
+    return not is_module and not (
+        package.exists() and re.search(rf"\b{path.name}\b", package.read_text(encoding="utf-8"))
+    )
 
 
 def missing_references(source: Source) -> Iterator[Finding]:
     """The modules and files that `source` names and that do not exist."""
+    folders = [ROOT / folder for folder in FOLDERS]
+    folders += [path for path in (ROOT / PACKAGE).iterdir() if path.is_dir()]
     for number, line in enumerate(source.text.splitlines(), 1):
         for name in MODULE_NAME.findall(line):
             if missing_module(name):
                 yield Finding(number, f"names the module {name}, which does not exist")
         for name in FILE_NAME.findall(line):
-            folders = [ROOT / folder for folder in FOLDERS]
-            folders += [path for path in (ROOT / PACKAGE).iterdir() if path.is_dir()]
             if not any((folder / name).exists() for folder in folders):
                 yield Finding(number, f"names the file {name}, which does not exist")
     for call in ast.walk(source.tree):
@@ -289,6 +291,7 @@ def test_modules_and_files_that_are_named_exist():
     [
         'import_command("gone")',
         'import_module("meshwright.engine.gone.executor")',
+        'import_module("meshwright.plan.sharding.gone")',
         '"""See planner/gone.py."""',
     ],
 )

@@ -319,35 +319,3 @@ def test_the_graph_is_cut_only_where_an_action_is_between_two_backwards():
         first.register_forward_hook(lambda block, args, out, seen=handed[name]: seen.append(out.is_leaf))
         done.executor.step(BATCH)
     assert handed == {"whole": [False], "cut": [True] * 3}
-
-
-FLOAT16 = PrecisionConfig(compute="float16", loss_scale=2.0**10)
-
-
-def test_a_loss_scale_is_in_no_number_that_a_user_sees():
-    half, full = (pair(job=job_of(precision=each)) for each in (FLOAT16, PrecisionConfig()))
-    scaled, exact = half.executor.step(BATCH), full.executor.step(BATCH)
-    assert not scaled.overflow
-    assert scaled.loss == pytest.approx(exact.loss, rel=2e-3)
-    assert scaled.grad_norm == pytest.approx(exact.grad_norm, rel=1e-2)
-    for name, value in full.parameters.items():
-        torch.testing.assert_close(half.parameters[name], value, rtol=1e-2, atol=1e-3)
-
-
-def test_gathered_gradients_are_unscaled():
-    found = []
-    for precision in (FLOAT16, PrecisionConfig()):
-        executor = pair(job=job_of(precision=precision)).executor
-        # a handler in the place of the optimizer step sees the gradients before they are cleared
-        executor._actions.update.step = lambda executor=executor: found.append(executor.gather_gradients())
-        executor.step(BATCH)
-    for name, gradient in found[1].items():
-        torch.testing.assert_close(found[0][name], gradient, rtol=0.05, atol=2e-3)
-
-
-def test_gradients_that_overflow_float16_are_not_stepped_with():
-    done = pair(job=job_of(precision=replace(FLOAT16, loss_scale=2.0**40)))
-    before = bits(done.parameters)
-    metrics = done.executor.step(BATCH)
-    assert (metrics.overflow, metrics.is_skipped) == (True, True)
-    assert bits(done.parameters) == before

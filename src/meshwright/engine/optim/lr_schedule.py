@@ -1,8 +1,10 @@
 """Learning-rate schedules: constant, cosine and warmup-stable-decay, each with a linear warm-up.
 
-constant    1
-cosine      floor + (1 - floor) * (1 + cos(pi t)) / 2       t from 0 to 1 after the warm-up
-wsd         1, and in the last `decay` steps linearly down to floor (MiniCPM, 2024, arXiv:2404.06395)
+    constant    1
+    cosine      floor + (1 - floor) * (1 + cos(pi t)) / 2       t from 0 to 1 after the warm-up
+    wsd         1, and in the last `decay` steps linearly down to floor (MiniCPM, 2024, arXiv:2404.06395)
+
+The factor multiplies the learning rate of every parameter group.
 """
 
 from math import cos, pi

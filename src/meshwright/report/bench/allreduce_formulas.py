@@ -6,22 +6,14 @@ from math import lcm
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.allreduce import BACKEND, get_algorithm
+from meshwright.comm.allreduce import ALGORITHMS, BACKEND, get_algorithm
 from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, cached_num_sent
 from meshwright.comm.tuning.network_fit import fit_alpha_beta
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.table import Column, Table
 
-FORMULA_ALGORITHMS = (
-    "naive",
-    "reduce_broadcast",
-    "ring",
-    "one_shot",
-    "recursive_halving",
-    "recursive_doubling",
-    "tree",
-)
+FORMULA_ALGORITHMS = tuple(name for name in ALGORITHMS if name != BACKEND)
 MAX_NUM_RANKS = 9
 COMMON_CLAIMS = (
     '"Naive is O(n)": it has n rounds, and each of them costs (n-1) S/B at its root: n (n-1) S/B.',

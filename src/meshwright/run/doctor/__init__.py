@@ -1,5 +1,5 @@
-"""What `meshwright doctor` checks.
+"""The checks of `meshwright doctor`.
 
-host_checks    whether this host can train: cores, memory, network interfaces, storage, versions
-gpu_checks     whether the GPUs of this host can be used, and reach each other
+host_checks    this host, without torch: Python and packages, cores, memory, disk, network, clock
+gpu_checks     checks that need torch: GPUs, a collective among the ranks of a job
 """

@@ -1,11 +1,14 @@
 """Writes `run_info.json` into the run's folder: what the run is, for readers without the model or the data.
 
-hash, mesh, world    the hash of the plan, its mesh as text, the number of ranks summary              the
-plan as text, as `meshwright plan` shows it program              the actions of every role prediction
-predicted seconds (if hardware was named), and bytes kept and sent resident_memory      bytes that a rank of
-each role keeps all the time, by category stages               the block calls of each pipeline stage, in
-forward order versions, machine    versions of Python and the packages; processor, memory and device of rank
-0. No host or user name.
+    hash, mesh, world    the hash of the plan, its mesh as text, the number of ranks
+    summary              the plan as text, as `meshwright plan` shows it
+    program              the actions of every role
+    prediction           predicted seconds (if hardware was named), and bytes kept and sent
+    resident_memory      bytes that a rank of each role keeps all the time, by category
+    stages               the block calls of each pipeline stage, in forward order
+    versions, machine    versions of Python and the packages; processor, memory and device of rank 0
+
+It holds no name of a host or a user.
 """
 
 import json
