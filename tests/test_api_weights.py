@@ -16,7 +16,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.model.published_models import logits, published
 

@@ -32,7 +32,7 @@ from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.launch.failure_record import failure_kind
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import analyzed_model, tiny_job

@@ -38,7 +38,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 MASKS = ("none", "causal", "window", "prefix", "document", "documents", "padding", "bias")
 BLOCK = "attention"

@@ -47,7 +47,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 

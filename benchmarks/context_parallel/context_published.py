@@ -50,7 +50,7 @@ from meshwright.comm.world import TorchWorld
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 NAME = "context_published"
 CLAIM = (

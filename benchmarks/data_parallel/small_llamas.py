@@ -23,7 +23,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 VOCABULARY, TOKENS = 256, 8
 SIZES = {

@@ -32,7 +32,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 VOCAB_SIZE, TOKENS, NUM_SAMPLES = 4096, 256, 8
 WARMUP_STEPS = 3  # steps before the timed ones; bytes are counted in the last of them

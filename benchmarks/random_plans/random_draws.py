@@ -46,7 +46,7 @@ from meshwright.plan.job.job import Job, LossGuard, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 MAX_RANKS, FULL_RATE_RANKS, NUM_STEPS, PERTURBED_ONE_IN = 24, 5, 2, 8
 GUARD = LossGuard("skip", window=NUM_STEPS)  # checks the step after the first NUM_STEPS

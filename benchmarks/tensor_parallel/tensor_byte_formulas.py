@@ -61,7 +61,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 HALF = PrecisionConfig(compute="bfloat16")
 Formula = Callable[["Case"], Fraction]

@@ -38,7 +38,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import ComputeDtype, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 

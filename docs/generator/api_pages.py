@@ -38,7 +38,7 @@ def _page_of(name: str) -> str:
     home = meshwright._MODULE_OF[name]
     if name[0].islower():
         return "functions"
-    if home.startswith("meshwright.parallel") or home == "meshwright.plan.strategy":
+    if home.startswith("meshwright.parallel") or home == "meshwright.plan.strategy_interface":
         return "strategies"
     return (
         "config"

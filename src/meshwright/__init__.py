@@ -57,7 +57,7 @@ _MODULES = {
     "meshwright.plan.job.run_config": ("RunConfig",),
     "meshwright.plan.plan": ("Plan",),
     "meshwright.plan.sharding.mesh": ("Mesh",),
-    "meshwright.plan.strategy": ("Strategy",),
+    "meshwright.plan.strategy_interface": ("Strategy",),
     "meshwright.run.telemetry.callbacks": ("Callback",),
     "meshwright.run.training.trainer": ("Trainer",),
     "meshwright.verifier.verdict": ("Verdict",),

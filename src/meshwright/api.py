@@ -47,7 +47,7 @@ from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer, select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.message_trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks

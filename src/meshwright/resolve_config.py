@@ -42,7 +42,7 @@ from meshwright.run.data.data_loader import (
 )
 from meshwright.run.data.eval_split import EvalSamples, eval_source, split_held_out
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
-from meshwright.run.measure.allreduce_choice import choose_algorithms
+from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
 
 

@@ -17,7 +17,7 @@ from meshwright.commands import export_import
 from meshwright.commands.export_import import convert, export_checkpoint
 from meshwright.commands.plan import resolve_config
 from meshwright.model.hf import hub
-from meshwright.model.loading.safetensors_io import SINGLE_FILE
+from meshwright.model.loading.safetensors_reader import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.distributed_checkpoint import load_tensors
 from meshwright.run.export import hf_export as export_module

@@ -6,7 +6,7 @@ from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks

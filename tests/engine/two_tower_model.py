@@ -14,7 +14,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.tiny_model import tiny_job
 
 IMAGE, TEXT, WIDTH = 7, 9, 4

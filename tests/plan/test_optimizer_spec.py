@@ -20,7 +20,7 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 from tests.paper_model import SyntheticModel
 from tests.tiny_model import tiny_job
 

@@ -29,7 +29,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 from tests.paper_model import SyntheticModel
 
 JOB = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=10, batch=12))

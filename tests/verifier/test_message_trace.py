@@ -17,7 +17,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 from meshwright.verifier.message_trace import (
     NeedsRealTensorsError,
     TraceVerdict,

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshwright.model.hf.hub import is_hub_id, pin_revision, resolve_path
 from meshwright.model.loading.loader import LoadedModel, load_model
-from meshwright.model.loading.safetensors_io import read_header
+from meshwright.model.loading.safetensors_reader import read_header
 from meshwright.plan.job.errors import PlanError, suggest_name
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.directories import list_step_folders

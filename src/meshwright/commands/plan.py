@@ -25,7 +25,7 @@ from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy import sort_by_phase
+from meshwright.plan.strategy_interface import sort_by_phase
 from meshwright.plan.validation import strategy_field_diagnostics
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view

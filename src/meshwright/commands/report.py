@@ -9,7 +9,7 @@ import meshwright
 from meshwright.plan.job.errors import refuse_write_errors
 from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
 from meshwright.report.html.run_page import run_page
-from meshwright.report.timeline.run_record import read_run_record
+from meshwright.report.timeline.run_folder_reader import read_run_record
 
 REPORT_FILE = "report.html"
 

@@ -25,7 +25,7 @@ from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions,
 from meshwright.plan.step.matrix_owners import add_matrix_owner_actions
 from meshwright.plan.step.single_device import role_of, sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
-from meshwright.plan.strategy import Strategy, sort_by_phase
+from meshwright.plan.strategy_interface import Strategy, sort_by_phase
 from meshwright.plan.validation import (
     batch_diagnostics,
     global_batch_diagnostics,

@@ -11,7 +11,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 EXAMPLE_STRATEGIES: Mapping[str, str] = MappingProxyType(
     {

@@ -19,7 +19,7 @@ from meshwright.engine.optim.optimizers import make_param_groups
 from meshwright.engine.runtime.loss import Batch, Loss
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.blocks.forward_driver import backward_from
-from meshwright.model.rng.dropout_mode import StatelessDropout
+from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
 from meshwright.plan.job.job import Job

@@ -26,7 +26,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DDP_PLAN = Draw(
     0, 0, "llama", Mesh(dp_replicate=2), (BatchSplit(), DDP()), num_microbatches=1, micro_batch=1, clip=0.5

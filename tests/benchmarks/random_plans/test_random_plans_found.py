@@ -20,7 +20,7 @@ from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 SPLIT, SQUARE, CUBE = BatchSplit("dp_shard"), Mesh(dp_shard=2, tp=2), Mesh(dp_shard=2, tp=2, tp_depth=2)
 

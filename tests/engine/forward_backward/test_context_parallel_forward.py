@@ -8,7 +8,7 @@ from meshwright.api import analyze, make_plan, parallelize
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.test_ring_models import JOB, NUM_SAMPLES, REPLICAS, Own
 from tests.parallel.tensor.odd_llama import batches

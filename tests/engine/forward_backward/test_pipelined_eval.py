@@ -22,7 +22,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import EvalConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, sample_range
 from tests.parallel.tensor.declared_pairs import pairs

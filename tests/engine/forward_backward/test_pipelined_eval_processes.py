@@ -13,7 +13,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import ProcessPool
 from tests.engine.one_device import sample_range
 from tests.tiny_model import analyzed_model, tiny_job, token_samples

@@ -17,7 +17,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.strategy import Handler, Runtime, Strategy
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
 from tests.tiny_model import TOKENS, WIDTH, analyzed_model, case_of, plan_of, verdict_of
 
 AXIS, LAYER, RANKS = "dp_replicate", "layers.1", 3

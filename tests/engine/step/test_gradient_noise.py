@@ -26,7 +26,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.gradient_noise_actions import REDUCE_SQNORM_NBYTES
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks

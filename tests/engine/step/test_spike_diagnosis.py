@@ -11,7 +11,7 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.engine.step.test_spike_diagnosis_suspects import Faulty, spikes
 
 SHARD = BatchSplit(axis="dp_shard")

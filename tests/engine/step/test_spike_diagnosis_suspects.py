@@ -14,7 +14,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import sample_range
 from tests.tiny_model import Tiny, executor_of, tiny_job, token_samples

@@ -25,7 +25,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.model.context_parallel.test_sharded_activation import WHOLE, some
 from tests.model.sequence_analysis.test_token_rules import Layers, attended, tokens_of
 

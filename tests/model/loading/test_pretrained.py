@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.model.loading.loader import load_factory, with_weights
 from meshwright.model.loading.pretrained import find_weights
-from meshwright.model.loading.safetensors_io import SINGLE_FILE
+from meshwright.model.loading.safetensors_reader import SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
 from tests.model.published_models import FAMILIES, load_published, logits, made, published
 

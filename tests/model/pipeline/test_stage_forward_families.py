@@ -11,7 +11,7 @@ from benchmarks.models.custom_models import ResNet, Translator, TwoTowers, UNet
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
 from meshwright.model.blocks.forward_driver import ForwardDriver
 from meshwright.model.pipeline.stage_forward import run_stage
-from meshwright.model.rng.dropout_mode import StatelessDropout
+from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from tests.model.block_backward import analyze_model
 from tests.model.blocks.test_forward_driver_families import PADDED, PAIRS, TOKENS, build

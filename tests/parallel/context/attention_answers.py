@@ -25,7 +25,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 
 NUM_SAMPLES = 2

@@ -9,8 +9,8 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
 from meshwright.model.rng import stateless_rng
-from meshwright.model.rng.dropout_mode import StatelessDropout, keep_mask
 from meshwright.model.rng.sharded_draws import DrawRegion
+from meshwright.model.rng.stateless_dropout import StatelessDropout, keep_mask
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.parallel.context.attention_kernel import (
     AttentionDropout,
@@ -27,7 +27,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.verdict import Verdict
 from tests.parallel.tensor.odd_llama import batches
 

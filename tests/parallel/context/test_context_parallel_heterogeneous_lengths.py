@@ -26,7 +26,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.terminal.plan_notes import sequence_sharding_text
 from meshwright.verifier.static_checks import static_checks
 from meshwright.verifier.verdict import Verdict

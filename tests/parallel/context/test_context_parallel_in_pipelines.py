@@ -27,7 +27,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, Own, equal, gpt2
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches

@@ -29,7 +29,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import argument_name
 from tests.parallel.context.test_context_parallel_in_pipelines import found, planned

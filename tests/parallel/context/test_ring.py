@@ -22,7 +22,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting
 from tests.parallel.tensor.odd_llama import analyzed_llama

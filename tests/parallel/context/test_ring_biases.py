@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
 from meshwright.model.context_parallel import hf_attention
-from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
+from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -20,7 +20,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.verdict import Verdict
 
 NUM_SAMPLES, TOKENS = 2, 7

@@ -16,7 +16,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.context.attention_answers import NUM_SAMPLES, case, largest_error
 
 EXACT, LENGTH = 1e-13, 13

@@ -19,7 +19,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 

@@ -20,7 +20,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import HEADS, SIZES, analyzed_llama, batches, planned
 

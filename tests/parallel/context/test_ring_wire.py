@@ -9,7 +9,7 @@ from meshwright.parallel.context import ring_attention
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.context.test_ring_models import JOB, NUM_SAMPLES, REPLICAS
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 

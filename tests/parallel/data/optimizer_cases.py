@@ -17,7 +17,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import VOCABULARY, executor_of, tiny_job, token_samples

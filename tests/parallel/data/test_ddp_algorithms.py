@@ -19,7 +19,7 @@ from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Handler, Runtime, Strategy
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.parity import RankReport, compare_rank

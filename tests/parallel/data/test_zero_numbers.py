@@ -12,7 +12,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import ProcessPool
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import analyzed_model, case_of, executor_of, tiny_job, token_samples, verdict_of

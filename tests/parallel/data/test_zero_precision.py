@@ -20,7 +20,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages

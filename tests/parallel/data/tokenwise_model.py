@@ -12,7 +12,7 @@ from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import COUNT_NBYTES
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}
 

@@ -16,7 +16,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.timeline.memory_and_bytes import planned_memory
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel

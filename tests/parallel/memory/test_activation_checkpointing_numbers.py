@@ -23,7 +23,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.engine.one_device import bits

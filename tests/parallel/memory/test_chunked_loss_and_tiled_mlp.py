@@ -22,7 +22,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.program_memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import analyzed_llama

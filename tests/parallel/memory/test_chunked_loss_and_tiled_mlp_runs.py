@@ -30,7 +30,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.memory.tiled_job import BOTH, CPU, JOB, NUM_SAMPLES, SHARDS, TOKENS, planned
 from tests.parallel.tensor.odd_llama import SIZES, analyzed_llama, batches, llama

@@ -13,7 +13,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.pipeline.test_pipedream_trains import EACH, NUM_SAMPLES, planned
 from tests.parallel.pipeline.test_pipeline import JOB
 from tests.parallel.tensor.odd_llama import analyzed_llama

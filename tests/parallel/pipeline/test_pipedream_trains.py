@@ -32,7 +32,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions, staleness
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.program_memory import state_bytes
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads

@@ -26,7 +26,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.pipeline.test_pipeline import JOB, NUM_SAMPLES, SHARD, llama, planned
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches

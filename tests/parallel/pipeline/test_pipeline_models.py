@@ -21,7 +21,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.verifier.verdict import Verdict
 from tests.model.pipeline.staged_model import Normed
-from tests.parallel.pipeline.test_planned_send_recv import DISTANCE, IMAGES
+from tests.parallel.pipeline.test_send_recv_insertion import DISTANCE, IMAGES
 
 X = torch.linspace(-1, 1, 120).sin().view(10, 12)
 PAIRS = {"x": X[:, :6], "target": X[:, 6:]}

@@ -19,7 +19,7 @@ from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict

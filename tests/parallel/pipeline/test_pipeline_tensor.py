@@ -28,7 +28,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
 from meshwright.plan.step.matrix_owners import owned_params
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.data.optimizer_cases import RULES, error, outcome
 from tests.parallel.tensor.declared_pairs import WIDTH, pairs

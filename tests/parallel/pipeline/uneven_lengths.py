@@ -12,7 +12,7 @@ from meshwright.engine.runtime.loss import IGNORE_INDEX, Batch
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import VOCABULARY, analyzed_model, tiny_job
 

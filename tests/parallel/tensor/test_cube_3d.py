@@ -13,7 +13,7 @@ from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.tensor import model_families
 from tests.parallel.tensor.even_llama import INNER, WIDTH, analyzed_even_llama, elements_received, shards
 from tests.parallel.tensor.exactness import assert_exact

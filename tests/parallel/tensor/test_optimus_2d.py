@@ -21,7 +21,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.tokenwise_model import TokenSharding
 from tests.parallel.tensor import model_families

@@ -16,7 +16,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.even_llama import WIDTH, analyzed_even_llama, elements_received, inputs, shards
 from tests.parallel.tensor.odd_llama import TOKENS, batches, planned

@@ -11,7 +11,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.tensor.cube_3d import TensorParallel3D
 from meshwright.parallel.tensor.optimus_2d import TensorParallel2D
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
 from tests.parallel.tensor.even_llama import analyzed_even_llama
 from tests.parallel.tensor.odd_llama import planned

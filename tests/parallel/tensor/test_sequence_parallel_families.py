@@ -9,7 +9,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.model_families import FAMILIES, analyze_family, batches, loss_of, planned
 

@@ -16,7 +16,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from tests.tiny_model import TOKENS, analyzed_model
 
 SHARD = BatchSplit(axis="dp_shard")

@@ -13,7 +13,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import Job, OptimizerConfig, ParamGroupConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.program_memory import StateBytes, state_bytes, transient_nbytes
 from meshwright.testing.ranks import run_on_threads
 from tests.paper_model import SyntheticModel

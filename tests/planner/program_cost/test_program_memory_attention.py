@@ -18,7 +18,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.planner.program_cost.program_memory import peak_nbytes
 
 NUM_SAMPLES, WORDS, ALLOWED = 2, 256, 0.05

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.report.html.predicted_vs_measured import PredictionComparison, compare_run, comparison_table
-from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.run_folder_reader import RunRecord
 
 SUM = Action("REDUCE", "x", stream="comm", transfer=Transfer("all_reduce", ("dp_replicate",), 100))
 PREDICTED = {

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright.report.html.charts import curves_figure
 from meshwright.report.html.run_page import run_page
-from meshwright.report.timeline.run_record import RunRecord, read_run_record
+from meshwright.report.timeline.run_folder_reader import RunRecord, read_run_record
 from tests.report.small_runs import train_small_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

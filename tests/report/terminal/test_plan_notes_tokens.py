@@ -13,7 +13,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.sequence_info import GlueGather
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.terminal.plan_notes import max_over_mean_attention, sequence_sharding_text
 from tests.parallel.tensor.odd_llama import analyzed_llama
 

@@ -41,7 +41,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.report.terminal.plan_table import KIND_TEXTS, plan_view, verdict_view
 from meshwright.verifier.verdict import COMPARED_QUANTITIES, Difference, Verdict
 from tests.paper_model import SyntheticModel

@@ -8,7 +8,7 @@ import pytest
 from meshwright.plan.step.action import Action, Allocation, Program
 from meshwright.plan.step.single_device import FIRST_ROLE
 from meshwright.report.timeline.memory_and_bytes import planned_memory, sent_by_action
-from meshwright.report.timeline.run_record import read_run_record
+from meshwright.report.timeline.run_folder_reader import read_run_record
 from tests.report.small_runs import train_small_run
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.report.timeline.run_record import read_run_record
+from meshwright.report.timeline.run_folder_reader import read_run_record
 from meshwright.report.timeline.step_timeline import MAX_RANKS_DRAWN, event_durations_ms, step_timeline
 from tests.report.small_runs import train_small_run
 

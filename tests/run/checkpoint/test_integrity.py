@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.checkpoint.consensus import ERROR_PREFIX, OK_PREFIX, ConsensusError, RankConsensus
+from meshwright.run.checkpoint.all_ranks_or_none import ERROR_PREFIX, OK_PREFIX, ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.distributed_checkpoint import save_tensors
 from meshwright.run.checkpoint.integrity import (

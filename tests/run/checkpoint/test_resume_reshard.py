@@ -20,7 +20,7 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, newest_valid
 from meshwright.run.checkpoint.shard_io import read_manifest
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.config.config_file import PlanRequest, read_request
 
 

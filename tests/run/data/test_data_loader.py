@@ -17,7 +17,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.byte_text import TextDataset
 from meshwright.run.data.data_loader import ExampleDataset, LocalBatches, open_dataset, open_local_batches
-from meshwright.run.data.packed_documents import PackedTexts
+from meshwright.run.data.documents_to_samples import PackedTexts
 from tests.paper_model import SyntheticModel
 from tests.run.data.corpora import jsonl
 

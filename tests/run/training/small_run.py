@@ -13,7 +13,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import EvalConfig, LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, resume
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches

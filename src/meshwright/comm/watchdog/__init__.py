@@ -1,9 +1,9 @@
 """Limits on waits, and the diagnosis of a hang.
 
-watchdog        limits every wait, and asks all ranks for their status when one is exceeded
-rank_status     the status of one rank: its stack, its waits, its last collectives
-hang_report     compares the statuses and names the ranks that caused the hang
-desync_check    compares collectives across ranks before they are issued
-store_client    a store client whose requests time out
-host_process    identity of the host and its processes
+watchdog              limits every wait, and asks all ranks for their status when one is exceeded
+rank_status           the status of one rank: its stack, its waits, its last collectives
+hang_report           compares the statuses and names the ranks that caused the hang
+desync_check          compares collectives across ranks before they are issued
+timeout_store_client  a store client whose requests time out
+host_process          identity of the host and its processes
 """

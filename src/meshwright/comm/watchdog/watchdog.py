@@ -53,7 +53,7 @@ from meshwright.comm.watchdog.rank_status import (
     main_thread_stack,
     traceback_frames,
 )
-from meshwright.comm.watchdog.store_client import StoreClient, StoreSilentError
+from meshwright.comm.watchdog.timeout_store_client import StoreClient, StoreSilentError
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh

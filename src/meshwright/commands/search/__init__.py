@@ -1,10 +1,10 @@
 """The command `search`: the fastest plans for a model on a machine.
 
-constraints      --set NAME=VALUE: choices that are given
-machine          --hardware, --cluster and --calibrate-from: the machine
-model_size       the sizes of MODEL, from text or from a config
-no_result        the error when nothing fits
-plot             --plot: step time against memory
-search           runs the search, prints and writes its result
-config_tables    the best plan as a config
+constraints          --set NAME=VALUE: choices that are given
+machine              --hardware, --cluster and --calibrate-from: the machine
+model_size           the sizes of MODEL, from text or from a config
+no_result            the error when nothing fits
+plot                 --plot: step time against memory
+search               runs the search, prints and writes its result
+best_plan_to_config  the best plan as a config
 """

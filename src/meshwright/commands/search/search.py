@@ -20,7 +20,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
-from meshwright.commands.search.config_tables import config_tables, unwritten_notes
+from meshwright.commands.search.best_plan_to_config import config_tables, unwritten_notes
 from meshwright.commands.search.constraints import base_config, parse_constraints
 from meshwright.commands.search.machine import search_machine
 from meshwright.commands.search.model_size import is_shape_text, model_shape, model_size, size_warnings

@@ -8,5 +8,5 @@ step_rng                    random numbers by global sample
 graph_cut                   whether the graph is cut at blocks, and whether gradients reach every parameter
 evaluation                  the loss over samples that are not trained on
 pipelined_eval              forwards of an evaluation through pipeline stages
-pipelined_forward           forwards outside of steps, such as generation, on all pipeline ranks together
+lockstep_pipeline_forward   forwards outside of steps, such as generation, on all pipeline ranks together
 """

@@ -21,7 +21,7 @@ from meshwright.model.blocks.autograd_check import split_graph
 from meshwright.model.blocks.forward_driver import BlockCall, ForwardDriver, ForwardPass, backward
 from meshwright.model.blocks.split_backward import WeightBackward, input_backward
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 
 class BackwardHandlers:

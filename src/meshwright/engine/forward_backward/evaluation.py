@@ -25,7 +25,7 @@ from meshwright.engine.runtime.loss import Loss
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import ForwardDriver
-from meshwright.model.rng.dropout_mode import StatelessDropout
+from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan

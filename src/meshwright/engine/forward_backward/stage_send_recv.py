@@ -31,7 +31,7 @@ from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.stage_value_shards import DimSizes, StageValueShards
 from meshwright.plan.step.action import Action, Transfer
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 MAX_CACHED_SHAPES = 4096  # of stage values; samples of more lengths than that compute some again
 

@@ -12,8 +12,8 @@ import torch
 
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.forward_driver import BeforeBlock
-from meshwright.model.rng.dropout_mode import StatelessDropout
 from meshwright.model.rng.sharded_draws import DrawSharding
+from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
 from meshwright.plan.model_spec.uneven_split import DimSplit

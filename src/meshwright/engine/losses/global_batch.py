@@ -27,7 +27,7 @@ from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import BATCH_INFO, GRAD_NORM, output_grad_name
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 
 class GlobalBatchLoss:

@@ -2,7 +2,7 @@
 
     optimizers             parameter groups, the optimizers of a job or of the user
     lr_schedule            the factor of the learning rate at a step
-    per_param_optimizer    base class of our optimizers; which optimizers accept which shard alignment
+    abstract_optimizer     base class of our optimizers; which optimizers accept which shard alignment
     adafactor              Adafactor
     adamw_8bit             AdamW with optimizer states in 8 bits
     adamw_bf16             AdamW with optimizer states in bfloat16

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer, get_compute_dtype
+from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_compute_dtype
 from meshwright.plan.sharding.flat_param import ShardAlignment
 
 SQUARE_EPS, MIN_RMS, DECAY_EXPONENT = 1e-30, 1e-3, -0.8  # epsilon 1, epsilon 2 and the exponent of the paper

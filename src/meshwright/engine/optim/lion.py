@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer, get_compute_dtype
+from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_compute_dtype
 from meshwright.plan.sharding.flat_param import ShardAlignment
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer
 from meshwright.engine.optim.optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
-from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer
 from meshwright.engine.params.flat_param import UpdateGroup
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.engine.optim.abstract_optimizer import ShardAlignments, check_shard_alignments
 from meshwright.engine.optim.adafactor import Adafactor
 from meshwright.engine.optim.adamw_8bit import AdamW8bit
 from meshwright.engine.optim.adamw_bf16 import AdamWBF16
 from meshwright.engine.optim.lion import Lion
 from meshwright.engine.optim.muon import Muon
-from meshwright.engine.optim.per_param_optimizer import ShardAlignments, check_shard_alignments
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, OptimizerName
 from meshwright.plan.model_spec.model_spec import ParamSpec

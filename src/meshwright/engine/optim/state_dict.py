@@ -15,12 +15,12 @@ from math import prod
 import torch
 from torch import nn
 
+from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_blockwise_state_keys
 from meshwright.engine.optim.optimizers import (
     OptimizerNumbers,
     load_local_optimizer_state,
     local_optimizer_state,
 )
-from meshwright.engine.optim.per_param_optimizer import PerParamOptimizer, get_blockwise_state_keys
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape

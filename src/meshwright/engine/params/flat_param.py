@@ -38,7 +38,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 
 class WeightStash:

@@ -22,7 +22,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.matrix_owners import MatrixParcel, matrix_parcels, owner_coordinate
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from meshwright.engine.runtime.loss import Batch, Loss
 from meshwright.engine.runtime.loss_guard import LossSpike
 from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
 from meshwright.model.blocks.forward_driver import BlockCall, ForwardPass
-from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
+from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.step.action import Action
 

@@ -27,7 +27,7 @@ import torch
 
 from meshwright.comm.collectives.group import Work
 from meshwright.plan.step.action import Action, StreamName
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 # an action, its handler, and the comm actions it waits for
 ResolvedAction = tuple[Action, Handler | None, tuple[str, ...]]

@@ -35,7 +35,7 @@ from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver, b
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 
 class ActionHandlers:

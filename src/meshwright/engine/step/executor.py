@@ -18,7 +18,7 @@ from meshwright.engine.forward_backward.block_collectives import BlockCollective
 from meshwright.engine.forward_backward.context_parallel_forward import make_sequence_runner
 from meshwright.engine.forward_backward.evaluation import Evaluation
 from meshwright.engine.forward_backward.graph_cut import needs_graph_cuts
-from meshwright.engine.forward_backward.pipelined_forward import PipelinedForward
+from meshwright.engine.forward_backward.lockstep_pipeline_forward import PipelinedForward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.sharded_logits import VocabParallelLogits
@@ -63,7 +63,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
 from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD, FORWARD_KINDS
-from meshwright.plan.strategy import Handler, Runtime
+from meshwright.plan.strategy_interface import Handler, Runtime
 
 HEAP_WARMUP_STEPS = 2  # the heap has its final size afterwards: the first step makes the optimizer states
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.engine.forward_backward.pipelined_forward import BROADCAST_DTYPES
+from meshwright.engine.forward_backward.lockstep_pipeline_forward import BROADCAST_DTYPES
 from meshwright.engine.optim.state_dict import persistent_buffers
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ParamSpec, block_of

@@ -48,7 +48,7 @@ from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.actions import ActionHandlers
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.action import Action
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 AVERAGE_DECAY = 0.99  # decay of the averages, per step
 

@@ -33,7 +33,7 @@ from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS
-from meshwright.plan.strategy import Handler
+from meshwright.plan.strategy_interface import Handler
 
 UnshardFn = Callable[[str], None]  # gathers the weights of a block
 TRANSFER_KINDS = ("SEND", "RECV", "CONCAT")  # prefixes: also the kinds of their gradients

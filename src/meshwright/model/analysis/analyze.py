@@ -34,13 +34,13 @@ from meshwright.model.blocks.loss_inputs import LossSpec, batch_columns, loss_in
 from meshwright.model.hf.config import use_batched_experts, use_eager_experts
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loading.meta_init import DeferredInit
-from meshwright.model.rng.dropout_mode import record_draw_sites
 from meshwright.model.rng.sharded_draws import sites_between_layers
+from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
-from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
+from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
-from meshwright.model.tensors.fake_cache import clear_fake_caches
+from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
 from meshwright.model.trial.trial import (

@@ -16,7 +16,7 @@ from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.hf.config import use_batched_experts
 from meshwright.model.loading.meta_init import DeferredInit
-from meshwright.model.rng.dropout_mode import record_draw_sites
+from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.sequence_analysis.analyze_sequence import (
     LARGER_BATCH_SIZE,

@@ -36,7 +36,7 @@ from meshwright.model.blocks.forward_driver import (
     backward_from,
 )
 from meshwright.model.blocks.loss_inputs import LossSpec
-from meshwright.model.rng.dropout_mode import record_draw_sites
+from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.model.trial.op_counter import CAUSAL_ARGUMENTS, OpCounter

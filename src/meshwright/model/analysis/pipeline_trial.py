@@ -25,9 +25,9 @@ from meshwright.model.context_parallel.hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_forward import SingleRankForward
 from meshwright.model.pipeline.forward_graph import ForwardGraph, ForwardRecord, build_forward_graph
 from meshwright.model.pipeline.forward_recorder import record_forward
-from meshwright.model.rng.dropout_mode import record_draw_sites
+from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
-from meshwright.model.tensors.fake_cache import clear_fake_caches
+from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values
 from meshwright.plan.job.errors import PlanError
 

@@ -23,7 +23,7 @@ from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 
 EXAMPLE_SOURCE = "example"  # data that comes with the model, not from a file
 

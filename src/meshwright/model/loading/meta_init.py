@@ -34,7 +34,7 @@ from torch import nn
 
 from meshwright.model.loading.init_recorder import is_meta, record_init
 from meshwright.model.loading.init_tape import InitTape, StorageWindow, replay_rows
-from meshwright.model.tensors.fake_cache import clear_fake_caches
+from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.model_spec.model_spec import PretrainedSource

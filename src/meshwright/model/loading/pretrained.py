@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshwright.model.loading.key_mapping import KeyConversion, ignored_patterns, load_conversions
-from meshwright.model.loading.safetensors_io import (
+from meshwright.model.loading.safetensors_reader import (
     READ_NBYTES,
     WEIGHTS_KEY,
     StoredTensor,

@@ -44,7 +44,7 @@ from meshwright.model.pipeline.forward_graph import (
     ValueRef,
     with_value_refs,
 )
-from meshwright.model.tensors.fake_cache import clear_caches_with_fakes, lru_caches
+from meshwright.model.tensors.clear_fake_caches import clear_caches_with_fakes, lru_caches
 from meshwright.model.tensors.function_modes import (
     RANDOM_GLUE_FIX,
     SHAPE_FROM_SECOND_ARG,

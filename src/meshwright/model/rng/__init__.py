@@ -1,6 +1,6 @@
 """Random numbers of the forward (dropout, stochastic depth) that do not depend on the parallel plan.
 
-stateless_rng    draw sites of the forward, and the stateless generator that draws at them
-dropout_mode     function mode in which torch's random functions draw from that generator
-sharded_draws    the part of a draw that a rank with a slice of the tensor makes
+stateless_rng      draw sites of the forward, and the stateless generator that draws at them
+stateless_dropout  function mode in which torch's random functions draw from that generator
+sharded_draws      the part of a draw that a rank with a slice of the tensor makes
 """

@@ -8,5 +8,5 @@ block_inputs        the token dims of the inputs of a block call, and their repl
 block_trace         what block calls do with tokens in one forward on all of them
 glue_gathers        the tensors that glue gathers, and the block calls to which their gradients flow
 lengths             the lengths of a trial, and code that depends on the length
-runtime_check       compares the operations of blocks on full sequences and on a sequence shard
+same_ops_on_shards  compares the operations of blocks on full sequences and on a sequence shard
 """

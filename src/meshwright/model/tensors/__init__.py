@@ -1,7 +1,7 @@
 """Building blocks for code that runs, records or replaces operations on the tensors of a user's model.
 
 counter_rng           random numbers as a hash of (key, element index), without a generator state
-fake_cache            clears functools caches in which a model's code keeps fake tensors
+clear_fake_caches     clears functools caches in which a model's code keeps fake tensors
 float64_mode          function mode that turns every cast to float32 into one to float64
 function_modes        function and dispatch modes over the code between blocks
 inplace_leaf_alias    non-leaf alias of a leaf, which may be written in place

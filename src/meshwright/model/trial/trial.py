@@ -35,7 +35,7 @@ from meshwright.model.blocks.user_checkpointing import in_user_checkpoint
 from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds
 from meshwright.model.tensor_parallel.layer_pairs import LayerUse, LayerUses
 from meshwright.model.tensor_parallel.vocab_split import VocabFlow
-from meshwright.model.tensors.fake_cache import clear_fake_caches
+from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.trial.layer_costs import LayerCostRecorder, SavedStorage
 from meshwright.model.trial.op_counter import FlopCounter

@@ -48,7 +48,7 @@ from meshwright.plan.step.single_device import (
     output_name,
     samples_per_microbatch,
 )
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 LOSS_SITE = ""  # stands for it among block calls
 END_OF_CALL = 1e9  # behind all that a block call itself moves

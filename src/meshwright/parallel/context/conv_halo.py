@@ -49,7 +49,7 @@ from meshwright.plan.sharding.placement import R, S
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding, TokenRange, with_padding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
-from meshwright.plan.strategy import Runtime
+from meshwright.plan.strategy_interface import Runtime
 
 MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken with shares of any length
 

@@ -61,7 +61,7 @@ from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program, Transfer
 from meshwright.plan.step.single_device import reduce_totals_along
-from meshwright.plan.strategy import Handler, Runtime
+from meshwright.plan.strategy_interface import Handler, Runtime
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from meshwright.plan.sharding.placement import Placement, R, S
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
-from meshwright.plan.strategy import Runtime
+from meshwright.plan.strategy_interface import Runtime
 
 MAX_REPORTED = 3  # block calls in a message
 UNEVEN_HEADS = "attention has {} heads on a rank, and they go to {} ranks in equal number"

@@ -37,7 +37,7 @@ from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 GRAD_SUM_AXES = (*DATA_AXES, "cp")  # where ranks may have other samples, or other tokens of them

@@ -45,7 +45,7 @@ from meshwright.plan.sharding.placement import I
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
 from meshwright.plan.step.single_device import FORWARD_KINDS, GRAD_NORM, last_backward, output_grad_name
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)

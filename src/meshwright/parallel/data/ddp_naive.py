@@ -33,7 +33,7 @@ from meshwright.plan.step.single_device import (
     stepped_microbatches,
     with_grad_waits,
 )
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)

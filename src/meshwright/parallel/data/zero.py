@@ -54,7 +54,7 @@ from meshwright.plan.step.action import Action, Allocation, Program, Transfer, w
 from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
 from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
 from meshwright.plan.step.unshard_windows import JoinScope, ParamUse, assign_buffers, unshard_windows
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 STAGE_FIX = "write 1 (optimizer states), 2 (also gradients) or 3 (also weights); to shard nothing, use ddp"
 

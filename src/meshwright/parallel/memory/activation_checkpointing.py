@@ -58,7 +58,7 @@ from meshwright.plan.step.single_device import (
     samples_per_microbatch,
     saved_activations_name,
 )
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)

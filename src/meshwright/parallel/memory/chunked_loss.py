@@ -34,7 +34,7 @@ from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.rank_share import chunked_head_call
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 LOCATION = "strategies.chunked_loss"
 UNCHUNKED_FIX = "remove the strategy chunked_loss: the loss then takes all logits at once"

@@ -47,7 +47,7 @@ from meshwright.plan.step.single_device import (
     samples_per_microbatch,
     saved_activations_name,
 )
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 TOKEN_DIM = 1  # of a tensor [samples, tokens, width]
 LOCATION = "strategies.tiled_mlp"

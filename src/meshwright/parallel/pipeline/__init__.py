@@ -2,6 +2,6 @@
 
 pipeline             the strategy Pipeline: stages, their balance, and the schedule
 pipedream            PipeDream: asynchronous 1F1B with weight stashing
-planned_send_recv    routes of boundary activations between stages, and their sends and receives
+send_recv_insertion  routes of boundary activations between stages, and their sends and receives
 schedules            who runs which stage for which microbatch: one file per schedule
 """

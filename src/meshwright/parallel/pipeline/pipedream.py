@@ -56,7 +56,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Allocation, Program, with_waits
 from meshwright.plan.step.single_device import StageCalls, stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)

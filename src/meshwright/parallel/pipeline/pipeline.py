@@ -61,10 +61,10 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
-from meshwright.parallel.pipeline.planned_send_recv import SendRecvInsertion, TransferRoutes
 from meshwright.parallel.pipeline.schedules.custom import file_digest, is_schedule_source
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES, ScheduleEntry, find_schedule
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts, VirtualStage
+from meshwright.parallel.pipeline.send_recv_insertion import SendRecvInsertion, TransferRoutes
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
@@ -74,7 +74,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards, stage_value_diagnostics
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.single_device import StageCalls
-from meshwright.plan.strategy import Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 
 def balance_stages(costs: Mapping[str, float], boundaries: Sequence[str], num_stages: int) -> tuple[str, ...]:

@@ -9,6 +9,6 @@ vocab_parallel         embedding, head and logits sharded by vocabulary
 sharded_layer          how one sharded layer computes: LayerSharding, Redistribution
 kv_head_replication    heads on a rank: local sizes, per-head inputs, shared key/value heads
 comm_overlap           collectives overlapped with matmuls, and joint sums of several layers
-planned_collectives    planned collectives of sharded layers in the program
+collective_insertion   planned collectives of sharded layers in the program
 validation             diagnostics shared by the strategies of this family
 """

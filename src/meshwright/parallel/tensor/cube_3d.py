@@ -37,6 +37,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.kv_head_replication import bind_local_heads
 from meshwright.parallel.tensor.optimus_2d import (
     EMBEDDING_ROLES,
@@ -52,7 +53,6 @@ from meshwright.parallel.tensor.optimus_2d import (
     vocab_sharded_layers,
     with_redistributions,
 )
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     LayerSharding,
@@ -74,7 +74,7 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 DEPTH_AXIS = "tp_depth"  # the axis along which the inputs of a matrix lie
 MATMUL_ROLES = ("colwise", "rowwise")

@@ -43,7 +43,7 @@ from meshwright.parallel.tensor.sharded_layer import (
 from meshwright.plan.model_spec.layer_calls import PerHeadInput, SizeAttribute
 from meshwright.plan.model_spec.uneven_split import DimRanges
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy import Runtime
+from meshwright.plan.strategy_interface import Runtime
 
 
 def shared_kv_shardings(

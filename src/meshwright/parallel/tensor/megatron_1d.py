@@ -39,12 +39,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.kv_head_replication import (
     bind_local_heads,
     shared_kv_shardings,
     with_kv_row_selection,
 )
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     LayerSharding,
@@ -67,7 +67,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 
 @dataclass(frozen=True)

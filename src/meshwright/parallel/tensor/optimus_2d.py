@@ -42,8 +42,8 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.norm_formulas import apply_norm, combine_statistics, norm_statistics
+from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.kv_head_replication import bind_local_heads
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     ComputeFn,
@@ -67,7 +67,7 @@ from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
 from meshwright.plan.sharding.placement import FLAT, I, P, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Program
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 ROW_AXIS = "dp_shard"  # the axis of the grid along which samples lie
 EMBEDDING_ROLES, LM_HEAD_ROLES = ("embedding", "embedding_unsharded"), ("lm_head", "lm_head_unsharded")

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm
+from meshwright.parallel.tensor.collective_insertion import add_planned_comm
 from meshwright.parallel.tensor.sharded_layer import (
     LayerSharding,
     LayerShardings,
@@ -52,7 +52,7 @@ from meshwright.plan.sharding.rank_share import local_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 TOKEN_SHARD = S(1)  # of a residual stream [samples, tokens, hidden]: a slice of the tokens per rank
 

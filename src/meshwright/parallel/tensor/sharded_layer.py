@@ -44,7 +44,7 @@ from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.placement import COLLECTIVES, I, P, Placement, R, S, redistribution_name
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Transfer
-from meshwright.plan.strategy import Runtime
+from meshwright.plan.strategy_interface import Runtime
 
 ParamTensors = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None
 ComputeFn = Callable[

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
-from meshwright.parallel.tensor.planned_collectives import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
 from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     LayerSharding,
@@ -55,7 +55,7 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.action import Action, Program, Transfer
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes, num_local_logit_tokens
 from meshwright.plan.step.single_device import samples_per_microbatch
-from meshwright.plan.strategy import Handler, Runtime, Strategy, StrategyPhase
+from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 VOCAB_ROLES = ("embedding", "lm_head")
 

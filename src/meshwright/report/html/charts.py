@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.run_folder_reader import RunRecord
 from meshwright.report.timeline.step_timeline import StepTimeline, TimelineBar
 
 RUN_COLOURS = ("#2563eb", "#ea580c")  # the first run and the second

@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.table import Column, Table
 from meshwright.report.terminal.prediction import format_seconds
-from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.run_folder_reader import RunRecord
 
 TRACE_CATEGORIES = {  # the categories of a prediction, and those of a trace
     "blocks, with communication inside": (("compute_s", "inner_comm_s"), ("forward", "backward", "other")),

@@ -22,7 +22,7 @@ from meshwright.report.html.predicted_vs_measured import compare_run, comparison
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import schedule_svg
 from meshwright.report.timeline.memory_and_bytes import planned_memory, sent_by_action
-from meshwright.report.timeline.run_record import RunRecord, plan_differences
+from meshwright.report.timeline.run_folder_reader import RunRecord, plan_differences
 from meshwright.report.timeline.step_timeline import step_timeline
 
 MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24

@@ -1,6 +1,6 @@
 """Timelines of steps and schedules, planned and measured.
 
-run_record          the files in the folder of a run, read for its report
+run_folder_reader   the files in the folder of a run, read for its report
 step_timeline       one step as bars on streams, planned and measured
 stage_actions       the rank, stage and time of every forward and backward of a microbatch
 stage_table         a model in stages: their blocks, what crosses each boundary, and their schedule

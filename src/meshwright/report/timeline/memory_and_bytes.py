@@ -13,7 +13,7 @@ from math import prod
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.collectives.call_validation import min_max_sent_nbytes
 from meshwright.plan.step.action import Action, Program
-from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.run_folder_reader import RunRecord
 
 CATEGORY_OF_ALLOCATION = {  # by the first words of a hold's name
     **{"gradient": "gradients", "summed gradient": "gradients"},

@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright.plan.step.action import Action, Program
 from meshwright.plan.step.simulator import SimulationDeadlock, simulate
-from meshwright.report.timeline.run_record import RunRecord
+from meshwright.report.timeline.run_folder_reader import RunRecord
 
 CATEGORY_KINDS = {
     "forward": ("F", "F_CHECKPOINTED", "RECOMPUTE", "glue"),

@@ -1,6 +1,6 @@
 """Checkpoints: written by all ranks together, verified before use, loadable under another plan.
 
-consensus                 actions of all ranks that succeed or fail together
+all_ranks_or_none         actions of all ranks that succeed or fail together
 directories               names of checkpoint folders; publishing, pruning, the best checkpoint
 integrity                 verifies a checkpoint on all ranks; each rank reads a share of the files
 manifest                  manifest.json: tensors, slices, files and checksums

@@ -36,7 +36,7 @@ import torch
 from meshwright.comm.collectives.group import Group
 from meshwright.engine.optim.state_dict import SavedTensor
 from meshwright.model.tensors.lazy_mapping import LazyTensors
-from meshwright.run.checkpoint.consensus import ConsensusError, RankConsensus
+from meshwright.run.checkpoint.all_ranks_or_none import ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import (
     list_step_folders,
     partial_folder,

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.run.checkpoint.consensus import RankConsensus
+from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
 from meshwright.run.checkpoint.directories import list_step_folders
 from meshwright.run.checkpoint.distributed_checkpoint import (
     ManifestCheck,

@@ -15,7 +15,7 @@ from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.run.checkpoint.consensus import RankConsensus
+from meshwright.run.checkpoint.all_ranks_or_none import RankConsensus
 from meshwright.run.checkpoint.directories import (
     list_step_folders,
     mark_best,

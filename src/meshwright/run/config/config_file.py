@@ -61,7 +61,7 @@ from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.config.schema import SchemaCheck
 
 

@@ -33,8 +33,8 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
 from meshwright.run.data.byte_text import TextDataset
+from meshwright.run.data.documents_to_samples import open_documents
 from meshwright.run.data.mixture import Mixture
-from meshwright.run.data.packed_documents import open_documents
 from meshwright.run.data.readers import open_reader, source_format, unused_field_diagnostics
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
 from meshwright.run.data.streaming import StreamOrder, TokenStream

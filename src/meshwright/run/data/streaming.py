@@ -19,7 +19,7 @@ import torch
 
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
-from meshwright.run.data.packed_documents import make_encoder
+from meshwright.run.data.documents_to_samples import make_encoder
 from meshwright.run.data.readers import LocatedRow, RowReader
 from meshwright.run.data.shuffle import ABSENT_SAMPLE
 from meshwright.run.data.token_dataset import EncodedDocument, TokenDataset, pad_documents

@@ -33,7 +33,7 @@ from meshwright.model.hf.peft import is_adapted
 from meshwright.model.loading.key_mapping import KeyConversion, save_conversions
 from meshwright.model.loading.loader import load_model
 from meshwright.model.loading.meta_init import DeferredInit
-from meshwright.model.loading.safetensors_io import DTYPES, INDEX_FILE, SINGLE_FILE
+from meshwright.model.loading.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES, write_all_bytes

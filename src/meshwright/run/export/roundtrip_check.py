@@ -24,7 +24,7 @@ from meshwright.model.hf.metadata import is_transformers_model
 from meshwright.model.hf.peft import import_peft
 from meshwright.model.loading.loader import load_model
 from meshwright.model.loading.meta_init import DeferredInit
-from meshwright.model.loading.safetensors_io import list_tensors, read_tensor
+from meshwright.model.loading.safetensors_reader import list_tensors, read_tensor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 

@@ -22,8 +22,8 @@ from meshwright.plan.hardware.network_model import (
 )
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.measure.allreduce_choice import choose_algorithms
 from meshwright.run.measure.network_profile import describe_machine, write_cluster
+from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 
 TRANSPORT = "nccl" if torch.cuda.is_available() else "gloo"
 NETWORK = NetworkModel(inter_host=LinkCost((SizeBand(0, 1e-4, 1e9),)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshwright.model.loading import safetensors_io
-from meshwright.model.loading.safetensors_io import (
+from meshwright.model.loading import safetensors_reader
+from meshwright.model.loading.safetensors_reader import (
     DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
@@ -60,7 +60,7 @@ def test_values_are_cast_and_scalars_and_empty_tensors_are_read(tmp_path: Path):
 
 
 def test_rows_are_read_by_their_offset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(safetensors_io, "READ_NBYTES", 16)  # several pieces, which do not end with a row
+    monkeypatch.setattr(safetensors_reader, "READ_NBYTES", 16)  # several pieces, which do not end with a row
     whole = torch.randn(7, 3, 2)
     entry = list_tensors(written(tmp_path, {"pad": torch.ones(5), "x": whole}))["x"]
     assert torch.equal(read_tensor(entry, torch.float32, rows=range(2, 5)), whole[2:5])
@@ -68,7 +68,7 @@ def test_rows_are_read_by_their_offset(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_reading_holds_one_piece_besides_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(safetensors_io, "READ_NBYTES", 1 << 16)
+    monkeypatch.setattr(safetensors_reader, "READ_NBYTES", 1 << 16)
     entry = list_tensors(written(tmp_path, {"x": torch.randn(1 << 19)}))["x"]
     read_tensor(entry, torch.float32)
     tracemalloc.start()

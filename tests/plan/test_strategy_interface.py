@@ -10,7 +10,7 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.single_device import sequential_stage_calls, single_device_program
-from meshwright.plan.strategy import PHASES, Strategy, StrategyPhase, sort_by_phase
+from meshwright.plan.strategy_interface import PHASES, Strategy, StrategyPhase, sort_by_phase
 from tests.paper_model import SyntheticModel
 
 

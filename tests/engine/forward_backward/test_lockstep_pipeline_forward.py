@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.forward_backward import pipelined_forward
+from meshwright.engine.forward_backward import lockstep_pipeline_forward
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
@@ -21,7 +21,7 @@ from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import sample_range
 from tests.parallel.tensor import model_families
@@ -219,12 +219,12 @@ def test_what_is_sent_is_in_the_ledger_block_by_block():
             }
 
     sent = {name: nbytes for each in run_on_threads(rank, plan.mesh) for name, nbytes in each.items()}
-    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + pipelined_forward.MAX_DIMS)
+    hidden, header = 3 * 9 * 48 * 8, 8 * (2 + lockstep_pipeline_forward.MAX_DIMS)
     assert sent["GATHER_FULL(model.layers.1)"] == hidden + header
     assert sent["GATHER_FULL(lm_head)"] == 3 * 9 * 67 * 8 + header
 
 
 def test_missing_values_are_noticed(monkeypatch):
-    monkeypatch.setattr(pipelined_forward, "replace_tensors", lambda value, new: value)
+    monkeypatch.setattr(lockstep_pipeline_forward, "replace_tensors", lambda value, new: value)
     with pytest.raises(Exception, match=r"(?i)fake|without numbers|another rank"):
         use_after_step(LLAMA, Mesh(pp=2), (Pipeline(),), lambda module: [module(IDS).logits])

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.rng.dropout_mode import StatelessDropout, record_draw_sites
+from meshwright.model.rng.stateless_dropout import StatelessDropout, record_draw_sites
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.plan.job.errors import PlanError
 

@@ -10,7 +10,7 @@ from meshwright.engine.runtime.loss import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import TextDataset
-from meshwright.run.data.packed_documents import MAX_DIAGNOSTICS, TEXTS_PER_CALL
+from meshwright.run.data.documents_to_samples import MAX_DIAGNOSTICS, TEXTS_PER_CALL
 from tests.run.data.corpora import MARKED, PLAIN, TALKS, jsonl, opened, samples, tokenizer
 
 TEXTS = ["one line", "", "two", "a third, longer line"]

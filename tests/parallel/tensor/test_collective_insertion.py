@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.parallel.tensor import planned_collectives
+from meshwright.parallel.tensor import collective_insertion
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.plan.sharding.mesh import Mesh
@@ -12,13 +12,13 @@ from tests.parallel.tensor.odd_llama import llama, planned
 
 def test_transfers_are_derived_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch):
     found: list[int] = []
-    back = planned_collectives._backward_moves
+    back = collective_insertion._backward_moves
 
     def counted(calls, *more):
         found.append(len(calls))
         return back(calls, *more)
 
-    monkeypatch.setattr(planned_collectives, "_backward_moves", counted)
+    monkeypatch.setattr(collective_insertion, "_backward_moves", counted)
     _, one = planned(llama(), Mesh(tp=2), (TensorParallel(), SequenceParallel()), 4, length=12)
     once = len(found)
     _, four = planned(llama(), Mesh(tp=2), (TensorParallel(), SequenceParallel()), 1, length=12)

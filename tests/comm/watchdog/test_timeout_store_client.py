@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from meshwright.comm.watchdog import store_client
-from meshwright.comm.watchdog.store_client import StoreClient, StoreSilentError
+from meshwright.comm.watchdog import timeout_store_client
+from meshwright.comm.watchdog.timeout_store_client import StoreClient, StoreSilentError
 
 
 class Slow(dist.HashStore):
@@ -26,7 +26,7 @@ class Slow(dist.HashStore):
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
-    monkeypatch.setattr(store_client, "ANSWER_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(timeout_store_client, "ANSWER_TIMEOUT_S", 0.05)
     store = Slow()
     yield store
     store.answers.set()

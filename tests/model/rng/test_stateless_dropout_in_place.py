@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.api import analyze
-from tests.model.rng.test_dropout_mode import on, run
+from tests.model.rng.test_stateless_dropout import on, run
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, verify
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.sequence_analysis.runtime_check import SequenceShardCheck
+from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
@@ -23,7 +23,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 
 NUM_SAMPLES, TOKENS = 2, 13

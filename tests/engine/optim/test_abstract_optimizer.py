@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.adamw_8bit import AdamW8bit
-from meshwright.engine.optim.muon import Muon
-from meshwright.engine.optim.per_param_optimizer import (
+from meshwright.engine.optim.abstract_optimizer import (
     ELEMENTWISE_OPTIMIZERS,
     check_shard_alignments,
     get_blockwise_state_keys,
     required_shard_alignment,
 )
+from meshwright.engine.optim.adamw_8bit import AdamW8bit
+from meshwright.engine.optim.muon import Muon
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.flat_param import ShardAlignment
 

@@ -18,7 +18,7 @@ from meshwright.comm.tuning.autoselect import choose_rule
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy import Strategy
+from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
 from meshwright.run.measure.network_profile import describe_machine, read_cluster
 
