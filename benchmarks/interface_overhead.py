@@ -51,7 +51,7 @@ from benchmarks.harness.rank_processes import Build, Ranks
 from benchmarks.harness.result import Result
 from benchmarks.models.llama_steps import HEAVY, fresh_store, make_world, ours
 from meshwright.comm.backends.process_group import TorchGroup
-from meshwright.comm.collectives.call_validation import announce
+from meshwright.comm.collectives.collective_call import announce
 from meshwright.plan.sharding.mesh import AXES
 
 CLAIM = (

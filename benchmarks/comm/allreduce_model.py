@@ -4,7 +4,8 @@ Every algorithm is measured at 1 KiB .. 64 MiB with 2, 3 and 4 processes, interl
 (comm/tuning/allreduce_bench.py). The samples of a cell form two halves, those of even sweeps and of odd ones:
 an A/A run inside the measurement. The difference of the halves is noise.
 
-    fit      on every other size: the network model, corrected by measured times (comm/tuning/autoselect.py)
+    fit      on every other size: the network model, corrected by measured times
+             (comm/tuning/choose_size_rule.py)
     errors   at the sizes between: predicted against measured, the median over sizes and numbers of ranks, per
              algorithm
     auto     a rule from the fitted sizes, at all sizes: the algorithm that it picks against the best one
@@ -37,7 +38,7 @@ from benchmarks.harness.rank_processes import Ranks, Step
 from benchmarks.harness.result import RESULTS, Result
 from meshwright.comm.allreduce import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
-from meshwright.comm.tuning.autoselect import choose_rule, predict_all_reduce_s
+from meshwright.comm.tuning.choose_size_rule import choose_rule, predict_all_reduce_s
 from meshwright.comm.tuning.network_fit import fit_alpha_beta, fit_network, group_into_series
 from meshwright.comm.world import init_world
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel

@@ -45,7 +45,7 @@ from benchmarks.harness.interleaved_timing import (
 from benchmarks.harness.rank_processes import Ranks
 from benchmarks.harness.result import Result
 from meshwright.comm.allreduce import get_algorithm
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm
 from meshwright.comm.allreduce.cost_model import all_reduce_seconds
 from meshwright.comm.collectives.group import Group
 from meshwright.comm.rendezvous import RendezvousEndpoint

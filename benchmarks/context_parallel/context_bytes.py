@@ -42,7 +42,7 @@ from benchmarks.harness.result import Result
 from benchmarks.tensor_parallel.tensor_families import ODD, batches, loss_of, model_of
 from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.comm.collectives.call_validation import min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.hybrid import HybridContextParallel
@@ -58,7 +58,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.step.program import Transfer
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 

@@ -12,7 +12,7 @@ sequences four times as long, by ring, by Ulysses and by both, with ZeRO-3, each
                                                            travel in the ring
 
 The loss is compared with that of one rank without a limit. The result has the peak of live bytes beside the
-planned one (planner/program_cost/program_memory.py), and the bytes of attention alone, of 4 N tokens on one
+planned one (planner/program_cost/rank_memory.py), and the bytes of attention alone, of 4 N tokens on one
 device and on a ring of four: a quarter, and the travelling blocks, two forward and five backward.
 
     python -m benchmarks.context_parallel.context_memory            a few minutes
@@ -48,7 +48,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.planner.program_cost.program_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 NAME = "context_memory"

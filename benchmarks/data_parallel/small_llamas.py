@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
@@ -22,7 +22,7 @@ from meshwright.plan.job.job import Job, PrecisionConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 
 VOCABULARY, TOKENS = 256, 8

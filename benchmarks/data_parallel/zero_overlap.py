@@ -51,7 +51,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import simulate
 from meshwright.run.training.trainer import Trainer
 from meshwright.testing.rank_worker import NetworkLocation

@@ -3,7 +3,7 @@ against the memory of real ranks.
 
 *Analytic.* data/zero_states.csv holds the paper's figures: 7.5 B, 128 B and 1 T parameters, 2-byte weights
 and gradients, and 12 bytes of optimizer states. Each cell is computed from a plan of a model of that size
-(planner/program_cost/program_memory.py); it may differ by one unit of the last printed digit. Only states are
+(planner/program_cost/rank_memory.py); it may differ by one unit of the last printed digit. Only states are
 compared, as in the paper; the buffers of fixed size that a plan has in addition are shown.
 
 *Against FSDP.* From 8 to 128 ranks, states of 4 + 4 + 8 bytes shrink by 16 P (1/8 - 1/128): for Llama 3 8B by
@@ -45,7 +45,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.program_memory import StateBytes, state_bytes, transient_nbytes
+from meshwright.planner.program_cost.rank_memory import StateBytes, state_bytes, transient_nbytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "zero_states"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 
 PROBED_KINDS = ("F", "B", "PACK", "UNPACK", "RESHARD", "ACCUMULATE", "LOCAL_NORM", "CLIP", "STEP")
 

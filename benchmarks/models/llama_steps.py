@@ -32,7 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.api import analyze, make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import make_param_groups
+from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.data_config import DataConfig

@@ -59,7 +59,7 @@ from benchmarks.models.model_families import FAMILIES, SEQUENCE, Family
 from meshwright.commands.plan import explain_model
 from meshwright.commands.verify import verify
 from meshwright.model.analysis.model_report import ModelReport
-from meshwright.model.hf.metadata import is_transformers_model
+from meshwright.model.hf.declared_tp_plan import is_transformers_model
 from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.export.hf_export import export_model, initial_model

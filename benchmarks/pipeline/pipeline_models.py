@@ -23,7 +23,7 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 
 VOCAB_SIZE, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8

@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.models.llama_steps import join
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import StageCosts, simulate
 from meshwright.plan.job.data_config import DataConfig

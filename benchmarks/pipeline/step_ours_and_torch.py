@@ -26,9 +26,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from benchmarks.models.llama_steps import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import make_param_groups
+from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.step_profiler import ProfilerSpan, StepProfiler
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts
 from meshwright.plan.job.data_config import DataConfig

@@ -23,7 +23,6 @@ import torch
 
 from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.planner.machine.device_profile import DeviceProfile
-from meshwright.run.measure.benchmark_timer import DeviceTimer, Operation, slice_batch_timer, timing_windows
 from meshwright.run.measure.device_bench import (
     SLOT_S,
     attention_operations,
@@ -37,6 +36,7 @@ from meshwright.run.measure.device_bench import (
     memory_points,
     time_calls,
 )
+from meshwright.run.measure.operation_timer import DeviceTimer, Operation, slice_batch_timer, timing_windows
 
 NUM_SUBSETS = 3
 MAX_MULTIPLICATIONS = 1 << 30  # of a product

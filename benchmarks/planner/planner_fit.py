@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.harness.result import Result
 from benchmarks.published_runs.memory import MARGIN, estimate_run, usable_nbytes
 from benchmarks.published_runs.rows import Run, read_runs, sources
-from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
+from meshwright.planner.analytic.memory_coefficients import GIB, FrameworkMemory
 
 NAME = "planner_fit"
 CLAIM = (

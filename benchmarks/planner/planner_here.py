@@ -35,7 +35,7 @@ from meshwright.commands.predict import prediction_hardware
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
-from meshwright.planner.program_cost.program_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.run.measure.profile_files import read_profile, write_profile
 
 NAME = "planner_here"

@@ -27,7 +27,7 @@ from rich.table import Table
 from benchmarks.harness.result import Result
 from benchmarks.published_runs.memory import estimate_run, is_torch_metric, predicted_nbytes
 from benchmarks.published_runs.rows import Run, read_runs
-from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
+from meshwright.planner.analytic.memory_coefficients import GIB, FrameworkMemory
 
 NAME = "planner_memory"
 CLAIM = (

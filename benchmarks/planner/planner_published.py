@@ -37,7 +37,7 @@ from benchmarks.published_runs.scores import (
 )
 from meshwright.plan.hardware.device_specs import known_devices
 from meshwright.planner.analytic.calibrate import MeasuredStep, calibrate
-from meshwright.planner.machine.efficiency import MachineRates
+from meshwright.planner.machine.machine_rates import MachineRates
 
 NAME = "planner_published"
 CLAIM = (

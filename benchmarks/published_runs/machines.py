@@ -15,8 +15,8 @@ import re
 from dataclasses import replace
 
 from meshwright.plan.hardware.device_specs import find_device
-from meshwright.planner.machine.efficiency import load_rates
 from meshwright.planner.machine.machine import Machine, with_nic
+from meshwright.planner.machine.machine_rates import load_rates
 
 BITS = {"Gb": 1e9 / 8, "Tb": 1e12 / 8, "GB": 1e9}  # bytes in each
 CARDS = {

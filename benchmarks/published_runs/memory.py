@@ -1,7 +1,7 @@
 """Framework memory of the code bases of published runs, and the planner's memory estimate of a run with it.
 
-The framework memory of a code base (planner/analytic/framework_memory.py) is read in its source or its paper;
-numbers that were fitted on runs are named here:
+The framework memory of a code base (planner/analytic/memory_coefficients.py) is read in its source or its
+paper; numbers that were fitted on runs are named here:
 
     Aleph-Alpha     the head gathers all logits on every tensor rank, and another microbatch's output waits:
                     14 + 2 bytes; inputs of matrices are kept gathered; norms are one kernel or several.
@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.published_runs.rows import Run
 from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
-from meshwright.planner.analytic.framework_memory import GIB, MESHWRIGHT_MEMORY, FrameworkMemory
+from meshwright.planner.analytic.memory_coefficients import GIB, MESHWRIGHT_MEMORY, FrameworkMemory
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 
 USABLE = 79.25 / 80  # share of the nominal memory of a device that torch reports

@@ -30,7 +30,7 @@ from scipy.stats import spearmanr
 from benchmarks.planner import planner_fit, planner_memory
 from benchmarks.published_runs.rows import RUNS, Run, Skipped, read_runs, sources
 from meshwright.planner.analytic.calibrate import RATE_LIMITS, MeasuredStep, calibrate
-from meshwright.planner.machine.efficiency import MachineRates
+from meshwright.planner.machine.machine_rates import MachineRates
 
 MIN_LAYOUTS = 5  # fewer layouts have no meaningful rank correlation
 STRENGTH = 0.3

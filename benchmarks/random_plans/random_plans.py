@@ -55,16 +55,16 @@ from benchmarks.random_plans.combinations import (
 )
 from benchmarks.random_plans.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
-from meshwright.engine.runtime.loss import Batch
+from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import TOLERANCE, PlannedMessages, RankReport, compare_rank, make_verdict
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 
 NAME = "random_plans"
 CLAIM = (

@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 
 TOKENS, CLASSES, PIXELS = 12, 5, 12

@@ -5,7 +5,7 @@ ring attention on two ranks, and with vocabulary parallelism on two ranks (each 
 chunk), once with all logits at once, once in chunks. A second model has a small vocabulary and wide MLPs, on
 one rank. Live bytes are all storages of tensors that the rank's operations make, also those that only
 autograd holds (benchmarks/harness/peak_bytes.py): their maximum in the third step, and in an evaluation,
-against the plan's (planner/program_cost/program_memory.py), which does not count the buffers in which
+against the plan's (planner/program_cost/rank_memory.py), which does not count the buffers in which
 messages arrive.
 
 The figure is the largest peak of a chunked or tiled step as a multiple of the plan's, less one; the bar is
@@ -39,7 +39,7 @@ from meshwright.plan.job.precision import ComputeDtype, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.planner.program_cost.program_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "tiled_memory"

@@ -5,7 +5,7 @@ optimizer states dominate the memory, is sharded over four processes along tp: n
 table, head or logits, neither at the start, nor in a step, nor when it resumes from a checkpoint. Live bytes
 are all storages of tensors that the rank's operations make, also those that only autograd holds
 (benchmarks/harness/peak_bytes.py): their maximum while the rank is initialized, in the third step, and while
-it resumes. Each is compared with planner/program_cost/program_memory.py: the peak of a step with
+it resumes. Each is compared with planner/program_cost/rank_memory.py: the peak of a step with
 `peak_bytes`; the two others with the parameters, or all states, plus two of the largest shard (one as it is
 read, and one as it is kept) and the scratch memory in which random numbers are drawn.
 
@@ -34,7 +34,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.planner.program_cost.program_memory import peak_nbytes, state_bytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes, state_bytes
 from meshwright.testing.ranks import ProcessPool
 
 NAME = "vocab_memory"

@@ -8,9 +8,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from docs.generator.essay import NOTE, cell, markdown
 from meshwright.parallel import STRATEGIES
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.field_constraints import Constraint
 from meshwright.plan.job.job import Job
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 PAGE = "docs/reference/config.md"

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 from docs.generator.cli_page import commands
 from meshwright.parallel import STRATEGIES
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.job import Job
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.sharding.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ SHARED = (
     "context/attention_inputs",
     "context/attention_kernel",
     "context/ulysses_all_to_all",
-    "context/mask_blocks",
+    "context/block_mask",
     "context/memory_model",
     "context/ring_attention",
-    "context/context_parallel",
+    "context/context_parallel_strategy",
     "pipeline/send_recv_insertion",
     "schedules/list_scheduler",
     "schedules/registry",
@@ -24,7 +24,7 @@ SHARED = (
     "tensor/collective_insertion",
     "tensor/comm_overlap",
     "tensor/sharded_layer",
-    "tensor/validation",
+    "tensor/layer_split_checks",
 )
 TITLES = {
     "data": "Data parallelism",

@@ -20,9 +20,9 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "meshwright.api": ("analyze", "make_plan", "parallelize", "trace", "verify"),
-    "meshwright.commands.train_function": ("train",),
+    "meshwright.commands.python_train_loop": ("train",),
     "meshwright.engine.forward_backward.evaluation": ("Evaluation",),
-    "meshwright.engine.runtime.loss": ("Loss", "token_cross_entropy"),
+    "meshwright.engine.runtime.loss_definition": ("Loss", "token_cross_entropy"),
     "meshwright.engine.runtime.rank_state": ("Metrics",),
     "meshwright.model.analysis.analyze": ("AnalyzedModel",),
     "meshwright.model.loading.loader": ("Model",),
@@ -39,7 +39,7 @@ _MODULES = {
     "meshwright.parallel.memory.chunked_loss": ("ChunkedLoss",),
     "meshwright.parallel.memory.tiled_mlp": ("TiledMLP",),
     "meshwright.parallel.pipeline.pipedream": ("PipeDream",),
-    "meshwright.parallel.pipeline.pipeline": ("Pipeline",),
+    "meshwright.parallel.pipeline.pipeline_strategy": ("Pipeline",),
     "meshwright.parallel.tensor.cube_3d": ("TensorParallel3D",),
     "meshwright.parallel.tensor.megatron_1d": ("TensorParallel",),
     "meshwright.parallel.tensor.optimus_2d": ("TensorParallel2D",),
@@ -54,13 +54,13 @@ _MODULES = {
     ),
     "meshwright.plan.job.model_config": ("ModelConfig",),
     "meshwright.plan.job.precision": ("PrecisionConfig",),
-    "meshwright.plan.job.run_config": ("RunConfig",),
+    "meshwright.plan.job.checkpoint_logging_config": ("RunConfig",),
     "meshwright.plan.plan": ("Plan",),
     "meshwright.plan.sharding.mesh": ("Mesh",),
     "meshwright.plan.strategy_interface": ("Strategy",),
     "meshwright.run.telemetry.callbacks": ("Callback",),
     "meshwright.run.training.trainer": ("Trainer",),
-    "meshwright.verifier.verdict": ("Verdict",),
+    "meshwright.verifier.verdict_and_cause": ("Verdict",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

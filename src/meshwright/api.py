@@ -22,40 +22,46 @@ from torch import nn
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.cpu_allocator import retain_heap
-from meshwright.engine.runtime.loss import Batch, Loss, check_loss, make_loss_spec, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import (
+    Batch,
+    Loss,
+    check_loss,
+    make_loss_spec,
+    token_cross_entropy,
+)
 from meshwright.engine.runtime.mixed_precision import check_dtype_support
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
-from meshwright.model.analysis.plan_checks import plan_for_model
+from meshwright.model.analysis.plan_for_model import plan_for_model
 from meshwright.model.loading.loader import Model, load_factory, with_weights
 from meshwright.oom_advice import OOMAdvisor
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel, can_shard_vocab
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.training.trainer import Trainer, select_local_batch
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks
 from meshwright.verifier.message_trace import trace as trace_ranks
 from meshwright.verifier.parity import compare_rank, make_verdict
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 
 ModelInput = nn.Module | Model | AnalyzedModel | Callable[[], nn.Module | Model]
 

@@ -23,21 +23,21 @@ import torch
 
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.plan_checks import check_plan_for_model
-from meshwright.parallel.context.context_parallel import CP_AXIS
+from meshwright.model.analysis.plan_for_model import check_plan_for_model
+from meshwright.parallel.context.context_parallel_strategy import CP_AXIS
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import CollectiveError, PlanError, format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Program
+from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.planner.program_cost.program_memory import state_bytes
-from meshwright.report.timeline.memory_and_bytes import planned_memory
+from meshwright.planner.program_cost.rank_memory import state_bytes
+from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 
 if sys.platform != "win32":
     import resource

@@ -15,24 +15,29 @@ from torch import nn
 from meshwright.api import Trainer, default_strategies, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
-from meshwright.engine.runtime.loss import Loss, empty_loss_error, make_loss_spec, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import (
+    Loss,
+    empty_loss_error,
+    make_loss_spec,
+    token_cross_entropy,
+)
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
-from meshwright.model.analysis.plan_checks import EXAMPLE_SOURCE
-from meshwright.model.hf.config import text_limits
+from meshwright.model.analysis.plan_for_model import EXAMPLE_SOURCE
 from meshwright.model.hf.hub import pin_revision
+from meshwright.model.hf.model_from_config import text_limits
 from meshwright.model.loading.loader import LoadedModel, load_model
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics, raise_diagnostics
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.validation import strategy_field_diagnostics
-from meshwright.run.config.config_file import PlanRequest
+from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
+from meshwright.run.config.config_and_plan_files import PlanRequest
 from meshwright.run.data.data_loader import (
     Dataset,
     ExampleDataset,
@@ -40,7 +45,7 @@ from meshwright.run.data.data_loader import (
     open_dataset,
     open_local_batches,
 )
-from meshwright.run.data.eval_split import EvalSamples, eval_source, split_held_out
+from meshwright.run.data.eval_samples import EvalSamples, eval_source, split_held_out
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback

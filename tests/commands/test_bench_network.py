@@ -9,7 +9,7 @@ from meshwright.comm.allreduce import FLAT_ALGORITHMS
 from meshwright.commands.bench_network import bench_job, parse_request
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
-from meshwright.run.measure.network_profile import read_cluster
+from meshwright.run.measure.cluster_file import read_cluster
 from tests.command_forks import Forks
 from tests.command_line import command, forget_ranks, invoke, refuse_to_start
 

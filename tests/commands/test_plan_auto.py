@@ -18,8 +18,8 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.config.config_file import read_request
-from meshwright.run.measure.network_profile import describe_machine, write_cluster
+from meshwright.run.config.config_and_plan_files import read_request
+from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 from tests.command_line import forget_ranks, invoke, lay_out
 
 SERIES = AllReduceSeries("ring", 3, (1024, 1 << 20, 64 << 20), (1e-3, 1e-2, 1e-1), (0.0, 0.0, 0.0))

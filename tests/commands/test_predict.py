@@ -30,7 +30,7 @@ from meshwright.planner.program_cost.network_time import (
     RatedNetworkTime,
     UnknownNetworkTime,
 )
-from meshwright.run.measure.network_profile import write_cluster
+from meshwright.run.measure.cluster_file import write_cluster
 from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import forget_ranks, refuse_to_start
 from tests.commands.test_plan import LLAMA

@@ -28,7 +28,7 @@ x = Action("CAST"), Action("REDUCE")
 '''
 
 PACKAGE = {
-    "plan/step/single_device.py": STEPS,
+    "plan/step/single_device_program.py": STEPS,
     "parallel/data/alpha.py": ALPHA,
     "parallel/data/beta.py": BETA,
     "parallel/data/__init__.py": '"""A family."""\n',
@@ -76,8 +76,8 @@ def test_a_page_says_how_a_config_asks_for_the_technique(root: Path):
 def test_a_kind_is_owned_by_the_module_that_makes_and_describes_it(root: Path):
     found = {kind.name: (Path(kind.owner).name, kind.meaning) for kind in kinds(essays(root))}
     assert found == {
-        "F": ("single_device.py", "forward"),
-        "STEP": ("single_device.py", "the optimizer"),
+        "F": ("single_device_program.py", "forward"),
+        "STEP": ("single_device_program.py", "the optimizer"),
         "REDUCE": ("alpha.py", "sums of * stars"),
         "CAST": ("beta.py", "to a narrow dtype"),
         "LOST": ("executor.py", ""),

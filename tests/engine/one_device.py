@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from meshwright.api import analyze, make_plan, single_rank_world
-from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.data_config import DataConfig

@@ -9,7 +9,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze, make_plan
-from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from docs.generate import essays, kinds, stale
-from meshwright.plan.sharding.placement import ADJOINT, REDISTRIBUTIONS
+from meshwright.plan.sharding.tensor_placements import ADJOINT, REDISTRIBUTIONS
 from tests.house.source import PACKAGE, ROOT, Finding, Source, package_sources, python_sources, report
 
 TEXT = ("*.md", "*.toml", "*.sh", "*.yaml", "*.yml", "*.txt", "*.lock")

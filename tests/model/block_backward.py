@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.model.analysis.analyze import AnalyzedModel, analyze
-from meshwright.model.blocks.forward_driver import ForwardDriver, backward
+from meshwright.model.blocks.block_forward_backward import ForwardDriver, backward
 from meshwright.model.loading.loader import Model, load_factory
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError

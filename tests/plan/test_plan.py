@@ -10,6 +10,7 @@ import pytest
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig, MixturePart
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import (
@@ -21,14 +22,13 @@ from meshwright.plan.job.job import (
     TrainConfig,
 )
 from meshwright.plan.job.model_config import ModelConfig
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
-from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import S
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 from tests.paper_model import SyntheticModel
 

@@ -9,7 +9,7 @@ import pytest
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.single_device import sequential_stage_calls, single_device_program
+from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 from meshwright.plan.strategy_interface import PHASES, Strategy, StrategyPhase, sort_by_phase
 from tests.paper_model import SyntheticModel
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from meshwright.plan.model_spec.op_costs import AttentionSize
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.model_spec.op_sizes_and_memory import AttentionSize
+from meshwright.plan.step.program import Transfer
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 
 

@@ -7,11 +7,11 @@ import torch
 
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.job.run_config import RunConfig
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.report.terminal.memory_table import state_nbytes_by_role
-from meshwright.report.terminal.plan_table import plan_summary
-from meshwright.run.config.config_file import PlanRequest, write_request
+from meshwright.report.terminal.action_table import plan_summary
+from meshwright.report.terminal.memory_and_sent_bytes import state_nbytes_by_role
+from meshwright.run.config.config_and_plan_files import PlanRequest, write_request
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.run.telemetry.run_info import write_run_info
 from meshwright.run.training.train_loop import train_loop

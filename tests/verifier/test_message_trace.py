@@ -16,7 +16,7 @@ import meshwright as mw
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import PrecisionConfig
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 from meshwright.verifier.message_trace import (
     NeedsRealTensorsError,

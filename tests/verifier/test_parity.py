@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import select_local_batch
-from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
 from tests.parallel.tensor.odd_llama import NUM_SAMPLES, TOKENS, batches, llama, planned
 

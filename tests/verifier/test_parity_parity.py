@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 
 from meshwright.comm.collectives.group import LedgerEntry, World
-from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.job import (
     Job,
@@ -23,7 +23,7 @@ from meshwright.plan.job.job import (
     ParamGroupConfig,
     PrecisionConfig,
 )
-from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import (
     TOLERANCE,
@@ -35,7 +35,7 @@ from meshwright.verifier.parity import (
     planned_messages,
 )
 from meshwright.verifier.reference import ParityCase, Reference, run_reference
-from meshwright.verifier.verdict import COMPARED_QUANTITIES, Verdict
+from meshwright.verifier.verdict_and_cause import COMPARED_QUANTITIES, Verdict
 from tests.tiny_model import analyzed_model, case_of, edited, plan_of, verdict_of
 
 Change = Callable[[Reference], Reference]

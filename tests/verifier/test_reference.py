@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import meshwright.engine.step.actions
+import meshwright.engine.step.action_handlers
 import meshwright.engine.step.executor
-import meshwright.model.blocks.forward_driver
-from meshwright.engine.runtime.loss import IGNORE_INDEX
+import meshwright.model.blocks.block_forward_backward
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.verifier.reference import ParityCase, Reference, run_reference
@@ -76,9 +76,9 @@ def test_it_needs_no_engine(monkeypatch: pytest.MonkeyPatch):
     analyzed = analyzed_model(p=0.2)
     case = case_of(analyzed, plan_of(analyzed, 3))
     monkeypatch.setattr(meshwright.engine.step.executor.Executor, "__init__", broken)
-    monkeypatch.setattr(meshwright.engine.step.actions.ActionHandlers, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.blocks.forward_driver.ForwardDriver, "__init__", broken)
-    monkeypatch.setattr(meshwright.model.blocks.forward_driver, "backward", broken)
+    monkeypatch.setattr(meshwright.engine.step.action_handlers.ActionHandlers, "__init__", broken)
+    monkeypatch.setattr(meshwright.model.blocks.block_forward_backward.ForwardDriver, "__init__", broken)
+    monkeypatch.setattr(meshwright.model.blocks.block_forward_backward, "backward", broken)
     assert len(run_reference(case, 2).steps) == 2
 
 

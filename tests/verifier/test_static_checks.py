@@ -14,7 +14,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Allocation, Program
+from meshwright.plan.step.program import Action, Allocation, Program
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
 

@@ -18,14 +18,14 @@ reads the environment. torch is imported when a command runs, not for `--help`.
 Exit codes: 0 done; 1 a rank failed or a comparison failed; 2 the plan cannot work; 130 after Ctrl-C; 143
 after SIGTERM.
 
-    artifacts            report, export, import, convert
-    bench                bench network, bench device
-    environment          the launcher's variables, signals, the local launcher
-    error_output         errors and failures as a user sees them
-    launch_doctor        launch, doctor
-    lazy_import          imports a command when it is called
-    plan_verify_train    plan, inspect, verify, train
-    search               search
+    report_export_import       report, export, import, convert
+    bench                      bench network, bench device
+    launcher_env               the launcher's variables, signals, the local launcher
+    error_output               errors and failures as a user sees them
+    launch_and_doctor          launch, doctor
+    lazy_import                imports a command when it is called
+    plan_inspect_verify_train  plan, inspect, verify, train
+    search                     search
 """
 
 import signal
@@ -35,7 +35,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import artifacts, bench, launch_doctor, plan_verify_train
+from meshwright.cli import bench, launch_and_doctor, plan_inspect_verify_train, report_export_import
 from meshwright.cli.search import register_search
 
 HELP = """Train any PyTorch model on any number of devices, and verify that it computes what one device would.
@@ -60,12 +60,12 @@ def options(
     """Options of the command itself."""
 
 
-plan_verify_train.register_plan_verify_train(app)
+plan_inspect_verify_train.register_plan_verify_train(app)
 register_search(app)
-artifacts.register_report(app)
-launch_doctor.register_launch_doctor(app)
+report_export_import.register_report(app)
+launch_and_doctor.register_launch_doctor(app)
 bench.register_bench(app)
-artifacts.register_weights(app)
+report_export_import.register_weights(app)
 
 
 def main() -> None:

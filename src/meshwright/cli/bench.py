@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from meshwright.cli.environment import current_rank, local_launcher
 from meshwright.cli.error_output import console, exit_on_error
+from meshwright.cli.launcher_env import current_rank, local_launcher
 from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import PlanError
 

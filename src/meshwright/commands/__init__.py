@@ -1,15 +1,15 @@
 """Implementation of the commands, without argument parsing.
 
-bench_device      bench device: measures a device, writes device.toml
-bench_network     bench network: measures the links, writes cluster.toml
-doctor            doctor: checks this host and the ranks of a job
-launch            launch: writes the job file of a plan
-plan              plan and inspect: resolves a config, predicts, describes the model
-predict           predicts the step time of a plan on named hardware
-report            report: writes the HTML report of a run
-search            search: chooses a plan for a model and a machine
-train             train: starts the local ranks, or trains as one
-train_function    meshwright.train: the training loop for a Trainer
-verify            verify: compares a plan with one device
-export_import     export, import, convert
+bench_device           bench device: measures a device, writes device.toml
+bench_network          bench network: measures the links, writes cluster.toml
+doctor                 doctor: checks this host and the ranks of a job
+scheduler_script       launch: writes the job file of a plan
+plan                   plan and inspect: resolves a config, predicts, describes the model
+predict                predicts the step time of a plan on named hardware
+report                 report: writes the HTML report of a run
+search                 search: chooses a plan for a model and a machine
+train                  train: starts the local ranks, or trains as one
+python_train_loop      meshwright.train: the training loop for a Trainer
+verify                 verify: compares a plan with one device
+export_import_convert  export, import, convert
 """

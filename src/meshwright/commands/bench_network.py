@@ -24,13 +24,13 @@ from meshwright.comm.tuning.network_fit import with_fit
 from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.report.bench.allreduce_formulas import allreduce_view
-from meshwright.report.bench.network import network_page, network_view
+from meshwright.report.bench.allreduce_cost_table import allreduce_view
+from meshwright.report.bench.allreduce_measured_vs_model import network_page, network_view
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
-from meshwright.run.measure.network_profile import describe_machine, write_cluster
+from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 
 SIZE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 SIZE_PATTERN = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)

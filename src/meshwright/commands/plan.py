@@ -13,10 +13,10 @@ from rich.text import Text
 import meshwright
 from meshwright.api import default_strategies
 from meshwright.commands.predict import NOT_PREDICTED, predict_plan
-from meshwright.engine.runtime.loss import make_loss_spec
+from meshwright.engine.runtime.loss_definition import make_loss_spec
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.model_report import ModelReport, make_model_report
-from meshwright.model.analysis.plan_checks import model_spec_for
+from meshwright.model.analysis.plan_for_model import model_spec_for
 from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -25,16 +25,16 @@ from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from meshwright.plan.strategy_interface import sort_by_phase
-from meshwright.plan.validation import strategy_field_diagnostics
 from meshwright.planner.program_cost.prediction import StepPrediction
+from meshwright.report.terminal.action_table import plan_view
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
-from meshwright.report.terminal.plan_table import plan_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, factory_loss, resolve_request, zero_tokens
-from meshwright.run.config.config_file import PlanRequest, read_request, write_request
-from meshwright.run.measure.hardware_lookup import is_hardware_file
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, write_request
+from meshwright.run.measure.hardware_file import is_hardware_file
 from meshwright.verifier.static_checks import static_checks
 
 ResolvedRequest = tuple[PlanRequest, ResolvedRun]

@@ -21,8 +21,8 @@ from meshwright.planner.program_cost.network_time import (
     UnknownNetworkTime,
 )
 from meshwright.planner.program_cost.prediction import StepPrediction, predict_step
-from meshwright.run.measure.hardware_lookup import find_profile, read_machine
-from meshwright.run.measure.network_profile import read_cluster
+from meshwright.run.measure.cluster_file import read_cluster
+from meshwright.run.measure.hardware_file import find_profile, read_machine
 
 ATTENTION_BLOCK_KEYS = (
     512  # keys per block of torch's CPU kernel: shorter sequences are computed fully, whatever the mask

@@ -17,8 +17,8 @@ from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.report.terminal.memory_table import state_nbytes_by_role
-from meshwright.report.terminal.plan_table import plan_summary
+from meshwright.report.terminal.action_table import plan_summary
+from meshwright.report.terminal.memory_and_sent_bytes import state_nbytes_by_role
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict
 from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
 from meshwright.resolve_config import ResolvedRun
@@ -29,7 +29,7 @@ from meshwright.run.checkpoint.resume import (
     checkpoint_names,
     resume,
 )
-from meshwright.run.config.config_file import read_request, request_as_dict
+from meshwright.run.config.config_and_plan_files import read_request, request_as_dict
 from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv

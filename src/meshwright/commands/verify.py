@@ -18,19 +18,19 @@ from meshwright.commands.plan import resolve_config
 from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
-from meshwright.report.terminal.plan_table import trace_view, verdict_view
+from meshwright.report.terminal.action_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
-from meshwright.run.config.config_file import PlanRequest, read_request
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import ParityCase, run_reference
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 
 MAX_RANKS = 64  # as threads or processes of one machine: each holds the whole model in float64
 

@@ -2,13 +2,13 @@
 
 Standard library only; nothing here imports torch.
 
-    job                 what is trained: model, data, optimizer, precision, options of a run, errors
-    model_spec          the description of a model: blocks, parameters, layer calls, costs
-    sharding            the mesh, placements, parameter groups, the local share of each rank
-    step                the actions of a step: forward, backward, reductions, optimizer, simulation
-    hardware            devices and networks: specifications and measurements
-    optimizer_spec      which optimizer updates which parameter, its states
-    plan                Plan: job, mesh and strategies, resolved
-    strategy_interface  Strategy: the interface of every parallelism technique
-    validation          checks of job, sharding and strategies together
+    job                     what is trained: model, data, optimizer, precision, options of a run, errors
+    model_spec              the description of a model: blocks, parameters, layer calls, costs
+    sharding                the mesh, placements, parameter groups, the local share of each rank
+    step                    the actions of a step: forward, backward, reductions, optimizer, simulation
+    hardware                devices and networks: specifications and measurements
+    optimizer_per_param     which optimizer updates which parameter, its states
+    plan                    Plan: job, mesh and strategies, resolved
+    strategy_interface      Strategy: the interface of every parallelism technique
+    strategy_compatibility  checks of job, sharding and strategies together
 """

@@ -11,22 +11,21 @@ from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from typing import Any
 
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job, OptimizerConfig
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.optimizer_spec import depends_on_role, shard_alignment_of
+from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.rank_share import local_fractions_by_length
+from meshwright.plan.sharding.rank_work_share import local_fractions_by_length
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, drop_single_rank_transfers
 from meshwright.plan.step.gradient_noise_actions import add_noise_scale_actions, noise_scale_diagnostics
-from meshwright.plan.step.matrix_owners import add_matrix_owner_actions
-from meshwright.plan.step.single_device import role_of, sequential_stage_calls, single_device_program
+from meshwright.plan.step.matrix_owner_actions import add_matrix_owner_actions
+from meshwright.plan.step.program import Action, Program, drop_single_rank_transfers
+from meshwright.plan.step.single_device_program import role_of, sequential_stage_calls, single_device_program
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
-from meshwright.plan.strategy_interface import Strategy, sort_by_phase
-from meshwright.plan.validation import (
+from meshwright.plan.strategy_compatibility import (
     batch_diagnostics,
     global_batch_diagnostics,
     model_diagnostics,
@@ -35,6 +34,7 @@ from meshwright.plan.validation import (
     strategy_choice_diagnostics,
     strategy_field_diagnostics,
 )
+from meshwright.plan.strategy_interface import Strategy, sort_by_phase
 
 
 @dataclass(frozen=True)

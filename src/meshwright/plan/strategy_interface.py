@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import StageCalls
+from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.single_device_program import StageCalls
 
 if TYPE_CHECKING:  # the types of what strategies receive: no strategy imports the engine
-    from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+    from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
     from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
     from meshwright.engine.params.flat_param_store import FlatParamStore
     from meshwright.engine.runtime.module_patches import ModulePatches

@@ -2,11 +2,11 @@
 
 Without running it, by its messages, and by its numbers.
 
-    static_checks      checks of a program without running it: order, waits, memory, gradients, updates
-    pipeline_checks    checks between pipeline ranks: tied gradients, order of messages, deadlocks
-    message_trace      the messages of ranks on fake tensors, compared with the program
-    reference          one device: the numbers that every plan must reproduce
-    parity             every rank's numbers and messages, compared with the reference
-    parity_case        the plan, model, random numbers and samples that parity compares
-    verdict            the outcome of parity, in words and as JSON
+    static_checks           checks of a program without running it: order, waits, memory, gradients, updates
+    pipeline_message_order  checks between pipeline ranks: tied gradients, order of messages, deadlocks
+    message_trace           the messages of ranks on fake tensors, compared with the program
+    reference               one device: the numbers that every plan must reproduce
+    parity                  every rank's numbers and messages, compared with the reference
+    float64_parity_setup    the plan, model, random numbers and samples that parity compares
+    verdict_and_cause       the outcome of parity, in words and as JSON
 """

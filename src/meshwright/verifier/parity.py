@@ -28,10 +28,16 @@ from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.job import Job, LossGuard, LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import FORWARD_KINDS, stepped_microbatches
+from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
-from meshwright.verifier.verdict import COMPARED_QUANTITIES, QUANTITIES, Difference, Verdict, diagnose_cause
+from meshwright.verifier.verdict_and_cause import (
+    COMPARED_QUANTITIES,
+    QUANTITIES,
+    Difference,
+    Verdict,
+    diagnose_cause,
+)
 
 # action, collective, axes, bytes of the operand, algorithm
 PlannedMessage = tuple[str, str, tuple[str, ...], int, str]

@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright.engine.optim.lr_schedule import lr_factor
-from meshwright.engine.optim.optimizers import make_param_groups
-from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.optim.make_optimizers import make_param_groups
+from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.rank_state import TrainedModule
-from meshwright.model.blocks.forward_driver import backward_from
+from meshwright.model.blocks.block_forward_backward import backward_from
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.single_device import stepped_microbatches as alone
+from meshwright.plan.step.single_device_program import stepped_microbatches as alone
 from meshwright.plan.step.weight_stashing import forward_versions
 
 TensorsByName = dict[str, torch.Tensor]

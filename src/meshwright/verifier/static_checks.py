@@ -3,7 +3,7 @@
 The checks read the action list of every role and report, all at once: names that are not unique, waits for
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
-out, memory that is not freed, what pipeline ranks do not agree on (pipeline_checks.py), and deadlocks.
+out, memory that is not freed, what pipeline ranks do not agree on (pipeline_message_order.py), and deadlocks.
 """
 
 from collections import defaultdict
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action, Program, transitive_waits
+from meshwright.plan.step.program import Action, Program, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
-from meshwright.plan.step.single_device import (
+from meshwright.plan.step.single_device_program import (
     CHECKPOINTED_FORWARD,
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
@@ -24,7 +24,7 @@ from meshwright.plan.step.single_device import (
     stepped_microbatches,
 )
 from meshwright.plan.step.weight_stashing import version_conflicts
-from meshwright.verifier.pipeline_checks import (
+from meshwright.verifier.pipeline_message_order import (
     check_message_order,
     check_tied_params,
     find_unbuffered_deadlocks,

@@ -21,8 +21,8 @@ from benchmarks.context_parallel.context_balance import (
     result,
     worst_imbalance,
 )
-from meshwright.parallel.context import mask_blocks
-from meshwright.parallel.context.mask_blocks import MaskRegion
+from meshwright.parallel.context import block_mask
+from meshwright.parallel.context.block_mask import MaskRegion
 from meshwright.parallel.context.ring import RingAttention
 
 
@@ -55,7 +55,7 @@ def test_masked_pairs_that_a_kernel_computes_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        mask_blocks,
+        block_mask,
         "find_regions",
         lambda low, high, *_: [MaskRegion((0, len(low)), (0, high.max()), "some")],
     )

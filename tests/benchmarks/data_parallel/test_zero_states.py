@@ -19,8 +19,8 @@ from benchmarks.data_parallel.zero_states import (
 )
 from benchmarks.harness.live_bytes import add_live_probes, live_bytes, live_storages
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.planner.program_cost.program_memory import state_bytes
+from meshwright.plan.step.single_device_program import FIRST_ROLE
+from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.testing.ranks import ProcessPool
 
 

@@ -17,7 +17,7 @@ from benchmarks.planner.planner_fit import (
     unchanged,
 )
 from benchmarks.published_runs.rows import Run, read_runs
-from meshwright.planner.analytic.framework_memory import GIB, FrameworkMemory
+from meshwright.planner.analytic.memory_coefficients import GIB, FrameworkMemory
 
 
 @pytest.fixture(scope="module")

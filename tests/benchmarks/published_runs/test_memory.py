@@ -13,7 +13,7 @@ from benchmarks.published_runs.memory import (
     usable_nbytes,
 )
 from benchmarks.published_runs.rows import Run, read_runs
-from meshwright.planner.analytic.framework_memory import GIB, MESHWRIGHT_MEMORY
+from meshwright.planner.analytic.memory_coefficients import GIB, MESHWRIGHT_MEMORY
 
 
 @pytest.fixture(scope="module")

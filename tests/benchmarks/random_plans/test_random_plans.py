@@ -25,7 +25,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Program
+from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DDP_PLAN = Draw(

@@ -7,7 +7,7 @@ from benchmarks.tensor_parallel.tensor_parity import MULTI_DIM, RANKS, TOLERANCE
 from meshwright.parallel.tensor import megatron_1d
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import I
+from meshwright.plan.sharding.tensor_placements import I
 
 SHOWN = ("gpt2, 1d, tp=3, zero, sequence_parallel", "t5, 1d, tp=2, ddp", "phi3, 2d, 2 x 2")
 

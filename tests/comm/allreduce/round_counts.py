@@ -5,7 +5,7 @@ formulas.
 from fractions import Fraction
 
 from meshwright.comm.allreduce import FLAT_ALGORITHMS, get_algorithm
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, chunk_numel
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, chunk_numel
 
 SIZES = (2, 3, 4, 5, 6, 7, 8, 9, 16)
 HOSTS = tuple(get_algorithm(f"hierarchical/{per_host}") for per_host in (2, 3, 4, 8))

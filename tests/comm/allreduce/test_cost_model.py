@@ -3,7 +3,7 @@
 import pytest
 
 from meshwright.comm.allreduce import FLAT_ALGORITHMS, get_algorithm
-from meshwright.comm.allreduce.allreduce_algorithm import cached_num_sent
+from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent
 from meshwright.comm.allreduce.cost_model import all_reduce_seconds, round_loads
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand

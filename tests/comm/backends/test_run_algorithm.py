@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, ChunkMessage, Round
 from meshwright.comm.allreduce.one_shot import OneShotAllReduce
 from meshwright.comm.allreduce.ring import RingAllReduce
 from meshwright.comm.backends import run_algorithm

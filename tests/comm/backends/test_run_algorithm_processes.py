@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.comm.allreduce import BACKEND
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, run_on_threads

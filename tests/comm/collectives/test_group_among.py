@@ -6,7 +6,7 @@ from meshwright.comm.backends.fake import FakeWorld
 from meshwright.comm.collectives.flight_recorder import IssuedCollective
 from meshwright.comm.collectives.group import World
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.step.program import Transfer
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 GRID, AMONG = Mesh(pp=3, tp=2), ((0, 2), (1, 2), ())

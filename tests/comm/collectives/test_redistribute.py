@@ -17,7 +17,15 @@ from meshwright.comm.collectives.group import Group, World
 from meshwright.comm.collectives.redistribute import redistribute
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import REDISTRIBUTIONS, I, P, Placement, R, S, redistribution_name
+from meshwright.plan.sharding.tensor_placements import (
+    REDISTRIBUTIONS,
+    I,
+    P,
+    Placement,
+    R,
+    S,
+    redistribution_name,
+)
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 
 SIZE = 3

@@ -17,7 +17,7 @@ from meshwright.comm.shared_memory.segment import (
     create_memory,
     open_memory,
 )
-from meshwright.comm.watchdog.host_process import HostProcess
+from meshwright.comm.watchdog.process_identity import HostProcess
 
 MOMENT_NS = 1_000_000
 WORD = b"a word of 32 bytes, no one has.."

@@ -13,9 +13,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.machine.from_run import RunCalibration
-from meshwright.run.config.config_file import read_request
-from meshwright.run.measure.network_profile import write_cluster
+from meshwright.planner.machine.run_calibration import RunCalibration
+from meshwright.run.config.config_and_plan_files import read_request
+from meshwright.run.measure.cluster_file import write_cluster
 from meshwright.run.measure.previous_run import read_previous_run
 from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import forget_ranks, invoke

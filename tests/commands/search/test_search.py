@@ -20,7 +20,7 @@ from meshwright.commands.search.search import (
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
 from meshwright.report.search.search_result import TrainingBudget
-from meshwright.run.config.config_file import read_request
+from meshwright.run.config.config_and_plan_files import read_request
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
 

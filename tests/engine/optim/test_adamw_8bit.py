@@ -10,7 +10,7 @@ from meshwright.engine.optim.adamw_8bit import (
     quantization_levels,
     quantize_blocks,
 )
-from meshwright.plan.optimizer_spec import optimizer_state_nbytes
+from meshwright.plan.optimizer_per_param import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import gradients, groups, moments, stepped, stepped_in_shards, weight
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.engine.optim.lion import Lion
-from meshwright.plan.optimizer_spec import optimizer_state_nbytes
+from meshwright.plan.optimizer_per_param import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import (
     DECAY,
     LR,

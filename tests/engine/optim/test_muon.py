@@ -5,7 +5,7 @@ import torch
 
 from meshwright.engine.optim.muon import Muon, orthogonalize
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.optimizer_spec import optimizer_state_nbytes
+from meshwright.plan.optimizer_per_param import optimizer_state_nbytes
 from tests.engine.optim.known_gradients import DECAY, LR, gradients, groups, moments, stepped, weight
 
 SHAPES = [(7, 5), (5, 7), (6, 6), (1, 4)]

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from meshwright.engine.params.flat_param import WeightStash
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 
 ROOM = "old weights(0)"
 

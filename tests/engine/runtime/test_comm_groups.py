@@ -3,13 +3,13 @@
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.comm_groups import p2p_group
-from meshwright.engine.runtime.loss import token_cross_entropy
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.engine.runtime.loss_definition import token_cross_entropy
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import RankReport, compare_rank
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.api import make_plan, parallelize
-from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.mixed_precision import (
     LossScale,
     check_dtype_support,

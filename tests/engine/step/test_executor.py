@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from meshwright.api import analyze, make_plan, single_rank_world
-from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_trained_module
-from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import Custom, bits, job_of, pair, sample_range
 from tests.tiny_model import Tiny, token_samples

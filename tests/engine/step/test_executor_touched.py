@@ -16,7 +16,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
 from tests.tiny_model import TOKENS, WIDTH, analyzed_model, case_of, plan_of, verdict_of
 

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
-from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
@@ -25,7 +25,7 @@ from meshwright.plan.job.job import Job, LossGuard
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.gradient_noise_actions import REDUCE_SQNORM_NBYTES
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import run_on_threads

@@ -9,7 +9,7 @@ from meshwright.engine.step.spike_diagnosis import ReplayFindings
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from tests.engine.step.test_spike_diagnosis_suspects import Faulty, spikes

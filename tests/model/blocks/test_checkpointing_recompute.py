@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.blocks.forward_driver import ForwardDriver, ForwardPass, backward
+from meshwright.model.blocks.block_forward_backward import ForwardDriver, ForwardPass, backward
 from meshwright.model.tensors.pytree import copy_containers, opaque_tensors
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Block, Chain, Forward

@@ -6,7 +6,7 @@ from torch import nn
 from meshwright.api import analyze
 from meshwright.model.blocks.saved_activations import SavedActivations
 from tests.model.block_backward import Block, Chain
-from tests.model.blocks.test_forward_driver import X
+from tests.model.blocks.test_block_forward_backward import X
 
 
 def inside_of(block, glue=None) -> dict[str, int]:

@@ -6,10 +6,10 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.model.blocks.forward_driver import BlockCall, ForwardDriver, backward, backward_from
+from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardDriver, backward, backward_from
 from meshwright.model.blocks.split_backward import input_backward
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.rank_share import block_shares
+from meshwright.plan.sharding.rank_work_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from tests.model.dissimilar_blocks import BLOCKS, ONCE, Chain
 from tests.parallel.tensor.odd_llama import analyzed_llama, llama

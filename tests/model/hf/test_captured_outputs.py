@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
-from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.loading.loader import Model
 from meshwright.plan.job.errors import PlanError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.model.loading.meta_init import DeferredInit, defer_init
+from meshwright.model.loading.deferred_init import DeferredInit, defer_init
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0) -> tuple[DeferredInit, nn.Module]:

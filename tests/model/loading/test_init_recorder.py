@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.model.loading.deferred_init import defer_init
 from meshwright.model.loading.init_recorder import is_meta
-from meshwright.model.loading.meta_init import defer_init
 from meshwright.plan.job.errors import PlanError
 from tests.model.loading.meta_models import assert_alike, made, only
 

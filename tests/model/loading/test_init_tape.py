@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.loading.meta_init import DeferredInit, defer_init
+from meshwright.model.loading.deferred_init import DeferredInit, defer_init
 from meshwright.model.tensors.lazy_mapping import LazyTensors, read_rows, strip_prefix, tensor_shape
 
 WORDS, WIDTH = 67, 9

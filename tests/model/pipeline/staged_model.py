@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.forward_driver import ForwardDriver, backward
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
+from meshwright.model.blocks.block_forward_backward import ForwardDriver, backward
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.model.tensors.pytree import tree_tensors
-from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageSpec
+from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageSpec
 from tests.model.block_backward import Chain, Forward, Gradients, analyze_model, weigh
 
 X = {"x": torch.linspace(-2, 2, 24).view(4, 6).sin()}

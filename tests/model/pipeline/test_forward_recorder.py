@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache, trace_forward_graph
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache, trace_forward_graph
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Block, Chain, analyze_model, gathering, writing_in_place
 from tests.model.pipeline.staged_model import X, chained, exact, live, ranks, refused

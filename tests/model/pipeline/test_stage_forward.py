@@ -10,8 +10,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.model.analysis.analyze import analyze
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.forward_driver import ForwardDriver
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
+from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.loading.loader import Model, load_factory
 from meshwright.model.pipeline.stage_forward import run_stage

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from benchmarks.models.custom_models import ResNet, Translator, TwoTowers, UNet
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.forward_driver import ForwardDriver
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
+from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from tests.model.block_backward import analyze_model
-from tests.model.blocks.test_forward_driver_families import PADDED, PAIRS, TOKENS, build
+from tests.model.blocks.test_block_forward_backward_families import PADDED, PAIRS, TOKENS, build
 from tests.model.pipeline.staged_model import (
     Normed,
     Ranks,

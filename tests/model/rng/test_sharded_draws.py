@@ -6,7 +6,7 @@ import torch
 from meshwright.model.rng.sharded_draws import DrawSharding, find_slice
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 
 CPU = torch.device("cpu")
 

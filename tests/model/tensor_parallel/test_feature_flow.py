@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 
 WIDTH, HEADS, INNER, WORDS = 12, 3, 10, 11
 Inside = Callable[["Block", torch.Tensor], torch.Tensor]

@@ -12,7 +12,7 @@ from meshwright.model.tensor_parallel.norm_formulas import (
     find_norm_formula,
     norm_statistics,
 )
-from meshwright.plan.model_spec.layer_calls import NormFormula
+from meshwright.plan.model_spec.tensor_parallel_layers import NormFormula
 
 KNOWN = [
     (

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from meshwright.api import analyze, verify
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
 from tests.parallel.tensor.odd_llama import batches, planned
 

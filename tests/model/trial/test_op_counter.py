@@ -6,9 +6,15 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss import Loss
+from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.trial.op_counter import OpCounter
-from meshwright.plan.model_spec.op_costs import AttentionOp, LinearInSamples, MatmulOp, MemoryOp, OpCounts
+from meshwright.plan.model_spec.op_sizes_and_memory import (
+    AttentionOp,
+    LinearInSamples,
+    MatmulOp,
+    MemoryOp,
+    OpCounts,
+)
 from tests.parallel.tensor.odd_llama import analyzed_llama
 
 NUM_SAMPLES, ONE = 7, LinearInSamples(1)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.comm.collectives.group import LedgerEntry, World
-from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, describe_mask
 from meshwright.model.context_parallel.conv_call import Conv1dImpl
 from meshwright.model.context_parallel.token_shard import TokenShard
@@ -23,8 +23,8 @@ from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, SequenceInfo
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 

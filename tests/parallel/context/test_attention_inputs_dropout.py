@@ -28,7 +28,7 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 from tests.parallel.tensor.odd_llama import batches
 
 NUM_SAMPLES, TOKENS = 2, 7

@@ -11,7 +11,7 @@ from meshwright.comm.collectives.group import LedgerEntry, World
 from meshwright.model.context_parallel.conv_call import Conv1dArguments, ShardedConv1dCall
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context import conv_halo
-from meshwright.parallel.context.context_parallel import ContextParallel
+from meshwright.parallel.context.context_parallel_strategy import ContextParallel
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
@@ -27,8 +27,8 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import num_positions
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action, Program
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.context.attention_answers import Rank
 from tests.parallel.tensor.odd_llama import analyzed_llama

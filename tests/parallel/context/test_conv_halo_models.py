@@ -21,7 +21,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.memory.tiled_mlp import TiledMLP
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
@@ -32,7 +32,7 @@ from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
 from tests.argument_names import argument_name
-from tests.parallel.context.test_context_parallel_in_pipelines import found, planned
+from tests.parallel.context.test_context_parallel_strategy_in_pipelines import found, planned
 from tests.parallel.context.test_ring_models import NUM_SAMPLES, REPLICAS, Attention, padded
 from tests.parallel.tensor.odd_llama import batches
 

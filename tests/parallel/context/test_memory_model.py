@@ -11,8 +11,8 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
-from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.planner.program_cost.program_memory import peak_nbytes
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.testing.ranks import ProcessPool
 from tests.parallel.context.attention_answers import sharding_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.parallel.context.context_parallel import local_heads
+from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
@@ -21,7 +21,7 @@ from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenc
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
-from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.context.dense_attention import sample
 from tests.parallel.context.test_ring_attention import run, shifting

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.collectives.group import Group, World
-from meshwright.parallel.context import mask_blocks
+from meshwright.parallel.context import block_mask
 from meshwright.parallel.context.attention_inputs import AttentionRing, ShiftFn
-from meshwright.parallel.context.mask_blocks import CPU_CALL_COST, IntervalMask, KeyIntervals
+from meshwright.parallel.context.block_mask import CPU_CALL_COST, IntervalMask, KeyIntervals
 from meshwright.parallel.context.ring import LoadBalance, ring_sharding
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.plan.sharding.mesh import Mesh
@@ -281,9 +281,9 @@ def test_gradients_that_do_not_return_to_their_rank_are_noticed() -> None:
 
 
 def test_a_causal_diagonal_that_is_off_by_one_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_rule = mask_blocks.KeyIntervals.without_mask
+    by_rule = block_mask.KeyIntervals.without_mask
     monkeypatch.setattr(
-        mask_blocks.KeyIntervals,
+        block_mask.KeyIntervals,
         "without_mask",
         lambda circle: KeyIntervals((true := by_rule(circle)).first, true.end + 1),
     )

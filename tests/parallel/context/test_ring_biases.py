@@ -8,20 +8,20 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
-from meshwright.model.context_parallel import hf_attention
+from meshwright.model.context_parallel import patch_hf_attention
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 
 NUM_SAMPLES, TOKENS = 2, 7
 SIZES = {
@@ -88,16 +88,16 @@ def test_encoders_and_decoders_with_biases(
 
 
 def test_a_bias_for_the_first_tokens_on_every_rank_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded_bias = hf_attention._sharded_bias
+    sharded_bias = patch_hf_attention._sharded_bias
 
     def first(module, whole, ways, *sizes, **more):
         made = sharded_bias(module, whole, ways, *sizes, **more)
         here = ways[0](*sizes)
-        if here is None or here[0].is_full or hf_attention._is_cross_attention(module):
+        if here is None or here[0].is_full or patch_hf_attention._is_cross_attention(module):
             return made
         return whole(here[0].length, here[0].length)[:, :, : made.shape[2]]
 
-    monkeypatch.setattr(hf_attention, "_sharded_bias", first)
+    monkeypatch.setattr(patch_hf_attention, "_sharded_bias", first)
     monkeypatch.setattr(
         SequenceShardCheck, "check", lambda *given: None
     )  # it would be told before, by what is computed

@@ -8,8 +8,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
+from meshwright.parallel.context.block_mask import DenseMask
 from meshwright.parallel.context.hybrid import HybridContextParallel
-from meshwright.parallel.context.mask_blocks import DenseMask
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.data_config import DataConfig

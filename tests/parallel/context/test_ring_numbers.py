@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from meshwright.api import analyze, make_plan, trace, verify
-from meshwright.parallel.context import mask_blocks, ring_attention
+from meshwright.parallel.context import block_mask, ring_attention
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -74,11 +74,11 @@ def test_in_mixed_precision_messages_are_those_of_the_program() -> None:
 
 
 def test_a_wrong_diagonal_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_rule = mask_blocks.KeyIntervals.without_mask
+    by_rule = block_mask.KeyIntervals.without_mask
     monkeypatch.setattr(
-        mask_blocks.KeyIntervals,
+        block_mask.KeyIntervals,
         "without_mask",
-        lambda circle: mask_blocks.KeyIntervals((true := by_rule(circle)).first, true.end + 1),
+        lambda circle: block_mask.KeyIntervals((true := by_rule(circle)).first, true.end + 1),
     )
     analyzed, plan = planned(analyzed_llama(), Mesh(cp=2), WHOLE)
     assert not verify(analyzed, plan, batches(1)).passed

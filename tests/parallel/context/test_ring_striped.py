@@ -6,8 +6,8 @@ import transformers
 
 from meshwright.api import analyze, make_plan
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.parallel.context.block_mask import MaskCache
 from meshwright.parallel.context.hybrid import HybridContextParallel
-from meshwright.parallel.context.mask_blocks import MaskCache
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP

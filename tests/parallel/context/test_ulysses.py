@@ -7,7 +7,7 @@ from meshwright.parallel.context import ulysses_all_to_all as exchange
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.validation import strategy_field_diagnostics
+from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import (
     NUM_SAMPLES,
     Case,

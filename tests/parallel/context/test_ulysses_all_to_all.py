@@ -6,7 +6,7 @@ import torch
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.context.ulysses_all_to_all import KVHeadAssignment
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Transfer, neighbour_indices
+from meshwright.plan.step.program import Transfer, neighbour_indices
 from meshwright.testing.ranks import ProcessPool
 
 

@@ -12,7 +12,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
@@ -21,7 +21,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.verifier.static_checks import static_checks
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 from tests.argument_names import argument_name
 from tests.parallel.context.test_ring_models import bert, gpt2, padded, sliding
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches, llama

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.data_config import DataConfig
@@ -13,9 +13,9 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import I, P, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.single_device import (
+from meshwright.plan.sharding.tensor_placements import I, P, R, S
+from meshwright.plan.step.single_device_program import (
     BATCH_INFO,
     FIRST_ROLE,
     sequential_stage_calls,

@@ -12,7 +12,7 @@ import torch
 
 from meshwright.api import parallelize, select_local_batch, trace, verify
 from meshwright.comm.collectives.group import LedgerEntry, World
-from meshwright.engine.losses.global_batch import GlobalBatchLoss
+from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
@@ -22,8 +22,8 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LossGuard, OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks

@@ -18,8 +18,8 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages
 from meshwright.verifier.static_checks import static_checks

@@ -17,8 +17,8 @@ from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from meshwright.testing.ranks import ProcessPool

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import IGNORE_INDEX, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, token_cross_entropy
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import analyzed_model, case_of, executor_of, plan_of, tiny_job, verdict_of

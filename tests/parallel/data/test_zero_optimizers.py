@@ -13,7 +13,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.precision import PrecisionConfig
-from meshwright.plan.optimizer_spec import optimizer_state_nbytes, param_optimizer, shard_alignment_of
+from meshwright.plan.optimizer_per_param import optimizer_state_nbytes, param_optimizer, shard_alignment_of
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads

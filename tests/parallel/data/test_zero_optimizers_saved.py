@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.optimizers import OptimizerFactory
+from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError

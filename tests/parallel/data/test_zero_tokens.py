@@ -18,10 +18,10 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.sharding.placement import FLAT, I, S
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.sharding.tensor_placements import FLAT, I, S
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.planner.program_cost.program_memory import state_bytes
+from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.parity import planned_messages

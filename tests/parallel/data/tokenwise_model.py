@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.param_sharding import ParamSharding
-from meshwright.plan.sharding.placement import P, R, S
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import COUNT_NBYTES
+from meshwright.plan.sharding.tensor_placements import P, R, S
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.single_device_program import COUNT_NBYTES
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 NBYTES = {"TOKEN_COUNT": COUNT_NBYTES, "LOSS_SUM": 8}

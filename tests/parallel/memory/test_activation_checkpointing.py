@@ -14,10 +14,10 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.report.timeline.memory_and_bytes import planned_memory
+from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory
 from meshwright.verifier.static_checks import static_checks
 from tests.paper_model import SyntheticModel
 from tests.tiny_model import edited, tiny_job

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, single_rank_world, verify
 from meshwright.engine.runtime.build_module import make_stateless_rng
-from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.model.rng.stateless_rng import StatelessRNG

@@ -16,7 +16,7 @@ from meshwright.parallel.memory.activation_checkpointing import ActivationCheckp
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Strategy
 from tests.tiny_model import VOCABULARY, WIDTH, analyzed_model, executor_of, tiny_job, token_samples
 

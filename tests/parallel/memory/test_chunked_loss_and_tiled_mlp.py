@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from meshwright.api import analyze, make_plan, trace
-from meshwright.engine.runtime.loss import Loss
+from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
@@ -19,11 +19,11 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.planner.program_cost.program_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from meshwright.verifier.static_checks import static_checks
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import TOKENS, VOCABULARY, WIDTH, analyzed_model, tiny_job, token_samples

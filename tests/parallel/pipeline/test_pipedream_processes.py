@@ -6,14 +6,14 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import ProcessPool
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import RankReport, compare_rank
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from tests.tiny_model import analyzed_model, tiny_job, token_samples
 

@@ -8,14 +8,14 @@ from meshwright.api import make_plan
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipedream import PipeDream
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, LossGuard, PrecisionConfig, TrainConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Strategy
 from tests.parallel.pipeline.test_pipedream_trains import EACH, NUM_SAMPLES, planned
-from tests.parallel.pipeline.test_pipeline import JOB
+from tests.parallel.pipeline.test_pipeline_strategy import JOB
 from tests.parallel.tensor.odd_llama import analyzed_llama
 from tests.tiny_model import analyzed_model
 

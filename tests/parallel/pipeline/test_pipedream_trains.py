@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from meshwright.api import make_plan, parallelize, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import token_cross_entropy
+from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -29,20 +29,20 @@ from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, Train
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import stepped_microbatches
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions, staleness
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.planner.program_cost.program_memory import state_bytes
+from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.training.trainer import select_local_batch
 from meshwright.testing.ranks import run_on_threads
+from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.parity import compare_rank, make_verdict
-from meshwright.verifier.parity_case import make_parity_case
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.static_checks import static_checks
-from meshwright.verifier.verdict import Verdict
+from meshwright.verifier.verdict_and_cause import Verdict
 from tests.parallel.checkpoint_crossing import loads_under_other_plan
-from tests.parallel.pipeline.test_pipeline import JOB
+from tests.parallel.pipeline.test_pipeline_strategy import JOB
 from tests.parallel.tensor.declared_pairs import pairs
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches
 from tests.tiny_model import analyzed_model, edited, executor_of, tiny_job, token_samples

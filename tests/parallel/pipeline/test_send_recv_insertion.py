@@ -10,18 +10,18 @@ from torch import nn
 
 from benchmarks.models.custom_models import UNet
 from meshwright.api import analyze, make_plan, verify
-from meshwright.engine.runtime.loss import Loss
+from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
-from meshwright.plan.model_spec.stage_boundaries import StageBoundaries, StageValue, stage_transfers
+from meshwright.plan.model_spec.stage_transfers import StageBoundaries, StageValue, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.verifier.static_checks import static_checks
 from tests.tiny_model import VOCABULARY, tiny_job, token_samples
 

@@ -8,7 +8,7 @@ import torch
 
 from meshwright.api import make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import IGNORE_INDEX, Batch
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Batch
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

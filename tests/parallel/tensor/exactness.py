@@ -5,7 +5,7 @@ states.
 from collections.abc import Sequence
 
 from meshwright.api import trace, verify
-from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.plan import Plan
 

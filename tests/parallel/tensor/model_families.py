@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan
-from meshwright.engine.runtime.loss import Loss, token_cross_entropy
+from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig

@@ -1,13 +1,16 @@
-"""The transfers of a block call are derived once per direction, for any number of microbatches."""
+"""The transfers of a block call are derived once per direction, for any number of microbatches; gathered
+inputs that are kept for backward count in the compute dtype.
+"""
 
 import pytest
 
 from meshwright.parallel.tensor import collective_insertion
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel
+from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import FIRST_ROLE
-from tests.parallel.tensor.odd_llama import llama, planned
+from meshwright.plan.step.single_device_program import FIRST_ROLE, saved_activations_name
+from tests.parallel.tensor.odd_llama import NUM_SAMPLES, SIZES, analyzed_llama, llama, planned
 
 
 def test_transfers_are_derived_once_for_all_micro_batches(monkeypatch: pytest.MonkeyPatch):
@@ -32,3 +35,24 @@ def test_transfers_are_derived_once_for_all_micro_batches(monkeypatch: pytest.Mo
         for plan, actions in (("whole", whole), ("quarters", quarters))
     }
     assert [4 * nbytes for nbytes in streams["quarters"]] == streams["whole"]
+
+
+def test_gathered_inputs_that_are_kept_for_backward_count_in_the_compute_dtype():
+    length, ranks, bfloat16_nbytes = 12, 3, 2  # parameters stay in float32
+    saved_nbytes: dict[bool, int] = {}
+    for regather in (False, True):
+        strategies = (TensorParallel(), SequenceParallel(regather=regather))
+        precision = PrecisionConfig(compute="bfloat16")
+        _, plan = planned(
+            analyzed_llama(length), Mesh(tp=ranks), strategies, length=length, precision=precision
+        )
+        (saved_nbytes[regather],) = (
+            allocation.nbytes
+            for action in plan.program.actions(FIRST_ROLE)
+            for allocation in action.allocations
+            if allocation.name == saved_activations_name("model.layers.1", 0)
+        )
+    stream = NUM_SAMPLES * length * SIZES["hidden_size"]
+    # the tokens of the other ranks, in one input of q, k and v and in one of gate and up
+    kept_numel = 2 * (stream - stream // ranks)
+    assert saved_nbytes[False] - saved_nbytes[True] == kept_numel * bfloat16_nbytes

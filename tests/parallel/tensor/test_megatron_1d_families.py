@@ -9,7 +9,7 @@ from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.tensor import kv_head_replication
+from meshwright.parallel.tensor import local_attention_heads
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.errors import PlanError
@@ -94,7 +94,7 @@ def test_a_rank_with_the_keys_of_another_is_noticed(monkeypatch: pytest.MonkeyPa
         (span,) = spans
         return tensor.narrow(span.dim, 0, span.size)
 
-    monkeypatch.setattr(kv_head_replication, "slice_dims", wrong)
+    monkeypatch.setattr(local_attention_heads, "slice_dims", wrong)
     analyzed = analyze_family("llama")
     verdict = verify(analyzed, planned(analyzed, Mesh(tp=4), (TensorParallel(),)), batches("llama", 1))
     assert not verdict.passed

@@ -17,7 +17,7 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import I
+from meshwright.plan.sharding.tensor_placements import I
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import analyzed_llama, batches, planned

@@ -12,7 +12,7 @@ import torch
 from meshwright.api import analyze, make_plan, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.params import matrix_owners
-from meshwright.engine.params.param_slices import copy_slice_into
+from meshwright.engine.params.tensor_parallel_slices import copy_slice_into
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -23,9 +23,9 @@ from meshwright.plan.job.job import OptimizerConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
-from meshwright.plan.step.matrix_owners import matrix_parcels, owned_params
-from meshwright.plan.step.single_device import FIRST_ROLE
-from meshwright.planner.program_cost.program_memory import state_bytes
+from meshwright.plan.step.matrix_owner_actions import matrix_parcels, owned_params
+from meshwright.plan.step.single_device_program import FIRST_ROLE
+from meshwright.planner.program_cost.rank_memory import state_bytes
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, save_tensors
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.static_checks import static_checks

@@ -7,8 +7,8 @@ import pytest
 from meshwright.parallel.tensor.sharded_layer import Redistribution
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.sharding.placement import I, P, Placement, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import I, P, Placement, R, S
 from tests.paper_model import SyntheticModel
 from tests.tiny_model import tiny_job
 

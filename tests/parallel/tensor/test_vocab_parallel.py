@@ -9,8 +9,8 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.losses import sharded_logits
-from meshwright.engine.runtime.loss import IGNORE_INDEX, Loss, token_cross_entropy
+from meshwright.engine.losses import vocab_parallel_logits
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
@@ -25,7 +25,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.tensor.exactness import assert_exact
 from tests.parallel.tensor.odd_llama import (
@@ -235,12 +235,12 @@ def test_its_bytes_are_two_sums_of_the_stream_and_two_numbers_per_token(ranks: i
 
 
 def test_logit_statistics_that_are_averaged_over_ranks_are_noticed(monkeypatch: pytest.MonkeyPatch):
-    def swapped(self: sharded_logits.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
+    def swapped(self: vocab_parallel_logits.VocabParallelLogits, numbers: torch.Tensor) -> torch.Tensor:
         told = right(self, numbers)
         return told.mean(0, keepdim=True).expand_as(told)
 
-    right = sharded_logits.VocabParallelLogits._gather_stats
-    monkeypatch.setattr(sharded_logits.VocabParallelLogits, "_gather_stats", swapped)
+    right = vocab_parallel_logits.VocabParallelLogits._gather_stats
+    monkeypatch.setattr(vocab_parallel_logits.VocabParallelLogits, "_gather_stats", swapped)
     assert not verify(*planned(analyzed_llama(), Mesh(tp=2), BOTH), uneven(1)).passed
 
 

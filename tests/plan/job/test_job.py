@@ -5,6 +5,7 @@ from math import inf, nan
 
 import pytest
 
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import (
     EvalConfig,
@@ -18,7 +19,6 @@ from meshwright.plan.job.job import (
 )
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.job.precision import ROLES
-from meshwright.plan.job.run_config import RunConfig
 
 GOOD = Job(ModelConfig("model.json"), DataConfig("text.txt"), TrainConfig(steps=100))
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.plan.model_spec.layer_calls import LayerCall, PerHeadInput, SizeAttribute
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall, PerHeadInput, SizeAttribute
 
 TIED = ParamSpec("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",))
 MIDDLE = ParamSpec("layer.weight", (2, 3), ("layer",))

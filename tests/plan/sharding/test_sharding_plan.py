@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.plan.model_spec.model_spec import ROOT, ModelSpec, ParamSpec
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
-from meshwright.plan.sharding.placement import FLAT, I, Layout, P, R, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import FLAT, I, Layout, P, R, S
 
 WEIGHTS = (
     ParamSpec("embed.weight", (5, 2), ("embed", "head"), aliases=("head.weight",)),

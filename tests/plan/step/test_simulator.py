@@ -4,7 +4,7 @@ deadlocks.
 
 import pytest
 
-from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SimulationDeadlock, simulate
 
 

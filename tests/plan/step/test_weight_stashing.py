@@ -2,8 +2,8 @@
 several.
 """
 
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import stepped_microbatches
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions, staleness, version_conflicts
 
 ROOM = "old weights(0)"

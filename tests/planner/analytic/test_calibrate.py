@@ -10,8 +10,8 @@ from meshwright.planner.analytic.calibrate import MeasuredStep, calibrate
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.machine.efficiency import RATE_NAMES, MachineRates, load_rates
 from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.machine.machine_rates import RATE_NAMES, MachineRates, load_rates
 
 MACHINE = make_machine("A100", 64)
 PLANTED = replace(MACHINE.rates, matmul=0.55, memory=0.45, link=0.35, nic=0.4)

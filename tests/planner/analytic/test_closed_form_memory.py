@@ -9,10 +9,10 @@ from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estimate_memory
-from meshwright.planner.analytic.framework_memory import FrameworkMemory
+from meshwright.planner.analytic.memory_coefficients import FrameworkMemory
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import DUALPIPE, GPIPE, ParallelConfig, ScheduleProfile
-from meshwright.planner.program_cost.program_memory import peak_nbytes
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
 from tests.parallel.tensor.odd_llama import llama, planned
 
 # table 1 of arXiv 1910.02054: GB per device of 7.5 B weights at 1, 4, 16, 64, 256, 1024 copies

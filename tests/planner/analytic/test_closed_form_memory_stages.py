@@ -10,7 +10,7 @@ from meshwright.planner.analytic.closed_form_memory import (
     microbatches_in_flight,
     stage_layers,
 )
-from meshwright.planner.analytic.framework_memory import LayerSplit
+from meshwright.planner.analytic.memory_coefficients import LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig, ScheduleProfile
 

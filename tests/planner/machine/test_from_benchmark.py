@@ -16,7 +16,6 @@ from meshwright.plan.hardware.network_model import (
     SizeBand,
 )
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.machine.efficiency import load_rates
 from meshwright.planner.machine.from_benchmark import (
     measured_device,
     measured_rates,
@@ -24,6 +23,7 @@ from meshwright.planner.machine.from_benchmark import (
     with_measured_links,
 )
 from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.machine.machine_rates import load_rates
 from meshwright.planner.machine.roofline import all_gather_seconds, attention_seconds, matmul_seconds
 from tests.planner.machine.synthetic_device import FILL, RATE, profile
 

@@ -6,8 +6,8 @@ import pytest
 
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.machine.efficiency import MachineRates
 from meshwright.planner.machine.machine import Machine, make_machine, with_nic
+from meshwright.planner.machine.machine_rates import MachineRates
 
 
 def test_a_device_is_found_by_what_people_call_it():

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.planner.machine.efficiency import MachineRates
 from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.machine.machine_rates import MachineRates
 from meshwright.planner.machine.roofline import (
     all_gather_seconds,
     attention_seconds,

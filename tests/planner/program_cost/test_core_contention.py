@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.planner.program_cost.core_contention import SharedCores, simulate_shared
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.comm.tuning.autoselect import predict_all_reduce_s
+from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import (
     AllReduceSeries,
     Cluster,
@@ -11,7 +11,7 @@ from meshwright.plan.hardware.network_model import (
     NetworkModel,
     SizeBand,
 )
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.machine import make_machine
 from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
 from meshwright.planner.program_cost.network_time import (

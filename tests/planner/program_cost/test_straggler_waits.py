@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores
 from meshwright.planner.program_cost.prediction import predict_step, step_breakdown

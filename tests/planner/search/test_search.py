@@ -9,8 +9,8 @@ from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.planner.analytic.closed_form_step_time import microbatch_time, step_time
 from meshwright.planner.analytic.model_shape import ModelShape, parse_shape
 from meshwright.planner.analytic.parallel_config import ZB_H1, ZB_V, ScheduleProfile
-from meshwright.planner.machine.efficiency import MachineRates
 from meshwright.planner.machine.machine import Machine, make_machine
+from meshwright.planner.machine.machine_rates import MachineRates
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import TopCandidates, search
 

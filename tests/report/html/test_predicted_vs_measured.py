@@ -5,7 +5,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.plan.step.program import Action, Program, Transfer
 from meshwright.report.html.predicted_vs_measured import PredictionComparison, compare_run, comparison_table
 from meshwright.report.timeline.run_folder_reader import RunRecord
 

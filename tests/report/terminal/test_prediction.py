@@ -7,8 +7,8 @@ from rich.console import Console
 
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.program_cost.prediction import predict_step
-from meshwright.planner.program_cost.program_memory import peak_nbytes
-from meshwright.report.terminal.memory_table import first_ranks
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
+from meshwright.report.terminal.memory_and_sent_bytes import first_ranks
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict, prediction_view
 from tests.parallel.tensor.odd_llama import analyzed_llama, planned
 from tests.planner.simple_machine import ground

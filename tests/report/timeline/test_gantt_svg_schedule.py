@@ -5,12 +5,12 @@ file.
 from dataclasses import replace
 
 from meshwright.api import make_plan
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Program
+from meshwright.plan.step.program import Program
 from meshwright.report.timeline.gantt_svg import schedule_svg
+from meshwright.report.timeline.pipeline_stages import stage_block_calls
 from meshwright.report.timeline.run_folder_reader import RunRecord
-from meshwright.report.timeline.stage_table import stage_block_calls
 from tests.tiny_model import analyzed_model, plan_of, tiny_job
 
 ANALYZED = analyzed_model()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.single_device import FIRST_ROLE
+from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.report.timeline.run_folder_reader import plan_differences, read_run_record
 from tests.report.small_runs import train_small_run
 

@@ -4,11 +4,12 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action, Allocation, Program
+from meshwright.plan.step.program import Action, Allocation, Program
 from meshwright.plan.step.simulator import TimelineSpan
+from meshwright.report.timeline.pipeline_stages import stage_block_calls
 from meshwright.report.timeline.stage_actions import (
     TimedAction,
     gantt_rows,
@@ -16,7 +17,6 @@ from meshwright.report.timeline.stage_actions import (
     simulated_actions,
     traced_actions,
 )
-from meshwright.report.timeline.stage_table import stage_block_calls
 from tests.tiny_model import analyzed_model, tiny_job
 
 PARTS = [["a"], ["b"]]

@@ -11,7 +11,7 @@ import torch
 
 from meshwright.api import Trainer, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.optim.state_dict import TensorShard
+from meshwright.engine.optim.sharded_state_dict import TensorShard
 from meshwright.engine.step import executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit

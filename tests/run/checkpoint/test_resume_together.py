@@ -15,7 +15,7 @@ from meshwright.run.checkpoint.manifest import MANIFEST_FILE
 from meshwright.run.checkpoint.resume import ResumeResult, resume
 from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import names
-from tests.run.checkpoint.test_integrity import FILES, flip, read_since
+from tests.run.checkpoint.test_distributed_verification import FILES, flip, read_since
 from tests.run.training.small_run import ANALYZED, DATA, SmallRun
 from tests.tiny_model import executor_of
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.plan.model_spec.uneven_split import DimRanges
+from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.run.checkpoint.write_plan import ShardRange, _keys, range_boxes
 
 

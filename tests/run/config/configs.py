@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.run.config.config_file import PlanRequest, read_request
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 
 
 @dataclass(frozen=True)

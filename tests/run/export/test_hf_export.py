@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwright.model.loading.meta_init import defer_init
+from meshwright.model.loading.deferred_init import defer_init
 from meshwright.model.loading.safetensors_reader import INDEX_FILE, SINGLE_FILE, list_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig

@@ -8,7 +8,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from meshwright.model.loading.meta_init import defer_init
+from meshwright.model.loading.deferred_init import defer_init
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_logits, probe_inputs

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.model.trial.op_counter import OpCounter
-from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS
+from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS
 from meshwright.run.measure.device_bench import compute_heavy_operations
 
 NUMEL, OPERATIONS = compute_heavy_operations(torch.device("cpu"))

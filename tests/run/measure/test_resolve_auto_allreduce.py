@@ -8,7 +8,7 @@ import tomli_w
 import torch
 
 from meshwright.comm.allreduce.size_rule import SizeRule
-from meshwright.comm.tuning.autoselect import choose_rule
+from meshwright.comm.tuning.choose_size_rule import choose_rule
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.hardware.network_model import (
@@ -22,7 +22,7 @@ from meshwright.plan.hardware.network_model import (
 )
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.run.measure.network_profile import describe_machine, write_cluster
+from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 
 TRANSPORT = "nccl" if torch.cuda.is_available() else "gloo"

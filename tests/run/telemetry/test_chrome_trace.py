@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, ProfilerSpan
-from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.run.telemetry.chrome_trace import (
     STEP_PARTS,
     LoopPhase,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.plan.job.run_config import TRACKERS
+from meshwright.plan.job.checkpoint_logging_config import TRACKERS
 from meshwright.run.telemetry.trackers import TRACKERS as ADAPTERS
 from meshwright.run.telemetry.trackers import (
     MLflowTracker,

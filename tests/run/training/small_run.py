@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import World
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import EvalConfig, LossGuard, OptimizerConfig, PrecisionConfig
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, resume
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
-from meshwright.run.data.eval_split import EvalSamples, split_held_out
+from meshwright.run.data.eval_samples import EvalSamples, split_held_out
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult, train_loop
 from meshwright.testing.ranks import run_on_threads

@@ -10,12 +10,12 @@ import torch
 
 from meshwright.comm.backends.threads import ThreadGroup
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import IGNORE_INDEX
+from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig, OptimizerConfig, PrecisionConfig
-from meshwright.plan.job.run_config import RunConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.directories import step_folder
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints

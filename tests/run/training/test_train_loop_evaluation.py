@@ -10,7 +10,7 @@ import pytest
 from meshwright.plan.job.job import EvalConfig
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
-from meshwright.run.data.eval_split import EvalHistory
+from meshwright.run.data.eval_samples import EvalHistory
 from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
 from tests.run.training.small_run import SmallRun, rises
 

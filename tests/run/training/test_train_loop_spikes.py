@@ -13,7 +13,7 @@ from meshwright.engine.runtime.loss_guard import LossSpikeError
 from meshwright.plan.job.job import EvalConfig, LossGuard
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints
 from meshwright.run.data.data_loader import open_local_batches
-from meshwright.run.data.eval_split import split_held_out
+from meshwright.run.data.eval_samples import split_held_out
 from meshwright.run.telemetry.callbacks import Callback
 from tests.run.training.small_run import DATA, SmallRun
 

@@ -1,6 +1,6 @@
 """All-reduce algorithms by name: one file each, every one a list of rounds over plain send and receive.
 
-    allreduce_algorithm    rounds as data, and the interface AllReduceAlgorithm
+    algorithm_as_rounds    rounds as data, and the interface AllReduceAlgorithm
     backend_allreduce      the transport's own all-reduce (gloo, NCCL, shared memory, threads)
     naive_allreduce        one reduce per rank
     reduce_broadcast       gather at one rank, sum, broadcast
@@ -18,7 +18,7 @@ A name may carry a number behind a slash: hierarchical/4 for four ranks per host
 
 from types import MappingProxyType
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm
 from meshwright.comm.allreduce.backend_allreduce import BackendAllReduce
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.allreduce.naive_allreduce import NaiveAllReduce

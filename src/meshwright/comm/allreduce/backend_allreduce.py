@@ -23,7 +23,7 @@ its tree).
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, Round
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, Round
 from meshwright.comm.allreduce.ring import RingAllReduce
 
 

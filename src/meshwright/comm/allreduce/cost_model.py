@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, Round
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, Round
 from meshwright.plan.hardware.network_model import NetworkModel
 
 MessageCounts = tuple[tuple[float, int], ...]  # the share of the tensor that one holds, and how many of them

@@ -29,7 +29,7 @@ Paper: Jia et al. 2018, arXiv 1807.11205 (section 3.3.2); Cho et al. 2019, "Blue
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round, chunk_numel
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, ChunkMessage, Round, chunk_numel
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import (
+from meshwright.comm.allreduce.algorithm_as_rounds import (
     AllReduceAlgorithm,
     ChunkMessage,
     Round,

@@ -24,7 +24,7 @@ Paper: Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clu
 from dataclasses import dataclass
 from typing import ClassVar
 
-from meshwright.comm.allreduce.allreduce_algorithm import AllReduceAlgorithm, ChunkMessage, Round, chunk_numel
+from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, ChunkMessage, Round, chunk_numel
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from meshwright.comm.backends.gloo_workarounds import BackendWork
-from meshwright.comm.collectives.call_validation import CollectiveCall
+from meshwright.comm.collectives.collective_call import CollectiveCall
 from meshwright.comm.collectives.group import Group, Work
 from meshwright.comm.watchdog.watchdog import WAIT_SLICE_S, Watchdog, WatchedWait, wait_until
 from meshwright.plan.job.errors import CollectiveError

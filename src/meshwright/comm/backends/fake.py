@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from meshwright.comm.collectives.call_validation import (
+from meshwright.comm.collectives.collective_call import (
     announce,
     member_ranks,
     ordered_axes,

@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from meshwright.comm.collectives.call_validation import rank_slices
+from meshwright.comm.collectives.collective_call import rank_slices
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import Work
 

@@ -30,7 +30,7 @@ from meshwright.comm.backends.gloo_workarounds import (
     sum_into,
 )
 from meshwright.comm.backends.run_algorithm import PeerTensors, run_rounds
-from meshwright.comm.collectives.call_validation import POINT_TO_POINT, CollectiveCall, announce, rank_slices
+from meshwright.comm.collectives.collective_call import POINT_TO_POINT, CollectiveCall, announce, rank_slices
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
 from meshwright.comm.collectives.group import Group, Work, World
 from meshwright.comm.watchdog.watchdog import Watchdog

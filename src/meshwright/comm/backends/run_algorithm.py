@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import torch
 
-from meshwright.comm.allreduce.allreduce_algorithm import (
+from meshwright.comm.allreduce.algorithm_as_rounds import (
     AllReduceAlgorithm,
     ChunkMessage,
     Round,

@@ -24,7 +24,7 @@ import torch
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.backends.fake import FakeGroup
 from meshwright.comm.backends.run_algorithm import run_all_ranks
-from meshwright.comm.collectives.call_validation import (
+from meshwright.comm.collectives.collective_call import (
     POINT_TO_POINT,
     CollectiveCall,
     announce,

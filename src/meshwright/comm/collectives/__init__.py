@@ -1,7 +1,7 @@
 """The interface of collectives, their validation, their ledger and their differentiable form.
 
 group                Group, World, Work and the Ledger of what was sent
-call_validation      validates a collective and records it before it is issued
+collective_call      validates a collective and records it before it is issued
 redistribute         moves a tensor between placements, differentiable
 flight_recorder      ring buffer of the last collectives of a rank
 deterministic_sum    sums with a fixed order of summands

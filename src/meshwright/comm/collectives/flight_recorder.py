@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from meshwright.comm.collectives.call_validation import CollectiveCall
+    from meshwright.comm.collectives.collective_call import CollectiveCall
     from meshwright.comm.collectives.group import Group
 
 NUM_SLOTS, SLOT_NBYTES = 64, 512

@@ -20,7 +20,7 @@ from meshwright.plan.job.timeouts import RunPhase
 from meshwright.plan.sharding.mesh import Mesh
 
 if TYPE_CHECKING:
-    from meshwright.comm.collectives.call_validation import CollectiveCall
+    from meshwright.comm.collectives.collective_call import CollectiveCall
 
 
 @dataclass(frozen=True)

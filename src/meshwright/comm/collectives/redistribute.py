@@ -1,9 +1,9 @@
 """Differentiable redistribution.
 
 Moves a tensor between placements along a group, and its gradient between their adjoints. `REDISTRIBUTIONS`
-(plan/sharding/placement.py) names the operation for every pair of placements; this module executes it.
-`redistribute` is differentiable: its backward is the redistribution between the adjoint placements, done by
-the same code, so no gradient is written by hand.
+(plan/sharding/tensor_placements.py) names the operation for every pair of placements; this module executes
+it. `redistribute` is differentiable: its backward is the redistribution between the adjoint placements, done
+by the same code, so no gradient is written by hand.
 
     y = redistribute(x, group, src, dst)        dL/dx = redistribute(dL/dy, group, dst.adjoint, src.adjoint)
 
@@ -32,7 +32,7 @@ import torch
 
 from meshwright.comm.collectives.group import Group, Work
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.placement import COLLECTIVES, Placement, S, redistribution_name
+from meshwright.plan.sharding.tensor_placements import COLLECTIVES, Placement, S, redistribution_name
 
 OverlapFn = Callable[[], None] | None  # runs while a collective is under way
 DeferredCalls = list[Callable[[], None]]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library, source_bytes
 from meshwright.comm.shared_memory.segment import MAX_RANKS, SharedSegment, create_memory, open_memory
-from meshwright.comm.watchdog.host_process import HostProcess, host_id
+from meshwright.comm.watchdog.process_identity import HostProcess, host_id
 from meshwright.plan.hardware.device_specs import available_cores
 
 SPIN_NS = 30_000  # a wake-up costs about as much; longer would only keep others from their work

@@ -1,7 +1,7 @@
 """One memory segment that the ranks of a group share, seen from one of them.
 
 The Python interface of memory.c. Whether a rank is still running is seen from outside
-(comm/watchdog/host_process.py).
+(comm/watchdog/process_identity.py).
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 
 from meshwright.comm.shared_memory.compile_library import SharedMemoryUnavailable, load_library
-from meshwright.comm.watchdog.host_process import HostProcess
+from meshwright.comm.watchdog.process_identity import HostProcess
 
 DONE, PENDING, MISMATCH = range(3)  # answers, as in counter.h
 MAX_RANKS = 256  # as in chunks.h

@@ -2,5 +2,5 @@
 
 allreduce_bench    measures all-reduce times over message sizes and algorithms
 network_fit        fits a network model to the measured times
-autoselect         `algorithm = "auto"`: predicted times, and a rule by message size
+choose_size_rule   `algorithm = "auto"`: predicted times, and a rule by message size
 """

@@ -23,7 +23,7 @@ from scipy.optimize import nnls
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.cost_model import RoundLoad, round_loads
-from meshwright.comm.tuning.autoselect import predict_all_reduce_s
+from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import (
     AllReduceSeries,
     AllReduceTiming,

@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 import torch
 
-from meshwright.comm.collectives.call_validation import POINT_TO_POINT, CollectiveCall
+from meshwright.comm.collectives.collective_call import POINT_TO_POINT, CollectiveCall
 from meshwright.comm.collectives.group import Group
 from meshwright.plan.job.errors import CollectiveError
 

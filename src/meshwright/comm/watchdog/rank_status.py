@@ -26,7 +26,7 @@ from typing import Literal, Self
 import torch
 
 from meshwright.comm.collectives.flight_recorder import LIBRARY_PATHS, IssuedCollective
-from meshwright.comm.watchdog.host_process import HostProcess, host_id
+from meshwright.comm.watchdog.process_identity import HostProcess, host_id
 
 RankCondition = Literal["responding", "exited", "silent", "stopped", "dead"]
 StackFrame = tuple[str, int, str]  # file, line, function

@@ -44,7 +44,7 @@ import torch.distributed as dist
 from meshwright.comm.collectives.flight_recorder import open_ring, read_ring
 from meshwright.comm.collectives.group import Ledger
 from meshwright.comm.watchdog.hang_report import diagnose_hang
-from meshwright.comm.watchdog.host_process import host_id
+from meshwright.comm.watchdog.process_identity import host_id
 from meshwright.comm.watchdog.rank_status import (
     PendingWait,
     ProbeTarget,

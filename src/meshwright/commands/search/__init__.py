@@ -2,7 +2,7 @@
 
 constraints          --set NAME=VALUE: choices that are given
 machine              --hardware, --cluster and --calibrate-from: the machine
-model_size           the sizes of MODEL, from text or from a config
+resolve_model_sizes  the sizes of MODEL, from text or from a config
 no_result            the error when nothing fits
 plot                 --plot: step time against memory
 search               runs the search, prints and writes its result

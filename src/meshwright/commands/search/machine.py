@@ -2,7 +2,7 @@
 --calibrate-from.
 
 A run is compared with the analytic estimate of its own plan, on the machine without the correction; the
-ratios of its compute time and its message times correct the machine (planner/machine/from_run.py).
+ratios of its compute time and its message times correct the machine (planner/machine/run_calibration.py).
 """
 
 import re
@@ -15,18 +15,18 @@ from meshwright.parallel import STRATEGIES
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.step.program import Transfer
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.from_benchmark import with_measured_links
-from meshwright.planner.machine.from_run import RunCalibration, apply_calibration
 from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.run_calibration import RunCalibration, apply_calibration
 from meshwright.planner.program_cost.network_time import RatedNetworkTime
 from meshwright.planner.search.max_fit import MAX_DEVICES
-from meshwright.run.config.config_file import PlanRequest, read_request
-from meshwright.run.measure.hardware_lookup import find_profile, read_machine, with_host_links
-from meshwright.run.measure.network_profile import read_cluster
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+from meshwright.run.measure.cluster_file import read_cluster
+from meshwright.run.measure.hardware_file import find_profile, read_machine, with_host_links
 from meshwright.run.measure.previous_run import PreviousRun, TimedCollective, read_previous_run
 
 PLAN_FILE = "plan.toml"

@@ -23,8 +23,13 @@ from torch import nn
 from meshwright.commands.search.best_plan_to_config import config_tables, unwritten_notes
 from meshwright.commands.search.constraints import base_config, parse_constraints
 from meshwright.commands.search.machine import search_machine
-from meshwright.commands.search.model_size import is_shape_text, model_shape, model_size, size_warnings
 from meshwright.commands.search.no_result import no_result_error
+from meshwright.commands.search.resolve_model_sizes import (
+    is_shape_text,
+    model_shape,
+    model_size,
+    size_warnings,
+)
 from meshwright.model.loading.loader import load_model
 from meshwright.plan.job.errors import (
     Diagnostic,

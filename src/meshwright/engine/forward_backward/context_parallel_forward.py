@@ -20,25 +20,25 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.comm.collectives.redistribute import redistribute
-from meshwright.engine.runtime.loss import Batch
+from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.context_parallel.attention_call import (
     AttentionImpl,
     AttentionMode,
     ShardedAttentionCall,
 )
+from meshwright.model.context_parallel.block_input_sharding import SequenceLengths, ShardedForward
 from meshwright.model.context_parallel.conv_call import Conv1dImpl, Conv1dMode
-from meshwright.model.context_parallel.hf_attention import patch_attention
+from meshwright.model.context_parallel.patch_hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_activation import OutputShards, wrap_block_outputs
-from meshwright.model.context_parallel.sharded_forward import SequenceLengths, ShardedForward
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
-from meshwright.model.tensors.token_ranges import span_positions
+from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.placement import P, R, S
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, SequenceSharding
+from meshwright.plan.sharding.tensor_placements import P, R, S
 
 
 def make_sequence_runner(plan: Plan, state: RankState) -> "FullSequenceRunner":
@@ -79,7 +79,7 @@ class FullSequenceRunner:
         return nullcontext()
 
     def sharded_forward(self) -> ShardedForward | None:
-        """Returns what stages run around their blocks (model/context_parallel/sharded_forward.py).
+        """Returns what stages run around their blocks (model/context_parallel/block_input_sharding.py).
 
         None: nothing.
         """

@@ -28,14 +28,14 @@ import torch
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
-from meshwright.engine.runtime.loss import Batch
+from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.forward_driver import ForwardDriver
+from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer, stage_transfers
+from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards

@@ -21,16 +21,16 @@ from meshwright.comm.collectives.group import Work
 from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver, backward, run_backward
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver, backward, run_backward
 from meshwright.model.pipeline.forward_graph import ForwardGraph
-from meshwright.model.pipeline.replay_script import ScriptCache
+from meshwright.model.pipeline.microbatch_replay import ScriptCache
 from meshwright.model.pipeline.stage_forward import StageResult, run_stage
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageValue
+from meshwright.plan.model_spec.stage_transfers import StageSpec, StageValue
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.stage_value_shards import DimSizes, StageValueShards
-from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.plan.strategy_interface import Handler
 
 MAX_CACHED_SHAPES = 4096  # of stage values; samples of more lengths than that compute some again

@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.forward_driver import BeforeBlock
+from meshwright.model.blocks.block_forward_backward import BeforeBlock
 from meshwright.model.rng.sharded_draws import DrawSharding
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding

@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
-from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.sharding.rank_share import chunked_head_call
+from meshwright.plan.sharding.rank_work_share import chunked_head_call
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes
 
 CHUNKED_LOSS_FIX = "remove the strategy chunked_loss"

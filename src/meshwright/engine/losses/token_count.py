@@ -13,8 +13,8 @@ import torch
 
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import stepped_microbatches
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import stepped_microbatches
 
 
 class TokenCounter:

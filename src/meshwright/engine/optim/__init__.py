@@ -1,17 +1,17 @@
 """Optimizers over sharded parameters, the optimizer step, and the saved state.
 
-    optimizers             parameter groups, the optimizers of a job or of the user
+    make_optimizers        parameter groups, the optimizers of a job or of the user
     lr_schedule            the factor of the learning rate at a step
     abstract_optimizer     base class of our optimizers; which optimizers accept which shard alignment
     adafactor              Adafactor
     adamw_8bit             AdamW with optimizer states in 8 bits
-    adamw_bf16             AdamW with optimizer states in bfloat16
+    adamw_bf16_states      AdamW with optimizer states in bfloat16
     lion                   Lion
     muon                   Muon
     optimizer_step         CLIP and STEP: gradient norm, clipping, optimizer step
-    state_dict             what a rank saves and loads: parameters, buffers, optimizer states
-    memory_by_category     bytes that a rank holds, by category
+    sharded_state_dict     what a rank saves and loads: parameters, buffers, optimizer states
+    model_state_memory     bytes that a rank holds, by category
 
-`plan/optimizer_spec.py` says which optimizer steps which weight. SGD and AdamW are torch's own fused
+`plan/optimizer_per_param.py` says which optimizer steps which weight. SGD and AdamW are torch's own fused
 implementations.
 """

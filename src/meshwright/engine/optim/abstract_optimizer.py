@@ -9,7 +9,7 @@ have become:
     matrix    the optimizer needs the whole weight: one rank holds all of it, in its own shape
 
 Where ranks hold slices of a weight along one of its dims, one rank steps all of it for the others
-(plan/step/matrix_owners.py), unless any shard works.
+(plan/step/matrix_owner_actions.py), unless any shard works.
 
 State is tensors and numbers by key, so that it can be saved by parameter name. A tensor has the parameter's
 shape (one value per element), or one element per block if its key is in `blockwise_state_keys`, or belongs to
@@ -32,7 +32,7 @@ from torch import nn
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.optimizer_spec import ALIGNMENTS_BY_SIZE
+from meshwright.plan.optimizer_per_param import ALIGNMENTS_BY_SIZE
 from meshwright.plan.sharding.flat_param import ShardAlignment
 
 

@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_compute_dtype
-from meshwright.engine.optim.adamw_bf16 import adamw_update
+from meshwright.engine.optim.adamw_bf16_states import adamw_update
 from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ShardAlignment
 
 NUM_DECADES = 7  # the numbers of a block reach from 1 down to 10**-7

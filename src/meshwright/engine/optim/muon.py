@@ -18,14 +18,12 @@ work for all.
 Cost: 4 bytes per parameter, where AdamW keeps 8. Flops: 15 products per step, at most 5 w / tokens of what
 the matrix costs anyway, w being its smaller side: 1 % at w = 1,000 and 500,000 tokens. Ranks that own no
 matrix of a block wait; the shards of a block are as long as what its fullest rank owns.
-Limits: for hidden matrices. AdamW steps embeddings, heads, norms and biases (plan/optimizer_spec.py). The
-polynomial is quick and not exact: singular values end between 0.7 and 1.2. On a GPU it runs in bfloat16, in
-which it is stable.
-Not torch.optim.Muon: it runs the polynomial in bfloat16 for every dtype and device, 1 to 2 % off, and parity
-with one device is checked in float64, to 1e-10.
-Paper: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"
-(kellerjordan.github.io/posts/muon); the scale and the decay: Liu et al. 2025, "Muon is Scalable for LLM
-Training", arXiv 2502.16982 (section 2.2).
+Limits: for hidden matrices. AdamW steps embeddings, heads, norms and biases (plan/optimizer_per_param.py).
+The polynomial is quick and not exact: singular values end between 0.7 and 1.2. On a GPU it runs in bfloat16,
+in which it is stable. Not torch.optim.Muon: it runs the polynomial in bfloat16 for every dtype and device, 1
+to 2 % off, and parity with one device is checked in float64, to 1e-10. Paper: Jordan et al. 2024, "Muon: An
+optimizer for hidden layers in neural networks" (kellerjordan.github.io/posts/muon); the scale and the decay:
+Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982 (section 2.2).
 """
 
 from typing import Any, ClassVar

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer
-from meshwright.engine.optim.optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
+from meshwright.engine.optim.make_optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
 from meshwright.engine.params.flat_param import UpdateGroup
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 
 
 class OptimizerUpdate:
@@ -150,7 +150,7 @@ class OptimizerUpdate:
                 if gradient is not None:
                     yield "gradients", name, gradient
                 for optimizer in () if self._is_user_made else self._optimizers:
-                    # its moments have dtypes and shapes of their own: plan/optimizer_spec.py
+                    # its moments have dtypes and shapes of their own: plan/optimizer_per_param.py
                     if isinstance(optimizer, PerParamOptimizer):
                         continue
                     states = optimizer.state.get(parameter, {}).values()

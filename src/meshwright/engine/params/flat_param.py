@@ -37,7 +37,7 @@ from meshwright.comm.collectives.group import Group
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
 

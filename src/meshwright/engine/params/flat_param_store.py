@@ -18,13 +18,13 @@ from torch import nn
 
 from meshwright.engine.params.flat_param import FlatParam, MasterWeights, UpdateGroup
 from meshwright.engine.params.matrix_owners import MatrixOwners
-from meshwright.engine.params.param_slices import ParamSlices
+from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 
 
 class FlatParamStore:

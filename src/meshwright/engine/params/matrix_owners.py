@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from meshwright.engine.params.flat_param import FlatParam, UpdateGroup
-from meshwright.engine.params.param_slices import copy_slice_into
+from meshwright.engine.params.tensor_parallel_slices import copy_slice_into
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.tensor_parallel.slice_plan import slice_dims
-from meshwright.plan.model_spec.uneven_split import DimRanges
+from meshwright.model.tensor_parallel.split_proposal import slice_dims
+from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.matrix_owners import MatrixParcel, matrix_parcels, owner_coordinate
+from meshwright.plan.step.matrix_owner_actions import MatrixParcel, matrix_parcels, owner_coordinate
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
 

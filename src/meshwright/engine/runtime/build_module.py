@@ -5,7 +5,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
-from meshwright.model.analysis.pipeline_trial import get_forward_graphs
+from meshwright.model.analysis.forward_graph_trace import get_forward_graphs
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import batch_in_float64
 from meshwright.model.tensors.lazy_mapping import LazyTensors

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from meshwright.comm.collectives.group import Group, World
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.step.single_device import role_of
+from meshwright.plan.step.single_device_program import role_of
 
 GroupKey = tuple[tuple[str, ...], tuple[int, ...]]  # axes, and member indices along them
 

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
-from meshwright.engine.runtime.loss import Batch, Loss
+from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.loss_guard import LossSpike
-from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
-from meshwright.model.blocks.forward_driver import BlockCall, ForwardPass
+from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
+from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 
 
 def bucket_actions(actions: Sequence[Action]) -> dict[str, Action]:

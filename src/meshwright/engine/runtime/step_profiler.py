@@ -26,7 +26,7 @@ from time import perf_counter
 import torch
 
 from meshwright.comm.collectives.group import Work
-from meshwright.plan.step.action import Action, StreamName
+from meshwright.plan.step.program import Action, StreamName
 from meshwright.plan.strategy_interface import Handler
 
 # an action, its handler, and the comm actions it waits for

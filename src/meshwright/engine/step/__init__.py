@@ -1,8 +1,8 @@
 """One training step of a rank: its action list, the handlers of the actions, and what looks at a whole step.
 
-executor           runs the action list; what strategies may call
-actions            handlers by action kind
-gradient_noise     gradient noise scale
-spike_diagnosis    replays a harmful step to find the rank, block and parameter that caused it
-gather_full        full values of parameters and buffers on all pipeline ranks
+executor                runs the action list; what strategies may call
+action_handlers         handlers by action kind
+gradient_noise          gradient noise scale
+spike_diagnosis         replays a harmful step to find the rank, block and parameter that caused it
+broadcast_stage_params  full values of parameters and buffers on all pipeline ranks
 """

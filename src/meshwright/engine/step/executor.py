@@ -14,24 +14,24 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.engine.forward_backward.block_collectives import BlockCollectives
+from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
 from meshwright.engine.forward_backward.context_parallel_forward import make_sequence_runner
 from meshwright.engine.forward_backward.evaluation import Evaluation
-from meshwright.engine.forward_backward.graph_cut import needs_graph_cuts
+from meshwright.engine.forward_backward.graph_cut_check import needs_graph_cuts
 from meshwright.engine.forward_backward.lockstep_pipeline_forward import PipelinedForward
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
-from meshwright.engine.losses.sharded_logits import VocabParallelLogits
+from meshwright.engine.losses.vocab_parallel_logits import VocabParallelLogits
 from meshwright.engine.optim.lr_schedule import lr_factor
-from meshwright.engine.optim.memory_by_category import memory_by_category
-from meshwright.engine.optim.optimizer_step import OptimizerUpdate
-from meshwright.engine.optim.optimizers import (
+from meshwright.engine.optim.make_optimizers import (
     OptimizerFactory,
     all_param_groups,
     make_optimizers,
     param_group_numbers,
 )
-from meshwright.engine.optim.state_dict import (
+from meshwright.engine.optim.model_state_memory import memory_by_category
+from meshwright.engine.optim.optimizer_step import OptimizerUpdate
+from meshwright.engine.optim.sharded_state_dict import (
     SavedTensor,
     filter_stage_state,
     load_model_state,
@@ -40,7 +40,7 @@ from meshwright.engine.optim.state_dict import (
     optimizer_state_dict,
 )
 from meshwright.engine.params.flat_param_store import FlatParamStore
-from meshwright.engine.params.summon_full import summon_full_params
+from meshwright.engine.params.unshard_forward_hooks import summon_full_params
 from meshwright.engine.runtime.comm_groups import create_groups
 from meshwright.engine.runtime.cpu_allocator import trim_heap
 from meshwright.engine.runtime.microbatches import LocalBatch
@@ -53,16 +53,16 @@ from meshwright.engine.runtime.step_profiler import (
     wait_for_works,
     wrap_with_profiler,
 )
-from meshwright.engine.step.actions import ActionHandlers
-from meshwright.engine.step.gather_full import gather_full_values
+from meshwright.engine.step.action_handlers import ActionHandlers
+from meshwright.engine.step.broadcast_stage_params import gather_full_values
 from meshwright.engine.step.gradient_noise import GradientNoiseScale
-from meshwright.model.blocks.forward_driver import BeforeBlock, ForwardDriver
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, ForwardDriver
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.lazy_mapping import strip_prefix
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD, FORWARD_KINDS
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD, FORWARD_KINDS
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 HEAP_WARMUP_STEPS = 2  # the heap has its final size afterwards: the first step makes the optimizer states
@@ -281,7 +281,7 @@ class Executor:
             return {name: gradient / self._update.loss_scale_value for name, gradient in full_values}
 
     def memory_by_category(self) -> dict[str, int]:
-        """Returns the bytes that this rank holds for the model, by category (optim/memory_by_category.py)."""
+        """Returns the bytes that this rank holds for the model, by category (optim/model_state_memory.py)."""
         return memory_by_category(self.state, self.flat_params, self.optimizers, self._update)
 
     def close(self) -> None:

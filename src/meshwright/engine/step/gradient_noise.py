@@ -45,9 +45,9 @@ import torch
 
 from meshwright.engine.runtime.mixed_precision import total_norm
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.step.actions import ActionHandlers
+from meshwright.engine.step.action_handlers import ActionHandlers
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action
+from meshwright.plan.step.program import Action
 from meshwright.plan.strategy_interface import Handler
 
 AVERAGE_DECAY = 0.99  # decay of the averages, per step

@@ -24,15 +24,15 @@ import torch
 
 from meshwright.engine.forward_backward.evaluation import preserve_module_state
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
-from meshwright.engine.params.summon_full import unshard_in_order
-from meshwright.engine.runtime.loss import Batch
+from meshwright.engine.params.unshard_forward_hooks import unshard_in_order
+from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.loss_guard import RankSpikeReport, StepPhase
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.forward_driver import BeforeBlock, BlockCall, backward, backward_from
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, BlockCall, backward, backward_from
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS
 from meshwright.plan.strategy_interface import Handler
 
 UnshardFn = Callable[[str], None]  # gathers the weights of a block

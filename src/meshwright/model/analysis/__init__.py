@@ -1,9 +1,9 @@
 """Analysis of a user's model: trials on fake tensors, and what the plan learns from them.
 
-analyze           deferred init, blocks, and the `ModelSpec` that one trial forward finds
-extra_trials      the trials that need the layers of the model, which the first trial finds
-memory_trial      the memory of each block call: a forward and a backward that count bytes
-pipeline_trial    the recorded forward graphs of a model, one per shape of its inputs
-model_report      all that is known about a model in one value, shown by `meshwright inspect`
-plan_checks       checks of a plan against the model itself
+analyze              deferred init, blocks, and the `ModelSpec` that one trial forward finds
+sharding_trials      the trials that need the layers of the model, which the first trial finds
+memory_trial         the memory of each block call: a forward and a backward that count bytes
+forward_graph_trace  the recorded forward graphs of a model, one per shape of its inputs
+model_report         all that is known about a model in one value, shown by `meshwright inspect`
+plan_for_model       checks of a plan against the model itself
 """

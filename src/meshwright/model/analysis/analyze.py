@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.analysis.extra_trials import (
+from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
+from meshwright.model.analysis.sharding_trials import (
     add_residual_stream,
     find_sequence_info,
     get_blocks,
@@ -27,13 +28,12 @@ from meshwright.model.analysis.extra_trials import (
     set_training_mode,
     try_splits_on_slices,
 )
-from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
 from meshwright.model.blocks.batch_coupling import TableUse
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_owners
 from meshwright.model.blocks.loss_inputs import LossSpec, batch_columns, loss_inputs, loss_saved_numel
-from meshwright.model.hf.config import use_batched_experts, use_eager_experts
+from meshwright.model.hf.model_from_config import use_batched_experts, use_eager_experts
+from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
-from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.rng.sharded_draws import sites_between_layers
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
@@ -42,8 +42,7 @@ from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.float64_mode import run_in_float64
-from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
-from meshwright.model.trial.trial import (
+from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
     depends_on_values,
@@ -51,13 +50,14 @@ from meshwright.model.trial.trial import (
     param_block_calls,
     run_trial,
 )
+from meshwright.model.trial.shardable_layers import ShardableLayers, find_shardable_layers, traced_roles
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, BatchTensor, ModelSpec, ParamSpec, block_of
-from meshwright.plan.model_spec.op_costs import ModelMemory
+from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
 from meshwright.plan.model_spec.sequence_info import SequenceInfo
 
 if TYPE_CHECKING:
-    from meshwright.model.analysis.pipeline_trial import ForwardGraphCache
+    from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
 
 Example = Mapping[str, torch.Tensor]
 SECOND_BATCH_SIZE = 5

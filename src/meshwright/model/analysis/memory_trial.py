@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.model.analysis.extra_trials import repeat_samples
-from meshwright.model.blocks.forward_driver import (
+from meshwright.model.analysis.sharding_trials import repeat_samples
+from meshwright.model.blocks.block_forward_backward import (
     BlockCall,
     ForwardDriver,
     ForwardPass,
@@ -39,10 +39,16 @@ from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.pytree import storage_id
+from meshwright.model.trial.fake_tensor_forward import depends_on_values
 from meshwright.model.trial.op_counter import CAUSAL_ARGUMENTS, OpCounter
-from meshwright.model.trial.trial import depends_on_values
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.op_costs import BlockMemory, BlockOps, LinearInSamples, ModelMemory, ModelOps
+from meshwright.plan.model_spec.op_sizes_and_memory import (
+    BlockMemory,
+    BlockOps,
+    LinearInSamples,
+    ModelMemory,
+    ModelOps,
+)
 
 MAX_REAL_NUMEL = 1 << 21  # elements
 ByteKind = Literal["fixed", "per_sample", "weight_sized"]  # the fields of `LinearInSamples`

@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.model.analysis.analyze import AnalyzedModel, Example, analyze
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks
 from meshwright.model.blocks.loss_inputs import LossSpec
-from meshwright.model.hf.metadata import attention_implementation
+from meshwright.model.hf.declared_tp_plan import attention_implementation
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER, LayerRole, find_layer_roles
 from meshwright.model.trial.shardable_layers import suggest_declaration, suggest_roles

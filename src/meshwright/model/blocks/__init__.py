@@ -1,10 +1,10 @@
 """Blocks: finds them in a model, and runs a forward and a backward whose graph is cut between them.
 
 discovery                 finds the chain of blocks in the module tree
-forward_driver            runs the model's own forward with the autograd graph cut at block boundaries
+block_forward_backward    runs the model's own forward with the autograd graph cut at block boundaries
 checkpointing             activation checkpointing of one block call
 split_backward            splits a block's backward into input gradients (I) and weight gradients (W)
-autograd_check            which block call uses which parameter; tensors that bypass a block's outputs
+autograd_partition        which block call uses which parameter; tensors that bypass a block's outputs
 inplace_writes_in_glue    in-place writes in the code between blocks
 loss_inputs               which model outputs the loss takes
 saved_activations         counts what autograd saves inside each block call

@@ -20,7 +20,7 @@ from itertools import combinations
 
 from torch import nn
 
-from meshwright.model.hf.peft import is_adapter_layer
+from meshwright.model.hf.peft_name_map import is_adapter_layer
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics, suggest_name
 
 WHOLE_MODEL = "(model)"

@@ -24,7 +24,7 @@ from meshwright.model.tensors.function_modes import caller_line
 from meshwright.model.tensors.pytree import storage_id, tree_tensors
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.single_device import CHECKPOINTED_FORWARD
+from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
 
 _WRITE_NAMES = (
     "setitem",

@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from meshwright.model.blocks.forward_driver import BlockCall, OutputLeaf, backward, run_backward
+from meshwright.model.blocks.block_forward_backward import BlockCall, OutputLeaf, backward, run_backward
 
 Node = Any  # torch.autograd.graph.Node, whose attributes depend on the operation
 Gradients = tuple[torch.Tensor | None, ...]

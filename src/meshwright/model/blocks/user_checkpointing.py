@@ -12,7 +12,7 @@ import torch
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.single_device import FORWARD_KINDS
+from meshwright.plan.step.single_device_program import FORWARD_KINDS
 
 CHECKPOINT_MODULE = "torch.utils.checkpoint"
 USER_CHECKPOINT_FIX = (

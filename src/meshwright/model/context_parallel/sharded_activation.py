@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from meshwright.model.blocks.inplace_writes_in_glue import glue_write_error, written_tensor
-from meshwright.model.context_parallel.partial_ops import SUM_OPS, partial_index, partial_sum
+from meshwright.model.context_parallel.partial_sum_ops import SUM_OPS, partial_index, partial_sum
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.tensors.op_tables import TOKENWISE_OPS
 from meshwright.model.tensors.placeholder import PlaceholderTensor

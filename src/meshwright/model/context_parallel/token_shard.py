@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.model.tensors.pytree import storage_id
-from meshwright.model.tensors.token_ranges import select_spans
+from meshwright.model.tensors.select_token_ranges import select_spans
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, TokenRange, num_positions, with_padding
 
 # full tensor along a dim, from this rank's shard

@@ -1,9 +1,9 @@
 """Everything that is specific to the Hugging Face libraries: transformers, huggingface_hub, peft.
 
-config              builds a transformers model from its config, also with code from its repository
+model_from_config   builds a transformers model from its config, also with code from its repository
 hub                 resolves hub ids to local folders, and pins revisions
-metadata            what a transformers model declares: tensor-parallel plan, head, attention
+declared_tp_plan    what a transformers model declares: tensor-parallel plan, head, attention
 captured_outputs    tensors that transformers captures inside a block (router logits)
-peft                adapted models: names of base weights and adapters
+peft_name_map       adapted models: names of base weights and adapters
 tokenizer_check     checks that the tokenizer fits the model's vocabulary
 """

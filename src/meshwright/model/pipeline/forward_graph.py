@@ -18,7 +18,7 @@ import torch
 
 from meshwright.model.tensors.pytree import map_leaves
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.stage_boundaries import ClosedBoundary, StageBoundaries, StageValue
+from meshwright.plan.model_spec.stage_transfers import ClosedBoundary, StageBoundaries, StageValue
 
 
 class ValueRef:

@@ -30,11 +30,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.model.blocks.autograd_check import reachable_leaf_names
-from meshwright.model.blocks.forward_driver import LARGER_BLOCK_FIX, ForwardDriver
+from meshwright.model.blocks.autograd_partition import reachable_leaf_names
+from meshwright.model.blocks.block_forward_backward import LARGER_BLOCK_FIX, ForwardDriver
 from meshwright.model.blocks.loss_inputs import distinct_tensors
+from meshwright.model.context_parallel.block_input_sharding import ShardedForward
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
-from meshwright.model.context_parallel.sharded_forward import ShardedForward
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.pipeline.forward_graph import (
     BlockCallStub,

@@ -35,7 +35,7 @@ from meshwright.model.tensors.placeholder import (
 )
 from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.stage_boundaries import StageSpec
+from meshwright.plan.model_spec.stage_transfers import StageSpec
 
 # full shape -> shape that glue sees
 GlueShape = Callable[[tuple[int, ...]], tuple[int, ...]]

@@ -25,19 +25,19 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode_temporarily
 
-from meshwright.model.blocks.forward_driver import BeforeBlock, BlockCall, ForwardDriver, ForwardPass
+from meshwright.model.blocks.block_forward_backward import BeforeBlock, BlockCall, ForwardDriver, ForwardPass
+from meshwright.model.context_parallel.block_input_sharding import ShardedForward
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
-from meshwright.model.context_parallel.sharded_forward import ShardedForward
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.pipeline.forward_graph import BlockCallStub, ForwardGraph, ValueRef
+from meshwright.model.pipeline.microbatch_replay import ReplayScript, ScriptCache, ScriptRecorder
 from meshwright.model.pipeline.remote_values import CONTROL_FLOW_FIX, GlueShape, PlaceholderEnv
-from meshwright.model.pipeline.replay_script import ReplayScript, ScriptCache, ScriptRecorder
 from meshwright.model.tensors.function_modes import InterceptMode, call_unchanged
 from meshwright.model.tensors.inplace_leaf_alias import GradAlias, aliased_leaf
 from meshwright.model.tensors.pytree import tree_tensors, value_leaves
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
-from meshwright.plan.model_spec.stage_boundaries import StageSpec
+from meshwright.plan.model_spec.stage_transfers import StageSpec
 
 BlockCallCallback = Callable[[str], None]
 
@@ -86,8 +86,8 @@ def run_stage(
     `before_block` and `after_block` are called around the stage's own block calls, as in
     `ForwardDriver.forward`; `on_skipped_call` for each call of an earlier stage, in order. With
     `script_cache` the model's forward runs on the first of equal `inputs`, and its script for those that
-    follow (replay_script.py). If ranks hold slices of the hidden dim, `glue_shape` maps the full shape of a
-    placeholder to the shape that glue sees. On a sequence shard, `sharded_forward` handles the inputs and
+    follow (microbatch_replay.py). If ranks hold slices of the hidden dim, `glue_shape` maps the full shape of
+    a placeholder to the shape that glue sees. On a sequence shard, `sharded_forward` handles the inputs and
     outputs of blocks, and values are exchanged as local shards.
 
     With gradients off it runs an evaluation, with the graph of one. Raises PlanError if an input was not

@@ -22,10 +22,10 @@ from math import prod
 import torch
 
 from meshwright.model.tensor_parallel.layer_pairs import LayerUse
-from meshwright.model.tensors.token_ranges import span_positions
+from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.layer_calls import LayerCall
-from meshwright.plan.model_spec.uneven_split import DimRanges, DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimRanges, DimSplit
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.sequence_sharding import MIN_TOKENS, SequenceSharding, with_padding
 
 

@@ -1,12 +1,12 @@
 """Analysis of how a model treats the sequence dim, for context parallelism.
 
-analyze_sequence    follows the tokens of one forward on fake tensors, operation by operation
-token_dims          prime sequence lengths, by which a token dim is known by its size
-token_rules         per operation: whether it treats each token by itself
-conv_rules          convolutions along the sequence, and the padding of models for them
-block_inputs        the token dims of the inputs of a block call, and their replacements in a trial
-block_trace         what block calls do with tokens in one forward on all of them
-glue_gathers        the tensors that glue gathers, and the block calls to which their gradients flow
-lengths             the lengths of a trial, and code that depends on the length
-same_ops_on_shards  compares the operations of blocks on full sequences and on a sequence shard
+analyze_sequence        follows the tokens of one forward on fake tensors, operation by operation
+token_dims              prime sequence lengths, by which a token dim is known by its size
+token_rules             per operation: whether it treats each token by itself
+conv_rules              convolutions along the sequence, and the padding of models for them
+block_input_token_dims  the token dims of the inputs of a block call, and their replacements in a trial
+block_trace             what block calls do with tokens in one forward on all of them
+glue_gather_trace       the tensors that glue gathers, and the block calls to which their gradients flow
+trial_lengths           the lengths of a trial, and code that depends on the length
+same_ops_on_shards      compares the operations of blocks on full sequences and on a sequence shard
 """

@@ -10,7 +10,7 @@ with all tokens on a single rank:
     in a block  every operation treats each token by itself (token_rules.py), is attention, or is reported
 
 If a block attends to something else, its inputs may still be tokens, such as image patches: the forward then
-runs once more and tokens start there (lengths.py). A further forward with other lengths finds what is
+runs once more and tokens start there (trial_lengths.py). A further forward with other lengths finds what is
 computed from the length.
 """
 
@@ -27,11 +27,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.sequence_analysis.block_trace import BlockTrace
-from meshwright.model.sequence_analysis.glue_gathers import compare_gathers, rank_loss
-from meshwright.model.sequence_analysis.lengths import TrialLengths, length_dependence
+from meshwright.model.sequence_analysis.glue_gather_trace import compare_gathers, rank_loss
 from meshwright.model.sequence_analysis.token_dims import MIN_PRIME, distinguishing_primes
-from meshwright.model.trial.slice_trial import silence_fake_errors
-from meshwright.model.trial.trial import PROBE_BATCH, depends_on_values
+from meshwright.model.sequence_analysis.trial_lengths import TrialLengths, length_dependence
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, depends_on_values
+from meshwright.model.trial.weight_slice_trial import silence_fake_errors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, GlueGather, SequenceInfo
 

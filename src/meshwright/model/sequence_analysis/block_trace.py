@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.blocks.inplace_writes_in_glue import UNTRACKED_ACCESS, GatheredTensors
 from meshwright.model.context_parallel.attention_call import SDPAArguments
-from meshwright.model.context_parallel.hf_attention import patch_attention
+from meshwright.model.context_parallel.patch_hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_activation import (
     SequenceShardedTensor,
     find_sharded_tensors,
@@ -30,8 +30,8 @@ from meshwright.model.context_parallel.sharded_activation import (
 )
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
-from meshwright.model.hf.metadata import sdpa_advice
-from meshwright.model.sequence_analysis.block_inputs import (
+from meshwright.model.hf.declared_tp_plan import sdpa_advice
+from meshwright.model.sequence_analysis.block_input_token_dims import (
     BlockInputs,
     TracedBlockCall,
     analyze_block_inputs,
@@ -41,8 +41,7 @@ from meshwright.model.sequence_analysis.block_inputs import (
     note_module_call,
 )
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
-from meshwright.model.sequence_analysis.glue_gathers import GatherTrace
-from meshwright.model.sequence_analysis.lengths import ComputedOp, TrialLengths, recompute_reason
+from meshwright.model.sequence_analysis.glue_gather_trace import GatherTrace
 from meshwright.model.sequence_analysis.token_rules import (
     ATTENDS_WITHOUT_SDPA,
     MADE_IN_BLOCK,
@@ -52,6 +51,7 @@ from meshwright.model.sequence_analysis.token_rules import (
     TokenOp,
     find_token_dims,
 )
+from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, TrialLengths, recompute_reason
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.function_modes import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias

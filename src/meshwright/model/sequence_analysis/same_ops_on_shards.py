@@ -26,17 +26,17 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.context_parallel.attention_call import AttentionMode, ShardedAttentionCall
+from meshwright.model.context_parallel.block_input_sharding import SequenceLengths, ShardedForward
 from meshwright.model.context_parallel.conv_call import Conv1dMode, ShardedConv1dCall
-from meshwright.model.context_parallel.hf_attention import patch_attention
-from meshwright.model.context_parallel.sharded_forward import SequenceLengths, ShardedForward
+from meshwright.model.context_parallel.patch_hf_attention import patch_attention
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.sequence_analysis.analyze_sequence import Example, TrialFactory, resize_sequence
-from meshwright.model.sequence_analysis.lengths import ComputedOp, length_dependence
 from meshwright.model.sequence_analysis.token_dims import MAX_TRIAL_LENGTH
+from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, length_dependence
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
 from meshwright.model.tensors.function_modes import InterceptMode, function_title
-from meshwright.model.trial.slice_trial import silence_fake_errors
-from meshwright.model.trial.trial import PROBE_BATCH
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
+from meshwright.model.trial.weight_slice_trial import silence_fake_errors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name
 from meshwright.plan.model_spec.sequence_info import SequenceInfo

@@ -1,8 +1,8 @@
 """Follows the output features of linear layers through a trial of the model, to find which layers
 consume them.
 
-While the model runs, a dispatch mode follows feature ids (feature_rules.py). At the call of a linear layer
-it notes which features its input carries, and gives its output features of its own.
+While the model runs, a dispatch mode follows feature ids (feature_id_propagation.py). At the call of a linear
+layer it notes which features its input carries, and gives its output features of its own.
 
     q k v -> heads, norms, rope, softmax -> o     o consumes features of q, tied by head to those of k and v
     gate_up -> split -> act, mul -> down          down consumes features of gate_up, tied two by two
@@ -10,7 +10,7 @@ it notes which features its input carries, and gives its output features of its 
 Features that reach another block or a head count as needed in full (`unsplit_features`), except per-head
 tables, which are passed from the layer that computes them to the layers that use them. A per-head tensor
 that a block receives (an attention bias computed by glue) is a source too, named by the argument of the
-block. pair_search.py reads the layer groups off this flow.
+block. colwise_rowwise_groups.py reads the layer groups off this flow.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -27,8 +27,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.model.hf.peft import is_adapted
-from meshwright.model.tensor_parallel.feature_rules import (
+from meshwright.model.hf.peft_name_map import is_adapted
+from meshwright.model.tensor_parallel.feature_id_propagation import (
     NO_FEATURE,
     CarriedFeatures,
     FeatureIds,

@@ -6,8 +6,8 @@ In a block, the *colwise* layers since the last *rowwise* layer make its input:
     gate up -> act, mul -> down        units are single features
 
 This holds for declared roles: a pair is sharded if its widths match, and the rowwise layer consumes whole
-units of the colwise outputs. Without declared roles the feature flow gives the splits (slice_plan.py). Other
-layers stay unsharded, and `meshwright inspect` reports them. Embeddings, heads and norms are sharded by
+units of the colwise outputs. Without declared roles the feature flow gives the splits (split_proposal.py).
+Other layers stay unsharded, and `meshwright inspect` reports them. Embeddings, heads and norms are sharded by
 themselves.
 """
 
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from meshwright.model.tensor_parallel.norm_formulas import find_norm_formula
-from meshwright.plan.model_spec.layer_calls import LayerCall
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 
 # roles of layers outside pairs
 UNPAIRED_ROLES = (

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright.model.hf.metadata import declared_roles, output_head
+from meshwright.model.hf.declared_tp_plan import declared_roles, output_head
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
 ROLES = ("colwise", "rowwise", "packed_colwise", "packed_rowwise", "vocab", "experts", "latent", "replicated")

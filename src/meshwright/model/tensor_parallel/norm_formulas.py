@@ -13,7 +13,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from meshwright.plan.model_spec.layer_calls import NormFormula
+from meshwright.plan.model_spec.tensor_parallel_layers import NormFormula
 
 EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 TOLERANCE = 1e-4  # rounding of float32 sums over some thousand elements

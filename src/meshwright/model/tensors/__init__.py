@@ -9,5 +9,5 @@ lazy_mapping          mapping of named tensors that are made on access
 op_tables             torch operations by what they do to the dims of their input
 placeholder           tensor subclass with shape, dtype and device, and no values
 pytree                finds, replaces and copies tensors in nested containers
-token_ranges          selects ranges of token positions along a dim
+select_token_ranges   selects ranges of token positions along a dim
 """

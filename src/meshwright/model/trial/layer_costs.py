@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from meshwright.model.tensor_parallel.layer_pairs import LayerUse
 from meshwright.model.tensors.pytree import storage_id
-from meshwright.plan.model_spec.layer_calls import LayerCall
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 
 SavedStorage = tuple[int, int, float]  # (clock, storage id, number of elements)
 

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from meshwright.plan.model_spec.op_costs import (
+from meshwright.plan.model_spec.op_sizes_and_memory import (
     COMPUTE_HEAVY_OPS,
     AttentionOp,
     LinearInSamples,

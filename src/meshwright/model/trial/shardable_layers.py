@@ -1,8 +1,8 @@
 """Decides which layers of a model can be sharded, how, and why the others cannot.
 
 Roles come from the user first, then from the feature flow that the trial shows
-(model/tensor_parallel/slice_plan.py). A plan that the model declares counts only where the trial agrees: it
-does not say whether everything between a colwise and a rowwise layer works on a shard.
+(model/tensor_parallel/split_proposal.py). A plan that the model declares counts only where the trial agrees:
+it does not say whether everything between a colwise and a rowwise layer works on a shard.
 
 A weight is not shardable for a reason of one of three sorts, which `inspect` and error messages print:
 
@@ -32,10 +32,15 @@ from meshwright.model.tensor_parallel.layer_roles import (
     LayerRole,
     find_traced_roles,
 )
-from meshwright.model.tensor_parallel.slice_plan import SplitProposal, propose_splits
-from meshwright.model.tensor_parallel.vocab_split import find_vocab_splits
-from meshwright.model.trial.trial import PROBE_BATCH, TrialFindings
-from meshwright.plan.model_spec.layer_calls import LayerCall, LogitsSpec, PerHeadInput, SizeAttribute
+from meshwright.model.tensor_parallel.split_proposal import SplitProposal, propose_splits
+from meshwright.model.tensor_parallel.vocab_split_search import find_vocab_splits
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, TrialFindings
+from meshwright.plan.model_spec.tensor_parallel_layers import (
+    LayerCall,
+    LogitsSpec,
+    PerHeadInput,
+    SizeAttribute,
+)
 
 KIND_REASONS = {
     "convolution": "a convolution: only linear layers and embeddings can be sharded",

@@ -1,14 +1,14 @@
 """Context parallelism: the tokens of one sample on several ranks, and attention across them.
 
-ring                  ring attention: keys and values are sent around the ring of ranks
-ulysses               Ulysses: all-to-all between tokens and heads
-hybrid                Ulysses inside groups of neighbours, a ring between groups
-context_parallel      ContextParallel, the base of the three: layouts, diagnostics, planned collectives
-attention_inputs      inputs of one attention call, and the geometry of a ring
-attention_kernel      attention with log-sum-exp: torch's kernels, and matmuls with a softmax
-mask_blocks           block masks: which queries attend to which keys, and its cache
-ring_attention        forward and backward around a ring
-ulysses_all_to_all    the all-to-all between tokens and heads
-conv_halo             halo exchange of convolutions along the sequence
-memory_model          memory of attention on a sequence shard
+ring                       ring attention: keys and values are sent around the ring of ranks
+ulysses                    Ulysses: all-to-all between tokens and heads
+hybrid                     Ulysses inside groups of neighbours, a ring between groups
+context_parallel_strategy  ContextParallel, the base of the three: layouts, diagnostics, planned collectives
+attention_inputs           inputs of one attention call, and the geometry of a ring
+attention_kernel           attention with log-sum-exp: torch's kernels, and matmuls with a softmax
+block_mask                 block masks: which queries attend to which keys, and its cache
+ring_attention             forward and backward around a ring
+ulysses_all_to_all         the all-to-all between tokens and heads
+conv_halo                  halo exchange of convolutions along the sequence
+memory_model               memory of attention on a sequence shard
 """

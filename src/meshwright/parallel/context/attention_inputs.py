@@ -13,7 +13,7 @@ import torch
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.model.rng.sharded_draws import DrawRegion
 from meshwright.model.rng.stateless_dropout import keep_mask as thinned
-from meshwright.model.tensors.token_ranges import span_positions
+from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.sequence_sharding import TokenRange, num_positions
 

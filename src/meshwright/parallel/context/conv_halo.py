@@ -45,10 +45,10 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import ConvSpec
-from meshwright.plan.sharding.placement import R, S
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding, TokenRange, with_padding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.sharding.tensor_placements import R, S
+from meshwright.plan.step.program import Transfer
 from meshwright.plan.strategy_interface import Runtime
 
 MAX_KERNEL_REACH = 256  # a kernel that reaches over no more tokens is taken with shares of any length

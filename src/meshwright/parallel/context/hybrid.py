@@ -38,7 +38,8 @@ import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
-from meshwright.parallel.context.context_parallel import (
+from meshwright.parallel.context.block_mask import MaskCache
+from meshwright.parallel.context.context_parallel_strategy import (
     CP_AXIS,
     ContextParallel,
     add_attention_comm,
@@ -46,7 +47,6 @@ from meshwright.parallel.context.context_parallel import (
     local_heads,
 )
 from meshwright.parallel.context.conv_halo import convolve_with_halo
-from meshwright.parallel.context.mask_blocks import MaskCache
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory, ring_memory
 from meshwright.parallel.context.ring import (
     LoadBalance,
@@ -68,8 +68,8 @@ from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.mesh import divisors
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Program, Transfer
-from meshwright.plan.step.single_device import reduce_totals_along
+from meshwright.plan.step.program import Program, Transfer
+from meshwright.plan.step.single_device_program import reduce_totals_along
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 

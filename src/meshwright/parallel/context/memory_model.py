@@ -5,22 +5,22 @@
     backward    in the backward of attention, the gradients of those heads, and the messages of a ring
 
 The backward part counts from the memory at that moment, when most of a block's activations are freed already
-(plan/step/activation_memory.py): the peak of a backward may well be at another moment.
+(plan/step/block_call_memory.py): the peak of a backward may well be at another moment.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from meshwright.parallel.context.context_parallel import local_heads
+from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.parallel.context.ulysses_all_to_all import KVHeadAssignment
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, with_extra_memory
-from meshwright.plan.step.activation_memory import ActivationMemory, activation_memory
-from meshwright.plan.step.single_device import (
+from meshwright.plan.step.block_call_memory import ActivationMemory, activation_memory
+from meshwright.plan.step.program import Action, Program, with_extra_memory
+from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
     SCRATCH,

@@ -29,7 +29,7 @@ and the output of attention by (1 + 2 |s|) u of the largest value. With |s| up t
 these are 4 u per attention call, which add up: `verify` allows that share of the largest number of a block.
 Cost: the transfer of a step overlaps with its computation if that takes longer: from some thousands of
 tokens per rank on. If each query attends to neighbouring keys (causal, window, packed documents, padding,
-prefix), fully masked blocks are not computed (mask_blocks.py); their messages are sent all the same. Layers
+prefix), fully masked blocks are not computed (block_mask.py); their messages are sent all the same. Layers
 that share a mask tensor analyze it once.
 Limits: attention is a call of F.scaled_dot_product_attention within a block; with dropout, it runs as
 matmuls. A mask has rows of the rank's queries and columns of all keys: n x N elements per rank. A row that a
@@ -49,14 +49,14 @@ import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
-from meshwright.parallel.context.context_parallel import (
+from meshwright.parallel.context.block_mask import MaskCache
+from meshwright.parallel.context.context_parallel_strategy import (
     ContextParallel,
     add_attention_comm,
     check_sequence_sharding,
     local_heads,
 )
 from meshwright.parallel.context.conv_halo import convolve_with_halo
-from meshwright.parallel.context.mask_blocks import MaskCache
 from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
 from meshwright.parallel.context.ring_attention import ring_attention
 from meshwright.plan.job.errors import Diagnostic
@@ -65,8 +65,8 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import reduce_totals_along
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.single_device_program import reduce_totals_along
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 LoadBalance = Literal["zigzag", "contiguous", "striped"]

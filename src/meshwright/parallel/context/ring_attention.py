@@ -13,7 +13,7 @@ block begin on the rank behind the owning rank; each rank adds its summand and s
 rank receives it from the last one, and adds its own summand.
 
 Fully masked parts are not computed: of this rank's queries and the keys of a block, pairs of stretches go
-through a kernel, with a mask if they need one (mask_blocks.py).
+through a kernel, with a mask if they need one (block_mask.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from meshwright.parallel.context.attention_kernel import (
     attention_backward,
     merge_outputs,
 )
-from meshwright.parallel.context.mask_blocks import IntervalMask, MaskCache, select_columns
+from meshwright.parallel.context.block_mask import IntervalMask, MaskCache, select_columns
 
 
 def ring_attention(

@@ -44,7 +44,7 @@ from meshwright.parallel.context.attention_inputs import (
     attention_inputs,
     dropout_keep_mask,
 )
-from meshwright.parallel.context.context_parallel import (
+from meshwright.parallel.context.context_parallel_strategy import (
     CP_AXIS,
     ContextParallel,
     add_attention_comm,
@@ -59,8 +59,8 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Program, Transfer
-from meshwright.plan.step.single_device import reduce_totals_along
+from meshwright.plan.step.program import Program, Transfer
+from meshwright.plan.step.single_device_program import reduce_totals_along
 from meshwright.plan.strategy_interface import Handler, Runtime
 
 

@@ -26,15 +26,15 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
 from meshwright.parallel.context.attention_inputs import AttentionInputs
-from meshwright.parallel.context.context_parallel import local_heads
+from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
-from meshwright.plan.sharding.placement import Placement, R, S
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.sharding.tensor_placements import Placement, R, S
+from meshwright.plan.step.program import Transfer
 from meshwright.plan.strategy_interface import Runtime
 
 MAX_REPORTED = 3  # block calls in a message

@@ -33,10 +33,10 @@ from typing import ClassVar
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.placement import S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
+from meshwright.plan.sharding.tensor_placements import S
+from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.plan.step.single_device_program import BATCH_INFO, FORWARD_KINDS, reduce_totals_along
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 DATA_AXES = ("dp_replicate", "dp_shard")

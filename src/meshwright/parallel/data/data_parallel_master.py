@@ -41,10 +41,15 @@ from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, BatchTensor
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.placement import I
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import FORWARD_KINDS, GRAD_NORM, last_backward, output_grad_name
+from meshwright.plan.sharding.tensor_placements import I
+from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.plan.step.single_device_program import (
+    FORWARD_KINDS,
+    GRAD_NORM,
+    last_backward,
+    output_grad_name,
+)
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 

@@ -33,10 +33,10 @@ from meshwright.plan.job.field_constraints import above
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
-from meshwright.plan.sharding.placement import I, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Allocation, Program, Transfer
-from meshwright.plan.step.single_device import (
+from meshwright.plan.sharding.tensor_placements import I, R
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+from meshwright.plan.step.single_device_program import (
     BackwardIndex,
     first_grad_reader,
     grad_name,

@@ -24,10 +24,10 @@ from meshwright.parallel.data.ddp import check_replicas
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.placement import I
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import (
+from meshwright.plan.sharding.tensor_placements import I
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.single_device_program import (
     first_grad_reader,
     last_backward,
     stepped_microbatches,

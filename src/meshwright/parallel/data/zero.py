@@ -48,11 +48,11 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import PARAM_DTYPE_NBYTES, ROOT
 from meshwright.plan.sharding.flat_param import FlatParamSpec
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
-from meshwright.plan.sharding.placement import FLAT, I, S
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Allocation, Program, Transfer, with_waits
+from meshwright.plan.sharding.tensor_placements import FLAT, I, S
 from meshwright.plan.step.grad_reduce_scatter import GradReduceScatter
-from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS
 from meshwright.plan.step.unshard_windows import JoinScope, ParamUse, assign_buffers, unshard_windows
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 

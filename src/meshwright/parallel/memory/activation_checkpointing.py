@@ -46,11 +46,11 @@ from meshwright.plan.job.errors import Diagnostic, suggest_name
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
-from meshwright.plan.sharding.rank_share import block_shares
+from meshwright.plan.sharding.rank_work_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Allocation, Program, with_extra_memory, with_waits
-from meshwright.plan.step.activation_memory import activation_memory
-from meshwright.plan.step.single_device import (
+from meshwright.plan.step.block_call_memory import activation_memory
+from meshwright.plan.step.program import Action, Allocation, Program, with_extra_memory, with_waits
+from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
     WEIGHT_GRAD_KINDS,

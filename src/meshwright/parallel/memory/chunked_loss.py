@@ -32,7 +32,7 @@ from typing import ClassVar
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.rank_share import chunked_head_call
+from meshwright.plan.sharding.rank_work_share import chunked_head_call
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 

@@ -34,13 +34,13 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.field_constraints import at_least
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec, block_of
-from meshwright.plan.sharding.rank_share import local_fraction, local_token_fraction
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
+from meshwright.plan.sharding.rank_work_share import local_fraction, local_token_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Allocation, Program
-from meshwright.plan.step.activation_memory import activation_memory
-from meshwright.plan.step.single_device import (
+from meshwright.plan.step.block_call_memory import activation_memory
+from meshwright.plan.step.program import Action, Allocation, Program
+from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
     SCRATCH,

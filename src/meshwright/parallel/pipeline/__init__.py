@@ -1,6 +1,6 @@
 """Pipeline parallelism: the layers of a model on several ranks.
 
-pipeline             the strategy Pipeline: stages, their balance, and the schedule
+pipeline_strategy    the strategy Pipeline: stages, their balance, and the schedule
 pipedream            PipeDream: asynchronous 1F1B with weight stashing
 send_recv_insertion  routes of boundary activations between stages, and their sends and receives
 schedules            who runs which stage for which microbatch: one file per schedule

@@ -46,15 +46,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
-from meshwright.parallel.pipeline.pipeline import Pipeline
+from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules import one_f_one_b
 from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Allocation, Program, with_waits
-from meshwright.plan.step.single_device import StageCalls, stepped_microbatches
+from meshwright.plan.step.program import Action, Allocation, Program, with_waits
+from meshwright.plan.step.single_device_program import StageCalls, stepped_microbatches
 from meshwright.plan.step.weight_stashing import forward_versions
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 

@@ -53,11 +53,11 @@ from math import prod
 
 from meshwright.parallel.pipeline.schedules.schedule import Schedule
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.stage_boundaries import StageSpec, StageTransfer, stage_transfers
+from meshwright.plan.model_spec.stage_transfers import StageSpec, StageTransfer, stage_transfers
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.stage_value_shards import StageValueShards
-from meshwright.plan.step.action import Action, Allocation, Transfer, with_waits
-from meshwright.plan.step.single_device import (
+from meshwright.plan.step.program import Action, Allocation, Transfer, with_waits
+from meshwright.plan.step.single_device_program import (
     COUNT_NBYTES,
     INPUT_GRAD_KINDS,
     WEIGHT_GRAD_KINDS,

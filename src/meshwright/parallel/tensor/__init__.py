@@ -7,8 +7,8 @@ cube_3d                3-D: a cube of ranks
 sequence_parallel      Megatron sequence parallelism: norms and dropout on slices of the sequence
 vocab_parallel         embedding, head and logits sharded by vocabulary
 sharded_layer          how one sharded layer computes: LayerSharding, Redistribution
-kv_head_replication    heads on a rank: local sizes, per-head inputs, shared key/value heads
+local_attention_heads  heads on a rank: local sizes, per-head inputs, shared key/value heads
 comm_overlap           collectives overlapped with matmuls, and joint sums of several layers
 collective_insertion   planned collectives of sharded layers in the program
-validation             diagnostics shared by the strategies of this family
+layer_split_checks     diagnostics shared by the strategies of this family
 """

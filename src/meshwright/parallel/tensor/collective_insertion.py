@@ -27,13 +27,13 @@ from meshwright.parallel.tensor.sharded_layer import (
     unsharded_params,
 )
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.placement import I, P, R
-from meshwright.plan.sharding.rank_share import local_fraction
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
+from meshwright.plan.sharding.rank_work_share import local_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer, with_extra_memory
-from meshwright.plan.step.single_device import (
+from meshwright.plan.sharding.tensor_placements import I, P, R
+from meshwright.plan.step.program import Action, Program, Transfer, with_extra_memory
+from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     reduce_totals_along,
     samples_per_microbatch,

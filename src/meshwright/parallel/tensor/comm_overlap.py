@@ -11,8 +11,8 @@ that of an input. So the weight gradients wait until the sum of the input gradie
 
     seconds of a layer and direction: max(sum, products) instead of sum + products
 
-Joint sums: layers whose outputs meet in additions alone (model/tensor_parallel/fused_allreduce.py) end in one
-collective. Each passes its summand on and returns zeros, and the last one sums what all have added up:
+Joint sums: layers whose outputs meet in additions alone (model/tensor_parallel/shared_sum_trace.py) end in
+one collective. Each passes its summand on and returns zeros, and the last one sums what all have added up:
 
     a = A(x)     summand of a, on every rank ----+             returns zeros
     m = M(x)     summand of m, on every rank ----+--> sum --> + the biases of both
@@ -40,7 +40,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshwright.comm.collectives.redistribute import DeferredCalls, OverlapFn
-from meshwright.plan.sharding.placement import Placement
+from meshwright.plan.sharding.tensor_placements import Placement
 
 SendFn = Callable[[torch.Tensor, OverlapFn], torch.Tensor]
 

@@ -38,7 +38,8 @@ import torch
 from torch import nn
 
 from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
-from meshwright.parallel.tensor.kv_head_replication import bind_local_heads
+from meshwright.parallel.tensor.layer_split_checks import check_sharded_once
+from meshwright.parallel.tensor.local_attention_heads import bind_local_heads
 from meshwright.parallel.tensor.optimus_2d import (
     EMBEDDING_ROLES,
     ROW_AXIS,
@@ -65,15 +66,14 @@ from meshwright.parallel.tensor.sharded_layer import (
     module_forward,
     shard_params,
 )
-from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.sharding.param_sharding import ParamSharding
-from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Program
+from meshwright.plan.sharding.tensor_placements import I, P, R
+from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 DEPTH_AXIS = "tp_depth"  # the axis along which the inputs of a matrix lie

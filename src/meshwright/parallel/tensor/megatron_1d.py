@@ -22,7 +22,7 @@ a factor before the sum keeps m = 2.
 
 Sharded units are whole heads (groups of heads that share a key) and single features; they need not divide by
 the number of ranks: the first ranks get one more. With fewer groups than ranks, single heads are sharded
-(kv_head_replication.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter
+(local_attention_heads.py). Packed matrices (q k v, gate and up) are sharded section by section. A parameter
 between the two layers (a norm over single heads) is used by every rank with its own features: its gradient is
 a sum over the ranks. If a user declares colwise layers without a rowwise one, their output is gathered.
 Cost: the sums are exposed, one or two per layer and direction: this needs fast links, inside a host.
@@ -40,7 +40,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
-from meshwright.parallel.tensor.kv_head_replication import (
+from meshwright.parallel.tensor.layer_split_checks import (
+    check_gathered_layers,
+    check_layer_pairs,
+    check_sharded_once,
+    check_units,
+)
+from meshwright.parallel.tensor.local_attention_heads import (
     bind_local_heads,
     shared_kv_shardings,
     with_kv_row_selection,
@@ -55,18 +61,12 @@ from meshwright.parallel.tensor.sharded_layer import (
     module_forward,
     shard_params,
 )
-from meshwright.parallel.tensor.validation import (
-    check_gathered_layers,
-    check_layer_pairs,
-    check_sharded_once,
-    check_units,
-)
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.sharding.placement import I, P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Program
+from meshwright.plan.sharding.tensor_placements import I, P, R
+from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 

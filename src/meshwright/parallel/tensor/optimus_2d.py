@@ -43,7 +43,8 @@ from torch import nn
 
 from meshwright.model.tensor_parallel.norm_formulas import apply_norm, combine_statistics, norm_statistics
 from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
-from meshwright.parallel.tensor.kv_head_replication import bind_local_heads
+from meshwright.parallel.tensor.layer_split_checks import check_sharded_once
+from meshwright.parallel.tensor.local_attention_heads import bind_local_heads
 from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     ComputeFn,
@@ -58,15 +59,14 @@ from meshwright.parallel.tensor.sharded_layer import (
     module_forward,
     shard_params,
 )
-from meshwright.parallel.tensor.validation import check_sharded_once
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import LayerCall, NormFormula
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
-from meshwright.plan.sharding.placement import FLAT, I, P, R, S
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall, NormFormula
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Program
+from meshwright.plan.sharding.tensor_placements import FLAT, I, P, R, S
+from meshwright.plan.step.program import Program
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 ROW_AXIS = "dp_shard"  # the axis of the grid along which samples lie

@@ -45,13 +45,13 @@ from meshwright.parallel.tensor.sharded_layer import (
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import ResidualFlow
 from meshwright.plan.model_spec.model_spec import ModelSpec
-from meshwright.plan.sharding.placement import I, S
-from meshwright.plan.sharding.rank_share import local_fraction
+from meshwright.plan.model_spec.tensor_parallel_layers import ResidualFlow
+from meshwright.plan.sharding.rank_work_share import local_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer
-from meshwright.plan.step.single_device import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
+from meshwright.plan.sharding.tensor_placements import I, S
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 TOKEN_SHARD = S(1)  # of a residual stream [samples, tokens, hidden]: a slice of the tokens per rank

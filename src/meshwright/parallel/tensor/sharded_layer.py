@@ -38,12 +38,12 @@ from meshwright.parallel.tensor.comm_overlap import (
     split_samples,
 )
 from meshwright.plan.job.job import Job
-from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.param_sharding import ParamSharding
-from meshwright.plan.sharding.placement import COLLECTIVES, I, P, Placement, R, S, redistribution_name
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.sharding.tensor_placements import COLLECTIVES, I, P, Placement, R, S, redistribution_name
+from meshwright.plan.step.program import Transfer
 from meshwright.plan.strategy_interface import Runtime
 
 ParamTensors = Mapping[str, Any]  # the parameters of a layer by their own names: tensors, or None

@@ -2,8 +2,8 @@
 
 Why it works: a row of the embedding is looked up on the rank that has the id; the others add zeros. A rank's
 part of the LM head computes the logits of its ids, and cross-entropy needs of the others only their
-log-sum-exp and the label's logit: two numbers per token (engine/losses/sharded_logits.py). Embedding and LM
-head, tied or not, are sharded alike, so a rank steps the same rows of both.
+log-sum-exp and the label's logit: two numbers per token (engine/losses/vocab_parallel_logits.py). Embedding
+and LM head, tied or not, are sharded alike, so a rank steps the same rows of both.
 
     ids ---> rows 0..33 ---P -> I---> ... layers ... ---I -> R---> logits 0..33  ---a, t--+         rank 0
     ids ---> rows 34..66 --P -> I---> ... layers ... ---I -> R---> logits 34..66 --a, t--+--> loss  rank 1
@@ -34,6 +34,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.parallel.tensor.collective_insertion import add_planned_comm, reduce_token_count_along
+from meshwright.parallel.tensor.layer_split_checks import check_units
 from meshwright.parallel.tensor.sharded_layer import (
     WIDTH_SHARD,
     LayerSharding,
@@ -45,16 +46,15 @@ from meshwright.parallel.tensor.sharded_layer import (
     linear,
     shard_params,
 )
-from meshwright.parallel.tensor.validation import check_units
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import one_of
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
-from meshwright.plan.sharding.placement import P, R
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer
+from meshwright.plan.sharding.tensor_placements import P, R
 from meshwright.plan.step.chunked_loss_cost import chunk_sizes, num_local_logit_tokens
-from meshwright.plan.step.single_device import samples_per_microbatch
+from meshwright.plan.step.program import Action, Program, Transfer
+from meshwright.plan.step.single_device_program import samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 VOCAB_ROLES = ("embedding", "lm_head")

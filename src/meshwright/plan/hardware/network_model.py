@@ -15,7 +15,7 @@ Between two bands the cost may jump, where a protocol switches; it never falls: 
 cheaper.
 
 A `Cluster` records when and where links were measured, the times of all-reduces, and the model fitted to
-them. It is stored in cluster.toml (`run/measure/network_profile.py`), which the planner reads: `algorithm =
+them. It is stored in cluster.toml (`run/measure/cluster_file.py`), which the planner reads: `algorithm =
 "auto"` becomes a rule by message size, computed once, when the plan is made.
 """
 

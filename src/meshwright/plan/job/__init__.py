@@ -2,12 +2,12 @@
 
 Modules:
 
-    data_config          DataConfig and MixturePart: where the data come from
-    errors               Diagnostic, PlanError, CollectiveError, and texts for repairs
-    field_constraints    allowed values beside the fields of configs
-    job                  Job and its tables: optimizer, lr_schedule, training, evaluation, loss guard
-    model_config         ModelConfig: where the model and its initial weights come from
-    precision            a dtype per role
-    run_config           RunConfig: options of a run that change no result
-    timeouts             WaitLimits: how long one wait for another rank may last, by phase
+    data_config                DataConfig and MixturePart: where the data come from
+    errors                     Diagnostic, PlanError, CollectiveError, and texts for repairs
+    field_constraints          allowed values beside the fields of configs
+    job                        Job and its tables: optimizer, lr_schedule, training, evaluation, loss guard
+    model_config               ModelConfig: where the model and its initial weights come from
+    precision                  a dtype per role
+    checkpoint_logging_config  RunConfig: options of a run that change no result
+    timeouts                   WaitLimits: how long one wait for another rank may last, by phase
 """

@@ -57,7 +57,7 @@ class OptimizerConfig:
 
     `betas` apply to adamw and lion, also with optimizer states of 16 and 8 bits, `eps` to adamw, `momentum`
     to sgd and muon. muon updates hidden matrices, and leaves embeddings, heads, norms and biases to adamw.
-    See `plan/optimizer_spec.py` and `engine/optim`.
+    See `plan/optimizer_per_param.py` and `engine/optim`.
     """
 
     name: OptimizerName = "adamw"

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.model_spec.layer_calls import (
+from meshwright.plan.model_spec.op_sizes_and_memory import ModelMemory
+from meshwright.plan.model_spec.param_dim_split import DimSplit
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
+from meshwright.plan.model_spec.stage_transfers import StageBoundaries
+from meshwright.plan.model_spec.tensor_parallel_layers import (
     LayerCall,
     LogitsSpec,
     PerHeadInput,
     ResidualFlow,
     SizeAttribute,
 )
-from meshwright.plan.model_spec.op_costs import ModelMemory
-from meshwright.plan.model_spec.sequence_info import SequenceInfo
-from meshwright.plan.model_spec.stage_boundaries import StageBoundaries
-from meshwright.plan.model_spec.uneven_split import DimSplit
 
 # The block call of parameters that glue uses directly: their gradients are complete after the last backward.
 ROOT = "(root)"

@@ -5,8 +5,8 @@ Modules:
     flat_param            flat parameters: parameters of a group concatenated and cut into equal shards
     mesh                  the device mesh and its axes
     param_sharding        the placements of a parameter; parameter groups
-    placement             R, I, S, P and the redistributions between them
-    rank_share            the fraction of work and memory of one rank
+    tensor_placements     R, I, S, P and the redistributions between them
+    rank_work_share       the fraction of work and memory of one rank
     sequence_sharding     the tokens of a sequence on each rank: zigzag, striped, contiguous
     sharding_plan         ShardingPlan: the layouts of batch, activations and parameters
     stage_value_shards    the local shapes of values that cross pipeline stages

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from meshwright.plan.model_spec.model_spec import ParamSpec
 from meshwright.plan.sharding.flat_param import ShardAlignment
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.placement import FLAT, Layout, P, Placement, R, redistribution_name
+from meshwright.plan.sharding.tensor_placements import FLAT, Layout, P, Placement, R, redistribution_name
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ class ParamSharding:
 
     @property
     def owner_axes(self) -> tuple[str, ...]:
-        """The axes along whose slices one owner updates the full matrix (`plan/step/matrix_owners.py`); empty
-        if each rank updates its own slice.
+        """The axes along whose slices one owner updates the full matrix
+        (`plan/step/matrix_owner_actions.py`); empty if each rank updates its own slice.
         """
         sliced = self.sliced_dims if self.param.trainable and self.shard_alignment != "element" else {}
         return tuple(axis for axis in AXES if axis in sliced)

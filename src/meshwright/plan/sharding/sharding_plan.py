@@ -12,15 +12,15 @@ parameters that are sliced have the shape of the local slice, and all sizes that
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from meshwright.plan.model_spec.layer_calls import LayerCall
 from meshwright.plan.model_spec.model_spec import ModelSpec, ParamSpec
-from meshwright.plan.model_spec.stage_boundaries import StageSpec
-from meshwright.plan.model_spec.uneven_split import DimShard
+from meshwright.plan.model_spec.param_dim_split import DimShard
+from meshwright.plan.model_spec.stage_transfers import StageSpec
+from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ShardAlignment
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.plan.sharding.param_sharding import ParamGroup, ParamSharding
-from meshwright.plan.sharding.placement import I, Layout, Placement, R
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
+from meshwright.plan.sharding.tensor_placements import I, Layout, Placement, R
 
 
 @dataclass(frozen=True)

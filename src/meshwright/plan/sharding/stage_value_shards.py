@@ -16,11 +16,11 @@ from itertools import groupby
 
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import block_of
-from meshwright.plan.model_spec.stage_boundaries import StageValue
-from meshwright.plan.model_spec.uneven_split import DimShard, DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimShard, DimSplit
+from meshwright.plan.model_spec.stage_transfers import StageValue
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.sharding.placement import Placement
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.sharding.tensor_placements import Placement
 
 PER_HEAD_NDIM = 4  # dims of a per-head tensor: samples, heads, queries, keys
 # Axes, and the split of a dim over all of them together.

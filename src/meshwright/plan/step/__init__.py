@@ -2,14 +2,14 @@
 
 Modules:
 
-    action                    Action, Transfer, Program, and their JSON form
-    activation_memory         bytes of activations per block call on one rank
+    program                   Action, Transfer, Program, and their JSON form
+    block_call_memory         bytes of activations per block call on one rank
     chunked_loss_cost         the cost of a loss that computes its logits in chunks
     gradient_noise_actions    actions that measure the gradient noise scale
-    matrix_owners             owners of sliced matrices for optimizers that need the full matrix
+    matrix_owner_actions      owners of sliced matrices for optimizers that need the full matrix
     grad_reduce_scatter       reduce-scatter of gradients into shards
     simulator                 runs a program without devices: timeline and deadlocks
-    single_device             the step of one device, which strategies rewrite
+    single_device_program     the step of one device, which strategies rewrite
     tied_params               all-reduce of gradients of tied parameters
     unshard_windows           when sharded parameters are gathered and freed
     weight_stashing           weight versions of microbatches (PipeDream)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.sharding.rank_share import chunked_head_call, layer_flops, unpadded_fraction
+from meshwright.plan.sharding.rank_work_share import chunked_head_call, layer_flops, unpadded_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 
 MAX_CHUNK_NUMEL = 1 << 20  # elements of sharded logits that the loss reads at once, in float32 at least

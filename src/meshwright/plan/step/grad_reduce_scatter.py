@@ -22,8 +22,8 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Allocation, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import (
+from meshwright.plan.step.program import Action, Allocation, Transfer, index_of_last, with_waits
+from meshwright.plan.step.single_device_program import (
     SCRATCH,
     WEIGHT_GRAD_KINDS,
     completing_backwards,

@@ -25,8 +25,8 @@ from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.action import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device import WEIGHT_GRAD_KINDS
+from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
+from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 
 REDUCE_SQNORM_NBYTES = 24  # three float64: squared norms, fractions of the batch, parts
 LOCATION = "train.noise_scale"

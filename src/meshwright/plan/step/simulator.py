@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.step.action import Action, Program, StreamName
+from meshwright.plan.step.program import Action, Program, StreamName
 
 StreamKey = tuple[StreamName, int | None]  # a stream, and the peer of its transfers
 

@@ -14,8 +14,8 @@ A backward with other weights than its forward would not compute a gradient.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from meshwright.plan.step.action import Action
-from meshwright.plan.step.single_device import FORWARD_KINDS, PARAM_USE_KINDS, stepped_microbatches
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS, stepped_microbatches
 
 
 class ParamVersionUse(NamedTuple):

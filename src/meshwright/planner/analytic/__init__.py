@@ -4,6 +4,6 @@ model_shape              the sizes of a transformer
 parallel_config          ranks per axis, schedule, ZeRO stage, recomputation
 closed_form_step_time    seconds of a step
 closed_form_memory       bytes of the fullest rank
-framework_memory         what a code base keeps in memory, in bytes per element
+memory_coefficients      what a code base keeps in memory, in bytes per element
 calibrate                fits the constants of a machine to measured steps
 """

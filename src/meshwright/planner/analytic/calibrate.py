@@ -21,8 +21,8 @@ from scipy.optimize import least_squares
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
-from meshwright.planner.machine.efficiency import RATE_NAMES, MachineRates
 from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.machine_rates import RATE_NAMES, MachineRates
 
 SOFT_L1_SCALE = 0.1  # errors above this count linearly
 # no rate leaves what hardware can be: a share is below 1, a kernel takes some microseconds to start

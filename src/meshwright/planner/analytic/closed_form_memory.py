@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from meshwright.planner.analytic.framework_memory import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
+from meshwright.planner.analytic.memory_coefficients import MESHWRIGHT_MEMORY, FrameworkMemory, LayerSplit
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.roofline import HALF_NBYTES

@@ -23,7 +23,7 @@ from statistics import median
 
 from meshwright.plan.hardware.straggler_delay import StragglerSample, straggler_delay
 from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
-from meshwright.plan.model_spec.op_costs import COMPUTE_HEAVY_OPS, AttentionSize
+from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS, AttentionSize
 from meshwright.planner.machine.cost_fit import CostFit, Sample, holdout_error
 
 VERSION = 1

@@ -3,7 +3,7 @@
     device.toml     matmuls, attention, memory, calls of one device (planner/machine/device_profile.py)
     cluster.toml    all-reduces among a few ranks (plan/hardware/network_model.py): rate and latency of links
 
-What no measurement covers keeps the values of the kind of device (efficiency.py): memory passes between
+What no measurement covers keeps the values of the kind of device (machine_rates.py): memory passes between
 matmuls, overlap. Efficiencies are relative to the maker's peaks, or to the best measurement if these are
 unknown.
 
@@ -21,14 +21,14 @@ from statistics import median
 from scipy.optimize import least_squares
 
 from meshwright.comm.allreduce import BACKEND
-from meshwright.comm.tuning.autoselect import predict_all_reduce_s
+from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.cost_fit import nonnegative_least_squares
 from meshwright.planner.machine.device_profile import HALF_DTYPES, DeviceProfile
-from meshwright.planner.machine.efficiency import MachineRates, load_rates
 from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.machine_rates import MachineRates, load_rates
 from meshwright.planner.machine.roofline import matmul_seconds
 
 FITTED_RATES = ("matmul", "half_rate_dim", "wave_tail")

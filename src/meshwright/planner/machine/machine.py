@@ -1,8 +1,8 @@
 """The machine that a plan is for: devices of one kind, so many on each host, and the links between them.
 
     device    the maker's figures (plan/hardware/devices.csv): peaks, memory, links
-    rates     the share of them that is reached (efficiency.py): fitted, or measured by `bench device`, `bench
-              network`
+    rates     the share of them that is reached (machine_rates.py): fitted, or measured by `bench device`,
+              `bench network`
     hosts     ranks are placed on hosts in order, the innermost axis first: tp, then cp, dp, pp
 
 An unknown device is described by a table in a file (run/config), or here: Machine(DeviceSpec(...), count,
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
 from meshwright.plan.job.errors import PlanError, suggest_name
-from meshwright.planner.machine.efficiency import MachineRates, load_rates
+from meshwright.planner.machine.machine_rates import MachineRates, load_rates
 
 # hosts at most on a link of a fabric's upper levels, however many there are: those of arXiv 2407.21783, 3.3.1
 MAX_FABRIC_CONTENTION = 7.0

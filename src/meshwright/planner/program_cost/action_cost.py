@@ -1,9 +1,9 @@
 """Predicts the seconds of each action of a program from its operations and the speed of the device.
 
-    F, B, I, W      the operations of a block call (plan/model_spec/op_costs.py), as much of each as the rank
-                    computes: its tokens, heads and features; then the collectives inside the block, and the
-                    copies that lay out slices for them. W has the matmuls that sum over samples, I has all
-                    other operations of a backward
+    F, B, I, W      the operations of a block call (plan/model_spec/op_sizes_and_memory.py), as much of each
+                    as the rank computes: its tokens, heads and features; then the collectives inside the
+                    block, and the copies that lay out slices for them. W has the matmuls that sum over
+                    samples, I has all other operations of a backward
     RECOMPUTE       one more forward
     LOSS            the forward and the backward of the loss
     PACK, UNPACK, ACCUMULATE, CLIP, LOCAL_NORM, STEP
@@ -25,16 +25,16 @@ from functools import cached_property
 from math import ceil
 
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
-from meshwright.plan.model_spec.op_costs import AttentionOp, MatmulOp, MemoryOp, ModelOps, OpCounts
+from meshwright.plan.model_spec.op_sizes_and_memory import AttentionOp, MatmulOp, MemoryOp, ModelOps, OpCounts
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.param_sharding import ParamGroup
-from meshwright.plan.sharding.rank_share import block_shares, chunked_head_call, local_fraction
-from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.sharding.rank_work_share import block_shares, chunked_head_call, local_fraction
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
-from meshwright.plan.step.single_device import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
+from meshwright.plan.step.program import Action, Transfer
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 from meshwright.planner.program_cost.network_time import GATHERING_COLLECTIVES
-from meshwright.planner.program_cost.program_memory import optimizer_work
+from meshwright.planner.program_cost.rank_memory import optimizer_work
 
 # much larger operations were measured with newly allocated memory
 WARM_MEMORY_NBYTES = 16 << 20

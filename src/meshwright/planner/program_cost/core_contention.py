@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SimulatedAction, simulate
 
 MAX_ITERATIONS, CONVERGED_CHANGE = 12, 0.005  # stops when no slowdown changes by more than this fraction

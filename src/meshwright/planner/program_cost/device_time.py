@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Protocol
 
-from meshwright.plan.model_spec.op_costs import AttentionSize
+from meshwright.plan.model_spec.op_sizes_and_memory import AttentionSize
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import attention_seconds, matmul_seconds, memory_op_seconds
 from meshwright.planner.program_cost.network_time import NetworkTime

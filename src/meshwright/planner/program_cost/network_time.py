@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from meshwright.comm.allreduce import BACKEND
-from meshwright.comm.tuning.autoselect import predict_all_reduce_s
+from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
 from meshwright.plan.hardware.network_model import Cluster, NetworkModel
-from meshwright.plan.step.action import Transfer
+from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import Action, Program
+from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SimulatedAction, SimulationDeadlock, qualified_name
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 from meshwright.planner.program_cost.core_contention import SharedCores, simulate_shared

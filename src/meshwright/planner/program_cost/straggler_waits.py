@@ -17,7 +17,7 @@ stages that are ready at the same moment would wait a little; this is left out.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.plan.step.action import Action, Transfer
+from meshwright.plan.step.program import Action, Transfer
 from meshwright.planner.program_cost.action_cost import ActionCost, ActionCosts
 
 # the axes of a collective; or its ranks, if it has only some of the ranks along these axes

@@ -10,8 +10,8 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from meshwright.report.timeline.planned_vs_measured_spans import StepTimeline, TimelineBar
 from meshwright.report.timeline.run_folder_reader import RunRecord
-from meshwright.report.timeline.step_timeline import StepTimeline, TimelineBar
 
 RUN_COLOURS = ("#2563eb", "#ea580c")  # the first run and the second
 CATEGORY_COLOURS = {

@@ -15,15 +15,15 @@ from statistics import fmean
 from typing import Any
 
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.plan.step.action import Program
+from meshwright.plan.step.program import Program
 from meshwright.report.html.charts import curves_figure, stacked_figure, timeline_figure
 from meshwright.report.html.page_elements import PAGE_STYLE, figure_html, html_document, note, section
 from meshwright.report.html.predicted_vs_measured import compare_run, comparison_table
 from meshwright.report.table import Column, Table
 from meshwright.report.timeline.gantt_svg import schedule_svg
-from meshwright.report.timeline.memory_and_bytes import planned_memory, sent_by_action
+from meshwright.report.timeline.planned_vs_measured_bytes import planned_memory, sent_by_action
+from meshwright.report.timeline.planned_vs_measured_spans import step_timeline
 from meshwright.report.timeline.run_folder_reader import RunRecord, plan_differences
-from meshwright.report.timeline.step_timeline import step_timeline
 
 MAX_SHOWN_RANKS, MAX_SHOWN_ACTIONS = 8, 24
 NO_TRACE_HINT = "Train with <code>--run.trace_steps 3</code> to time every action of some steps."

@@ -10,7 +10,7 @@ from rich.text import Text
 from meshwright.model.analysis.model_report import MAX_LISTED_NAMES, BlockRow, LayerRow, ModelReport
 from meshwright.plan.job.errors import Diagnostic, format_nbytes
 from meshwright.report.table import Column, Table
-from meshwright.report.terminal.plan_table import format_flops
+from meshwright.report.terminal.action_table import format_flops
 
 UNKNOWN_ROLE = "unknown: replicated"
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
 from meshwright.plan.job.errors import format_nbytes
-from meshwright.plan.model_spec.uneven_split import DimSplit
+from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.param_sharding import ParamSharding

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepBreakdown, StepPrediction
-from meshwright.planner.program_cost.program_memory import peak_nbytes_by_category
+from meshwright.planner.program_cost.rank_memory import peak_nbytes_by_category
 from meshwright.report.table import Column, Table
-from meshwright.report.terminal.memory_table import first_ranks, sent_nbytes_by_role
+from meshwright.report.terminal.memory_and_sent_bytes import first_ranks, sent_nbytes_by_role
 
 CATEGORY_TEXTS = {
     "compute_s": "blocks and the loss",

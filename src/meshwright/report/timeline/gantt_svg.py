@@ -12,10 +12,10 @@ from html import escape
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.step.simulator import SimulationDeadlock, SpansByRank, TimelineSpan
 from meshwright.report.timeline.gantt_text import KIND_NAMES, DrawingUnits, schedule_summary
+from meshwright.report.timeline.pipeline_stages import row_label
+from meshwright.report.timeline.planned_vs_measured_spans import action_durations_ms, traced_steps
 from meshwright.report.timeline.run_folder_reader import RunRecord
 from meshwright.report.timeline.stage_actions import gantt_rows, simulated_actions, traced_actions
-from meshwright.report.timeline.stage_table import row_label
-from meshwright.report.timeline.step_timeline import action_durations_ms, traced_steps
 
 KIND_COLOURS = {
     "F": ("#93c5fd", "#3b82f6", "#1d4ed8"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.action import Program, program_from_dict
+from meshwright.plan.step.program import Program, program_from_dict
 
 JSONObject = Mapping[str, Any]
 

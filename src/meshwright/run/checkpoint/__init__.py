@@ -2,7 +2,7 @@
 
 all_ranks_or_none         actions of all ranks that succeed or fail together
 directories               names of checkpoint folders; publishing, pruning, the best checkpoint
-integrity                 verifies a checkpoint on all ranks; each rank reads a share of the files
+distributed_verification  verifies a checkpoint on all ranks; each rank reads a share of the files
 manifest                  manifest.json: tensors, slices, files and checksums
 resume                    chooses the checkpoint from which a run continues
 distributed_checkpoint    writes and opens checkpoints

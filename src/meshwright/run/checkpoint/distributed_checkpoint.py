@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.optim.state_dict import SavedTensor
+from meshwright.engine.optim.sharded_state_dict import SavedTensor
 from meshwright.model.tensors.lazy_mapping import LazyTensors
 from meshwright.run.checkpoint.all_ranks_or_none import ConsensusError, RankConsensus
 from meshwright.run.checkpoint.directories import (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from meshwright.comm.allreduce import BACKEND
-from meshwright.comm.collectives.call_validation import REDUCING
+from meshwright.comm.collectives.collective_call import REDUCING
 from meshwright.comm.collectives.group import World
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.job.errors import PlanError
@@ -23,14 +23,14 @@ from meshwright.run.checkpoint.directories import (
     step_folder,
 )
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
-from meshwright.run.checkpoint.integrity import (
+from meshwright.run.checkpoint.distributed_verification import (
     consensus_for_load,
     newest_valid_on_all_ranks,
     verify_checkpoint,
 )
 from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
 from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
-from meshwright.run.data.eval_split import EvalHistory
+from meshwright.run.data.eval_samples import EvalHistory
 
 CHECKPOINTS_FOLDER = "checkpoints"
 MODEL_PREFIXES = (

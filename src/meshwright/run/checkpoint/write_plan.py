@@ -24,8 +24,8 @@ from math import prod
 
 import torch
 
-from meshwright.engine.optim.state_dict import SavedTensor, TensorShard
-from meshwright.plan.model_spec.uneven_split import DimRanges
+from meshwright.engine.optim.sharded_state_dict import SavedTensor, TensorShard
+from meshwright.plan.model_spec.param_dim_split import DimRanges
 from meshwright.run.checkpoint.manifest import StoredSlice, TensorEntry
 from meshwright.run.checkpoint.shard_io import DTYPES, dtype_name
 

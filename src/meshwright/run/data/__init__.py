@@ -1,7 +1,7 @@
 """Data: from files, datasets and streams to the samples that a rank reads in a step.
 
 documents_to_samples  packed texts and conversations as token samples
-eval_split            evaluation samples and the history of evaluation results
+eval_samples          evaluation samples and the history of evaluation results
 data_loader           the local batch of a rank for a global step, prepared ahead of its step
 mixture               several data sources, mixed by weight
 chat_template         conversations as tokens: which of them have labels

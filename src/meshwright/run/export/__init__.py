@@ -2,6 +2,6 @@
 
 convert_pickle     converts a pickle of tensors, in a child process
 hf_export          a folder that transformers loads
-peft_export        an adapter that peft loads
+adapter_export     an adapter that peft loads
 roundtrip_check    compares an exported folder with the model here
 """

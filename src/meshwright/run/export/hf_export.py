@@ -28,16 +28,16 @@ import torch
 import transformers
 from torch import nn
 
-from meshwright.model.hf.metadata import is_transformers_model
-from meshwright.model.hf.peft import is_adapted
-from meshwright.model.loading.key_mapping import KeyConversion, save_conversions
+from meshwright.model.hf.declared_tp_plan import is_transformers_model
+from meshwright.model.hf.peft_name_map import is_adapted
+from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import load_model
-from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.loading.safetensors_reader import DTYPES, INDEX_FILE, SINGLE_FILE
+from meshwright.model.loading.weight_conversion import KeyConversion, save_conversions
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES, write_all_bytes
-from meshwright.run.export.peft_export import merge_adapter, write_adapter
+from meshwright.run.export.adapter_export import merge_adapter, write_adapter
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_files, compare_logits
 
 SAFETENSORS_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}

@@ -19,11 +19,11 @@ import transformers
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from meshwright.model.hf.declared_tp_plan import is_transformers_model
 from meshwright.model.hf.hub import resolve_path
-from meshwright.model.hf.metadata import is_transformers_model
-from meshwright.model.hf.peft import import_peft
+from meshwright.model.hf.peft_name_map import import_peft
+from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import load_model
-from meshwright.model.loading.meta_init import DeferredInit
 from meshwright.model.loading.safetensors_reader import list_tensors, read_tensor
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig

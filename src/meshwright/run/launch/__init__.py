@@ -2,7 +2,7 @@
 
 cluster_env           rank, world size and master address from the launcher's environment
 failure_record        how a rank failed, written to a file
-job_files             job files for SLURM, Kubernetes and torchrun
+scheduler_scripts     job files for SLURM, Kubernetes and torchrun
 join_world            joins this process to the other ranks
 local_launcher        starts and watches the ranks of this machine
 network_interfaces    network interfaces of this host

@@ -2,9 +2,9 @@
 
 resolve_auto_allreduce  replaces `algorithm = "auto"` by a rule from measured links
 device_bench            times matrix products, attention and memory of a device
-hardware_lookup         what `--hardware` names
+hardware_file           what `--hardware` names
 profile_files           reads and writes device.toml
-network_profile         reads and writes cluster.toml
+cluster_file            reads and writes cluster.toml
 previous_run            step time, compute time and messages of a previous run
-benchmark_timer         repeats operations and measures seconds and jitter
+operation_timer         repeats operations and measures seconds and jitter
 """

@@ -34,7 +34,7 @@ from meshwright.planner.machine.device_profile import (
     MatmulTiming,
     MemoryOpTiming,
 )
-from meshwright.run.measure.benchmark_timer import (
+from meshwright.run.measure.operation_timer import (
     UNCACHED_NBYTES,
     DeviceTimer,
     Operation,

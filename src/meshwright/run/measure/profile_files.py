@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.planner.machine.device_profile import DeviceProfile
-from meshwright.run.config.schema import SchemaCheck
+from meshwright.run.config.toml_validation import SchemaCheck
 from meshwright.run.telemetry.chrome_trace import replace_file
 
 

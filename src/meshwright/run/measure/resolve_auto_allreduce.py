@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from meshwright.comm.allreduce.size_rule import AUTO, SizeRule
-from meshwright.comm.tuning.autoselect import choose_rule
+from meshwright.comm.tuning.choose_size_rule import choose_rule
 from meshwright.plan.hardware.network_model import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER
-from meshwright.run.measure.network_profile import describe_machine, read_cluster
+from meshwright.run.measure.cluster_file import describe_machine, read_cluster
 
 
 def choose_algorithms(

@@ -1,6 +1,6 @@
 """Metrics, logs, traces, trackers and callbacks of a run.
 
-rank_usage      seconds, memory and bytes of a rank
+rank_profile    seconds, memory and bytes of a rank
 callbacks       functions that are called around the steps
 logs            log records of every rank; warnings on the terminal
 metrics_log     metrics.jsonl, and whether repeated steps are identical

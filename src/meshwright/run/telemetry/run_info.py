@@ -24,9 +24,9 @@ import psutil
 import torch
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.action import program_to_dict
+from meshwright.plan.step.program import program_to_dict
 from meshwright.run.telemetry.chrome_trace import replace_file
-from meshwright.run.telemetry.rank_usage import device_name
+from meshwright.run.telemetry.rank_profile import device_name
 
 RUN_INFO_FILE = "run_info.json"
 MemoryByRole = Mapping[str, Mapping[str, int]]

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss import empty_loss_error
+from meshwright.engine.runtime.loss_definition import empty_loss_error
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.runtime.step_profiler import StepProfiler
@@ -28,7 +28,7 @@ from meshwright.run.checkpoint.directories import mark_best, step_folder
 from meshwright.run.checkpoint.distributed_checkpoint import save_tensors
 from meshwright.run.checkpoint.resume import CHECKPOINTS_FOLDER, reduction_transports
 from meshwright.run.data.data_loader import LocalBatches, PrefetchedBatches
-from meshwright.run.data.eval_split import EvalHistory, EvalSamples
+from meshwright.run.data.eval_samples import EvalHistory, EvalSamples
 from meshwright.run.data.streaming import TokenStream
 from meshwright.run.launch.failure_record import RankProgress
 from meshwright.run.telemetry.callbacks import (
@@ -40,7 +40,7 @@ from meshwright.run.telemetry.callbacks import (
     call_callbacks,
 )
 from meshwright.run.telemetry.metrics_log import EVALUATION, SPIKE, MetricsLog, ReplayCheck
-from meshwright.run.telemetry.rank_usage import RankUsage
+from meshwright.run.telemetry.rank_profile import RankUsage
 
 logger = logging.getLogger(__name__)
 

@@ -10,16 +10,16 @@ from torch import nn
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
-from meshwright.engine.runtime.loss import Batch
+from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.rank_state import Metrics
+from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
 from meshwright.engine.step.executor import Executor
-from meshwright.engine.step.gather_full import gather_full_buffers
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
-from meshwright.run.checkpoint.integrity import consensus_for_load, verify_checkpoint
+from meshwright.run.checkpoint.distributed_verification import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
 from meshwright.run.training.train_loop import save_checkpoint

@@ -1,0 +1,162 @@
+"""The commands that work on a config or plan file: plan, inspect, verify, train."""
+
+import signal
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.cli.error_output import console, exit_on_error, show_failure
+from meshwright.cli.launcher_env import current_rank, local_launcher
+from meshwright.cli.lazy_import import import_command
+from meshwright.cli.search import SEARCH_ONLY_OPTIONS
+from meshwright.plan.job.errors import PlanError, raise_diagnostics
+from meshwright.run.launch.signals import stop_flag
+
+EXTRA_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+WorldOption = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
+ConfigArgument = Annotated[
+    Path,
+    typer.Argument(help="A config or plan file (TOML). Keys after it (--train.steps 100) replace its own."),
+]
+
+
+def plan(
+    context: typer.Context,
+    config: ConfigArgument,
+    out: Annotated[Path | None, typer.Option(help="Write the resolved plan here.")] = None,
+    world: WorldOption = None,
+    all_actions: Annotated[bool, typer.Option("--all-actions", help="Show one line per action.")] = False,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", help="Write the predicted time, memory and bytes here.")
+    ] = None,
+    hardware: Annotated[
+        str, typer.Option(help="Predict the step time on h100, a100, or a file: my.toml, device.toml.")
+    ] = "",
+    cluster: Annotated[str, typer.Option(help="Links measured by `bench network`: cluster.toml.")] = "",
+) -> None:
+    """Resolve a config into a plan, check it, and show what a step does, sends and keeps in memory."""
+    with exit_on_error(context):
+        _refuse_search_args(config, context.args)
+        command = import_command("plan")
+        resolved = command.with_hardware(
+            command.resolve_config(config, context.args, world), hardware, cluster
+        )
+        prediction = command.predict_step(resolved)
+        console.print(command.resolved_view(resolved, prediction, all_actions=all_actions))
+        if as_json is not None:
+            command.write_prediction(resolved, prediction, as_json)
+        if out is not None:
+            command.write_plan(resolved, out)
+            console.print(f"plan written to {out}", soft_wrap=True)
+
+
+def _refuse_search_args(config: Path, args: Sequence[str]) -> None:
+    given = [arg for arg in args if arg.partition("=")[0] in SEARCH_ONLY_OPTIONS]
+    if given:
+        text = f"{', '.join(given)}: `plan` checks the plan of a config and does not choose one"
+        raise PlanError(
+            text, fix="choose a plan with `meshwright search MODEL`, or leave it out", location="plan"
+        )
+    if config.suffix != ".toml" and not config.is_file():
+        text = f"'{config}' is not a config file; needed is a TOML file"
+        raise PlanError(
+            text, fix="write CONFIG.toml, or choose a plan with `meshwright search MODEL`", location="plan"
+        )
+
+
+def inspect(
+    context: typer.Context,
+    config: ConfigArgument,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the description here too.")] = None,
+) -> None:
+    """Show what the model of a config is made of: blocks, parameters, tensor-parallel layers."""
+    with exit_on_error(context):
+        command = import_command("plan")
+        explanation = command.explain_model(config, context.args)
+        console.print(command.explanation_view(explanation))
+        if as_json is not None:
+            command.write_explanation(explanation, as_json)
+        raise_diagnostics(explanation.diagnostics)
+
+
+def verify(
+    context: typer.Context,
+    config: ConfigArgument,
+    steps: Annotated[int, typer.Option(help="Global steps to compare.", min=1)] = 3,
+    on: Annotated[
+        str,
+        typer.Option(help="Run the ranks as threads or processes; trace: run single ranks on fake tensors."),
+    ] = "threads",
+    rank: Annotated[
+        int | None,
+        typer.Option(help="The rank to trace (default: the first, the last and one between).", min=0),
+    ] = None,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Compare a scaled-down copy of the model.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--json", help="Write the verdict here (default: in run.folder).")
+    ] = None,
+    world: WorldOption = None,
+) -> None:
+    """Compare a plan with one device: loss, gradients, gradient norm and parameters.
+
+    With --on trace: compare the collectives that single ranks issue with the plan, on a mesh of any size.
+    """
+    with exit_on_error(context):
+        rank_env, command = current_rank(), import_command("verify")
+        if rank_env is not None:
+            command.verify_rank(rank_env, config, context.args, steps, shrink=shrink)
+            return
+        if on not in ("threads", "processes", "trace"):
+            raise PlanError(
+                f"ranks cannot run on '{on}'",
+                fix="--on threads, --on processes, or --on trace",
+                location="--on",
+            )
+        if rank is not None and on != "trace":
+            raise PlanError(
+                f"--on {on} compares all ranks, and --rank {rank} names one",
+                fix="add --on trace",
+                location="--rank",
+            )
+        launcher = local_launcher() if on == "processes" else None
+        compare = (
+            partial(command.trace, rank=rank) if on == "trace" else partial(command.verify, launcher=launcher)
+        )
+        verdict, path = compare(config, context.args, steps, world, out, shrink=shrink)
+        console.print(command.verdict_table(verdict))
+        console.print(f"verdict     {path}", soft_wrap=True)
+        raise typer.Exit(0 if verdict.passed else 1)
+
+
+def train(
+    context: typer.Context,
+    config: ConfigArgument,
+    from_step: Annotated[
+        int | None, typer.Option(help="Resume from the checkpoint of this step, not from the newest.")
+    ] = None,
+    world: WorldOption = None,
+) -> None:
+    """Train and save checkpoints. The same command resumes from the newest valid checkpoint."""
+    with exit_on_error(context):
+        rank_env, command = current_rank(), import_command("train")
+        if rank_env is not None:
+            received: list[int] = []
+            result = command.train_rank(
+                rank_env, config, context.args, from_step, partial(stop_flag, received), console
+            )
+            raise typer.Exit(128 + (received[0] if received else signal.SIGTERM) if result.stopped else 0)
+        result = command.train(config, context.args, world, from_step, local_launcher(), console)
+        show_failure(result)
+        raise typer.Exit(result.exit_code)
+
+
+def register_plan_verify_train(app: typer.Typer) -> None:
+    """Adds the commands of this file to `app`."""
+    for command in (plan, inspect, verify, train):
+        app.command(context_settings=EXTRA_ARGS)(command)

@@ -1,0 +1,69 @@
+"""`meshwright.train(trainer, data)`: the loop of `meshwright train` for a Trainer.
+
+    trainer = meshwright.parallelize(analyzed, plan)
+    result  = meshwright.train(trainer, data, eval_data=other_data, callbacks=[Callback(on_evaluate=...)])
+
+It does what `meshwright train` does with a config: shuffles, steps, evaluates, saves, logs metrics, and
+resumes from the newest checkpoint when it is called again. A rank that runs out of memory names changes of
+the plan that need less.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from meshwright.api import Trainer
+from meshwright.plan.job.errors import PlanError
+from meshwright.run.checkpoint.resume import resume
+from meshwright.run.data.data_loader import Dataset, ExampleDataset, open_local_batches, prefetch
+from meshwright.run.data.eval_samples import EvalSamples, split_held_out
+from meshwright.run.telemetry.callbacks import Callback
+from meshwright.run.training.train_loop import TrainResult
+from meshwright.run.training.train_loop import train_loop as play_all
+
+Samples = Dataset | Mapping[str, torch.Tensor]
+
+
+def train(
+    trainer: Trainer,
+    data: Samples,
+    *,
+    eval_data: Samples | None = None,
+    callbacks: Sequence[Callback] = (),
+    should_stop: Callable[[], bool] = lambda: False,
+) -> TrainResult:
+    """Runs the remaining steps of the plan, evaluates and saves; returns how the run ended. Every rank calls
+    it.
+
+    Args:
+        data: all samples, the same on every rank: tensors with one sample per row of dim 0, or a `Dataset`.
+        eval_data: samples to evaluate on, likewise.
+        callbacks: called on rank 0.
+        should_stop: called before each step; True stops all ranks after it.
+    """
+    plan, world = trainer.plan, trainer.world
+    with trainer.oom_advisor:
+        everything = _as_data(data)
+        training, kept = split_held_out(everything, plan.job.evaluate)
+        if eval_data is not None:
+            kept = _as_data(eval_data)
+        elif kept is None and plan.job.evaluate.is_enabled:
+            text = "the plan asks for evaluations, and no samples were passed"
+            raise PlanError(text, fix="pass held_out=...", location="held_out")
+        resumed = resume(trainer.executor, plan, world, everything.digest)
+        evaluating = None if kept is None else EvalSamples(kept, plan, plan.data_index(world.rank))
+        with prefetch(open_local_batches(training, plan, world.rank), plan.run.workers) as batches:
+            return play_all(
+                trainer.executor,
+                plan,
+                batches,
+                world,
+                should_stop,
+                callbacks,
+                eval_samples=evaluating,
+                eval_history=resumed.eval_history,
+            )
+
+
+def _as_data(samples: Samples) -> Dataset:
+    return ExampleDataset(samples) if isinstance(samples, Mapping) else samples

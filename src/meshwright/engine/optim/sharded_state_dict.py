@@ -1,0 +1,284 @@
+"""State dicts of one rank, by logical name: a full tensor if all ranks hold it, else the rank's shard.
+
+    model/layers.0.weight              a full tensor, or elements 4096 to 8192 of it
+    optimizer/exp_avg/layers.0.weight  an optimizer state, likewise
+    buffer/..., guard/..., noise/...   the same on every rank
+
+A shard is a range of the flattened logical tensor, so a checkpoint does not depend on the number of ranks,
+and every rank of another plan finds in it what it holds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import nn
+
+from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_blockwise_state_keys
+from meshwright.engine.optim.make_optimizers import (
+    OptimizerNumbers,
+    load_local_optimizer_state,
+    local_optimizer_state,
+)
+from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.rank_state import TrainedModule
+from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.model_spec.model_spec import block_of
+from meshwright.plan.model_spec.param_dim_split import DimRanges
+from meshwright.plan.sharding.flat_param import QUANT_BLOCK_NUMEL, ParamShard
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """The elements from `start` on of a flattened tensor of `shape`; `values` is flat.
+
+    With `spans`, the elements are counted in the slice that these ranges select from the tensor.
+    """
+
+    values: torch.Tensor
+    start: int
+    shape: tuple[int, ...]
+    spans: tuple[DimRanges, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the elements."""
+        return self.values.dtype
+
+
+SavedTensor = torch.Tensor | TensorShard
+
+
+def model_state_dict(trained_module: TrainedModule, flat_params: FlatParamStore) -> dict[str, SavedTensor]:
+    """Returns the parameters and persistent buffers, as this rank holds them."""
+    found: dict[str, SavedTensor] = {}
+    optimizer_params = flat_params.matrix_owners.optimizer_params
+    for weight in trained_module.model_spec.params:
+        name, param_shard, spans = (
+            weight.name,
+            flat_params.param_shard(weight.name),
+            flat_params.param_slices.spans(weight.name),
+        )
+        if name in flat_params.matrix_owners.param_names:
+            found |= (
+                {f"model/{name}": _full_shard(optimizer_params[name])} if name in optimizer_params else {}
+            )
+        # beside slices, copies of a shard may end elsewhere
+        elif param_shard is not None and name in flat_params.reported_param_names:
+            found[f"model/{name}"] = TensorShard(
+                flat_params.shard_values(param_shard), param_shard.begin, weight.shape, spans
+            )
+        elif not flat_params.is_flattened(name):
+            value = flat_params.master_weights.exact_value(name, trained_module.parameters[name])
+            found[f"model/{name}"] = (
+                TensorShard(value.reshape(-1), 0, weight.shape, spans) if spans else value
+            )
+    return found | {f"buffer/{name}": buffer for name, buffer in persistent_buffers(trained_module.module)}
+
+
+def filter_stage_state(
+    state_dict: Mapping[str, SavedTensor], trained_module: TrainedModule
+) -> dict[str, SavedTensor]:
+    """Returns `state_dict` without the entries of pipeline stages of other ranks, which save them."""
+    if not trained_module.remote_param_names:
+        return dict(state_dict)
+    local_blocks = {block_of(block_call) for block_call in trained_module.model_spec.block_calls}
+    remote_prefixes = tuple(
+        f"buffer/{block}." for block in trained_module.blocks if block not in local_blocks
+    )
+    found: dict[str, SavedTensor] = {}
+    for name, value in state_dict.items():
+        kind, _, entry = name.partition("/")
+        has_one_writer = kind in ("model", "buffer") or (
+            kind == "optimizer" and not entry.startswith("group.")
+        )
+        if not name.startswith(remote_prefixes):
+            found[name] = _full_shard(value) if has_one_writer and isinstance(value, torch.Tensor) else value
+    return found
+
+
+def optimizer_state_dict(
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained_module: TrainedModule,
+    flat_params: FlatParamStore,
+    numbers: OptimizerNumbers,
+) -> dict[str, SavedTensor]:
+    """Returns the optimizers' state, as this rank holds it, and the changed `numbers` of their groups."""
+    found: dict[str, SavedTensor] = {}
+    shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
+    optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
+    for entry, value in local_optimizer_state(optimizers, optimizer_params, numbers).items():
+        key, _, name = entry.partition("/")
+        param_shard, spans = flat_params.param_shard(name), flat_params.param_slices.spans(name)
+        if param_shard is not None and name not in flat_params.reported_param_names:
+            continue
+        if name in flat_params.matrix_owners.param_names:
+            found[f"optimizer/{entry}"] = _full_shard(value)
+        elif spans and not entry.startswith("group.") and value.ndim:
+            found[f"optimizer/{entry}"] = _state_shard(
+                entry, value, param_shard, optimizer_params[name], shapes[name], spans
+            )
+        elif param_shard is None or entry.startswith("group."):
+            found[f"optimizer/{entry}"] = value
+        elif key in blockwise_keys[id(optimizer_params[name])]:
+            num_blocks = -(-trained_module.parameters[name].numel() // QUANT_BLOCK_NUMEL)
+            found[f"optimizer/{entry}"] = TensorShard(
+                value, param_shard.begin // QUANT_BLOCK_NUMEL, (num_blocks,)
+            )
+        else:
+            found[f"optimizer/{entry}"] = _state_shard(
+                entry, value, param_shard, optimizer_params[name], shapes[name]
+            )
+    return found
+
+
+def load_model_state(
+    trained_module: TrainedModule, flat_params: FlatParamStore, state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.dtype]:
+    """Loads parameters and buffers from `state_dict`, full tensors by full name, each cast to its dtype here.
+
+    Entries of which this rank holds nothing are not read. Returns the dtypes in which the others were saved,
+    by logical name.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    with torch.no_grad():
+        for name, parameter in trained_module.parameters.items():
+            if flat_params.is_flattened(name) and not flat_params.stores_locally(name):
+                continue
+            owned_value = (
+                state_dict[f"model/{name}"] if name in flat_params.matrix_owners.optimizer_params else None
+            )
+            local_value = (
+                flat_params.param_slices.load_slice(name, state_dict, f"model/{name}")
+                if owned_value is None
+                else flat_params.param_slices.local_slice(name, owned_value)
+            )
+            dtypes[name] = local_value.dtype
+            if flat_params.is_flattened(name):
+                flat_params.load_values(name, local_value)
+            else:
+                flat_params.master_weights.load_values(name, parameter, local_value)
+            if owned_value is not None:
+                flat_params.matrix_owners.load_values(name, owned_value)
+        for name, buffer in persistent_buffers(trained_module.module):
+            buffer.copy_(state_dict[f"buffer/{name}"])
+    return dtypes
+
+
+def load_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    trained_module: TrainedModule,
+    flat_params: FlatParamStore,
+    state_dict: Mapping[str, torch.Tensor],
+    dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Loads the optimizers' state from `state_dict`, full tensors by name, for parameters stepped here.
+
+    A state that was saved in the dtype of its weight (`dtypes`, see `load_model_state`) gets the dtype of the
+    stepped parameter. One tensor at a time is read. Raises PlanError for state of a parameter that is not
+    trained.
+    """
+
+    optimizer_params, blockwise_keys = flat_params.optimizer_params(), _blockwise_keys(optimizers)
+    shapes = {weight.name: weight.shape for weight in trained_module.model_spec.params}
+    following_params = {
+        id(p)
+        for each in optimizers
+        if _states_follow_params(each)
+        for group in each.param_groups
+        for p in group["params"]
+    }
+
+    def load_entry(entry: str) -> torch.Tensor:
+        key, _, name = entry.partition("/")
+        param_shard, is_scalar = (
+            flat_params.param_shard(name),
+            key.partition(":")[0] == "step" or name not in optimizer_params,
+        )
+        is_sliced = (
+            not is_scalar
+            and name not in flat_params.matrix_owners.optimizer_params
+            and bool(flat_params.param_slices.spans(name))
+        )
+        sliced = is_sliced and tensor_shape(state_dict, entry) == shapes[name]
+        tensor = flat_params.param_slices.load_slice(name, state_dict, entry) if sliced else state_dict[entry]
+        by_element = sliced or (not is_scalar and tensor.shape == shapes[name])
+        if by_element and id(optimizer_params[name]) in following_params and tensor.dtype == dtypes.get(name):
+            tensor = tensor.to(optimizer_params[name].dtype)
+        # what is not trained here is refused below
+        if (
+            name not in optimizer_params
+            or name in flat_params.matrix_owners.optimizer_params
+            or param_shard is None
+        ):
+            return tensor
+        if key in blockwise_keys[id(optimizer_params[name])]:
+            return tensor[param_shard.begin // QUANT_BLOCK_NUMEL : -(-param_shard.end // QUANT_BLOCK_NUMEL)]
+        return (
+            tensor.reshape(-1)[param_shard.begin : param_shard.end].view(optimizer_params[name].shape)
+            if by_element
+            else tensor
+        )
+
+    names = ((entry, entry.partition("/")[2]) for entry in state_dict)
+    local_value = [
+        entry
+        for entry, name in names
+        if name in optimizer_params
+        or name not in {*trained_module.trainable_parameters, *trained_module.remote_param_names}
+    ]
+    load_local_optimizer_state(optimizers, optimizer_params, LazyTensors(local_value, load_entry))
+
+
+def _state_shard(
+    entry: str,
+    value: torch.Tensor,
+    param_shard: ParamShard | None,
+    stepped: torch.Tensor,
+    shape: tuple[int, ...],
+    spans: tuple[DimRanges, ...] = (),
+) -> TensorShard:
+    """Returns the saved form of the state of a shard, or of a slice (`spans`), of a weight of `shape`.
+
+    Raises PlanError for a state that belongs to a part of the weight and is neither a number nor one value
+    per element.
+    """
+    begin = 0 if param_shard is None else param_shard.begin
+    if value.ndim and value.shape == stepped.shape:
+        return TensorShard(value.reshape(-1), begin, shape, spans)
+    if value.ndim and (spans or stepped.numel() < prod(shape)):
+        which = f"elements {begin} to {begin + stepped.numel()} of a {'slice of a ' if spans else ''}weight"
+        text = f"the optimizer keeps '{entry}' of shape {list(value.shape)} for {which}"
+        fix = (
+            "keep one number, or one per element; or have no weight cut: optimizer.name = 'adafactor' cuts "
+            "none"
+        )
+        raise PlanError(text, fix=fix, location="optimizer")
+    return _full_shard(value)
+
+
+def _full_shard(value: torch.Tensor) -> TensorShard:
+    return TensorShard(value.detach().reshape(-1), 0, tuple(value.shape))
+
+
+def _states_follow_params(optimizer: torch.optim.Optimizer) -> bool:
+    return not isinstance(optimizer, PerParamOptimizer) or optimizer.state_dtype is None
+
+
+def _blockwise_keys(optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, frozenset[str]]:
+    return {
+        id(parameter): get_blockwise_state_keys(optimizer)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the persistent buffers by name: what a state_dict holds, regardless of state_dict hooks."""
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, buffer

@@ -1,0 +1,177 @@
+"""Runs the trials that need the layers of the model, which the first trial finds.
+
+Each trial makes the model again on fake tensors. A model whose forward reads values of tensors gets no
+result.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from meshwright.model.blocks.discovery import WHOLE_MODEL
+from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.hf.model_from_config import use_batched_experts
+from meshwright.model.loading.deferred_init import DeferredInit
+from meshwright.model.rng.stateless_dropout import record_draw_sites
+from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.model.sequence_analysis.analyze_sequence import (
+    LARGER_BATCH_SIZE,
+    SequenceTrial,
+    TrialFactory,
+    analyze_sequence,
+)
+from meshwright.model.tensor_parallel.residual_stream_trace import trace_residual_stream
+from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
+from meshwright.model.tensor_parallel.split_proposal import SplitProposal
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, depends_on_values, make_fake
+from meshwright.model.trial.shardable_layers import ProposeSplits
+from meshwright.model.trial.weight_slice_trial import try_on_slices
+from meshwright.plan.model_spec.model_spec import ModelSpec
+from meshwright.plan.model_spec.sequence_info import SequenceInfo
+from meshwright.plan.model_spec.tensor_parallel_layers import SizeAttribute
+
+Example = Mapping[str, torch.Tensor]
+
+
+def try_splits_on_slices(
+    deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example, propose: ProposeSplits
+) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
+    """Returns the proposed splits that run on slices of fake weights, with the size attributes and notes they
+    need.
+    """
+    mode, rng = FakeTensorMode(allow_non_fake_inputs=True), StatelessRNG(seed=0)
+
+    def make_module() -> nn.Module:
+        module = make_trial_module(deferred_init)
+        make_fake(module, mode)
+        return module
+
+    @contextmanager
+    def make_trial(module: nn.Module) -> Iterator[Callable[[], object]]:
+        samples = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, record_draw_sites(rng, PROBE_BATCH):
+            yield lambda: module(**samples)
+
+    return try_on_slices(
+        propose, make_module, make_trial, () if block_names == (WHOLE_MODEL,) else block_names
+    )
+
+
+def add_residual_stream(
+    model_spec: ModelSpec, deferred_init: DeferredInit, block_names: tuple[str, ...], inputs: Example
+) -> ModelSpec:
+    """Returns `model_spec` with the path of the residual stream and the sums in which rowwise layers end.
+
+    A second trial follows the stream, since it must know the layers. A model without colwise layers, or whose
+    forward reads values of tensors, is returned unchanged.
+    """
+    if not any(call.role == "colwise" for call in model_spec.layer_calls):
+        return model_spec
+    mode, rng, joint_sums = (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        StatelessRNG(seed=0),
+        FusedAllReduces(),
+    )
+    module = make_trial_module(deferred_init)
+    make_fake(module, mode)
+    try:
+        samples = {key: mode.from_tensor(repeat_samples(value, PROBE_BATCH)) for key, value in inputs.items()}
+        with mode, record_draw_sites(rng, PROBE_BATCH):
+            blocks, forward = get_blocks(module, block_names), lambda: module(**samples)
+            rowwise_layers = [call.name for call in model_spec.layer_calls if call.role == "rowwise"]
+            with joint_sums.follow_layers(module, blocks, rowwise_layers):
+                calls, passages = trace_residual_stream(
+                    module,
+                    blocks,
+                    model_spec.layer_calls,
+                    rng.enter_block,
+                    forward,
+                    writes_in_place=model_spec.writes_in_place,
+                )
+    except Exception as error:
+        if not depends_on_values(error):
+            raise
+        return model_spec
+    return replace(model_spec, layer_calls=joint_sums.mark_calls(calls), residual_flows=passages)
+
+
+def find_sequence_info(
+    block_calls: tuple[str, ...],
+    deferred_init: DeferredInit,
+    block_names: tuple[str, ...],
+    inputs: Example,
+    targets: Example,
+    loss_spec: LossSpec | None,
+) -> SequenceInfo | None:
+    """Returns how the model treats the sequence dim; None if its inputs have no sequences.
+
+    Glue that depends on the inputs alone (positions, masks) runs on real values: whether there is a mask at
+    all may depend on them.
+    """
+    return analyze_sequence(
+        inputs,
+        targets,
+        block_calls,
+        deferred_init.instantiate(),
+        make_trial_factory(deferred_init, block_names),
+        loss_spec,
+    )
+
+
+def make_trial_factory(deferred_init: DeferredInit, block_names: tuple[str, ...]) -> TrialFactory:
+    """Returns a factory of sequence trials of the model; the samples in them are real tensors."""
+    rng = StatelessRNG(seed=0)
+
+    @contextmanager
+    def make_trial(batch: Example, num_samples: int) -> Iterator[SequenceTrial]:
+        mode, module, is_float64 = (
+            FakeTensorMode(allow_non_fake_inputs=True),
+            make_trial_module(deferred_init),
+            num_samples == LARGER_BATCH_SIZE,
+        )
+        make_fake(
+            module, mode, (lambda name: deferred_init.init_dtype(name, torch.float64)) if is_float64 else None
+        )
+        with record_draw_sites(rng, num_samples):
+            batch = {key: repeat_samples(value, num_samples) for key, value in batch.items()}
+            batch = {
+                key: value.double() if is_float64 and value.is_floating_point() else value
+                for key, value in batch.items()
+            }
+            yield SequenceTrial(module, get_blocks(module, block_names), rng.enter_block, batch, mode)
+
+    return make_trial
+
+
+def make_trial_module(deferred_init: DeferredInit) -> nn.Module:
+    """Returns a module on meta parameters in training mode that runs on fake tensors."""
+    module = set_training_mode(deferred_init.instantiate())
+    use_batched_experts(module)  # the grouped matmul does not accept fake float32 and warns about it
+    return module
+
+
+def repeat_samples(value: torch.Tensor, num_samples: int) -> torch.Tensor:
+    """Returns `num_samples` samples, repeated from `value`."""
+    repeats = -(-num_samples // len(value))
+    samples = value.detach().repeat(repeats, *[1] * (value.ndim - 1))[:num_samples]
+    return samples.requires_grad_(value.requires_grad)
+
+
+def get_blocks(module: nn.Module, block_names: tuple[str, ...]) -> dict[str, nn.Module]:
+    """Returns the blocks of `module` by name."""
+    return (
+        {WHOLE_MODEL: module}
+        if block_names == (WHOLE_MODEL,)
+        else {name: module.get_submodule(name) for name in block_names}
+    )
+
+
+def set_training_mode(module: nn.Module) -> nn.Module:
+    """Switches `module` to training mode if it is in eval mode; a module in training mode keeps its own
+    settings.
+    """
+    return module if module.training else module.train()

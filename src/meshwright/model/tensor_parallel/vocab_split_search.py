@@ -1,0 +1,271 @@
+"""Finds embeddings and LM heads that can be split along the vocabulary, from the uses of their weights and
+outputs in a trial.
+
+Logits may be split if each is changed by itself up to the loss: scaled, capped, cast, reshaped. An operation
+over the vocabulary (a softmax, a bias per entry) would see only the entries of a rank.
+
+    head --> * scale --> tanh --> [samples, :-1] --> loss      split
+    head --> softmax --> loss                                  not split
+
+An embedding may be split if it is only looked up and its output at most scaled: entries of other ranks give
+zeros, and the sum over the ranks is the embedding. In both cases no other code may use the weight; of tied
+weights all users are split, or none.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.tensors.pytree import storage_id, tree_tensors
+from meshwright.plan.model_spec.tensor_parallel_layers import LogitsSpec
+
+aten = torch.ops.aten
+SHAPE_OPS = (
+    aten.detach,
+    aten.alias,
+    aten.view,
+    aten._unsafe_view,
+    aten.reshape,
+    aten._to_copy,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.slice,
+    aten.select,
+    aten.expand,
+    aten.lift_fresh,
+)
+ALIAS_OPS = (aten.detach, aten.alias, aten.view, aten._unsafe_view, aten.lift_fresh)
+SCALE_OPS = (aten.mul, aten.div, aten.mul_, aten.div_)
+LOOKUP_OPS = (aten.embedding, *SCALE_OPS, *SHAPE_OPS)
+
+
+# the roles of those that cannot be divided by words
+UNSHARDED_ROLES = {"embedding": "embedding_unsharded", "lm_head": "lm_head_unsharded"}
+
+
+class VocabFlow(TorchDispatchMode):
+    """Records which layers use the weights of `layers` (roles by name), and what happens to the outputs of
+    heads.
+
+    `used_elsewhere` are layers whose weights other code uses, `not_shardable` gives the reason by layer,
+    `logits_modified_by` the first operation that changes the logits of an LM head.
+    """
+
+    def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
+        super().__init__()
+        self._roles = dict(layers)
+        self._open_layers: list[str] = []
+        # by storage id; the tensor keeps the storage alive, so its id is not reused
+        self._logits: dict[int, tuple[torch.Tensor, str]] = {}
+        self._owners: dict[int, set[str]] = {}
+        self.used_elsewhere: set[str] = set()
+        self.not_shardable: dict[str, str] = {}
+        self.logits_modified_by: dict[str, str] = {}
+        for name in layers:
+            for weight in module.get_submodule(name).parameters(recurse=False):
+                self._owners.setdefault(storage_id(weight), set()).add(name)
+
+    def enter_layer(self, name: str) -> None:
+        """Starts the layer `name`."""
+        self._open_layers.append(name)
+
+    def leave_layer(self, name: str, output: Any) -> None:
+        """Ends the layer `name` with its output."""
+        self._open_layers.remove(name)
+        if self._roles[name] == "lm_head" and isinstance(output, torch.Tensor):
+            self._logits[storage_id(output)] = output, name
+
+    def find_head(self, tensor: torch.Tensor) -> str:
+        """Returns the LM head whose logits lie along the last dim of `tensor`; "" if there is none."""
+        return self._logits[storage_id(tensor)][1] if storage_id(tensor) in self._logits else ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not tree_tensors(out):
+            return out
+        inputs = [tensor for tensor in tree_tensors((args, kwargs or {})) if tensor.layout == torch.strided]
+        self._note_weight_use(inputs)
+        name = func._overloadpacket.__name__
+        if self._open_layers and self._roles[self._open_layers[-1]] == "embedding":
+            is_lookup = (
+                func._overloadpacket in LOOKUP_OPS and sum(tensor.requires_grad for tensor in inputs) < 2
+            )
+            self.not_shardable |= {} if is_lookup else {self._open_layers[-1]: f"{name} follows the look-up"}
+        heads_of_inputs = {self.find_head(tensor) for tensor in inputs} - {""}
+        if heads_of_inputs and not self._is_elementwise(func, args, inputs, out):
+            self.not_shardable |= dict.fromkeys(
+                heads_of_inputs - set(self.not_shardable), f"{name} needs all logits of a token at once"
+            )
+        elif heads_of_inputs:
+            if func._overloadpacket not in ALIAS_OPS or any(
+                each.shape != inputs[0].shape for each in tree_tensors(out)
+            ):
+                self.logits_modified_by = dict.fromkeys(heads_of_inputs, name) | self.logits_modified_by
+            self._logits |= {storage_id(each): (each, min(heads_of_inputs)) for each in tree_tensors(out)}
+        return out
+
+    def _note_weight_use(self, inputs: Sequence[torch.Tensor]) -> None:
+        for tensor in inputs:
+            owners = self._owners.get(storage_id(tensor), set())
+            if owners and owners.isdisjoint(self._open_layers):
+                self.used_elsewhere |= owners
+
+    def _is_elementwise(
+        self, func: Any, args: tuple[Any, ...], inputs: Sequence[torch.Tensor], out: Any
+    ) -> bool:
+        """Whether each logit is changed by itself, and the vocabulary stays the last dim.
+
+        A trained operand would get a gradient summed over the vocabulary, so it is excluded.
+        """
+        logits_inputs = [tensor for tensor in inputs if self.find_head(tensor)]
+        vocab_sizes = {tensor.shape[-1] for tensor in logits_inputs if tensor.ndim}
+        if len(vocab_sizes) != 1 or any(
+            each.ndim == 0 or each.shape[-1] not in vocab_sizes for each in tree_tensors(out)
+        ):
+            return False
+        if func._overloadpacket in SHAPE_OPS:
+            return True
+        other_inputs = [tensor for tensor in inputs if not self.find_head(tensor)]
+        are_scalars = all(
+            (each.ndim == 0 or each.shape[-1] == 1) and not each.requires_grad for each in other_inputs
+        )
+        return torch.Tag.pointwise in func.tags and are_scalars
+
+
+@dataclass(frozen=True)
+class VocabSplit:
+    """Layer roles, the reasons why layers cannot be split along the vocabulary, and the logits."""
+
+    roles: dict[str, str]
+    not_shardable: dict[str, str]
+    logits: LogitsSpec | None
+
+
+def find_vocab_splits(
+    module: nn.Module,
+    roles: Mapping[str, str],
+    loss_spec: LossSpec | None,
+    vocab_flow: VocabFlow,
+    called_layers: Sequence[str],
+    outputs: Any,
+) -> VocabSplit:
+    """Returns `roles` by layer, with embeddings and LM heads that cannot be split along the vocabulary marked
+    as unsharded.
+
+    `vocab_flow` is what the trial recorded, `called_layers` are the layers it called, in order, `outputs`
+    its outputs.
+    """
+    loss_logits = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
+    heads_of_inputs = [name for name, role in roles.items() if role == "lm_head"]
+    embeddings = [name for name, role in roles.items() if role == "embedding"]
+    reasons = {
+        name: reason
+        for name in heads_of_inputs
+        if (reason := _why_head_unsharded(module, vocab_flow, called_layers, name, loss_logits))
+    }
+    vocab_sizes = {len(weight) for name in heads_of_inputs if (weight := _weight(module, name)) is not None}
+    reasons |= {
+        name: reason
+        for name in embeddings
+        if (reason := _why_table_unsharded(module, vocab_flow, name, vocab_sizes))
+    }
+    reasons |= {
+        name: f"tied to {other}: {reasons[other]}"
+        for name, other in _tied_to_unsharded(module, (*embeddings, *heads_of_inputs), reasons)
+    }
+    kept_roles = {
+        **roles,
+        **{
+            name: "" if "max_norm" in reason else UNSHARDED_ROLES[roles[name]]
+            for name, reason in reasons.items()
+        },
+    }
+    param_reasons = {
+        f"{name}.{leaf}": reason
+        for name, reason in reasons.items()
+        for leaf in module.get_submodule(name)._parameters
+    }
+    head = next((name for name in heads_of_inputs if name not in reasons), None)
+    if head is None or loss_logits is None or loss_spec is None:
+        return VocabSplit(kept_roles, param_reasons, None)
+    vocab_size, num_samples, modified_by = (
+        loss_logits.shape[-1],
+        len(loss_logits),
+        vocab_flow.logits_modified_by.get(head, ""),
+    )
+    weight = next(name for name, each in module.named_parameters() if each is _weight(module, head))
+    return VocabSplit(
+        kept_roles,
+        param_reasons,
+        LogitsSpec(
+            head,
+            weight,
+            vocab_size,
+            loss_logits.numel() // vocab_size // num_samples,
+            loss_spec.num_token_stats,
+            modified_by,
+        ),
+    )
+
+
+def _loss_logits(loss_spec: LossSpec, outputs: Any) -> torch.Tensor | None:
+    try:
+        found = loss_spec.logits(outputs) if loss_spec.logits is not None else None
+    except (KeyError, IndexError, TypeError):
+        return None
+    return found if isinstance(found, torch.Tensor) and found.ndim > 1 and found.numel() else None
+
+
+def _why_head_unsharded(
+    module: nn.Module,
+    vocab_flow: VocabFlow,
+    called_layers: Sequence[str],
+    name: str,
+    loss_logits: torch.Tensor | None,
+) -> str:
+    layer = module.get_submodule(name)
+    if loss_logits is None:
+        return "the loss needs the logits of the whole vocabulary"
+    if called_layers.count(name) != 1:
+        return f"a forward calls it {called_layers.count(name)} times"
+    if type(layer).forward is not nn.Linear.forward:
+        return f"{type(layer).__name__} overrides the forward of nn.Linear"
+    if name in vocab_flow.not_shardable or vocab_flow.find_head(loss_logits) != name:
+        return vocab_flow.not_shardable.get(name, "the loss takes other tensors than its output")
+    return "its weight is used elsewhere too" if name in vocab_flow.used_elsewhere else ""
+
+
+def _why_table_unsharded(module: nn.Module, vocab_flow: VocabFlow, name: str, vocab_sizes: set[int]) -> str:
+    layer = module.get_submodule(name)
+    if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in vocab_sizes:
+        return "its rows are not the vocabulary of an LM head"
+    unsupported = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(layer)[key]]
+    if unsupported:
+        return f"{unsupported[0]} needs more than the rows of one rank"
+    if name in vocab_flow.not_shardable:
+        return vocab_flow.not_shardable[name]
+    return "its weight is used elsewhere too" if name in vocab_flow.used_elsewhere else ""
+
+
+def _tied_to_unsharded(
+    module: nn.Module, names: Sequence[str], param_reasons: Mapping[str, str]
+) -> Iterator[tuple[str, str]]:
+    """Yields those of `names` that share a weight with an unsharded layer, and that layer."""
+    unsharded_by_weight = {
+        id(weight): name for name in param_reasons if (weight := _weight(module, name)) is not None
+    }
+    for name in names:
+        other = unsharded_by_weight.get(id(_weight(module, name)))
+        if other is not None and name not in param_reasons:
+            yield name, other
+
+
+def _weight(module: nn.Module, name: str) -> torch.Tensor | None:
+    return module.get_submodule(name)._parameters.get("weight")

@@ -1,0 +1,230 @@
+"""Checks a proposed split: runs the model on slices of fake weights, as the first of two ranks has them.
+
+Every layer gets weights of the size of a slice, modules get the local values of their size attributes, and
+blocks their part of per-head inputs. What does not run is given up, block after block, with a note: the
+layers of those blocks are not sharded.
+
+A forward that hard-codes its number of heads may run all the same, and split the features into other heads.
+So the feature flow is traced here too, and the units of a slice must be those of the full tensor, as many as
+the rank has.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
+from logging import getLogger
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch import nn
+
+from meshwright.model.tensor_parallel.colwise_rowwise_groups import NUM_ATTEMPTS, find_layer_groups
+from meshwright.model.tensor_parallel.feature_flow import FeatureFlow, traced_layer_kinds
+from meshwright.model.tensor_parallel.layer_pairs import common_side, is_weight_transposed, split_param_dims
+from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER
+from meshwright.model.tensor_parallel.split_proposal import (
+    SplitProposal,
+    local_size_attributes,
+    take_local_heads,
+)
+from meshwright.model.trial.fake_tensor_forward import depends_on_values
+from meshwright.plan.model_spec.param_dim_split import DimSplit
+from meshwright.plan.model_spec.tensor_parallel_layers import PerHeadInput, SizeAttribute
+
+TRIAL_RANKS = 2
+"""The smallest number of ranks: what runs on the larger half runs on smaller slices."""
+
+_Failure = tuple[str, str, BaseException | None]  # (the block that fails, how, the error if there is one)
+MakeModule = Callable[[], nn.Module]
+PrepareForward = Callable[[nn.Module], AbstractContextManager[Callable[[], object]]]
+ProposeSplits = Callable[[frozenset[str]], SplitProposal]
+
+
+def try_on_slices(
+    propose: ProposeSplits, make_module: MakeModule, prepare: PrepareForward, blocks: Sequence[str]
+) -> tuple[SplitProposal, tuple[SizeAttribute, ...], tuple[str, ...]]:
+    """Returns the proposal that runs, the size attributes with which it does, and notes on what was given up.
+
+    `propose` makes a proposal without some layers, `make_module` a module on fake tensors, and `prepare`
+    returns the function that runs its forward, once everything is ready for that.
+    """
+    without: frozenset[str] = frozenset()
+    notes: list[str] = []
+    while True:
+        proposal = propose(without)
+        if not proposal.roles:
+            return proposal, (), tuple(notes)
+        failures: list[_Failure] = []
+        for attempt in range(NUM_ATTEMPTS):
+            module = make_module()
+            numbers = proposal.size_attributes(module, attempt)
+            failure = _find_failure(module, proposal, numbers, prepare, blocks)
+            if failure is None:
+                return proposal, numbers, tuple(notes)
+            failures.append(failure)
+        block, reason, error = failures[0]
+        removed_layers = frozenset(_layers_of_block(proposal, block))
+        if (error is not None and depends_on_values(error)) or not removed_layers:
+            notes.append(f"whether layers run on slices could not be checked: {reason}")
+            return proposal, proposal.size_attributes(make_module(), 0), tuple(notes)
+        without |= removed_layers
+        pattern = LAYER_NUMBER.sub("*", block)
+        notes.append(f"layers of {pattern} are not sharded, because it does not run on slices: {reason}")
+
+
+def _find_failure(
+    module: nn.Module,
+    proposal: SplitProposal,
+    numbers: Sequence[SizeAttribute],
+    ready: PrepareForward,
+    blocks: Sequence[str],
+) -> _Failure | None:
+    flow, entered_blocks = FeatureFlow(), [""]
+    shrink_to_slice(module, proposal)
+    for name in dict.fromkeys(number.module for number in numbers):
+        owner = module.get_submodule(name)
+        vars(owner).update(
+            local_size_attributes(owner, [each for each in numbers if each.module == name], 0, TRIAL_RANKS)
+        )
+    for portion in proposal.per_head_inputs:
+        block = module.get_submodule(portion.block)
+        block.register_forward_pre_hook(partial(_take_portion, portion), with_kwargs=True)
+    block_modules, depth = {name: module.get_submodule(name) for name in blocks}, [0]
+
+    def enter(name: str, block: nn.Module, args: tuple[Any, ...]) -> None:
+        depth[0] += 1
+        entered_blocks.append(name)
+        flow.begin_block_call(name)
+
+    def leave(block: nn.Module, args: tuple[Any, ...], out: object) -> None:
+        depth[0] -= 1
+
+    try:
+        following = flow.follow_forward(
+            module, block_modules, traced_layer_kinds(module), lambda: bool(blocks) and not depth[0]
+        )
+        with (
+            silence_fake_errors(),
+            ready(module) as forward,
+            following,
+        ):  # the flow must see dropout before its mask is drawn
+            for (
+                name,
+                block,
+            ) in (
+                block_modules.items()
+            ):  # inside the hooks with which the flow notes where a block begins and ends
+                block.register_forward_pre_hook(partial(enter, name))
+                block.register_forward_hook(leave, prepend=True)
+            forward()
+    except Exception as error:  # any failure is a result, reported in a note
+        return entered_blocks[-1], f"{type(error).__name__}: {_first_line(error)}", error
+    return _unit_mismatch(flow, proposal)
+
+
+def _unit_mismatch(flow: FeatureFlow, proposal: SplitProposal) -> _Failure | None:
+    roles = {
+        node.name: proposal.roles.get(node.name, "replicated") for node in flow.nodes if node.kind == "linear"
+    }
+    traced_splits = {}
+    for group in find_layer_groups(flow, roles):
+        traced_splits |= {node.name: cut for node, cut in (*group.sources.items(), *group.rowwise.items())}
+    for node in flow.nodes:
+        proposed, traced = proposal.dim_splits.get(node.name), traced_splits.get(node.name)
+        if proposed is None or node.kind == "argument":
+            continue
+        expected = _local_split(proposed)
+        if traced != expected and (traced is not None or expected.max_ranks > 1):
+            units = "none" if traced is None else str(traced.max_ranks)
+            return (
+                node.block_call,
+                f"of {expected.max_ranks} heads or features of {node.name} in a slice it makes {units}",
+                None,
+            )
+    return None
+
+
+def _local_split(cut: DimSplit) -> DimSplit:
+    """The division of the first rank's slice into units."""
+    first, end = cut.units_of(0, TRIAL_RANKS)
+    sections = tuple(part.size(0, TRIAL_RANKS) for part in cut.section_splits)
+    if cut.num_units >= TRIAL_RANKS or not cut.num_heads:
+        units, heads, per_head_numel = (
+            end - first,
+            (end - first) * (cut.num_heads // cut.num_units),
+            cut.per_head_numel,
+        )
+    else:
+        units, heads = 1, end - first
+        per_head_numel = tuple(each // cut.num_heads * cut.num_units * heads for each in cut.per_head_numel)
+    if units == 1:  # where one section ends and the next begins cannot be seen
+        sections, per_head_numel = (sum(sections),), per_head_numel[:1]
+    return replace(
+        cut,
+        num_units=units,
+        sections=sections,
+        num_heads=0 if heads == units else heads,
+        per_head_numel=() if heads == units else per_head_numel,
+    )
+
+
+@contextmanager
+def silence_fake_errors() -> Iterator[None]:
+    """Context manager: torch does not print that a fake operation failed; here a failure is a result."""
+    log = getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def shrink_to_slice(module: nn.Module, proposal: SplitProposal) -> None:
+    """Gives the layers of `module`, in place, weights of the size of a slice, and a forward for them."""
+    done: dict[int, nn.Parameter] = {}
+    for name, role in proposal.roles.items():
+        layer = module.get_submodule(name)
+        for leaf, parameter in list(layer._parameters.items()):
+            if parameter is None or name not in proposal.dim_splits:
+                continue
+            cuts = split_param_dims(layer, parameter, role, proposal.dim_splits[name])
+            shape = tuple(parameter.shape)
+            for cut in cuts:
+                shape = cut.local_shape(shape, 0, TRIAL_RANKS) if cut.side == common_side(role) else shape
+            if id(parameter) not in done:
+                done[id(parameter)] = nn.Parameter(parameter.new_empty(shape), parameter.requires_grad)
+            layer._parameters[leaf] = done[id(parameter)]
+        if role in ("colwise", "rowwise"):
+            layer.forward = partial(_product, layer)
+
+
+def _product(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    weight = layer.get_parameter("weight")
+    return F.linear(x, weight.t() if is_weight_transposed(layer) else weight, layer._parameters.get("bias"))
+
+
+def _take_portion(
+    portion: PerHeadInput, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return take_local_heads(portion, 0, TRIAL_RANKS, args, kwargs)
+
+
+def _layers_of_block(proposal: SplitProposal, block: str) -> Iterator[str]:
+    pattern = LAYER_NUMBER.sub("*", block)
+    inside = [
+        name
+        for name in proposal.roles
+        if LAYER_NUMBER.sub("*", name).startswith(pattern + ".") or name == block
+    ]
+    heads = [name for name in inside if name in proposal.dim_splits and _has_heads(proposal.dim_splits[name])]
+    return iter(heads or inside)
+
+
+def _has_heads(cut: DimSplit) -> bool:
+    return any(length != cut.num_units for length in cut.sections)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:160] if str(error) else ""

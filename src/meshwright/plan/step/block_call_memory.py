@@ -1,0 +1,164 @@
+"""Computes the activation memory of each block call on one rank, from the bytes measured on a trial.
+
+    F(v)     its output and its saved activations            held until its B
+    LOSS     the gradient of the logits; scratch             logits in wider floats, loss, gradient
+    B(v)     the gradients of its parameters; scratch        gradients of saved activations
+
+Scratch is the peak of the additional memory, which may occur early in a backward, with all saved activations
+still there, or late, with the gradients of parameters. Scratch memory inside one operation is not visible.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec
+from meshwright.plan.model_spec.op_sizes_and_memory import BlockMemory, LinearInSamples
+from meshwright.plan.sharding.rank_work_share import (
+    BlockShare,
+    block_shares,
+    chunked_head_call,
+    local_fraction,
+)
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Bytes of one block call on one rank: its output, its saved activations, and the scratch of its
+    backward.
+
+    `backward_with_grads_nbytes` includes gradients of parameters. `attention_backward_nbytes` is the scratch
+    while the backward of attention runs: it may be negative, and is None if unknown.
+    """
+
+    output_nbytes: int
+    saved_nbytes: int
+    backward_nbytes: int = 0
+    backward_with_grads_nbytes: int = 0
+    attention_backward_nbytes: int | None = None
+
+    def scratch_nbytes(self, accumulated: int, new_grads: int) -> int:
+        """Returns the scratch of a backward with `new_grads` bytes of gradients, if the largest one that it
+        accumulates has `accumulated`.
+        """
+        return max(
+            accumulated,
+            max(self.backward_nbytes, self.backward_with_grads_nbytes if new_grads else 0) - new_grads,
+        )
+
+
+def activation_memory(sharding: ShardingPlan, job: Job, num_samples: int) -> dict[str, ActivationMemory]:
+    """Returns the activation memory of every block call on this rank, in microbatches of `num_samples`."""
+    model_spec = sharding.model_spec
+    width = FLOAT_NBYTES[job.precision.compute]
+    loads = block_memories(sharding.model_spec)
+    saved_numels = model_spec.saved_numel or (0,) * len(model_spec.block_calls)
+    full_numels = dict(
+        zip(model_spec.block_calls, zip(saved_numels, model_spec.output_numel, strict=True), strict=True)
+    )
+    param_fractions = _local_param_fractions(sharding) if loads else {}
+    found = {}
+    for block_call, share in block_shares(sharding).items():
+        found[block_call] = ActivationMemory(
+            share.output_numel * num_samples * width, share.saved_numel * num_samples * width
+        )
+        if block_call in loads:
+            fractions = local_fraction(sharding, block_call), param_fractions.get(block_call, Fraction(1))
+            found[block_call] = _local_memory(
+                loads[block_call], share, full_numels[block_call], *fractions, num_samples
+            )
+            found[block_call] = replace(
+                found[block_call],
+                saved_nbytes=max(
+                    0, found[block_call].saved_nbytes - _mask_numel(sharding, block_call, num_samples) * width
+                ),
+            )
+    if model_spec.memory is not None and found:
+        first = next(iter(found))  # glue is held from the first forward to the last backward
+        found[first] = replace(
+            found[first], output_nbytes=found[first].output_nbytes + model_spec.memory.glue.total(num_samples)
+        )
+    return found
+
+
+def loss_scratch_nbytes(sharding: ShardingPlan, job: Job, saved_numel: int, num_samples: int) -> int:
+    """Returns the scratch of LOSS; if it was not measured, the bytes of `saved_numel` elements."""
+    model_spec = sharding.model_spec
+    if model_spec.memory is None or sharding.logits_layout.axes_with("S"):
+        # Float32 at least.
+        return saved_numel * max(FLOAT_NBYTES[job.precision.compute], FLOAT_NBYTES["float32"])
+    return round(
+        model_spec.memory.loss.total(num_samples) * local_fraction(sharding, model_spec.block_calls[-1])
+    )
+
+
+def _mask_numel(sharding: ShardingPlan, block_call: str, num_samples: int) -> int:
+    sequence_info = sharding.global_plan.model_spec.sequence_info
+    if sharding.sequence_sharding is None or sequence_info is None:
+        return 0
+    found = 0
+    for call in sequence_info.attention_calls:
+        if call.block_call == block_call and call.mask is not None and not call.mask.is_additive:
+            mask_numel = call.key_len * (call.query_len if call.mask.per_query else 1)
+            found += (
+                mask_numel
+                * (num_samples if call.mask.per_sample else 1)
+                * (call.num_heads if call.mask.per_head else 1)
+            )
+    return round(found * local_fraction(sharding, block_call))
+
+
+def _local_param_fractions(sharding: ShardingPlan) -> dict[str, Fraction]:
+    local_numel, full_numel = Counter[str](), Counter[str]()
+    head = chunked_head_call(sharding)
+    for param_sharding, logical in zip(
+        sharding.param_shardings, sharding.logical_param_shardings, strict=True
+    ):
+        for block_call in param_sharding.param.block_calls:
+            in_loss = (
+                head is not None
+                and block_call == head.block_call
+                and head.name in param_sharding.param.layers
+            )
+            local_numel[block_call] += 0 if in_loss else param_sharding.param.numel
+            full_numel[block_call] += logical.param.numel
+    return {
+        block_call: Fraction(local_numel[block_call], numel)
+        for block_call, numel in full_numel.items()
+        if numel
+    }
+
+
+def block_memories(model_spec: ModelSpec) -> Mapping[str, BlockMemory]:
+    """Returns the measured memory by block call."""
+    return (
+        {}
+        if model_spec.memory is None
+        else {memory.block_call: memory for memory in model_spec.memory.block_calls}
+    )
+
+
+def _local_memory(
+    memory: BlockMemory,
+    share: BlockShare,
+    full: tuple[int, int],
+    fractions: Fraction,
+    params: Fraction,
+    num_samples: int,
+) -> ActivationMemory:
+    inside = Fraction(share.saved_numel, full[0]) if full[0] else fractions
+    stream = Fraction(share.output_numel, full[1]) if full[1] else fractions
+
+    def part(quantity: LinearInSamples, fraction: Fraction) -> int:
+        return quantity.local_total(num_samples, fraction, params)
+
+    attention_backward = (
+        None
+        if memory.attention_backward is None
+        else memory.attention_backward.signed_local_total(num_samples, inside, params)
+    )
+    backward = part(memory.backward, inside), part(memory.backward_with_grads, inside), attention_backward
+    return ActivationMemory(part(memory.output, stream), part(memory.saved_activations, inside), *backward)

@@ -1,0 +1,452 @@
+"""Builds the step of a single device, before any technique: the list that strategies rewrite.
+
+    TOKEN_COUNT  the number of tokens of this step that count towards the loss (all microbatches)
+    F            forward of one block call               LOSS      loss of one microbatch, and its gradient
+    B            backward of one block call              LOSS_SUM  the loss of the whole step
+    I            the input-gradient half of a backward   W         the parameter-gradient half of a backward
+    CLIP         the gradient norm, and clipping by it
+    LOCAL_NORM   sum of the squares of this rank's gradients
+    GLOBAL_NORM  sum of the squared norms over all ranks
+    STEP         the optimizer; gradients are freed afterwards
+
+A rank may step more than once: then a list of `StageCalls` says after which backwards, each with the gradient
+of that microbatch alone. LOCAL_NORM precedes each such STEP, nothing is clipped, and GLOBAL_NORM sums all
+squares.
+
+If the loss needs the outputs of several ranks, GATHER (one output or target, from all ranks) precedes it.
+Strategies may add PACK (gradients of a bucket into one contiguous buffer) and UNPACK (copies gradients out of
+the buffer). If the job asks for the gradient noise scale, `plan.step.gradient_noise` adds its actions.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from meshwright.plan.job.job import Job
+from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
+from meshwright.plan.sharding.param_sharding import ParamGroup
+from meshwright.plan.sharding.rank_work_share import block_shares
+from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.block_call_memory import activation_memory, loss_scratch_nbytes
+from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, chunked_loss_cost
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
+
+FIRST_ROLE = "pp0"
+CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
+FORWARD_KINDS = ("F", CHECKPOINTED_FORWARD)  # kinds that run in the model's forward, block by block
+INPUT_GRAD_KINDS = ("B", "I")  # kinds that compute the input gradient of a block call
+WEIGHT_GRAD_KINDS = ("B", "W")  # kinds that compute parameter gradients and free saved activations
+PARAM_USE_KINDS = (*FORWARD_KINDS, "RECOMPUTE", "B", "I", "W")  # kinds that use the parameters of their block
+BATCH_INFO = "batch_info"  # the subject of the GATHER of per-rank sample counts and sums of replicated inputs
+COUNT_NBYTES = 32  # loss weight, stop requests, samples, tokens: float64
+# Totals of a step over ranks, and their bytes: float64.
+STEP_TOTAL_NBYTES = {
+    "TOKEN_COUNT": COUNT_NBYTES,
+    "LOSS_SUM": 8,
+}
+SCRATCH = "scratch"  # temporary memory of LOSS and of each B
+GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
+
+
+class StageCalls(NamedTuple):
+    """Consecutive block calls, forward or backward, for one microbatch. Backwards run in reverse order.
+
+    "I" and "W" are the halves of a backward. "STEP" is an update with the gradients of that microbatch;
+    without any, all microbatches make one step together.
+    """
+
+    kind: Literal["F", "B", "I", "W", "STEP"]
+    block_calls: tuple[str, ...]
+    microbatch: int
+
+
+def sequential_stage_calls(block_calls: tuple[str, ...], num_microbatches: int) -> list[StageCalls]:
+    """Returns the calls of a rank that runs the whole model for one microbatch after the other."""
+    kinds: tuple[Literal["F", "B"], ...] = ("F", "B")
+    return [
+        StageCalls(kind, block_calls, microbatch) for microbatch in range(num_microbatches) for kind in kinds
+    ]
+
+
+def single_device_program(
+    sharding: ShardingPlan, job: Job, micro_batch: int, stage_calls: Sequence[StageCalls]
+) -> Program:
+    """Returns the program of a rank that trains alone, on microbatches of `micro_batch` samples, in the order
+    of `stage_calls`.
+    """
+    builder = _StageCallActions(sharding, job, micro_batch)
+    actions = [Action("TOKEN_COUNT"), *(action for calls in stage_calls for action in builder.actions(calls))]
+    losses = tuple(action.name for action in actions if action.kind == "LOSS")
+    last = actions[-1].name
+    actions.append(Action("LOSS_SUM", waits=losses, frees=builder.scratch_in_use))
+    if any(calls.kind == "STEP" for calls in stage_calls):
+        return Program.from_dict({role_of(dict(sharding.coordinate)): [*actions, *_norm(sharding, last)]})
+    names = tuple(param.name for param in sharding.model_spec.trainable)
+    # Not every stage computes a loss.
+    waits = [last, "TOKEN_COUNT()"] if sharding.block_calls_by_pp_rank else [last]
+    if sharding.grad_norm_axes:
+        square = Action("LOCAL_NORM", GRAD_NORM, waits=(last,))
+        actions += [square, *_norm(sharding, square.name)]
+        waits += [action.name for action in actions[-2:]]
+    actions.append(Action("CLIP", waits=tuple(waits), tensors=names))
+    actions.append(
+        Action("STEP", waits=("CLIP()",), tensors=names, frees=tuple(map(grad_name, sharding.param_groups())))
+    )
+    return Program.from_dict({role_of(dict(sharding.coordinate)): actions})
+
+
+def _norm(sharding: ShardingPlan, last: str) -> list[Action]:
+    if not sharding.grad_norm_axes:
+        return []
+    total = Transfer("all_reduce", sharding.grad_norm_axes, 8, dtype="float64")
+    return [Action("GLOBAL_NORM", GRAD_NORM, stream="comm", waits=(last,), transfer=total)]
+
+
+def role_of(coordinate: Mapping[str, int]) -> str:
+    """Returns the role of the ranks at `coordinate`."""
+    return f"pp{coordinate.get('pp', 0)}"
+
+
+def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, job: Job) -> int:
+    """Returns the samples per microbatch of a rank that executes `actions`."""
+    microbatches = {action.microbatch for action in actions if action.kind in WEIGHT_GRAD_KINDS}
+    return job.train.batch // sharding.mesh.group_size(sharding.data_axes) // len(microbatches)
+
+
+def reads_summed_grads(action: Action) -> bool:
+    """Returns whether `action` reads the summed gradients of all parameters; all reductions precede the first
+    such action.
+    """
+    return action.kind in ("LOCAL_NORM", "CLIP")
+
+
+def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
+    """Returns the microbatches after which a rank steps with their gradients alone, in order; empty with one
+    step for all.
+    """
+    return tuple(
+        action.microbatch for action in actions if action.kind == "STEP" and action.microbatch is not None
+    )
+
+
+def first_grad_reader(actions: Sequence[Action], microbatch: int | None = None) -> int:
+    """Returns the index of the first action that reads all summed gradients (of `microbatch`, if it is
+    stepped alone).
+    """
+    return next(
+        i
+        for i, action in enumerate(actions)
+        if reads_summed_grads(action) and action.microbatch == microbatch
+    )
+
+
+def with_grad_waits(
+    actions: Iterable[Action], names: Iterable[str], microbatch: int | None = None
+) -> list[Action]:
+    """Returns `actions`, in which those that read all summed gradients (of `microbatch`, if given) wait for
+    `names` too.
+    """
+    names = tuple(names)
+    return [
+        with_waits(action, names)
+        if reads_summed_grads(action) and action.microbatch == microbatch
+        else action
+        for action in actions
+    ]
+
+
+def reduce_totals_along(
+    program: Program, axis: str, kinds: Iterable[str] = tuple(STEP_TOTAL_NBYTES)
+) -> Program:
+    """Returns `program` with these totals of a step also reduced along `axis`; once, even if several
+    strategies ask for it.
+    """
+
+    def reduce_along(action: Action) -> Action:
+        if action.kind not in kinds:
+            return action
+        before = action.transfer.axes if action.transfer else ()
+        axes = before if axis in before else (*before, axis)
+        return replace(
+            action,
+            stream="comm",
+            transfer=Transfer("all_reduce", axes, STEP_TOTAL_NBYTES[action.kind], dtype="float64"),
+        )
+
+    return program.edit(lambda actions: [reduce_along(action) for action in actions])
+
+
+def grad_name(param_group: ParamGroup) -> str:
+    """Returns the name of the memory of the gradients of `param_group`."""
+    return f"gradient({param_group.name})"
+
+
+def output_grad_name(name: str) -> str:
+    """Returns the name under which the gradient of a model output is sent."""
+    return f"gradient({name})"
+
+
+def output_name(block_call: str, microbatch: int) -> str:
+    """Returns the name of the output of a block call, held from its F to its B."""
+    return f"output({block_call}, {microbatch})"
+
+
+def loss_grad_name(block_call: str, microbatch: int) -> str:
+    """Returns the name of the gradient that LOSS returns for the last block call, held until its B."""
+    return f"output gradient({block_call}, {microbatch})"
+
+
+def deferred_grad_name(block_call: str, microbatch: int) -> str:
+    """Returns the name of the output gradients that W of a block call needs, held from I to W."""
+    return f"deferred gradient({block_call}, {microbatch})"
+
+
+def saved_activations_name(block_call: str, microbatch: int | None) -> str:
+    """Returns the name of the saved activations of a block call, held until its backward."""
+    return f"saved activations({block_call}, {microbatch})"
+
+
+class _StageCallActions:
+    """Builds actions in order; `scratch_in_use` names the scratch memory of the last action until it is
+    freed.
+    """
+
+    def __init__(self, sharding: ShardingPlan, job: Job, micro_batch: int) -> None:
+        self._sharding, self._job, self._micro_batch = sharding, job, micro_batch
+        self._shares = block_shares(sharding)
+        self._chunked_loss = chunked_loss_cost(sharding, job, micro_batch)
+        self._memory = activation_memory(sharding, job, micro_batch)
+        self._groups_of: dict[str, list[ParamGroup]] = {
+            block_call: [] for block_call in (*sharding.model_spec.block_calls, ROOT)
+        }
+        for group in sharding.param_groups():
+            for block_call in group.block_calls:
+                self._groups_of[block_call].append(group)
+        self._groups_with_grads: set[str] = set()  # names
+        self.scratch_in_use: tuple[str, ...] = ()
+
+    def actions(self, stage_calls: StageCalls) -> list[Action]:
+        kind, block_calls, microbatch = stage_calls
+        if kind == "F":
+            return [self._forward(block_call, microbatch) for block_call in block_calls]
+        if kind == "STEP":
+            return self._step(stage_calls)
+        at_end = self._sharding.computes_loss and self._sharding.model_spec.block_calls[-1] in block_calls
+        loss = [self._loss(microbatch)] if at_end and kind != "W" else []
+        waits = tuple(action.name for action in loss)
+        if kind == "I":
+            inputs = [self._inputs(block_call, microbatch, waits) for block_call in reversed(block_calls)]
+            return [*loss, *inputs]
+        return [
+            *loss,
+            *(self._backward(block_call, microbatch, kind, waits) for block_call in reversed(block_calls)),
+        ]
+
+    def _step(self, stage_calls: StageCalls) -> list[Action]:
+        last = Action("B", stage_calls.block_calls[0], stage_calls.microbatch).name
+        square = Action("LOCAL_NORM", GRAD_NORM, stage_calls.microbatch, waits=(last,))
+        names = tuple(param.name for param in self._sharding.model_spec.trainable)
+        frees = tuple(
+            grad_name(group)
+            for group in self._sharding.param_groups()
+            if group.name in self._groups_with_grads
+        )
+        self._groups_with_grads.clear()
+        step = Action(
+            "STEP",
+            microbatch=stage_calls.microbatch,
+            waits=(square.name, "TOKEN_COUNT()"),
+            tensors=names,
+            frees=frees,
+        )
+        return [square, step]
+
+    def _forward(self, block_call: str, microbatch: int) -> Action:
+        memory = self._memory[block_call]
+        allocations = [Allocation(output_name(block_call, microbatch), memory.output_nbytes)]
+        allocations += (
+            [Allocation(saved_activations_name(block_call, microbatch), memory.saved_nbytes)]
+            if self._sharding.model_spec.saved_numel
+            else []
+        )
+        frees, self.scratch_in_use = self.scratch_in_use, ()
+        return Action(
+            "F",
+            block_call,
+            microbatch,
+            flops=self._shares[block_call].flops * self._micro_batch,
+            allocations=tuple(allocations),
+            frees=frees,
+        )
+
+    def _loss(self, microbatch: int) -> Action:
+        sharding = self._sharding
+        model_spec = self._sharding.model_spec
+        itemsize = FLOAT_NBYTES[self._job.precision.compute]
+        last = model_spec.block_calls[-1]
+        waits = f"F({last}, {microbatch})", "TOKEN_COUNT()"
+        if self._chunked_loss is not None:
+            allocations = (
+                Allocation(loss_grad_name(last, microbatch), self._chunked_loss.output_grad_nbytes),
+                Allocation(SCRATCH, self._chunked_loss.scratch_nbytes),
+            )
+            frees, self.scratch_in_use = self.scratch_in_use, (SCRATCH,)
+            fields = {
+                "waits": waits,
+                "tensors": self._chunked_loss.param_names,
+                "flops": self._chunked_loss.flops,
+                "allocations": allocations,
+                "frees": frees,
+            }
+            return Action("LOSS", microbatch=microbatch, **fields)
+        logits = self._shares[last].output_numel * self._micro_batch
+        saved_numel = (
+            min(logits, MAX_CHUNK_NUMEL)
+            if sharding.logits_layout.axes_with("S")
+            else model_spec.loss_saved_numel * self._micro_batch
+        )
+        scratch = loss_scratch_nbytes(
+            sharding, self._job, saved_numel if model_spec.loss_saved_numel else 0, self._micro_batch
+        )
+        allocations = [
+            Allocation(loss_grad_name(last, microbatch), logits * itemsize),
+            Allocation(SCRATCH, scratch),
+        ]
+        frees, self.scratch_in_use = self.scratch_in_use, (SCRATCH,)
+        return Action("LOSS", microbatch=microbatch, waits=waits, allocations=tuple(allocations), frees=frees)
+
+    def _inputs(self, block_call: str, microbatch: int, waits: tuple[str, ...]) -> Action:
+        share = self._shares[block_call]
+        itemsize = FLOAT_NBYTES[self._job.precision.compute]
+        num_samples = self._micro_batch
+        # Then it is the gradient that LOSS returned.
+        last = self._sharding.computes_loss and block_call == self._sharding.model_spec.block_calls[-1]
+        allocations = (
+            ()
+            if last
+            else (
+                Allocation(
+                    deferred_grad_name(block_call, microbatch),
+                    share.deferred_grad_numel * num_samples * itemsize,
+                ),
+            )
+        )
+        frees, self.scratch_in_use = self.scratch_in_use, ()
+        waits = (f"F({block_call}, {microbatch})", *waits)
+        flops = (2 * share.flops - share.weight_grad_flops) * num_samples
+        return Action(
+            "I", block_call, microbatch, waits=waits, flops=flops, allocations=allocations, frees=frees
+        )
+
+    def _backward(
+        self, block_call: str, microbatch: int, kind: Literal["B", "W"], waits: tuple[str, ...]
+    ) -> Action:
+        model_spec, itemsize = self._sharding.model_spec, FLOAT_NBYTES[self._job.precision.parameters]
+        groups = self._groups_of[block_call]
+        # gradients that go into shards are packed after each backward, or accumulated there
+        # LOSS has accumulated these.
+        loss_params = () if self._chunked_loss is None else self._chunked_loss.param_names
+        accumulating = (
+            each
+            for each in groups
+            if each.name in self._groups_with_grads and not each.param_shardings[0].flat_shard_axes
+        )
+        accumulated_numels = [
+            param.numel for each in accumulating for param in each.params if param.name not in loss_params
+        ]
+        new_groups = {
+            each.name: each
+            for each in (*groups, *self._groups_of[ROOT])
+            if each.name not in self._groups_with_grads
+        }
+        self._groups_with_grads |= new_groups.keys()
+        new_nbytes = sum(group.numel for group in new_groups.values()) * itemsize
+        allocations = [
+            Allocation(
+                SCRATCH,
+                self._memory[block_call].scratch_nbytes(
+                    max(accumulated_numels, default=0) * itemsize, new_nbytes
+                ),
+            )
+        ]
+        allocations += [Allocation(grad_name(group), group.numel * itemsize) for group in new_groups.values()]
+        frees = [
+            output_name(block_call, microbatch),
+            *([saved_activations_name(block_call, microbatch)] if model_spec.saved_numel else []),
+        ]
+        if self._sharding.computes_loss and block_call == model_spec.block_calls[-1]:
+            frees.append(loss_grad_name(block_call, microbatch))
+        elif kind == "W":
+            frees.append(deferred_grad_name(block_call, microbatch))
+        frees, self.scratch_in_use = (*frees, *self.scratch_in_use), (SCRATCH,)
+        share, num_samples = self._shares[block_call], self._micro_batch
+        if kind == "W":
+            flops = share.weight_grad_flops * num_samples
+            return Action(
+                "W",
+                block_call,
+                microbatch,
+                waits=(f"I({block_call}, {microbatch})",),
+                flops=flops,
+                allocations=tuple(allocations),
+                frees=frees,
+            )
+        waits = (f"F({block_call}, {microbatch})", *waits)
+        return Action(
+            "B",
+            block_call,
+            microbatch,
+            waits=waits,
+            flops=2 * share.flops * num_samples,
+            allocations=tuple(allocations),
+            frees=frees,
+        )
+
+
+def last_backward(actions: Sequence[Action]) -> Action:
+    """Returns the last action that computes parameter gradients: after it all are complete."""
+    return next(action for action in reversed(actions) if action.kind in WEIGHT_GRAD_KINDS)
+
+
+def contributing_calls(param_group: ParamGroup, block_calls: tuple[str, ...]) -> frozenset[str]:
+    """Returns the block calls whose backwards add to the gradients of `param_group`; all if glue uses one of
+    its parameters.
+    """
+    found = frozenset(block_call for param in param_group.params for block_call in param.block_calls)
+    return frozenset(block_calls) if ROOT in found else found
+
+
+def completing_backwards(
+    actions: Sequence[Action],
+    param_group: ParamGroup,
+    block_calls: tuple[str, ...],
+    microbatch: int | None = None,
+) -> list[int]:
+    """Returns the indices of the backwards that complete the gradients of `param_group`, one per microbatch,
+    in list order.
+
+    With `microbatch`, only its own.
+    """
+    return BackwardIndex(actions).completing(param_group, block_calls, microbatch)
+
+
+class BackwardIndex:
+    """The positions of the completing backwards in a list, indexed once for all parameter groups."""
+
+    def __init__(self, actions: Sequence[Action]) -> None:
+        self._actions, self._at = actions, dict[str, list[int]]()
+        for i, action in enumerate(actions):
+            if action.kind in WEIGHT_GRAD_KINDS:
+                self._at.setdefault(action.subject, []).append(i)
+
+    def completing(
+        self, param_group: ParamGroup, block_calls: tuple[str, ...], microbatch: int | None = None
+    ) -> list[int]:
+        """As `completing_backwards`."""
+        found = sorted(
+            i
+            for block_call in contributing_calls(param_group, block_calls)
+            for i in self._at.get(block_call, ())
+        )
+        microbatches = ((self._actions[i].microbatch, i) for i in found)
+        return sorted({each: i for each, i in microbatches if microbatch in (None, each)}.values())

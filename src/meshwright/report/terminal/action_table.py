@@ -1,0 +1,304 @@
+"""Shows a plan as a table of its actions, and a verdict as a table of its errors.
+
+Equal actions on consecutive blocks are one row; waits for another stream, bytes sent and memory are named in
+the row.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.program import Action
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS
+from meshwright.report.table import Table
+from meshwright.report.terminal.dtype_balance_staleness_notes import (
+    precision_table,
+    precision_text,
+    sequence_sharding_text,
+    staleness_text,
+)
+from meshwright.report.terminal.memory_and_sent_bytes import (
+    busiest_rank,
+    sent_table,
+    states_table,
+    states_text,
+)
+from meshwright.report.terminal.params_table import sharded_params_text
+from meshwright.report.timeline.pipeline_stages import stages_view
+from meshwright.verifier.message_trace import TraceVerdict
+from meshwright.verifier.verdict_and_cause import Verdict
+
+KIND_TEXTS = {
+    "TOKEN_COUNT": "count the tokens of this step",
+    "F": "forward of",
+    "F_CHECKPOINTED": "forward with activation checkpointing of",
+    "RECOMPUTE": "recompute the forward of",
+    "LOSS": "loss and its gradient",
+    "B": "backward of",
+    "I": "input gradients of",
+    "W": "weight gradients of",
+    "PACK": "copy gradients into one buffer",
+    "GRAD_SQNORM": "squared gradient norm before the sum",
+    "REDUCE": "sum gradients over ranks",
+    "GATHER": "gather the samples of all ranks",
+    "SCATTER": "send each rank its samples",
+    "BROADCAST": "broadcast to all ranks",
+    "UNPACK": "copy gradients out of the buffer",
+    "LOSS_SUM": "loss of the whole step",
+    "REDUCE_SQNORM": "sum squared norms over ranks",
+    "UNSHARD": "all-gather parameters",
+    "RESHARD": "free unsharded parameters",
+    "WAIT": "wait for pending gradients and reductions",
+    "SEND": "send boundary activations",
+    "RECV": "receive boundary activations",
+    "SEND_GRAD": "send their gradients back",
+    "RECV_GRAD": "receive the gradients of what was sent",
+    "CONCAT": "concatenate received chunks",
+    "CONCAT_GRAD": "concatenate received gradient chunks",
+    "ACCUMULATE": "add gradients to the sum so far",
+    "LOCAL_NORM": "squared norm of local shards",
+    "GLOBAL_NORM": "sum squared norms of all shards",
+    "REDUCE_TIED": "sum the gradients of tied parameters over stages",
+    "GATHER_GRAD": "send gradient slices to their matrix owner",
+    "CLIP": "gradient norm and clipping",
+    "STASH": "stash the current weights",
+    "LOAD_STASHED": "load stashed weights into the model",
+    "LOAD_LATEST": "load the latest weights into the model",
+    "STEP": "optimizer step",
+    "SCATTER_PARAM": "send updated slices to all ranks",
+    "NOISE_SCALE": "estimate the gradient noise scale",
+}
+
+# kinds that are told apart by their subject
+KINDS_WITH_SUBJECT = (
+    *("PACK", "GRAD_SQNORM", "REDUCE", "UNPACK", "GATHER", "SCATTER", "BROADCAST", "ACCUMULATE"),
+    *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
+    *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
+)
+MAX_ROWS_PER_ROLE = 10  # rows of a list, where there are several roles
+DIRECTION_OF_KIND = {
+    **dict.fromkeys(FORWARD_KINDS, "forward"),
+    **dict.fromkeys(("RECOMPUTE", "B", "I", "W", "PACK"), "backward"),
+}
+INTERLEAVED_KINDS = (
+    "UNSHARD",
+    "RESHARD",
+    "WAIT",
+    "ACCUMULATE",
+    "GRAD_SQNORM",
+)  # actions between those of two blocks, and a REDUCE that scatters
+
+
+def format_flops(flops: float) -> str:
+    """Returns floating-point operations in the unit that fits, three digits."""
+    for unit in ("", "K", "M", "G", "T"):
+        if flops < 1000:
+            return f"{flops:.3g} {unit}FLOP"
+        flops /= 1000
+    return f"{flops:.3g} PFLOP"
+
+
+def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
+    """Returns the summary of `plan`, its dtypes, memory, transfers and actions.
+
+    `show_all`: one row per action.
+    """
+    tables = [
+        precision_table(plan),
+        states_table(plan),
+        sent_table(plan),
+        stages_view(plan, show_all=show_all),
+    ]
+    shown = (part for table in tables if table is not None for part in ("", table))
+    return Group(_summary(plan), *shown, *_action_tables(plan, show_all=show_all))
+
+
+def _action_tables(plan: Plan, *, show_all: bool) -> Iterator[RenderableType]:
+    """The actions of the one role.
+
+    Of several the beginning of the first one's, or with `show_all` all of them.
+    """
+    if len(plan.program.roles) == 1:
+        yield from ("", _action_table(plan.actions, show_all=show_all))
+        return
+    if show_all:
+        yield from (_action_table(each, show_all=True, title=role) for role, each in plan.program.roles)
+        return
+    (role, actions), num_roles = plan.program.roles[0], len(plan.program.roles)
+    title = f"{role}, of {num_roles} roles"
+    yield _action_table(actions, show_all=False, title=title, max_rows=MAX_ROWS_PER_ROLE)
+
+
+def _summary(plan: Plan) -> Table:
+    notes = [(Text("note", style="yellow"), note) for note in plan.model_spec.notes]
+    return Table.of_pairs([*plan_summary(plan).items(), *notes])
+
+
+def plan_summary(plan: Plan) -> dict[str, str]:
+    """Returns what `plan` trains, on what and how, each as a short text."""
+    job, numel = plan.job, plan.model_spec.numel
+    ranks = "1 rank" if plan.num_data == 1 else f"{plan.num_data} ranks"
+    microbatches = "1 microbatch" if plan.num_microbatches == 1 else f"{plan.num_microbatches} microbatches"
+    each = "" if job.data.source == "example" else f"; {job.data.sequence} tokens each"
+    return {
+        "model": f"{plan.model_spec.name}: {numel:,} parameters in {len(plan.model_spec.block_calls)} blocks",
+        "mesh": f"{plan.mesh} ({plan.mesh.world_size} ranks)" if plan.mesh.world_size > 1 else "one device",
+        "strategies": ", ".join(map(str, plan.strategies)) or "none",
+        "global batch": f"{job.train.batch} samples = {ranks} x {microbatches} of {plan.micro_batch}{each}",
+        "precision": precision_text(plan),
+        **sequence_sharding_text(plan),
+        **sharded_params_text(plan),
+        **staleness_text(plan),
+        "states per rank": states_text(plan),
+        **_pretrained_text(plan),
+        "sent per rank and step": _sent_text(plan),
+        "plan": plan.hash,
+    }
+
+
+def _sent_text(plan: Plan) -> str:
+    """The bytes that each rank sends in a step; if ranks differ, the busiest and another."""
+    least_nbytes, most_nbytes, apart = 0.0, 0.0, False
+    rank, actions = busiest_rank(plan)
+    for move in (move for action in actions for move in action.transfers):
+        least, most = min_max_sent_nbytes(move, move.num_ranks(plan.mesh))
+        least_nbytes += 0 if move.collective in ONE_SENDER else least
+        most_nbytes += 0 if move.collective in ONE_RECEIVER else most
+        apart = apart or least != most
+    if format_nbytes(least_nbytes) == format_nbytes(most_nbytes):
+        return format_nbytes(most_nbytes) + (
+            f" by rank {rank}, which sends most" if len(plan.program.roles) > 1 else ""
+        )
+    if apart:
+        return (
+            f"{format_nbytes(most_nbytes)} by the busiest rank, {format_nbytes(least_nbytes)} by the one "
+            f"that sends least"
+        )
+    return f"{format_nbytes(most_nbytes)} by rank 0, {format_nbytes(least_nbytes)} by each other rank"
+
+
+def _pretrained_text(plan: Plan) -> dict[str, str]:
+    origin = plan.model_spec.pretrained_source
+    if origin is None:
+        return {}
+    nbytes = plan.model_spec.nbytes(plan.job.precision.parameters) + origin.read_buffer_nbytes
+    return {
+        "weights": f"{origin.source}: {format_nbytes(origin.nbytes)}, digest {origin.digest[:16]}",
+        "host memory to load": (
+            f"{format_nbytes(nbytes)} per rank (parameters, and "
+            f"{format_nbytes(origin.read_buffer_nbytes)} to read one)"
+        ),
+    }
+
+
+def _action_table(
+    actions: tuple[Action, ...], *, show_all: bool, title: str = "", max_rows: int | None = None
+) -> Table:
+    streams = {action.name: action.stream for action in actions}
+    return Table(
+        ["stream", "action", "what happens"],
+        [
+            (run[0].stream, _row_label(run), "; ".join(_row_details(run, streams)))
+            for run in _action_rows(actions, show_all=show_all)
+        ],
+        title=title,
+        row_style=lambda row: "" if row[0] == "compute" else "cyan",
+        max_rows=max_rows,
+        more="and {} more rows (--all-actions shows them, and those of all roles)",
+    )
+
+
+def _row_label(run: list[Action]) -> str:
+    first = run[0]
+    microbatch = "" if first.microbatch is None else f" microbatch {first.microbatch}"
+    number = f" x{len(run)}" if len(run) > 1 else ""
+    name = first.subject if first.kind in KINDS_WITH_SUBJECT and len(run) == 1 else ""
+    return f"{first.kind}{number}{microbatch} {name}".rstrip()
+
+
+def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]:
+    first, last = run[0], run[-1]
+    blocks = first.subject if len(run) == 1 else f"{first.subject} .. {last.subject}"
+    yield f"{KIND_TEXTS[first.kind]} {blocks}" if first.kind in PARAM_USE_KINDS else KIND_TEXTS[first.kind]
+    for move in first.transfers[:1]:
+        nbytes, within = (
+            sum(each.nbytes for action in run for each in action.transfers),
+            "" if first.transfer else " inside the block",
+        )
+        yield (
+            f"{move.collective} {format_nbytes(nbytes)} {move.dtype} over "
+            f"{', '.join(move.axes)} "
+            f"({move.algorithm}){within}"
+        )
+    flops = sum(action.flops for action in run)
+    allocated = sum(
+        {hold.name: hold.nbytes for action in run for hold in action.allocations}.values()
+    )  # a buffer is allocated once for all of them
+    if flops:
+        yield format_flops(flops)
+    if allocated:
+        yield f"allocates {format_nbytes(allocated)}"
+    waits = [wait for wait in first.waits if streams.get(wait) != first.stream]
+    if waits:
+        yield f"waits for {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")
+
+
+def _action_rows(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[list[Action]]:
+    for _, stretch in groupby(
+        zip(_row_groups(actions, show_all=show_all), actions, strict=True), key=lambda pair: pair[0]
+    ):
+        in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
+        for _, row in groupby(in_rows, key=lambda action: (action.kind, action.microbatch)):
+            yield list(row)
+
+
+def _row_groups(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[str | int]:
+    """For each action the name of its group of rows; a number: a row of its own."""
+    now: str | int = ""
+    for i, action in enumerate(actions):
+        scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
+        if not show_all and action.kind in DIRECTION_OF_KIND:
+            now = DIRECTION_OF_KIND[action.kind]
+            yield now
+        elif not show_all and now and (action.kind in INTERLEAVED_KINDS or scatters):
+            yield now
+        else:
+            now = now if action.transfer is not None else ""
+            yield i
+
+
+def verdict_view(verdict: Verdict) -> RenderableType:
+    """Returns a verdict as a short table.
+
+    The outcome, then the largest error per quantity, or the first difference.
+    """
+    if not verdict.passed:
+        return Text(str(verdict), style="red")
+    rows = [("largest relative errors", f"(allowed: {verdict.tolerance:g})")]
+    rows += [(f"  {quantity}", f"{error:.2g}") for quantity, error in verdict.max_errors.items()]
+    head = (
+        f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of "
+        f"{verdict.model}, on "
+        f"{verdict.rank_backend}"
+    )
+    return Group(Text(head, style="green"), Table(["", ""], rows))
+
+
+def trace_view(verdict: TraceVerdict) -> RenderableType:
+    """Returns a trace verdict as a short table.
+
+    The outcome and what was sent, or every action that differs.
+    """
+    if not verdict.passed:
+        return Text(str(verdict), style="red")
+    rows = [
+        ("  model", f"{verdict.model}, on {verdict.tensor_kind} tensors"),
+        ("  collectives", f"{verdict.num_messages} per rank and step"),
+        ("  sent", f"{format_nbytes(verdict.sent_nbytes)} per rank and step"),
+    ]
+    return Group(Text(str(verdict), style="green"), Table(["", ""], rows))

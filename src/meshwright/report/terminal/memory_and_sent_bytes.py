@@ -1,0 +1,130 @@
+"""Shows the memory of a rank by category, and the bytes that it sends per step by kind of action.
+
+Ranks differ if shards are uneven, and if one rank is the primary one: then the first and the last are shown.
+With several roles, the table has the first rank of each; of many roles, the first, the last, and the one
+with the largest peak. Bytes sent are those of the busiest rank.
+"""
+
+from collections.abc import Sequence
+
+from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.plan.job.errors import format_nbytes
+from meshwright.plan.plan import Plan
+from meshwright.plan.step.program import Action, Transfer
+from meshwright.planner.program_cost.rank_memory import StateBytes, peak_nbytes, state_bytes
+from meshwright.report.table import Column, Table
+
+MAX_SHOWN_RANKS = 6  # ranks in a table
+
+
+def state_nbytes_by_role(plan: Plan) -> dict[str, dict[str, int]]:
+    """Returns the bytes that the first rank of each role holds all the time, by category.
+
+    Without gradients and buffers.
+    """
+    nbytes_by_role = {}
+    for rank, (role, _) in zip(first_ranks(plan), plan.program.roles, strict=True):
+        states = state_bytes(plan, rank)
+        nbytes_by_role[role] = {
+            "parameters": states.parameters,
+            "optimizer_states": states.optimizer_states,
+            **({"master": states.master} if states.master else {}),
+        }
+    return nbytes_by_role
+
+
+def states_text(plan: Plan) -> str:
+    """Returns what rank 0 holds, in all and by category; with several roles, the rank that holds most."""
+    rank = max(first_ranks(plan), key=lambda rank: state_bytes(plan, rank).total)
+    states = state_bytes(plan, rank)
+    parts = ", ".join(
+        f"{name} {format_nbytes(nbytes)}" for name, nbytes in states.as_dict().items() if nbytes
+    )
+    which = f" on rank {rank}, the largest" if len(plan.program.roles) > 1 else ""
+    return f"{format_nbytes(states.total)}{which} ({parts})"
+
+
+def states_table(plan: Plan) -> Table:
+    """Returns the state bytes per rank, and of rank 0 per parameter of the model, without zero rows.
+
+    The last row includes activations: the most that is held at any moment of a step.
+    """
+    largest = max(first_ranks(plan), key=lambda rank: peak_nbytes(plan, rank))
+    ranks = first_ranks(plan) if len(plan.program.roles) > 1 else [0, plan.mesh.world_size - 1]
+    if len(ranks) > MAX_SHOWN_RANKS:
+        ranks = sorted({ranks[0], largest, ranks[-1]})
+    found = [state_bytes(plan, rank) for rank in ranks]
+    texts = [[format_nbytes(nbytes) for nbytes in each.as_dict().values()] for each in found]
+    shown = list(zip(ranks, found, strict=True))[: 1 if all(each == texts[0] for each in texts) else None]
+    heads = ["each rank"] if len(shown) == 1 else [f"rank {rank}" for rank, _ in shown]
+    rows = {name: [each.as_dict()[name] for _, each in shown] for name in StateBytes.__dataclass_fields__}
+    rows = {name: nbytes for name, nbytes in rows.items() if any(nbytes)}
+    rows["total"] = [each.total for _, each in shown]
+    rows["peak"] = [peak_nbytes(plan, rank) for rank, _ in shown]
+    numel = max(1, plan.model_spec.numel)
+    several = len(plan.program.roles) > 1 and len(shown) > 1
+    return Table(
+        ["state", *(Column(head, format_nbytes) for head in heads), Column("per parameter", "{:.3g} B")],
+        [(name, *nbytes, nbytes[0] / numel) for name, nbytes in rows.items()],
+        note=f"rank {largest} has the largest peak" if several else "",
+        row_style=_total_in_bold,
+    )
+
+
+def first_ranks(plan: Plan) -> list[int]:
+    """Returns the first rank of each role."""
+    roles = len(plan.program.roles)
+    return list(range(0, plan.mesh.world_size, plan.mesh.world_size // roles))
+
+
+def busiest_rank(plan: Plan) -> tuple[int, Sequence[Action]]:
+    """Returns the first rank of the role that sends most in a step, and its actions."""
+    totals = list(sent_nbytes_by_role(plan).values())
+    index = totals.index(max(totals))
+    return first_ranks(plan)[index], plan.program.roles[index][1]
+
+
+def sent_nbytes_by_role(plan: Plan) -> dict[str, float]:
+    """Returns the bytes that the busiest rank of each role sends in a step; 0 for a received message."""
+    return {
+        role: sum(
+            min_max_sent_nbytes(move, move.num_ranks(plan.mesh))[1]
+            for action in actions
+            if action.stream != "recv"
+            for move in action.transfers
+        )
+        for role, actions in plan.program.roles
+    }
+
+
+def sent_table(plan: Plan) -> Table | None:
+    """Returns messages and bytes per step of the busiest rank, by kind of action and transfer.
+
+    None if nothing is sent.
+    """
+    totals: dict[tuple[str, str], tuple[int, float]] = {}
+    rank, actions = busiest_rank(plan)
+    for action in actions:
+        for transfer in action.transfers:
+            key = action.kind, _transfer_text(transfer)
+            messages, nbytes = totals.get(key, (0, 0.0))
+            most = min_max_sent_nbytes(transfer, transfer.num_ranks(plan.mesh))[1]
+            totals[key] = messages + 1, nbytes + most
+    if not totals:
+        return None
+    rows = [(*key, messages, nbytes) for key, (messages, nbytes) in totals.items()]
+    total = ("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows))
+    return Table(
+        ["kind", "transfer", Column("messages", "{:,}"), Column("sent per step", format_nbytes)],
+        [*rows, total],
+        note=f"on rank {rank}, which sends most" if len(plan.program.roles) > 1 else "",
+        row_style=_total_in_bold,
+    )
+
+
+def _total_in_bold(row: Sequence[object]) -> str:
+    return "bold" if row[0] == "total" else ""
+
+
+def _transfer_text(transfer: Transfer) -> str:
+    return f"{transfer.collective} of {transfer.dtype} over {', '.join(transfer.axes)}"

@@ -1,0 +1,454 @@
+"""Reads and writes config files and plan files (TOML). Both have one schema: a plan is a config with nothing
+left to resolve.
+
+    micro_batch = 2                      samples per microbatch and rank; 0: the whole local batch at once
+    cluster = "cluster.toml"             measured by `bench network`; algorithm = "auto" chooses by it, once,
+                                         for the plan
+
+    [model] [data] [train] [optimizer] [lr_schedule] [precision] [evaluate] [guard]     together the Job
+    [run]                                folder, logging, checkpoints, limits
+    [mesh]                               axis = size; -1: so that the product is the number of ranks
+    dp_replicate = -1
+
+    [[strategies]]                       one table per strategy: its name and its fields
+    name = "ddp"
+
+A file without `strategies` uses the default strategies of its mesh; `strategies = []` uses none. A plan file
+adds `plan_hash` and `version`. All diagnostics of a file and of the overrides are reported at once, with
+dotted key and location.
+
+Paths in cluster, run.hardware, run.cluster, model.source, model.weights, data.source, data.tokenizer,
+evaluate.source, and paths of .csv and .py files in a strategy, are relative to the folder of the file (in
+overrides: to the current folder) if they exist there. They become absolute on reading, so a plan file can be
+moved to another folder.
+
+The command line overrides keys:
+
+    --train.batch 16          a value, parsed as TOML (16, true, [1, 2], "text"); anything else is a string
+    --train.batch=16          the same; needed when the value itself begins with --
+    --strategies.zero.stage 2 a table of a list of tables, by its name ...
+    --optimizer.groups.0.pattern *.bias     ... or by its index
+    --strategies.zero.field   without a value: true
+
+An override changes the document before anything is checked, so the command line obeys the same rules as the
+file.
+"""
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import date, time
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import tomli_w
+
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    collect_diagnostics,
+    raise_diagnostics,
+    refuse_write_errors,
+    suggest_name,
+)
+from meshwright.plan.job.field_constraints import field_diagnostics
+from meshwright.plan.job.job import Job
+from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
+from meshwright.plan.strategy_interface import Strategy
+from meshwright.run.config.toml_validation import SchemaCheck
+
+
+def apply_overrides(
+    document: dict[str, Any], args: Sequence[str], diagnostics: list[Diagnostic]
+) -> tuple[dict[str, Any], frozenset[tuple[str, ...]]]:
+    """Returns a copy of `document` with the overrides in `args`, and the key paths that they set; appends to
+    `diagnostics`.
+    """
+    document = deepcopy(document)
+    paths = set()
+    for key, text in _pairs(args, diagnostics):
+        paths.add(_set_value(document, key.split("."), _value(text), diagnostics))
+    return document, frozenset(paths - {()})
+
+
+def _pairs(words: Sequence[str], diagnostics: list[Diagnostic]) -> Iterator[tuple[str, str]]:
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--") or not all(word[2:].partition("=")[0].split(".")):
+            diagnostics.append(
+                Diagnostic(
+                    "this is not an override",
+                    "write --key.sub value, for example --train.batch 16",
+                    f"'{word}'",
+                )
+            )
+            continue
+        key, equals, text = word[2:].partition("=")
+        if not equals:
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        # Python marks bytes that are not UTF-8 by these letters.
+        if any("\ud800" <= letter <= "\udfff" for letter in key + text):
+            diagnostics.append(
+                Diagnostic(
+                    f"{key + '=' + text!a} is not valid UTF-8",
+                    "write it in UTF-8, as the file is",
+                    "override",
+                )
+            )
+            continue
+        yield key, text
+
+
+def _value(text: str) -> Any:
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    # No key takes a date, and a string with line breaks may hold further keys: both are strings.
+    if set(read) != {"value"} or isinstance(read["value"], (date, time)):
+        return text
+    return read["value"]
+
+
+def _set_value(
+    document: dict[str, Any], path: Sequence[str], value: Any, diagnostics: list[Diagnostic]
+) -> tuple[str, ...]:
+    """Sets `path` in `document`; returns it with names in place of positions, or () when
+    it could not be set.
+    """
+    node: Any = document
+    overridden: list[str] = []
+    for depth, part in enumerate(path):
+        where = f"--{'.'.join(path)}"
+        if not isinstance(node, (dict, list)):
+            text = f"{'.'.join(path[:depth])} is {node!r}, which has no keys"
+            diagnostics.append(
+                Diagnostic(text, f"set it as a whole: --{'.'.join(path[:depth])} VALUE", where)
+            )
+            return ()
+        key: Any = _place(node, part, where, diagnostics) if isinstance(node, list) else part
+        if key is None:
+            return ()
+        last = depth == len(path) - 1
+        if last:
+            node[key] = value
+        elif isinstance(node, dict) and key not in node:
+            node[key] = {}
+        node = node[key]
+        overridden.append(_name(node, part) if not last else part)
+    return tuple(overridden)
+
+
+def _place(items: list[Any], part: str, where: str, diagnostics: list[Diagnostic]) -> int | None:
+    """The position in `items` that `part` names: by the item's name, or by a number."""
+    named = [i for i, item in enumerate(items) if _name(item, "") == part]
+    if len(named) == 1:
+        return named[0]
+    if part.isdecimal() and int(part) < len(items):
+        return int(part)
+    if named:
+        text = f"{len(named)} tables of this list are named '{part}'"
+        diagnostics.append(
+            Diagnostic(
+                text, f"address one by its place: {' or '.join(map(str, named))} instead of '{part}'", where
+            )
+        )
+    else:
+        diagnostics.append(Diagnostic(f"this list has no '{part}'", _repair(part, items), where))
+    return None
+
+
+def _repair(part: str, items: Iterable[Any]) -> str:
+    names = [_name(item, str(i)) for i, item in enumerate(items)]
+    add = f'add a table with name = "{part}" to the file'
+    return f"{suggest_name(part, names)} or {add}" if names else add
+
+
+def _name(item: Any, otherwise: str) -> str:
+    return item["name"] if isinstance(item, dict) and isinstance(item.get("name"), str) else otherwise
+
+
+StrategyTable = Mapping[str, Mapping[str, type[Strategy]]]  # by name, then by mode; the first is the default
+FILE_PATTERN = re.compile(r"\.(csv|py)(:\w+)?$")  # a string of a strategy that names a file
+EXTRA_KEYS = ("plan_hash", "version")  # written by a plan file
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The contents of a config or plan file. `mesh` has the sizes as written; `strategies` is None when the
+    file lists none.
+
+    `cluster` is the path of a cluster.toml for algorithm = "auto", or "".
+    """
+
+    job: Job = field(default_factory=Job)
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: dict[str, int] = field(default_factory=dict)
+    micro_batch: int = 0
+    strategies: tuple[Strategy, ...] | None = None
+    extra: dict[str, str] = field(default_factory=dict)
+    cluster: str = ""
+
+
+def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable) -> PlanRequest:
+    """Returns the request in the TOML file at `path`, changed by `overrides`; `strategies` are the known
+    ones by name.
+
+    Checks the types of values only. Raises PlanError with all diagnostics.
+    """
+    diagnostics: list[Diagnostic] = []
+    document, overridden = apply_overrides(_parse(path), overrides, diagnostics)
+    tables: dict[str, Any] = {**get_type_hints(Job), "run": RunConfig}
+    hints = {
+        **tables,
+        "mesh": dict[str, int],
+        "micro_batch": int,
+        "cluster": str,
+        **dict.fromkeys(EXTRA_KEYS, str),
+    }
+    check = SchemaCheck(str(path), overridden, tables, diagnostics)
+    chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
+    for key in (key for key in document if key not in hints):
+        check.add_unknown_key(key, (*hints, "strategies"), (key,))
+    values = {
+        key: check.convert(document[key], hint, (key,)) for key, hint in hints.items() if key in document
+    }
+    for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
+        diagnostics.append(unknown_axis_diagnostic(axis, check.describe_path(("mesh", axis))))
+    raise_diagnostics([*diagnostics, *_field_diagnostics(values, chosen)] if diagnostics else ())
+    job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
+    return PlanRequest(
+        job=_with_absolute_sources(job, path.parent, overridden),
+        run=_with_absolute_files(values.get("run", RunConfig()), path.parent, overridden),
+        mesh=values.get("mesh", {}),
+        micro_batch=values.get("micro_batch", 0),
+        strategies=chosen,
+        cluster=_resolve_source(
+            values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
+        ),
+        extra={key: values[key] for key in EXTRA_KEYS if key in values},
+    )
+
+
+def _field_diagnostics(values: Mapping[str, Any], chosen: Sequence[Strategy] | None) -> list[Diagnostic]:
+    diagnostics: list[Diagnostic] = []
+    sizes = {axis: size for axis, size in (values.get("mesh") or {}).items() if axis in AXES and size != -1}
+    collect_diagnostics(diagnostics, Mesh.infer, sizes)
+    named = [(f"strategies.{each.name}", each) for each in chosen or () if each is not None]
+    for key, table in (*values.items(), *named):
+        diagnostics += field_diagnostics(table, key) if is_dataclass(table) else ()
+    return diagnostics
+
+
+def write_request(request: PlanRequest, path: Path) -> None:
+    """Writes `request` to `path` as TOML, with every default; a reader sees the old or the new file.
+
+    Raises PlanError when the file cannot be written.
+    """
+    text = tomli_w.dumps(request_as_dict(request)).encode()
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with refuse_write_errors("the file", path, "name a file in a folder that can be written to"):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with part.open("wb") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            with suppress(OSError):
+                part.unlink()
+
+
+def request_as_dict(request: PlanRequest) -> dict[str, Any]:
+    """Returns `request` as plain values (dict, list, str, int, float, bool) in the schema of the file."""
+    document: dict[str, Any] = {
+        **request.extra,
+        "micro_batch": request.micro_batch,
+        **_to_plain_values(request.job),
+    }
+    document |= {"cluster": request.cluster} if request.cluster else {}
+    document |= {"run": _to_plain_values(request.run), "mesh": dict(request.mesh)}
+    if request.strategies is not None:
+        document["strategies"] = [
+            strategy.as_dict() | _to_plain_values(strategy) for strategy in request.strategies
+        ]
+    return document
+
+
+def canonical_hash(document: Mapping[str, Any]) -> str:
+    """Returns 64 hex digits (sha256), equal for equal plain values in any order of keys."""
+    return sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _to_plain_values(value: Any) -> Any:
+    if is_dataclass(value):
+        overridden = {
+            item.name: (getattr(value, item.name), item.default) for item in fields(value) if item.init
+        }
+        return {
+            key: _to_plain_values(now)
+            for key, (now, default) in overridden.items()
+            if not (now is None and default is None)
+        }
+    if isinstance(value, Mapping):
+        return {key: _to_plain_values(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_to_plain_values(item) for item in value]
+    return {} if value is None else value  # TOML has no null; run/config/toml_validation.py reads {} as None
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    where = str(path)
+    if path.is_dir():
+        names = ", ".join(sorted(found.name for found in path.glob("*.toml"))) or "there is none"
+        raise PlanError(
+            "this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", location=where
+        )
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        names = [found.name for found in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        fix = (
+            suggest_name(path.name, names)
+            if names
+            else "check the path; the file is looked for from the current folder"
+        )
+        raise PlanError("there is no such file", fix=fix, location=where) from error
+    except OSError as error:
+        raise PlanError(
+            f"the file cannot be read: {error.strerror}", fix="check its permissions", location=where
+        ) from error
+    except UnicodeDecodeError as error:
+        fix = f"save it as UTF-8; the byte at position {error.start} is not"
+        raise PlanError("the file is not valid UTF-8", fix=fix, location=where) from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise _syntax_error(path, text, error) from error
+    if not document:
+        fix = "name at least a model and data: [model] source = ..., [data] source = ..."
+        raise PlanError("the file is empty: it sets no key", fix=fix, location=where)
+    return document
+
+
+def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> PlanError:
+    lines = text.splitlines() or [""]
+    place = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
+    line = int(place[1]) if place else len(lines)
+    reason = str(error).split(" (at ")[0]
+    fix = 'write key = value; strings in quotes ("text"), lists in brackets ([1, 2])'
+    return PlanError(
+        f"not TOML: {reason}, in the line '{lines[min(line, len(lines)) - 1].strip()}'",
+        fix=fix,
+        location=f"{path}:{line}",
+    )
+
+
+def _strategies(
+    listed: Any, known: StrategyTable, check: SchemaCheck, folder: Path
+) -> tuple[Strategy, ...] | None:
+    if listed is None:
+        return None
+    path = ("strategies",)
+    if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
+        fix = '[[strategies]] in double brackets, then name = "ddp"; one such table for each technique'
+        check.diagnostics.append(
+            Diagnostic("strategies is not a list of tables", fix, check.describe_path(path))
+        )
+        return None
+    chosen = []
+    for i, table in enumerate(listed):
+        name = table.get("name")
+        if not isinstance(name, str):
+            text = "the strategy has no name" if name is None else f"{name!r} is not the name of a strategy"
+            check.diagnostics.append(
+                Diagnostic(
+                    text,
+                    f'write name = "...": {suggest_name("", known)}',
+                    check.describe_path((*path, str(i), "name")),
+                )
+            )
+        elif name not in known:
+            check.diagnostics.append(
+                Diagnostic(
+                    f"there is no strategy '{name}'",
+                    suggest_name(name, known),
+                    check.describe_path((*path, str(i), "name")),
+                )
+            )
+        else:
+            keys = {("strategies", name, key) for key in table}
+            places = _search_folders(folder, is_override=not check.overridden.isdisjoint(keys))
+            modes = known[name]
+            mode = table.get("mode", next(iter(modes))) if len(modes) > 1 else ""
+            if mode not in modes and len(modes) > 1:
+                check.diagnostics.append(
+                    Diagnostic(
+                        f"mode = {mode!r}; '{name}' has the modes {', '.join(modes)}",
+                        suggest_name(str(mode), modes),
+                        check.describe_path((*path, name, "mode")),
+                    )
+                )
+                continue
+            chooses = ("name", "mode") if len(modes) > 1 else ("name",)
+            values = {key: _file(value, places) for key, value in table.items() if key not in chooses}
+            strategy_class = modes[mode] if len(modes) > 1 else next(iter(modes.values()))
+            chosen.append(check.convert(values, strategy_class, (*path, name)))
+    return tuple(chosen)
+
+
+def _file(value: Any, folders: Sequence[Path]) -> Any:
+    return _resolve_source(value, folders) if isinstance(value, str) and FILE_PATTERN.search(value) else value
+
+
+def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[str, ...]]) -> Job:
+    def resolve_source(table: str, source: str) -> str:
+        typed = (table, "source") in overridden or (table,) in overridden
+        return _resolve_source(source, _search_folders(folder, is_override=typed))
+
+    weights = resolve_source("model", job.model.weights)
+    model = replace(job.model, source=resolve_source("model", job.model.source) or weights, weights=weights)
+    data, (typed, tokenizer) = job.data, (("data", "tokenizer") in overridden, job.data.tokenizer)
+    tokenizer = _resolve_source(tokenizer, _search_folders(folder, is_override=typed))
+    mixture = tuple(replace(part, source=resolve_source("data", part.source)) for part in data.mixture)
+    where = data.source if data.source == "example" else resolve_source("data", data.source)
+    data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)
+    evaluate = job.evaluate
+    if evaluate.source not in ("", "example"):
+        evaluate = replace(evaluate, source=resolve_source("evaluate", evaluate.source))
+    return replace(job, model=model, data=data, evaluate=evaluate)
+
+
+def _with_absolute_files(run: RunConfig, folder: Path, overridden: frozenset[tuple[str, ...]]) -> RunConfig:
+    places = {
+        key: _search_folders(folder, is_override=("run", key) in overridden)
+        for key in ("hardware", "cluster")
+    }
+    hardware, cluster = (_resolve_source(vars(run)[key], where) for key, where in places.items())
+    return replace(run, hardware=hardware, cluster=cluster)
+
+
+def _search_folders(folder: Path, *, is_override: bool) -> tuple[Path, Path]:
+    return (Path.cwd(), folder) if is_override else (folder, Path.cwd())
+
+
+def _resolve_source(source: str, folders: Sequence[Path]) -> str:
+    """`source` (a path, or path:factory) as seen from the first of `folders` in which it exists; unchanged
+    when in none.
+    """
+    head, colon, factory = source.rpartition(":")
+    for folder in folders:
+        for name, tail in ((source, ""), (head, colon + factory)):
+            # Path.exists raises for strings that cannot be paths.
+            if name and os.path.exists(folder / name):
+                return os.path.abspath(folder / name) + tail
+    return source

@@ -1,0 +1,121 @@
+"""The training loop of the command, called from Python with an engine."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import meshwright
+from meshwright.api import make_plan, parallelize
+from meshwright.comm.collectives.group import World
+from meshwright.oom_advice import OutOfMemory, is_out_of_memory
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import EvalConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.run.telemetry.callbacks import STOP, Callback, CallbackEvent
+from meshwright.run.training.train_loop import TrainResult
+from meshwright.testing.ranks import run_on_threads
+from tests.engine.one_device import sample_range
+from tests.tiny_model import analyzed_model, tiny_job, token_samples
+
+ANALYZED = analyzed_model(p=0.1)
+DATA = token_samples(31)
+Rows = Mapping[str, torch.Tensor]
+
+
+def plan_in(folder: Path, evaluate: EvalConfig | None = None, steps: int = 6) -> Plan:
+    job = tiny_job(evaluate=evaluate or EvalConfig())
+    job = replace(job, train=replace(job.train, steps=steps))
+    return make_plan(ANALYZED, job, Mesh(dp_replicate=2), run=RunConfig(str(folder), save_every=0, keep=9))
+
+
+def played(plan: Plan, **more: object) -> list[TrainResult]:
+    def rank(world: World) -> TrainResult:
+        with parallelize(ANALYZED, plan, world=world) as engine:
+            return meshwright.train(engine, DATA, **more)
+
+    return run_on_threads(rank, plan.mesh)
+
+
+def test_a_run_is_trained_evaluated_and_saved(tmp_path):
+    shown: list[float] = []
+    spy = Callback(on_evaluate=lambda moment: shown.append(moment.evaluation["loss"]))
+    (ended, other) = played(plan_in(tmp_path, EvalConfig(hold_out=7, every=2)), callbacks=[spy])
+    assert (ended.step, ended.stopped, other.step) == (6, False, 6)
+    assert len(shown) == 3
+    assert ended.eval_history.best_loss == min(shown)
+    assert ended.checkpoint.name == "step-00000006"
+
+
+def test_the_same_call_continues_where_the_last_one_stopped(tmp_path):
+    def enough(moment: CallbackEvent) -> str | None:
+        return STOP if moment.step == 2 else None
+
+    plan = plan_in(tmp_path / "two")
+    (first, _) = played(plan, callbacks=[Callback(on_step_end=enough)])
+    assert (first.step, first.stopped) == (3, True)
+    (second, _) = played(plan)
+    (straight, _) = played(plan_in(tmp_path / "one"))
+    assert (second.step, second.loss) == (6, straight.loss)
+
+
+def test_samples_held_out_elsewhere_are_evaluated_and_all_others_trained_on(tmp_path):
+    (own, _) = played(plan_in(tmp_path / "own"), eval_data=sample_range(DATA, 0, 5))
+    assert own.eval_history.best_loss is not None
+    (without, _) = played(plan_in(tmp_path / "without"))
+    assert (without.eval_history.best_loss, own.loss) == (None, without.loss)
+
+
+def test_evaluations_without_samples_are_refused(tmp_path):
+    with pytest.raises(
+        Exception, match=r"the plan asks for evaluations, and no samples were passed"
+    ) as caught:
+        played(plan_in(tmp_path, EvalConfig("val.txt")))
+    assert isinstance(caught.value, PlanError) or isinstance(caught.value.__cause__, PlanError)
+
+
+def test_an_engine_evaluates_batches_of_its_own(tmp_path):
+    plan = plan_in(tmp_path)
+    batches = [sample_range(DATA, 0, 12), sample_range(DATA, 12, 24), sample_range(DATA, 24, 31)]
+
+    def rank(world: World) -> float:
+        with parallelize(ANALYZED, plan, world=world) as engine:
+            return engine.evaluate(engine.local_batch(batch) for batch in batches).loss
+
+    with parallelize(ANALYZED, make_plan(ANALYZED, plan.job)) as alone:
+        expected = alone.evaluate(batches).loss
+    assert run_on_threads(rank, plan.mesh) == [pytest.approx(expected, rel=1e-12)] * 2
+
+
+def test_several_optimizers_from_python_train_as_one_that_does_the_same(tmp_path):
+    def trained(optimizer: object) -> float:
+        with parallelize(ANALYZED, make_plan(ANALYZED, plan_in(tmp_path).job), optimizer=optimizer) as engine:
+            return [engine.step(sample_range(DATA, 0, 12)).loss for _ in range(3)][-1]
+
+    def two(groups: list[dict]) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD([group]) for group in groups]
+
+    assert trained(two) == trained(torch.optim.SGD)
+
+
+def test_a_rank_that_runs_out_of_memory_says_what_takes_less_as_under_the_command(tmp_path):
+    def greedy() -> bool:
+        return bool(torch.empty(1 << 60).any())
+
+    words = r"rank \d ran out of memory(?s:.*)planned +\d(?s:.*)live +\d(?s:.*)takes less"
+    with pytest.raises(OutOfMemory, match=words) as caught:
+        played(plan_in(tmp_path), should_stop=greedy)
+    assert is_out_of_memory(caught.value.__cause__)
+
+
+def test_another_error_of_a_rank_is_left_as_it_is(tmp_path):
+    def broken() -> bool:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken") as caught:
+        played(plan_in(tmp_path), should_stop=broken)
+    assert (type(caught.value), str(caught.value)) == (RuntimeError, "broken")

@@ -1,0 +1,77 @@
+"""The memory and message tables of a plan: categories add up, different ranks have columns, messages are
+those of the program.
+"""
+
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.parallel.data.zero import ZeRO
+from meshwright.plan.job.data_config import DataConfig
+from meshwright.plan.job.job import Job, TrainConfig
+from meshwright.plan.job.model_config import ModelConfig
+from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.step.single_device_program import FIRST_ROLE
+from meshwright.planner.program_cost.rank_memory import state_bytes
+from meshwright.report.terminal.memory_and_sent_bytes import sent_table, state_nbytes_by_role, states_table
+from tests.paper_model import SyntheticModel
+
+JOB = Job(ModelConfig("model.json"), DataConfig("text.txt", sequence=64), TrainConfig(batch=12))
+
+
+def plan_of(zero: ZeRO, ranks: int = 4, layers: int = 4, numel: int = 2**20) -> Plan:
+    job = replace(JOB, train=replace(JOB.train, batch=ranks))
+    return Plan.make(
+        job, Mesh(dp_shard=ranks), SyntheticModel(layers, numel).model_spec, (BatchSplit("dp_shard"), zero)
+    )
+
+
+def shown(table: object) -> str:
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def test_states_stand_by_category_and_per_parameter():
+    text = shown(states_table(plan_of(ZeRO(stage=2))))
+    assert re.search(r"state +each rank +per parameter", text)
+    for name, nbytes, each in (
+        ("parameters", "16 MiB", "4 B"),
+        ("gradients", "4 MiB", "1 B"),
+        ("optimizer_states", "8 MiB", "2 B"),
+    ):
+        assert re.search(rf"{name} +{nbytes} +{each}", text), text
+    assert re.search(r"buffers +8 MiB +2 B", text)
+    assert re.search(r"total +36 MiB +9 B", text)
+    assert "master" not in text
+
+
+def test_ranks_that_differ_stand_side_by_side():
+    text = shown(states_table(plan_of(ZeRO(), ranks=12, layers=1, numel=5)))
+    assert re.search(r"state +rank 0 +rank 11", text)
+    assert re.search(r"optimizer_states +12 B +0 B", text)
+
+
+def test_messages_are_counted_by_kind_and_move():
+    text = shown(sent_table(plan_of(ZeRO(stage=2))))
+    assert re.search(r"UNSHARD +all_gather of float32 over dp_shard +4 +12 MiB", text)
+    assert re.search(r"REDUCE +reduce_scatter of float32 over dp_shard +4 +12 MiB", text)
+    assert re.search(r"total +11 +24 MiB", text)
+
+
+def test_one_device_sends_nothing():
+    assert sent_table(Plan.make(JOB, Mesh(), SyntheticModel().model_spec)) is None
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_held_all_the_time_is_what_no_action_takes(stage: int):
+    plan = plan_of(ZeRO(stage=stage))
+    said, held = state_bytes(plan, 0), state_nbytes_by_role(plan)[FIRST_ROLE]
+    taken = {hold.name for action in plan.program.actions(FIRST_ROLE) for hold in action.allocations}
+    assert any("gradient" in name for name in taken)
+    assert sum(held.values()) == said.parameters + said.optimizer_states + said.master
