@@ -61,7 +61,7 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
         (
             sample_by_sample,
             (
-                r"after layers\.0, unbind at test_pipeline_trial\.py:\d+ returns 3 values on 3 samples, and "
+                r"after layers\.0, unbind at test_forward_graph_trace\.py:\d+ returns 3 values on 3 samples, and "
                 r"unbind at .* 5 values on 5"
             ),
         ),

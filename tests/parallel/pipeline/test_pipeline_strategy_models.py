@@ -111,7 +111,7 @@ def test_glue_that_reads_a_number_is_named_with_its_line_and_the_cuts_that_work(
     said = (
         r"none can begin with 'layers.2': the glue after 'layers.1' reads the value of "
         r"layers.1\+0 \(item at "
-        r"test_pipeline_mod"
+        r"test_pipeline_strategy_mod"
     )
     with pytest.raises(PlanError, match=f"cut into 2 stages(?s:.*){said}(?s:.*)compute with tensors there"):
         planned(analyzed, 3)
