@@ -12,10 +12,11 @@ from torch import nn
 from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig

@@ -11,10 +11,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from meshwright.api import analyze, make_plan
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.data_config import DataConfig

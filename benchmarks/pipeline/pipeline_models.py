@@ -23,8 +23,9 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 
 VOCAB_SIZE, TOKENS, CLASSES, PIXELS = 61, 8, 5, 8
 PATCHED = 12  # pixels of images in patches of 4: 9 patches and the class token are 10 tokens

@@ -27,8 +27,9 @@ from benchmarks.pipeline.pipeline_models import Samples, clip, find_model
 from benchmarks.tensor_parallel.tensor_families import model_of
 from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 
 VOCAB_SIZE = 61
 LAYERS = {"num_hidden_layers": 4}

@@ -55,7 +55,7 @@ from benchmarks.random_plans.combinations import (
 )
 from benchmarks.random_plans.random_draws import TECHNIQUES, Draw, draw
 from benchmarks.random_plans.random_models import MODELS, analyzed_model
-from meshwright.engine.runtime.loss_definition import Batch
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan

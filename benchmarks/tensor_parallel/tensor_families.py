@@ -16,8 +16,9 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 
 TOKENS, CLASSES, PIXELS = 12, 5, 12
 ODD = {"vocab": 61, "hidden": 24, "inner": 29, "heads": 6, "keys": 3, "head": 4}

@@ -25,20 +25,16 @@ from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.cpu_allocator import retain_heap
-from meshwright.engine.runtime.loss_definition import (
-    Batch,
-    Loss,
-    check_loss,
-    make_loss_spec,
-    token_cross_entropy,
-)
 from meshwright.engine.runtime.mixed_precision import check_dtype_support
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
+from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.analysis.plan_for_model import plan_for_model
 from meshwright.model.loading.loader import Model, load_factory, with_weights
+from meshwright.model.loss.loss_definition import Batch, Loss, check_loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.oom_advice import OOMAdvisor
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -72,17 +68,20 @@ def analyze(
     """Returns the analysis of `model`: blocks, parameters and operations, found on fake tensors shaped like
     `example_batch`.
 
-    `example_batch` contains the targets of `loss`. A factory is called without allocating its parameters,
-    and initial values come from `seed`. An `nn.Module` is copied with its values and not changed. Values
-    stored in `weights`, a folder or a safetensors file, take precedence over both.
+    `example_batch` contains the targets of `loss`; by default the loss is the one that the model computes
+    itself of a batch with labels, or cross-entropy over labels that are aligned with the logits if it
+    computes none. A factory is called without allocating its parameters, and initial values come from `seed`.
+    An `nn.Module` is copied with its values and not changed. Values stored in `weights`, a folder or a
+    safetensors file, take precedence over both.
     """
     if isinstance(model, AnalyzedModel):
         return model
     name = type(model).__name__ if isinstance(model, nn.Module) else "model"
     factory = (lambda: copy.deepcopy(model)) if isinstance(model, (nn.Module, Model)) else model
-    loss, loaded = loss or token_cross_entropy(), load_factory(factory, seed, name)
+    loaded = load_factory(factory, seed, name)
     loaded = with_weights(loaded, Path(weights)) if weights else loaded
-    return analyze_model(loaded, example_batch, loss.targets, make_loss_spec(loss))
+    loss = loss or find_model_loss(loaded, example_batch) or token_cross_entropy()
+    return analyze_model(loaded, loss.prepare(example_batch), loss)
 
 
 def make_plan(
@@ -140,13 +139,12 @@ def parallelize(
         optimizer: makes a torch optimizer from parameter groups, or several that share them; by default the
             optimizer of the job. The groups carry the job's learning rate and weight decay, which take
             precedence over the optimizer's arguments.
-        loss: a sum and a count (`Loss`); by default cross-entropy over tokens.
+        loss: a sum and a count (`Loss`); by default the one of the analysis (`analyze`).
         world: this rank in its mesh; by default torch.distributed if it is initialized, else one device.
         example: a batch, needed unless `model` is an `AnalyzedModel`.
 
     Raises PlanError if the plan was made for another model, mesh or loss.
     """
-    loss = loss or token_cross_entropy()
     if not isinstance(model, AnalyzedModel) and example is None:
         raise PlanError(
             "parallelize got a model and no example batch",
@@ -160,6 +158,7 @@ def parallelize(
         text = f"the plan is for '{plan.model_spec.name}' and the model is '{analyzed.model_spec.name}', "
         text += "with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", location="parallelize")
+    loss = loss or analyzed.loss
     check_loss(plan, loss)
     world = world or _current_world(plan.mesh)
     if world.mesh != plan.mesh:
@@ -191,11 +190,13 @@ def verify(
     All ranks are threads of this process. Both compute in float64 with plain SGD, whatever the plan's
     optimizer.
     """
+    loss = loss or analyzed.loss
+    prepared = [loss.prepare(batch) for batch in batches]
     case = make_parity_case(
         analyzed,
         plan,
-        loss or token_cross_entropy(),
-        lambda plan, rank: lambda step: select_local_batch(batches[step], plan, rank),
+        loss,
+        lambda plan, rank: lambda step: select_local_batch(prepared[step], plan, rank),
     )
     reference = run_reference(case, len(batches))
     reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
@@ -218,7 +219,7 @@ def trace(
     ones with the full model on the CPU. Raises NeedsValues (a PlanError) when the model cannot run on fake
     tensors.
     """
-    dtype, loss = getattr(torch, plan.job.precision.parameters), loss or token_cross_entropy()
+    dtype, loss = getattr(torch, plan.job.precision.parameters), loss or analyzed.loss
     traced, cpu = sample_ranks(plan) if ranks is None else ranks, torch.device("cpu")
     verdict = trace_ranks(
         plan, traced, loss, lambda mode: make_trained_module(analyzed, cpu, dtype, mode), steps, fake=fake

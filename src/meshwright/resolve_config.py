@@ -15,18 +15,15 @@ from torch import nn
 from meshwright.api import Trainer, default_strategies, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import whole_batch_diagnostics
-from meshwright.engine.runtime.loss_definition import (
-    Loss,
-    empty_loss_error,
-    make_loss_spec,
-    token_cross_entropy,
-)
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as read_model
+from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.analysis.plan_for_model import EXAMPLE_SOURCE
 from meshwright.model.hf.hub import pin_revision
 from meshwright.model.hf.model_from_config import text_limits
 from meshwright.model.loading.loader import LoadedModel, load_model
+from meshwright.model.loss.loss_definition import Loss, empty_loss_error
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
@@ -42,6 +39,7 @@ from meshwright.run.data.data_loader import (
     Dataset,
     ExampleDataset,
     LocalBatches,
+    PreparedDataset,
     open_dataset,
     open_local_batches,
 )
@@ -149,13 +147,15 @@ def _plan_request(
         job = replace(job, precision=PrecisionConfig())
     if data is None and loaded.example is None and job.data.source == EXAMPLE_SOURCE:
         return None
-    loss = factory_loss(loaded.loss)
-    if isinstance(data, ExampleDataset) and not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
-        raise empty_loss_error(f"of the {len(data)} samples of the example batch")
     example = loaded.example or (
         zero_tokens(loaded, with_valid_fields(job.data)) if data is None else data.batch([0])
     )
-    analyzed = read_model(loaded, example, loss.targets, make_loss_spec(loss))
+    loss = choose_loss(loaded, example, job.data)
+    if isinstance(data, ExampleDataset):
+        data = PreparedDataset(data, loss.prepare)
+        if not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
+            raise empty_loss_error(f"of the {len(data)} samples of the example batch")
+    analyzed = read_model(loaded, loss.prepare(example), loss)
     given = request.strategies
     strategies = default_strategies(mesh, analyzed.model_spec) if given is None else given
     strategies, notes = choose_algorithms(
@@ -180,16 +180,26 @@ def zero_tokens(loaded: LoadedModel, source: DataConfig) -> dict[str, torch.Tens
     return {"input_ids": tokens, "labels": tokens}
 
 
-def factory_loss(given: object) -> Loss:
-    """Returns the loss of a factory; cross-entropy over tokens if it has none. Raises PlanError for anything
-    else.
+def choose_loss(loaded: LoadedModel, example: Mapping[str, torch.Tensor], source: DataConfig) -> Loss:
+    """Returns the loss of a factory; if it has none, the one that the model computes itself.
+
+    Texts are read as samples whose labels are the next tokens. Raises PlanError for a loss that is no Loss,
+    and for a model whose own loss does not predict the next token of a text.
     """
-    if given is None:
-        return token_cross_entropy()
-    if not isinstance(given, Loss):
+    given, is_text = loaded.loss, source.source != EXAMPLE_SOURCE
+    if given is not None and not isinstance(given, Loss):
         fix = "return meshwright.Loss(total=..., count=...): a sum over what counts, and how much counts"
         raise PlanError(f"the loss of the model is a {type(given).__name__}", fix=fix, location="model.loss")
-    return given
+    loss = given or find_model_loss(loaded, example)
+    if is_text and given is None and loss is not None and not loss.shifts_labels:
+        text = f"the labels of texts are the next tokens, and {loaded.name} predicts something else"
+        fix = (
+            "choose a causal language model; or return the model, an example batch with its labels and "
+            "the loss from a factory: meshwright.Model(module, example=..., loss=...)"
+        )
+        raise PlanError(text, fix=fix, location="data.source")
+    loss = loss or token_cross_entropy()
+    return loss.of_prepared_batches() if is_text else loss
 
 
 def factory_callbacks(given: Iterable[object]) -> tuple[Callback, ...]:

@@ -11,9 +11,10 @@ from torch import nn
 from meshwright.api import analyze, make_plan, single_rank_world
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig

@@ -9,8 +9,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze, make_plan
-from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.plan.job.job import Job
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh

@@ -14,6 +14,7 @@ from meshwright.model.blocks.block_forward_backward import ForwardDriver, backwa
 from meshwright.model.loading.loader import Model, load_factory
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
+from tests.model.unknown_loss import unknown_loss
 
 Gradients = dict[str, torch.Tensor | None]
 Forward = Callable[..., Any]
@@ -57,7 +58,7 @@ def analyze_model(
     build: Callable[[], nn.Module], example: Mapping[str, torch.Tensor], blocks: Sequence[str] | None = None
 ) -> AnalyzedModel:
     """The analysis of the model that `build` makes, on `example` without targets."""
-    return analyze(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, ())
+    return analyze(load_factory(lambda: Model(build(), example, blocks), 0, "model"), example, unknown_loss())
 
 
 def both_ways(

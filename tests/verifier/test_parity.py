@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from meshwright.api import select_local_batch
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline

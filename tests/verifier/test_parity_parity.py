@@ -13,8 +13,9 @@ import torch
 from pydantic import TypeAdapter
 
 from meshwright.comm.collectives.group import LedgerEntry, World
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.job import (
     Job,
     LossGuard,

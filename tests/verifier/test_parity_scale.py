@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import OptimizerConfig

@@ -11,7 +11,7 @@ from torch import nn
 import meshwright.engine.step.action_handlers
 import meshwright.engine.step.executor
 import meshwright.model.blocks.block_forward_backward
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig, TrainConfig
 from meshwright.verifier.reference import ParityCase, Reference, run_reference

@@ -13,7 +13,6 @@ from rich.text import Text
 import meshwright
 from meshwright.api import default_strategies
 from meshwright.commands.predict import NOT_PREDICTED, predict_plan
-from meshwright.engine.runtime.loss_definition import make_loss_spec
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.model_report import ModelReport, make_model_report
 from meshwright.model.analysis.plan_for_model import model_spec_for
@@ -32,7 +31,7 @@ from meshwright.report.terminal.action_table import plan_view
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
-from meshwright.resolve_config import ResolvedRun, factory_loss, resolve_request, zero_tokens
+from meshwright.resolve_config import ResolvedRun, choose_loss, resolve_request, zero_tokens
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, write_request
 from meshwright.run.measure.hardware_file import is_hardware_file
 from meshwright.verifier.static_checks import static_checks
@@ -151,8 +150,9 @@ def explain_model(config: Path, overrides: Sequence[str]) -> ModelExplanation:
     job = request.job
     raise_diagnostics(job.model.diagnostics())
     loaded = load_model(job.model, job.train.seed)
-    loss, example = factory_loss(loaded.loss), loaded.example or zero_tokens(loaded, job.data)
-    found = make_model_report(loaded, example, loss.targets, make_loss_spec(loss))
+    example = loaded.example or zero_tokens(loaded, job.data)
+    loss = choose_loss(loaded, example, job.data)
+    found = make_model_report(loaded, loss.prepare(example), loss)
     if found.analyzed is None:
         return ModelExplanation(found, job.precision.parameters, None, False, found.diagnostics)
     sharding, asked, diagnostics = _place_strategies(found.analyzed, request)

@@ -15,7 +15,13 @@ import torch
 from meshwright.api import Trainer
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.checkpoint.resume import resume
-from meshwright.run.data.data_loader import Dataset, ExampleDataset, open_local_batches, prefetch
+from meshwright.run.data.data_loader import (
+    Dataset,
+    ExampleDataset,
+    PreparedDataset,
+    open_local_batches,
+    prefetch,
+)
 from meshwright.run.data.eval_samples import EvalSamples, split_held_out
 from meshwright.run.telemetry.callbacks import Callback
 from meshwright.run.training.train_loop import TrainResult
@@ -43,10 +49,10 @@ def train(
     """
     plan, world = trainer.plan, trainer.world
     with trainer.oom_advisor:
-        everything = _as_data(data)
+        everything = _as_data(data, trainer)
         training, kept = split_held_out(everything, plan.job.evaluate)
         if eval_data is not None:
-            kept = _as_data(eval_data)
+            kept = _as_data(eval_data, trainer)
         elif kept is None and plan.job.evaluate.is_enabled:
             text = "the plan asks for evaluations, and no samples were passed"
             raise PlanError(text, fix="pass held_out=...", location="held_out")
@@ -65,5 +71,6 @@ def train(
             )
 
 
-def _as_data(samples: Samples) -> Dataset:
-    return ExampleDataset(samples) if isinstance(samples, Mapping) else samples
+def _as_data(samples: Samples, trainer: Trainer) -> Dataset:
+    dataset = ExampleDataset(samples) if isinstance(samples, Mapping) else samples
+    return PreparedDataset(dataset, trainer.executor.state.loss.prepare)

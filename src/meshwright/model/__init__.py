@@ -8,6 +8,7 @@ rng                  dropout masks that do not depend on the plan
 loading              model sources, deferred initialization, pretrained weights
 tensor_parallel      which layers can be sharded, and how features flow between them
 context_parallel     runs a forward on a shard of each sequence
+loss                 losses, and what they take of a model's outputs
 blocks               finds blocks, runs them with the graph cut between them
 hf                   code for the Hugging Face libraries
 tensors              building blocks: modes, random numbers, nested containers

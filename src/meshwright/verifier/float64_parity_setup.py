@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
-from meshwright.engine.runtime.loss_definition import Batch, Loss, check_loss
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.plan_for_model import model_spec_for, plan_for_model
+from meshwright.model.loss.loss_definition import Batch, Loss, check_loss
 from meshwright.model.tensors.float64_mode import batch_in_float64, in_float64
 from meshwright.plan.job.errors import raise_diagnostics
 from meshwright.plan.plan import Plan

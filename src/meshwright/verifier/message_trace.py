@@ -31,9 +31,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
 from meshwright.comm.collectives.group import LedgerEntry, Work
-from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import Executor
+from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
 from meshwright.model.trial.fake_tensor_forward import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError

@@ -16,9 +16,9 @@ import torch
 
 from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.engine.optim.make_optimizers import make_param_groups
-from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.blocks.block_forward_backward import backward_from
+from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.float64_mode import Float64Mode

@@ -9,7 +9,7 @@ from torch import nn
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation, preserve_module_state
-from meshwright.engine.runtime.loss_definition import Loss
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import PrecisionConfig
 from meshwright.testing.ranks import run_on_threads

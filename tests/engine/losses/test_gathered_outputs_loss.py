@@ -12,8 +12,8 @@ import torch
 from meshwright.api import parallelize, select_local_batch, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.engine.runtime.rank_state import Metrics
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError

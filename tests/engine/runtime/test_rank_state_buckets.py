@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from meshwright.api import single_rank_world
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.engine.runtime.rank_state import GradBucket, RankState, TrainedModule
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.model_spec.model_spec import ModelSpec
 
 

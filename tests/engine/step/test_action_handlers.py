@@ -8,7 +8,8 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from tests.engine.one_device import Custom, Pair, bits, ignored, job_of, pair, sample_range

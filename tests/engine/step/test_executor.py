@@ -13,9 +13,9 @@ from torch import nn
 from meshwright.api import analyze, make_plan, single_rank_world
 from meshwright.engine.optim.make_optimizers import OptimizerFactory
 from meshwright.engine.runtime.build_module import make_trained_module
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig, OptimizerConfig, PrecisionConfig
 from meshwright.plan.sharding.mesh import Mesh

@@ -14,10 +14,11 @@ from torch import nn
 from meshwright.api import analyze, make_plan, select_local_batch, trace
 from meshwright.comm.collectives.group import World
 from meshwright.engine.runtime.build_module import make_trained_module
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.executor import Executor
 from meshwright.engine.step.gradient_noise import AVERAGE_DECAY, estimate_signal_and_noise, simple_noise_scale
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP

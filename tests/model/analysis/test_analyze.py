@@ -14,6 +14,7 @@ from meshwright.model.loading.loader import Model, load_factory, load_model
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 from tests.model.block_backward import analyze_model, both_ways
+from tests.model.unknown_loss import unknown_loss
 
 X = {"x": torch.linspace(-1, 1, 12).view(2, 6)}
 
@@ -116,7 +117,9 @@ def test_an_error_in_a_forward_that_reads_values_is_the_models_own():
 def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
     with pytest.raises(PlanError) as caught:
         analyze(
-            load_factory(Plain, 0, "plain"), {"x": torch.zeros(2, 5), "labels": torch.zeros(2)}, ("labels",)
+            load_factory(Plain, 0, "plain"),
+            {"x": torch.zeros(2, 5), "labels": torch.zeros(2)},
+            unknown_loss("labels"),
         )
     assert "the forward fails in a trial on samples like x [2, 5] float32: RuntimeError: " in str(
         caught.value
@@ -126,7 +129,7 @@ def test_an_example_that_does_not_fit_the_forward_is_refused_with_its_shapes():
         match=r"on samples like y \[2, 6\] float32: "
         r"TypeError: .*unexpected keyword argument 'y'(?s:.*)its keys",
     ):
-        analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, ())
+        analyze(load_factory(Plain, 0, "plain"), {"y": torch.zeros(2, 6)}, unknown_loss())
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_an_example_without_a_common_batch_size_is_refused(example: dict[str, to
         PlanError,
         match=rf"^example: the example batch holds .*{given}.*; needed is the same number of samples",
     ):
-        analyze(load_factory(Plain, 0, "plain"), example, ())
+        analyze(load_factory(Plain, 0, "plain"), example, unknown_loss())
 
 
 def test_the_stand_in_sample_is_detached_from_the_examples_graph():
@@ -187,7 +190,9 @@ def test_instances_are_independent_and_start_equal():
 
 
 def test_declared_blocks_take_precedence_over_discovery():
-    analyzed = analyze(load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, ())
+    analyzed = analyze(
+        load_factory(lambda: Model(Plain(), X, blocks=["second"]), 0, "plain"), X, unknown_loss()
+    )
     assert analyzed.model_spec.block_calls == ("second",)
     assert {w.name: w.block_calls for w in analyzed.model_spec.params}["first.weight"] == ("(root)",)
 
@@ -203,11 +208,13 @@ def test_declared_blocks_that_no_forward_calls_are_refused():
         PlanError,
         match=r"^model\.blocks: the declared blocks layers\.0, layers\.2 are not called(?s:.*)every batch",
     ):
-        analyze(load_factory(lambda: Model(Chained(rule), X, blocks=blocks), 0, "chained"), X, ())
+        analyze(load_factory(lambda: Model(Chained(rule), X, blocks=blocks), 0, "chained"), X, unknown_loss())
 
 
 def test_the_whole_model_may_be_declared_as_one_block():
-    analyzed = analyze(load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, ())
+    analyzed = analyze(
+        load_factory(lambda: Model(Plain(), X, blocks=[WHOLE_MODEL]), 0, "plain"), X, unknown_loss()
+    )
     assert analyzed.model_spec.block_calls == (WHOLE_MODEL,)
     assert analyzed.model_spec.notes == ()
 
@@ -232,7 +239,7 @@ def test_a_model_of_six_billion_parameters_is_analyzed_in_the_memory_of_a_small_
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 256, **sizes})
     )
     samples = {key: torch.zeros(1, 64, dtype=torch.long) for key in ("input_ids", "labels")}
-    analyze(load_model(ModelConfig(str(config)), 0), samples, ("labels",))
+    analyze(load_model(ModelConfig(str(config)), 0), samples, unknown_loss("labels"))
     before = peak_mb()
     large = {
         "hidden_size": 8192,
@@ -241,7 +248,9 @@ def test_a_model_of_six_billion_parameters_is_analyzed_in_the_memory_of_a_small_
         "num_attention_heads": 64,
     }
     large |= {"num_key_value_heads": 64, "vocab_size": 32000}
-    model_spec = analyze(load_model(ModelConfig(str(config), large), 0), samples, ("labels",)).model_spec
+    model_spec = analyze(
+        load_model(ModelConfig(str(config), large), 0), samples, unknown_loss("labels")
+    ).model_spec
     assert model_spec.numel == 6_362_865_664
     assert len(model_spec.block_calls) == 6 + 3
     assert peak_mb() - before < 64  # its embedding alone would take 1000
@@ -255,7 +264,7 @@ def test_a_mixture_of_experts_of_many_gigabytes_is_analyzed_without_values(tmp_p
     )
     samples = {key: torch.zeros(1, 16, dtype=torch.long) for key in ("input_ids", "labels")}
     before = peak_mb()
-    model_spec = analyze(load_model(ModelConfig(str(config)), 0), samples, ("labels",)).model_spec
+    model_spec = analyze(load_model(ModelConfig(str(config)), 0), samples, unknown_loss("labels")).model_spec
     assert model_spec.numel > 12e9
     assert len(model_spec.block_calls) == 2 + 3
     assert peak_mb() - before < 512

@@ -61,8 +61,8 @@ def one_layer_more(model: Chain, x: torch.Tensor) -> object:
         (
             sample_by_sample,
             (
-                r"after layers\.0, unbind at test_forward_graph_trace\.py:\d+ returns 3 values on 3 samples, and "
-                r"unbind at .* 5 values on 5"
+                r"after layers\.0, unbind at test_forward_graph_trace\.py:\d+ returns 3 values on "
+                r"3 samples, and unbind at .* 5 values on 5"
             ),
         ),
         (one_layer_more, r"it reaches head on 3 samples, and layers\.1 on 5"),

@@ -7,8 +7,8 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.plan.model_spec.op_sizes_and_memory import BlockMemory, LinearInSamples, ModelMemory
 from tests.model.block_backward import Block, Chain
 from tests.parallel.tensor.odd_llama import batches, llama

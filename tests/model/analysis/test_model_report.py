@@ -10,6 +10,7 @@ from meshwright.model.analysis.model_report import ModelReport, make_model_repor
 from meshwright.model.blocks.discovery import WHOLE_MODEL
 from meshwright.model.loading.loader import Model, load_factory
 from meshwright.plan.model_spec.model_spec import ROOT
+from tests.model.unknown_loss import unknown_loss
 
 TOKENS = {"input_ids": torch.zeros(1, 8, dtype=torch.long), "labels": torch.zeros(1, 8, dtype=torch.long)}
 
@@ -46,7 +47,7 @@ class Flat(nn.Module):
 
 
 def of(model: nn.Module | Model) -> ModelReport:
-    return make_model_report(load_factory(lambda: model, 0, "net"), TOKENS, ("labels",))
+    return make_model_report(load_factory(lambda: model, 0, "net"), TOKENS, unknown_loss("labels"))
 
 
 def test_equal_blocks_are_one_row_in_call_order():

@@ -9,9 +9,10 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.loading.loader import Model
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from tests.model.block_backward import Driven, both_ways

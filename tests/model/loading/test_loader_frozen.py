@@ -17,6 +17,7 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import bits, sample_range
+from tests.model.unknown_loss import unknown_loss
 from tests.tiny_model import (
     Tiny,
     analyzed_model,
@@ -38,7 +39,10 @@ def trained(folder: Path, frozen: Sequence[str], function: str = "build") -> lis
     """The names that are trained when those that match `frozen` are not."""
     (folder / "model.py").write_text(FACTORY)
     loaded = load_model(ModelConfig(f"{folder / 'model.py'}:{function}", frozen=tuple(frozen)), seed=0)
-    return [weight.name for weight in analyze(loaded, token_samples(2), ("labels",)).model_spec.trainable]
+    return [
+        weight.name
+        for weight in analyze(loaded, token_samples(2), unknown_loss("labels")).model_spec.trainable
+    ]
 
 
 def test_parameters_that_match_a_pattern_are_not_trained(tmp_path):
@@ -65,7 +69,7 @@ def test_patterns_that_match_nothing_are_refused_one_by_one(tmp_path):
 
 def test_a_model_that_is_frozen_whole_is_refused():
     loaded = load_factory(Tiny, 0, "tiny", frozen=("*",))
-    analyzed = analyze(loaded, token_samples(2), ("labels",))
+    analyzed = analyze(loaded, token_samples(2), unknown_loss("labels"))
     with pytest.raises(PlanError, match=r"none of the \d+ parameters of tiny is trained"):
         plan_of(analyzed, 1)
 
@@ -96,16 +100,18 @@ def adapted() -> nn.Module:
 def test_a_model_with_frozen_parts_equals_one_device(ranks: int):
     for analyzed in (
         analyze(
-            load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")), token_samples(2), ("labels",)
+            load_factory(Tiny, 0, "tiny", frozen=("embed.*", "layers.1.*")),
+            token_samples(2),
+            unknown_loss("labels"),
         ),
-        analyze(load_factory(adapted, 0, "adapted"), token_samples(2), ("labels",)),
+        analyze(load_factory(adapted, 0, "adapted"), token_samples(2), unknown_loss("labels")),
     ):
         verdict = verdict_of(case_of(analyzed, plan_of(analyzed, ranks)))
         assert verdict.passed, verdict
 
 
 def test_only_adapters_are_trained_sent_and_kept_in_the_optimizer():
-    analyzed = analyze(load_factory(adapted, 0, "adapted"), token_samples(2), ("labels",))
+    analyzed = analyze(load_factory(adapted, 0, "adapted"), token_samples(2), unknown_loss("labels"))
     names = [f"layers.{i}.linear.{name}" for i in range(3) for name in ("down", "up")]
     assert sorted(weight.name for weight in analyzed.model_spec.trainable) == names
     plan = plan_of(analyzed, 3, job=tiny_job(optimizer=OptimizerConfig("adamw", lr=0.1)))

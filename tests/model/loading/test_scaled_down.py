@@ -15,6 +15,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
+from tests.model.unknown_loss import unknown_loss
 
 COMMON = {
     "vocab_size": 97,
@@ -88,7 +89,7 @@ def test_the_copy_has_two_layers_runs_and_is_small(architecture: str, tmp_path: 
     example = {"input_ids": ids, "labels": ids}
     if "Conditional" in architecture:
         example["decoder_input_ids"] = ids[:, :7]
-    model_spec = analyze(load_model(job.model, 0), example, ("labels",)).model_spec
+    model_spec = analyze(load_model(job.model, 0), example, unknown_loss("labels")).model_spec
     layers = [block_call for block_call in model_spec.block_calls if block_call.split(".")[-1].isdigit()]
     assert len(layers) == (4 if "Conditional" in architecture else 2)
     assert model_spec.numel < 500_000

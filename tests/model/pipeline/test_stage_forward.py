@@ -12,8 +12,8 @@ from torch import nn
 from meshwright.model.analysis.analyze import analyze
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
-from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.loading.loader import Model, load_factory
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError
 from tests.model.block_backward import Chain, Forward
@@ -205,8 +205,8 @@ def test_an_output_that_the_loss_ignores_is_not_sent_and_raises_when_read():
         first = model.layers[0](x)
         return {"y": model.head(model.layers[1](first)), "first": first}
 
-    decide = LossSpec(lambda outputs, batch: outputs["y"].sum(), ())
-    analyzed = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, (), decide)
+    decide = Loss(lambda outputs, batch: outputs["y"].sum(), lambda batch: torch.tensor(1), ())
+    analyzed = analyze(load_factory(lambda: Model(Chain(glue), X), 0, "model"), X, decide)
     graph = ForwardGraphCache(analyzed).get(X)
     assert [value.name for value in graph.boundaries.live_values("head")] == ["layers.1"]
     module, blocks, _ = analyzed.make_module("cpu", torch.float32)

@@ -10,9 +10,9 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError

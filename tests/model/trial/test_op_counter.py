@@ -6,7 +6,7 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.api import analyze
-from meshwright.engine.runtime.loss_definition import Loss
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.trial.op_counter import OpCounter
 from meshwright.plan.model_spec.op_sizes_and_memory import (
     AttentionOp,

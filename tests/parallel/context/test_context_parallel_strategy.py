@@ -10,8 +10,8 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.parallel.context import context_parallel_strategy
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention

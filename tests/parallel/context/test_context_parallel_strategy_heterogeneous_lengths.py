@@ -10,8 +10,9 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.context_parallel.block_input_sharding import ShardedForward
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError

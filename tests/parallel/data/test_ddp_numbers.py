@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, token_cross_entropy
 from meshwright.engine.runtime.rank_state import Metrics, RankState
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig

@@ -12,9 +12,10 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, single_rank_world, verify
 from meshwright.engine.runtime.build_module import make_stateless_rng
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from meshwright.api import analyze, make_plan, trace
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.loading.loader import Model
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.data_parallel_master import DataParallelMaster
 from meshwright.parallel.data.zero import ZeRO

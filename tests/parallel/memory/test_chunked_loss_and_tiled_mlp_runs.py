@@ -12,9 +12,10 @@ from torch import nn
 
 from meshwright.api import analyze, make_plan, parallelize, single_rank_world, trace, verify
 from meshwright.engine.losses import chunked
-from meshwright.engine.runtime.loss_definition import Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.loader import Model
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP

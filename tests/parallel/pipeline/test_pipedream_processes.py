@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.pipeline.pipedream import PipeDream
 from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.sharding.mesh import Mesh

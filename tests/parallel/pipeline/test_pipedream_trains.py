@@ -12,8 +12,8 @@ from torch.func import functional_call
 
 from meshwright.api import make_plan, parallelize, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.ddp_naive import NaiveDDP

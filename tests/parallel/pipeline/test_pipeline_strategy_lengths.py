@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel

@@ -18,8 +18,8 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, PrecisionConfig, TrainConfig

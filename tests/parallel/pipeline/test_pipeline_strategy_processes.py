@@ -4,7 +4,7 @@ import pytest
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline

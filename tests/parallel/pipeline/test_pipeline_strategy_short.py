@@ -9,7 +9,7 @@ import torch
 
 from meshwright.api import make_plan, parallelize, select_local_batch, single_rank_world, verify
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.api import make_plan
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import token_cross_entropy
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.sequence_parallel import SequenceParallel

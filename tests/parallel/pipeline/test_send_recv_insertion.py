@@ -10,8 +10,8 @@ from torch import nn
 
 from benchmarks.models.custom_models import UNet
 from meshwright.api import analyze, make_plan, verify
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.plan.job.data_config import DataConfig

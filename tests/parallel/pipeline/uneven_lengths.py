@@ -8,8 +8,8 @@ import torch
 
 from meshwright.api import make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Batch
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy

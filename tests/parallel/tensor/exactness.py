@@ -5,8 +5,8 @@ states.
 from collections.abc import Sequence
 
 from meshwright.api import trace, verify
-from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.plan.plan import Plan
 
 

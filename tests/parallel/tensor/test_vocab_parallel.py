@@ -10,8 +10,9 @@ from torch import nn
 from meshwright.api import analyze, make_plan, parallelize, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.losses import vocab_parallel_logits
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO

@@ -8,7 +8,7 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import SEPARATOR, TextDataset

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import TextDataset

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.run.data.token_dataset import EncodedDocument, cut_windows, pad_documents
 
 

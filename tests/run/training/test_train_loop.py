@@ -10,8 +10,8 @@ import torch
 
 from meshwright.comm.backends.threads import ThreadGroup
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError

@@ -20,7 +20,6 @@ import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 
 from meshwright.comm.collectives.redistribute import redistribute
-from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.context_parallel.attention_call import (
     AttentionImpl,
@@ -32,6 +31,7 @@ from meshwright.model.context_parallel.conv_call import Conv1dImpl, Conv1dMode
 from meshwright.model.context_parallel.patch_hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_activation import OutputShards, wrap_block_outputs
 from meshwright.model.context_parallel.token_shard import TokenShard
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.model.tensors.select_token_ranges import span_positions
 from meshwright.plan.model_spec.model_spec import block_call_name

@@ -21,10 +21,10 @@ from torch import nn
 
 from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.forward_backward.pipelined_eval import EvalMicrobatch, PipelinedEvaluation
-from meshwright.engine.runtime.loss_definition import Loss
 from meshwright.engine.runtime.microbatches import LocalBatch, split_microbatches
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.rng.stateless_dropout import StatelessDropout
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics

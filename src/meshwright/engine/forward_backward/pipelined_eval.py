@@ -28,9 +28,9 @@ import torch
 from meshwright.comm.collectives.group import Work
 from meshwright.engine.forward_backward.context_parallel_forward import FullSequenceRunner
 from meshwright.engine.runtime.comm_groups import p2p_group
-from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.model.pipeline.forward_graph import ForwardGraph
 from meshwright.model.pipeline.stage_forward import run_stage
 from meshwright.plan.job.errors import PlanError

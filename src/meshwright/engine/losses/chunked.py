@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch.overrides import TorchFunctionMode
 
-from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.module_patches import ModulePatches
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.tensors.pytree import copy_containers, replace_tensors, storage_id
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.loss_inputs import distinct_tensors
+from meshwright.model.loss.loss_definition import Batch
+from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import replace_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor

@@ -2,7 +2,7 @@
 
 Other forwards return full logits.
 
-    in a step, in an evaluation      outputs: this rank's vocabulary     loss: runtime/loss_definition.py
+    in a step, in an evaluation      outputs: this rank's vocabulary     loss: loss/loss_definition.py
     in `full_logits`                 outputs: the full vocabulary    gathered after the model's own forward
 """
 
@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.redistribute import all_gather
-from meshwright.engine.runtime.loss_definition import Batch, VocabParallelLoss, check_loss
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.engine.runtime.vocab_parallel_cross_entropy import VocabShard
+from meshwright.model.loss.loss_definition import Batch, VocabParallelLoss, check_loss
+from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
 from meshwright.model.tensors.pytree import replace_tensors
 from meshwright.plan.plan import Plan
 

@@ -3,8 +3,6 @@
 build_module                    the module that a rank trains, and its stateless dropout
 rank_state                      the state of a rank in a step, the trained module, gradient buckets
 microbatches                    a rank's batch, split into microbatches
-loss_definition                 the loss as a sum and a count
-vocab_parallel_cross_entropy    cross-entropy of logits that are sharded along the vocabulary
 mixed_precision                 the float16 loss scale, gradient norms, dtype checks
 loss_guard                      detection of loss spikes and of steps that are not finite
 comm_groups                     the process groups of a plan

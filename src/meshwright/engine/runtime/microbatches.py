@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from meshwright.engine.runtime.loss_definition import Batch
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.plan import Plan
 
 LocalBatch = Batch | Sequence[Batch] | None  # all of a rank's rows of a step, or its microbatches, or none

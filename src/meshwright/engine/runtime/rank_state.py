@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
-from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.loss_guard import LossSpike
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache
 from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
+from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardCheck
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.step.program import Action

@@ -25,10 +25,10 @@ import torch
 from meshwright.engine.forward_backward.evaluation import preserve_module_state
 from meshwright.engine.forward_backward.stage_send_recv import StageIO
 from meshwright.engine.params.unshard_forward_hooks import unshard_in_order
-from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.loss_guard import RankSpikeReport, StepPhase
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.block_forward_backward import BeforeBlock, BlockCall, backward, backward_from
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

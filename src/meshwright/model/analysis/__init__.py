@@ -3,6 +3,7 @@
 analyze              deferred init, blocks, and the `ModelSpec` that one trial forward finds
 sharding_trials      the trials that need the layers of the model, which the first trial finds
 memory_trial         the memory of each block call: a forward and a backward that count bytes
+find_model_loss      the loss of a model for which none is given
 forward_graph_trace  the recorded forward graphs of a model, one per shape of its inputs
 model_report         all that is known about a model in one value, shown by `meshwright inspect`
 plan_for_model       checks of a plan against the model itself

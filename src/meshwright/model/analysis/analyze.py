@@ -30,10 +30,11 @@ from meshwright.model.analysis.sharding_trials import (
 )
 from meshwright.model.blocks.batch_coupling import TableUse
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_owners
-from meshwright.model.blocks.loss_inputs import LossSpec, batch_columns, loss_inputs, loss_saved_numel
 from meshwright.model.hf.model_from_config import use_batched_experts, use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs, loss_saved_numel
 from meshwright.model.rng.sharded_draws import sites_between_layers
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
@@ -76,12 +77,13 @@ class AnalyzedModel:
     """The analysis of a model: everything a plan needs to know, and everything needed to make the model
     again.
 
-    `deferred_init` gives initial values, `loaded_model` is what was analyzed. `example` holds one sample of
-    every key of a batch, for ranks that receive no data; `example_samples` holds a few. `written_buffers` are
-    the buffers that a training forward writes, `attention_calls` the block calls that call torch's attention,
-    `num_captured` the number of tensors that leave blocks through each side channel, `unused_params` the
-    trainable parameters that the trial did not use, `table_uses` the operations that couple all samples of a
-    batch, and `untracked_write_lines` the source lines where glue may write to memory that no hook sees.
+    `deferred_init` gives initial values, `loaded_model` is what was analyzed, `loss` what it is trained on.
+    `example` holds one sample of every key of a batch, for ranks that receive no data; `example_samples`
+    holds a few. `written_buffers` are the buffers that a training forward writes, `attention_calls` the block
+    calls that call torch's attention, `num_captured` the number of tensors that leave blocks through each
+    side channel, `unused_params` the trainable parameters that the trial did not use, `table_uses` the
+    operations that couple all samples of a batch, and `untracked_write_lines` the source lines where glue may
+    write to memory that no hook sees.
     """
 
     deferred_init: DeferredInit
@@ -90,12 +92,12 @@ class AnalyzedModel:
     draw_sites: DrawSites
     example: dict[str, torch.Tensor]
     loaded_model: LoadedModel = field(repr=False, compare=False)
+    loss: Loss = field(repr=False, compare=False)
     written_buffers: tuple[str, ...] = ()
     attention_calls: tuple[str, ...] = ()
     num_captured: dict[str, int] = field(default_factory=dict)
     unused_params: tuple[str, ...] = ()
     example_samples: Example = field(default_factory=dict, repr=False, compare=False)
-    loss_spec: LossSpec | None = field(default=None, repr=False, compare=False)
     table_uses: tuple[TableUse, ...] = ()
     untracked_write_lines: tuple[str, ...] = ()
 
@@ -103,9 +105,7 @@ class AnalyzedModel:
         """Returns the analysis of the same model for batches like `example`, whose sequences have another
         length.
         """
-        return analyze(
-            self.loaded_model, example, tuple(each.name for each in self.model_spec.targets), self.loss_spec
-        )
+        return analyze(self.loaded_model, example, self.loss)
 
     @cached_property
     def sequence_info(self) -> SequenceInfo | None:
@@ -117,7 +117,7 @@ class AnalyzedModel:
             for of in (self.model_spec.inputs, self.model_spec.targets)
         )
         return find_sequence_info(
-            self.model_spec.block_calls, self.deferred_init, self.block_names, inputs, targets, self.loss_spec
+            self.model_spec.block_calls, self.deferred_init, self.block_names, inputs, targets, self.loss
         )
 
     @cached_property
@@ -147,7 +147,7 @@ class AnalyzedModel:
         return {}
 
     def _measure_memory(self, param_dtype: torch.dtype, compute_dtype: torch.dtype) -> ModelMemory | None:
-        if self.loss_spec is None or self.loss_spec.whole_batch:
+        if self.loss.whole_batch:
             return None
 
         def make(mode: FakeTensorMode) -> tuple[nn.Module, dict[str, nn.Module]]:
@@ -155,7 +155,7 @@ class AnalyzedModel:
 
         casts = None if compute_dtype == param_dtype else compute_dtype
         return measure_memory(
-            MemoryTrial(make, self.example_samples, self.loss_spec, self.model_spec.writes_in_place, casts)
+            MemoryTrial(make, self.example_samples, self.loss, self.model_spec.writes_in_place, casts)
         )
 
     def make_module(
@@ -192,27 +192,24 @@ class AnalyzedModel:
 def analyze(
     loaded_model: LoadedModel,
     example: Example,
-    target_names: tuple[str, ...],
-    loss_spec: LossSpec | None = None,
+    loss: Loss,
 ) -> AnalyzedModel:
     """Returns the analysis of the model that `loaded_model` builds, from a trial forward on samples like
     `example`.
 
-    `target_names` are the keys of the batch that are not passed to the model; `loss_spec` is the loss, and
-    tells which outputs are used. Raises PlanError if the forward fails on the example, if a tensor bypasses
-    the boundary of a block, if gradients are taken between blocks, or if the model draws random numbers that
-    cannot be reproduced.
+    `example` is prepared for `loss` (`Loss.prepare`), which tells which outputs are used. Raises PlanError if
+    the forward fails on the example, if a tensor bypasses the boundary of a block, if gradients are taken
+    between blocks, or if the model draws random numbers that cannot be reproduced.
     """
     plan = loaded_model.deferred_init
     _check_example(example)
-    inputs = {key: value for key, value in example.items() if key not in target_names}
-    targets = {key: value for key, value in example.items() if key in target_names}
+    inputs = {key: value for key, value in example.items() if key not in loss.targets}
+    targets = {key: value for key, value in example.items() if key in loss.targets}
     module = plan.instantiate()
     names = tuple(find_blocks(module, loaded_model.blocks or ()))
-    loss_spec = loss_spec or LossSpec(_missing_loss, target_names)
     example_samples = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
-    find_loss_inputs = partial(loss_inputs, loss_spec, example_samples)
-    other = loss_spec.whole_batch
+    find_loss_inputs = partial(loss_inputs, loss, example_samples)
+    other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
     findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
@@ -222,7 +219,7 @@ def analyze(
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
     divisible = find_shardable_layers(
-        module, findings, layer_roles, roles, loss_spec, partial(try_splits_on_slices, plan, names, inputs)
+        module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
     )
     sites.layer_pairs = sites_between_layers(findings.layer_uses.uses, findings.num_draws, divisible.calls)
     model_spec = _build_model_spec(loaded_model, module, names, findings, divisible)
@@ -233,7 +230,7 @@ def analyze(
         targets=batch_columns(targets),
         outputs=outputs,
         needs_global_batch=other,
-        loss_saved_numel=loss_saved_numel(loss_spec, example_samples, findings.outputs) // PROBE_BATCH,
+        loss_saved_numel=loss_saved_numel(loss, example_samples, findings.outputs) // PROBE_BATCH,
     )
     unused = (each.name for each in model_spec.trainable if not findings.param_users[each.name])
     clear_fake_caches(module)
@@ -244,12 +241,12 @@ def analyze(
         sites,
         {key: value.detach()[:1].clone() for key, value in example.items()},
         loaded_model,
+        loss,
         written_buffers=tuple(findings.written_buffers),
         attention_calls=tuple(dict.fromkeys(findings.attention_calls)),
         num_captured=findings.num_captured,
         unused_params=tuple(unused),
         example_samples={key: value.detach() for key, value in example_samples.items()},
-        loss_spec=loss_spec,
         table_uses=tuple(findings.table_uses),
         untracked_write_lines=tuple(findings.untracked_write_lines),
     )
@@ -435,9 +432,3 @@ def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: Trial
         )
     if findings.draws_from_numpy:
         yield NUMPY_RANDOM_NOTE
-
-
-def _missing_loss(outputs: Any, batch: Example) -> torch.Tensor:
-    raise NotImplementedError(
-        "no loss was given to the analysis: all outputs count as used; pass loss_spec=LossSpec(...)"
-    )

@@ -35,7 +35,7 @@ from meshwright.model.blocks.block_forward_backward import (
     backward,
     backward_from,
 )
-from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.pytree import storage_id
@@ -202,7 +202,7 @@ class MemoryTrial:
 
     make_module: ModuleFactory
     example_samples: Example
-    loss_spec: LossSpec
+    loss: Loss
     writes_in_place: bool
     compute_dtype: torch.dtype | None = None
 
@@ -242,7 +242,7 @@ class _MemoryMeasurement:
             key: repeat_samples(value, self._num_samples)
             for key, value in self._trial.example_samples.items()
         }
-        inputs = {key: value for key, value in batch.items() if key not in self._trial.loss_spec.targets}
+        inputs = {key: value for key, value in batch.items() if key not in self._trial.loss.targets}
         rng, tracker = StatelessRNG(seed=0), self._tracker
         tracker.count_existing([*self._module.parameters(), *self._module.buffers(), *batch.values()])
         start = tracker.live_bytes
@@ -317,7 +317,7 @@ class _MemoryMeasurement:
 
     def _loss_bytes(self, outputs: Any, batch: Example, closing: BlockCall) -> LinearInSamples:
         before = self._tracker.reset_log()
-        total = self._trial.loss_spec.total(outputs, batch)
+        total = self._trial.loss.total(outputs, batch)
         backward_from(total, 1.0)
         del total, outputs
         backward(closing)

@@ -14,9 +14,9 @@ from torch import nn
 
 from meshwright.model.analysis.analyze import AnalyzedModel, Example, analyze
 from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks
-from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.hf.declared_tp_plan import attention_implementation
 from meshwright.model.loading.loader import LoadedModel
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.tensor_parallel.layer_roles import LAYER_NUMBER, LayerRole, find_layer_roles
 from meshwright.model.trial.shardable_layers import suggest_declaration, suggest_roles
 from meshwright.plan.job.errors import Diagnostic, PlanError
@@ -84,18 +84,17 @@ class ModelReport:
 def make_model_report(
     loaded_model: LoadedModel,
     example: Example,
-    target_names: tuple[str, ...],
-    loss_spec: LossSpec | None = None,
+    loss: Loss,
 ) -> ModelReport:
     """Returns the report of the model that `loaded_model` builds; a failed trial is among the diagnostics.
 
-    `example`, `target_names` and `loss_spec` are those of `analyze`.
+    `example` and `loss` are those of `analyze`.
     """
     module = loaded_model.deferred_init.instantiate()
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     analyzed, diagnostics = None, ()
     try:
-        analyzed = analyze(loaded_model, example, target_names, loss_spec)
+        analyzed = analyze(loaded_model, example, loss)
     except PlanError as error:
         diagnostics = error.diagnostics
     logical = loaded_model.deferred_init.logical_params

@@ -13,9 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.blocks.discovery import WHOLE_MODEL
-from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.hf.model_from_config import use_batched_experts
 from meshwright.model.loading.deferred_init import DeferredInit
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.sequence_analysis.analyze_sequence import (
@@ -105,7 +105,7 @@ def find_sequence_info(
     block_names: tuple[str, ...],
     inputs: Example,
     targets: Example,
-    loss_spec: LossSpec | None,
+    loss: Loss,
 ) -> SequenceInfo | None:
     """Returns how the model treats the sequence dim; None if its inputs have no sequences.
 
@@ -118,7 +118,7 @@ def find_sequence_info(
         block_calls,
         deferred_init.instantiate(),
         make_trial_factory(deferred_init, block_names),
-        loss_spec,
+        loss,
     )
 
 

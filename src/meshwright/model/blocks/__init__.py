@@ -6,7 +6,6 @@ checkpointing             activation checkpointing of one block call
 split_backward            splits a block's backward into input gradients (I) and weight gradients (W)
 autograd_partition        which block call uses which parameter; tensors that bypass a block's outputs
 inplace_writes_in_glue    in-place writes in the code between blocks
-loss_inputs               which model outputs the loss takes
 saved_activations         counts what autograd saves inside each block call
 batch_coupling            layers that couple the samples of a batch (batch norm, max_norm, buffers)
 user_checkpointing        torch.utils.checkpoint inside the model

@@ -32,10 +32,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.blocks.autograd_partition import reachable_leaf_names
 from meshwright.model.blocks.block_forward_backward import LARGER_BLOCK_FIX, ForwardDriver
-from meshwright.model.blocks.loss_inputs import distinct_tensors
 from meshwright.model.context_parallel.block_input_sharding import ShardedForward
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor
 from meshwright.model.hf.captured_outputs import capture_marks
+from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.pipeline.forward_graph import (
     BlockCallStub,
     ForwardRecord,

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.sequence_analysis.block_trace import BlockTrace
 from meshwright.model.sequence_analysis.glue_gather_trace import compare_gathers, rank_loss
 from meshwright.model.sequence_analysis.token_dims import MIN_PRIME, distinguishing_primes
@@ -64,16 +64,15 @@ def analyze_sequence(
     block_calls: Sequence[str],
     module: nn.Module,
     make_trial: TrialFactory,
-    loss_spec: LossSpec | None = None,
+    loss: Loss,
 ) -> SequenceInfo | None:
     """Returns how a model treats the sequence dim; None if no input is a sequence of tokens and no block
     takes any.
 
     `block_calls` are those of a full forward; `module` has the sizes of the model, and `make_trial(batch,
-    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss_spec` is the loss,
-    if known.
+    num_samples)` returns a trial, in float64 if `num_samples` is LARGER_BATCH_SIZE. `loss` is the loss.
     """
-    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss_spec)
+    trials = _SequenceTrials(inputs, targets, tuple(block_calls), module, make_trial, loss)
     input_lengths = _sequence_lengths(inputs)
     whole, reason = trials.best_trace(input_lengths)
     planned_lengths = () if whole is None else whole.trial_lengths.planned_lengths.values()
@@ -118,7 +117,7 @@ class _SequenceTrials:
     block_calls: tuple[str, ...]
     module: nn.Module
     make_trial: TrialFactory
-    loss_spec: LossSpec | None
+    loss: Loss
 
     def best_trace(self, input_lengths: Sequence[int]) -> tuple[BlockTrace | None, str]:
         """Returns the trace of a forward on sequences of all `input_lengths`, or why there is none.
@@ -228,7 +227,7 @@ class _SequenceTrials:
         return trace, ""
 
     def _loss(self, batch: Example, targets: Sequence[str], outputs: Any) -> torch.Tensor | None:
-        return None if self.loss_spec is None else rank_loss(self.loss_spec, outputs, batch, targets)
+        return rank_loss(self.loss, outputs, batch, targets)
 
     def _choose_lengths(
         self, input_lengths: Sequence[int], attempt: int, excluded: Collection[int], count: int

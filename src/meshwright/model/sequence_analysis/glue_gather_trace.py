@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from meshwright.model.blocks.loss_inputs import LossSpec
 from meshwright.model.context_parallel.sharded_activation import SequenceShardedTensor, to_local_tensors
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.model_spec.sequence_info import GlueGather
@@ -257,21 +257,21 @@ def compare_gathers(
 
 
 def rank_loss(
-    loss_spec: LossSpec, outputs: Any, batch: Mapping[str, torch.Tensor], targets: Iterable[str]
+    loss: Loss, outputs: Any, batch: Mapping[str, torch.Tensor], targets: Iterable[str]
 ) -> torch.Tensor | None:
     """Returns the loss as a rank computes it: of its own tokens if the loss is a sum over tokens."""
-    if loss_spec.whole_batch:
+    if loss.whole_batch:
         return None
-    logits_tensors = tree_tensors(outputs if loss_spec.logits is None else loss_spec.logits(outputs))
+    logits_tensors = tree_tensors(
+        outputs if loss.vocab_parallel is None else loss.vocab_parallel.logits(outputs)
+    )
     lengths = {
         per_sample.token_shard.length if type(per_sample) is SequenceShardedTensor else 0
         for per_sample in logits_tensors
     }
     (length,) = lengths if len(lengths) == 1 else (0,)
-    has_own_dtype = (
-        loss_spec.is_token_sum and length > 0 and all(batch[key].shape[1] == length for key in targets)
-    )
-    return loss_spec.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
+    has_own_dtype = loss.is_token_sum and length > 0 and all(batch[key].shape[1] == length for key in targets)
+    return loss.total(to_local_tensors(outputs) if has_own_dtype else outputs, batch)
 
 
 def _describe_glue(block_call: str) -> str:

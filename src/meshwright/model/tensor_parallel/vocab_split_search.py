@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.loss.loss_definition import Loss, VocabParallelLoss
 from meshwright.model.tensors.pytree import storage_id, tree_tensors
 from meshwright.plan.model_spec.tensor_parallel_layers import LogitsSpec
 
@@ -151,7 +151,7 @@ class VocabSplit:
 def find_vocab_splits(
     module: nn.Module,
     roles: Mapping[str, str],
-    loss_spec: LossSpec | None,
+    loss: Loss,
     vocab_flow: VocabFlow,
     called_layers: Sequence[str],
     outputs: Any,
@@ -162,7 +162,8 @@ def find_vocab_splits(
     `vocab_flow` is what the trial recorded, `called_layers` are the layers it called, in order, `outputs`
     its outputs.
     """
-    loss_logits = None if loss_spec is None or loss_spec.logits is None else _loss_logits(loss_spec, outputs)
+    split_loss = loss.vocab_parallel
+    loss_logits = None if split_loss is None else _loss_logits(split_loss, outputs)
     heads_of_inputs = [name for name, role in roles.items() if role == "lm_head"]
     embeddings = [name for name, role in roles.items() if role == "embedding"]
     reasons = {
@@ -193,7 +194,7 @@ def find_vocab_splits(
         for leaf in module.get_submodule(name)._parameters
     }
     head = next((name for name in heads_of_inputs if name not in reasons), None)
-    if head is None or loss_logits is None or loss_spec is None:
+    if head is None or loss_logits is None or split_loss is None:
         return VocabSplit(kept_roles, param_reasons, None)
     vocab_size, num_samples, modified_by = (
         loss_logits.shape[-1],
@@ -209,15 +210,15 @@ def find_vocab_splits(
             weight,
             vocab_size,
             loss_logits.numel() // vocab_size // num_samples,
-            loss_spec.num_token_stats,
+            split_loss.num_token_stats,
             modified_by,
         ),
     )
 
 
-def _loss_logits(loss_spec: LossSpec, outputs: Any) -> torch.Tensor | None:
+def _loss_logits(split_loss: VocabParallelLoss, outputs: Any) -> torch.Tensor | None:
     try:
-        found = loss_spec.logits(outputs) if loss_spec.logits is not None else None
+        found = split_loss.logits(outputs)
     except (KeyError, IndexError, TypeError):
         return None
     return found if isinstance(found, torch.Tensor) and found.ndim > 1 and found.numel() else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.tensor_parallel.layer_pairs import (
     LayerPair,
     LayerUses,
@@ -219,7 +219,7 @@ def find_shardable_layers(
     findings: TrialFindings,
     shardable_layers: Sequence[LayerRole],
     roles: Mapping[str, str],
-    loss_spec: LossSpec,
+    loss: Loss,
     try_splits: TrySplits,
 ) -> ShardableLayers:
     """Returns the shardable layers of `module` according to `findings`; `try_splits` runs a proposal on
@@ -241,7 +241,7 @@ def find_shardable_layers(
         proposal.roles
     )
     vocab_splits = find_vocab_splits(
-        module, proposed_roles, loss_spec, findings.vocab_flow, uses, findings.outputs
+        module, proposed_roles, loss, findings.vocab_flow, uses, findings.outputs
     )
     single_layers = {
         layer.name

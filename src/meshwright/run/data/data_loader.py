@@ -29,6 +29,7 @@ from typing import Protocol
 
 import torch
 
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
@@ -96,6 +97,21 @@ class ExampleDataset:
         """Returns the samples `ids`; absent ones are left out, so the batch may be short or empty."""
         rows = torch.tensor([i for i in ids if i != ABSENT_SAMPLE], dtype=torch.long)
         return {key: value[rows] for key, value in self._example.items()}
+
+
+class PreparedDataset:
+    """The samples of `dataset`, as the loss prepares them (`Loss.prepare`)."""
+
+    def __init__(self, dataset: Dataset, prepare: Callable[[Batch], Batch]) -> None:
+        self._dataset, self._prepare = dataset, prepare
+        self.digest, self.notes = dataset.digest, dataset.notes
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
+        """Returns one sample per id, prepared."""
+        return dict(self._prepare(self._dataset.batch(ids)))
 
 
 @dataclass(frozen=True)

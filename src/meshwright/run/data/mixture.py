@@ -27,7 +27,7 @@ from math import gcd, lcm
 import numpy as np
 import torch
 
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
 from meshwright.run.data.token_dataset import TokenDataset, check_ids
 

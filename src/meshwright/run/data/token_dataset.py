@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX
+from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.run.data.tokenizer import Tokenizer
 
 

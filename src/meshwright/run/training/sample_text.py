@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from meshwright.engine.runtime.loss_definition import get_logits
+from meshwright.model.loss.token_cross_entropy import get_logits
 from meshwright.model.tensors.counter_rng import derive_key, uniform
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
 

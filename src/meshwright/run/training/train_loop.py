@@ -16,11 +16,11 @@ import psutil
 import torch
 
 from meshwright.comm.collectives.group import World
-from meshwright.engine.runtime.loss_definition import empty_loss_error
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
+from meshwright.model.loss.loss_definition import empty_loss_error
 from meshwright.plan.job.timeouts import RunPhase
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES

@@ -1,6 +1,6 @@
 """The public trainer: one rank of a plan, for training loops of your own."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Self
@@ -10,12 +10,12 @@ from torch import nn
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
-from meshwright.engine.runtime.loss_definition import Batch
 from meshwright.engine.runtime.microbatches import LocalBatch
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
@@ -68,7 +68,7 @@ class Trainer:
         ledger = self.world.ledger
         ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
         with self.oom_advisor:
-            return self.executor.step(batch, stop=stop)
+            return self.executor.step(self._prepare(batch), stop=stop)
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
         """Returns the loss over `batches`, exact over all ranks; each rank passes its own samples (see
@@ -78,7 +78,7 @@ class Trainer:
         states. Ranks with other pipeline stages, or other parts of the same samples, pass the same samples.
         """
         with self.oom_advisor:
-            return self.executor.evaluate(batches)
+            return self.executor.evaluate(self._prepare(batch) for batch in batches)
 
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
@@ -95,6 +95,13 @@ class Trainer:
         is short.
         """
         return select_local_batch(batch, self.plan, self.world.rank)
+
+    def _prepare(self, batch: LocalBatch) -> LocalBatch:
+        """Returns `batch` as the model and the loss read it."""
+        prepare = self.executor.state.loss.prepare
+        if batch is None:
+            return None
+        return prepare(batch) if isinstance(batch, Mapping) else [prepare(each) for each in batch]
 
     def save(self, folder: Path | str) -> Path:
         """Saves a checkpoint of this step into `folder` and returns its path; all ranks call it."""

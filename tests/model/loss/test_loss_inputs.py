@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.model.blocks.loss_inputs import LossSpec, batch_columns, loss_inputs
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
@@ -13,8 +14,8 @@ BATCH = {"x": torch.zeros(3, 4), "labels": torch.zeros(3, 2, dtype=torch.int64)}
 PER_SAMPLE, SHARED, SPARE = torch.ones(3, 5), torch.ones(()), torch.ones(3, dtype=torch.bool)
 
 
-def loss_spec(total: Any, *, whole_batch: bool = False) -> LossSpec:
-    return LossSpec(total, ("labels",), whole_batch)
+def sum_of(total: Any, *, whole_batch: bool = False) -> Loss:
+    return Loss(total, lambda batch: torch.tensor(1), ("labels",), whole_batch=whole_batch)
 
 
 def test_the_tensors_of_a_batch_are_batch_tensors_per_sample():
@@ -23,7 +24,7 @@ def test_the_tensors_of_a_batch_are_batch_tensors_per_sample():
 
 def test_outputs_differ_by_being_per_sample_and_by_being_used():
     found = loss_inputs(
-        loss_spec(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
+        sum_of(lambda outputs, batch: outputs["a"].sum() * outputs["s"]),
         BATCH,
         {"a": PER_SAMPLE, "s": SHARED, "m": SPARE},
     )
@@ -36,9 +37,7 @@ def test_outputs_differ_by_being_per_sample_and_by_being_used():
 
 def test_a_tensor_used_twice_is_one_input():
     assert (
-        len(
-            loss_inputs(loss_spec(lambda outputs, batch: outputs[0].sum()), BATCH, (PER_SAMPLE, [PER_SAMPLE]))
-        )
+        len(loss_inputs(sum_of(lambda outputs, batch: outputs[0].sum()), BATCH, (PER_SAMPLE, [PER_SAMPLE])))
         == 1
     )
 
@@ -46,7 +45,7 @@ def test_a_tensor_used_twice_is_one_input():
 def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length():
     three = torch.ones(3, 3)
     found = loss_inputs(
-        loss_spec(lambda outputs, batch: outputs[0].sum()),
+        sum_of(lambda outputs, batch: outputs[0].sum()),
         BATCH,
         (three, three + 1),
         (torch.ones(5, 3), three),
@@ -57,9 +56,7 @@ def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length(
 def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():
     assert all(
         column.used_by_loss
-        for column in loss_inputs(
-            loss_spec(lambda outputs, batch: outputs.nothing), BATCH, (PER_SAMPLE, SHARED)
-        )
+        for column in loss_inputs(sum_of(lambda outputs, batch: outputs.nothing), BATCH, (PER_SAMPLE, SHARED))
     )
 
 
@@ -70,14 +67,14 @@ def test_only_a_loss_of_the_whole_batch_is_kept_from_the_inputs(whole_batch: boo
 
     if not whole_batch:
         assert [
-            column.used_by_loss for column in loss_inputs(loss_spec(greedy), BATCH, (PER_SAMPLE, SHARED))
+            column.used_by_loss for column in loss_inputs(sum_of(greedy), BATCH, (PER_SAMPLE, SHARED))
         ] == [
             True,
             False,
         ]
         return
     with pytest.raises(PlanError, match="reads 'x', which is not among its targets"):
-        loss_inputs(loss_spec(greedy, whole_batch=True), BATCH, (PER_SAMPLE, SHARED))
+        loss_inputs(sum_of(greedy, whole_batch=True), BATCH, (PER_SAMPLE, SHARED))
 
 
 def test_bytes_sent_follow_the_dtypes_of_parameters_and_tensors():

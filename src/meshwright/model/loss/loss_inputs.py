@@ -10,36 +10,19 @@ an operation; a loss that cannot run like this is assumed to use all of them.
     the loss  takes image_B*, text_B*, scale    image_B* text_*B in the model would compare one rank's samples
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.blocks.saved_activations import SavedActivations
+from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
 TensorBatch = Mapping[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class LossSpec:
-    """The loss as a trial sees it: `total(outputs, batch)`, its `targets`, whether it needs the whole batch.
-
-    `logits(outputs)` are those that it can take vocabulary-parallel (None: it cannot); ranks then exchange
-    `num_token_stats` values per token. `is_token_sum`: for some of the tokens, its result for them and their
-    targets is their part of the sum.
-    """
-
-    total: Callable[[Any, TensorBatch], torch.Tensor]
-    targets: tuple[str, ...]
-    whole_batch: bool = False
-    logits: Callable[[Any], torch.Tensor] | None = None
-    num_token_stats: int = 0
-    is_token_sum: bool = False
 
 
 def batch_columns(batch: TensorBatch) -> tuple[BatchTensor, ...]:
@@ -53,7 +36,7 @@ def distinct_tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def loss_inputs(
-    loss_spec: LossSpec, batch: TensorBatch, outputs: Any, other_outputs: Any = None
+    loss: Loss, batch: TensorBatch, outputs: Any, other_outputs: Any = None
 ) -> tuple[BatchTensor, ...]:
     """Returns the `distinct_tensors` of a trial on `batch`; `other_outputs` are those with another batch
     size.
@@ -61,7 +44,7 @@ def loss_inputs(
     Raises PlanError if a loss of the whole batch takes a tensor that compares samples, and if such a loss
     reads more than its targets.
     """
-    num_rows, used_indices = len(next(iter(batch.values()))), _used_outputs(loss_spec, outputs, batch)
+    num_rows, used_indices = len(next(iter(batch.values()))), _used_outputs(loss, outputs, batch)
     tensors, others = [], None if other_outputs is None else distinct_tensors(other_outputs)
     for index, tensor in enumerate(distinct_tensors(outputs)):
         name, per_row = f"output{index}", tensor.ndim > 0 and tensor.shape[0] == num_rows
@@ -69,7 +52,7 @@ def loss_inputs(
         if others is not None:
             larger = others[index]
             per_row = tensor.shape != larger.shape
-            if per_row and used_by_loss and loss_spec.whole_batch and tensor.shape[1:] != larger.shape[1:]:
+            if per_row and used_by_loss and loss.whole_batch and tensor.shape[1:] != larger.shape[1:]:
                 raise _cross_sample_error(name, list(tensor.shape), list(larger.shape))
         tensors.append(
             BatchTensor(
@@ -83,7 +66,7 @@ def loss_inputs(
     return tuple(tensors)
 
 
-def loss_saved_numel(loss_spec: LossSpec, batch: TensorBatch, outputs: Any) -> int:
+def loss_saved_numel(loss: Loss, batch: TensorBatch, outputs: Any) -> int:
     """Returns the elements that the loss itself saves for backward, for all samples of `batch`.
 
     0 for a loss of the whole batch, and for one that cannot run on the trial's outputs.
@@ -91,27 +74,25 @@ def loss_saved_numel(loss_spec: LossSpec, batch: TensorBatch, outputs: Any) -> i
     saved_activations = SavedActivations(lambda: "loss")
     try:
         with saved_activations.recording():
-            total = None if loss_spec.whole_batch else loss_spec.total(outputs, batch)
+            total = None if loss.whole_batch else loss.total(outputs, batch)
     except Exception:
         return 0  # it needs values, or other outputs than these
     saved_activations.exclude(tree_tensors((outputs, dict(batch))))
     return sum(saved_activations.numel(["loss"])) if total is not None else 0
 
 
-def _used_outputs(loss_spec: LossSpec, outputs: Any, batch: TensorBatch) -> set[int] | None:
+def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | None:
     """The indices of the outputs that the loss takes; None if it cannot run here."""
     recorder = _UseRecorder({id(tensor): index for index, tensor in enumerate(distinct_tensors(outputs))})
-    loss_batch = {
-        key: value for key, value in batch.items() if key in loss_spec.targets or not loss_spec.whole_batch
-    }
+    loss_batch = {key: value for key, value in batch.items() if key in loss.targets or not loss.whole_batch}
     try:
         with recorder:
-            loss_spec.total(outputs, loss_batch)
+            loss.total(outputs, loss_batch)
     except KeyError as error:
-        if loss_spec.whole_batch and error.args and error.args[0] in batch:
+        if loss.whole_batch and error.args and error.args[0] in batch:
             text = (
                 f"the loss of the whole batch reads '{error.args[0]}', which is not among its targets "
-                f"{list(loss_spec.targets)}"
+                f"{list(loss.targets)}"
             )
             fix = (
                 "name it in Loss(targets=...); targets do not go to the model: give a tensor that both need "

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.harness.peak_bytes import PeakLive
 from meshwright.comm.collectives.group import World
 from meshwright.comm.collectives.redistribute import all_gather
-from meshwright.engine.runtime import vocab_parallel_cross_entropy as pieces
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, token_cross_entropy
-from meshwright.engine.runtime.vocab_parallel_cross_entropy import VocabShard, vocab_parallel_cross_entropy
+from meshwright.model.loss import vocab_parallel_cross_entropy as pieces
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard, vocab_parallel_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import run_on_threads

@@ -9,31 +9,27 @@ A loss that is not a sum over samples (contrastive: each sample is compared with
 `whole_batch`. The outputs and targets of all ranks are then gathered, in the order of the global batch, and
 `total` gets all samples at once.
 
+Batches come as users have them: `prepare` makes of each what the model and the loss read, once, before it is
+divided among ranks. So labels that the loss shifts by a token are shifted while sequences are whole
+(token_cross_entropy.py).
+
 A loss of logits may also say how it is computed where each rank has the logits of a part of the vocabulary
-(`vocab_parallel`; engine/runtime/vocab_parallel_cross_entropy.py).
+(`vocab_parallel`; model/loss/vocab_parallel_cross_entropy.py).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from meshwright.engine.runtime.vocab_parallel_cross_entropy import (
-    NUM_TOKEN_STATS,
-    VocabShard,
-    vocab_parallel_cross_entropy,
-)
-from meshwright.model.blocks.loss_inputs import LossSpec
+from meshwright.model.loss.vocab_parallel_cross_entropy import VocabShard
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100  # the label of a token that does not count
-LOSS_WEIGHTS_KEY = "loss_weights"
 SAME_LOSS_FIX = "pass the same loss to analyze(...) and to parallelize(...) or verify(...)"
 
 
@@ -61,7 +57,8 @@ class Loss:
     all samples of the global batch, and of the batch its targets. `vocab_parallel` computes it on sharded
     logits; None: it needs full logits. `is_token_sum`: the total is a sum over tokens, so it can be computed
     for a part of them. `is_token_nll`: it is the mean negative log-likelihood of a token, and its exponential
-    a perplexity.
+    a perplexity. `prepare(batch)` returns the batch that the model and the loss read; it treats each sample
+    alone. `shifts_labels`: labels are a copy of the inputs, and `prepare` shifts them by a token.
     """
 
     total: Callable[[Any, Batch], torch.Tensor]
@@ -72,6 +69,8 @@ class Loss:
     vocab_parallel: VocabParallelLoss | None = None
     is_token_sum: bool = False
     is_token_nll: bool = False
+    prepare: Callable[[Batch], Batch] = lambda batch: batch
+    shifts_labels: bool = False
 
     def wrap_total(
         self, wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]
@@ -83,6 +82,10 @@ class Loss:
             else replace(self.vocab_parallel, total=wrap(self.vocab_parallel.total))
         )
         return replace(self, total=wrap(self.total), vocab_parallel=split)
+
+    def of_prepared_batches(self) -> "Loss":
+        """Returns this loss for batches that are prepared already, such as the samples of a text."""
+        return replace(self, prepare=lambda batch: batch, shifts_labels=False)
 
     def model_inputs(self, batch: Batch) -> Batch:
         """Returns the entries of `batch` that are passed to the model: all but the targets."""
@@ -105,43 +108,6 @@ class Loss:
             raise PlanError(text, fix="correct Loss.count, or the loss_weights of the batch", location="loss")
         tokens = self.count_tokens(batch)
         return weight, weight if tokens is None else float(tokens)
-
-
-def token_cross_entropy(label_smoothing: float = 0.0) -> Loss:
-    """Returns cross-entropy summed over tokens, with labels that are already shifted to the logits.
-
-    The model's outputs are logits of shape (samples, tokens, vocabulary), or an object with `.logits`. Labels
-    of -100 do not count. The sum is computed in float32 at least. With `label_smoothing` e the target is 1 -
-    e on the label, and e spread evenly over the vocabulary.
-
-    A batch may hold `loss_weights` (samples, tokens), floats from 0 up: each token's loss is multiplied by
-    its weight, and the loss is divided by the sum of the weights of all labels that count. Metrics still
-    count tokens, whatever their weights.
-
-    Raises PlanError for a `label_smoothing` outside of 0 to 1.
-    """
-    if not 0 <= label_smoothing <= 1:
-        text = f"label_smoothing = {label_smoothing}"
-        raise PlanError(
-            text,
-            fix="write a number from 0 (the label alone) to 1 (uniform over the vocabulary)",
-            location="loss",
-        )
-    smooth = label_smoothing > 0
-    split = VocabParallelLoss(
-        get_logits, partial(_vocab_parallel_total, label_smoothing=label_smoothing), NUM_TOKEN_STATS + smooth
-    )
-    total = partial(_token_total, label_smoothing=label_smoothing)
-    targets = ("labels", LOSS_WEIGHTS_KEY)
-    return Loss(
-        total,
-        _token_count,
-        targets,
-        _count_unignored,
-        vocab_parallel=split,
-        is_token_sum=True,
-        is_token_nll=not smooth,
-    )
 
 
 def check_loss(plan: Plan, loss: Loss) -> None:
@@ -175,77 +141,3 @@ def empty_loss_error(where: str) -> PlanError:
     """Returns the error for a step in which nothing counts; `where` says of what, "of the 12 samples"."""
     fix = "check how labels are made: -100 leaves a token out, and so does a loss weight of 0"
     return PlanError(f"nothing counts in any {where}: the loss is undefined", fix=fix, location="data")
-
-
-def make_loss_spec(loss: Loss) -> LossSpec:
-    """Returns `loss` in the form in which the model analysis tries it."""
-    if loss.vocab_parallel is None:
-        return LossSpec(loss.total, loss.targets, loss.whole_batch, is_token_sum=loss.is_token_sum)
-    split = loss.vocab_parallel.logits, loss.vocab_parallel.num_token_stats
-    return LossSpec(loss.total, loss.targets, loss.whole_batch, *split, is_token_sum=loss.is_token_sum)
-
-
-def get_logits(outputs: Any) -> torch.Tensor:
-    """Returns the logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs
-    if isinstance(outputs, (tuple, list)):
-        return outputs[0]
-    return outputs["logits"]
-
-
-def _token_total(outputs: Any, batch: Batch, label_smoothing: float) -> torch.Tensor:
-    logits = get_logits(outputs)
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    flat, labels = logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1)
-    token_loss = partial(
-        F.cross_entropy, flat, labels, ignore_index=IGNORE_INDEX, label_smoothing=label_smoothing
-    )
-    if LOSS_WEIGHTS_KEY in batch:
-        token_losses = token_loss(reduction="none")
-        return (token_losses * _weights(batch).reshape(-1).to(token_losses.dtype)).sum()
-    return token_loss(reduction="sum")
-
-
-def _vocab_parallel_total(
-    outputs: Any, batch: Batch, vocab_shard: VocabShard, label_smoothing: float
-) -> torch.Tensor:
-    logits, labels = get_logits(outputs), batch["labels"].reshape(-1)
-    weights = _weights(batch) if LOSS_WEIGHTS_KEY in batch else (batch["labels"] != IGNORE_INDEX)
-    return vocab_parallel_cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), labels, weights.reshape(-1), vocab_shard, label_smoothing
-    )
-
-
-def _token_count(batch: Batch) -> torch.Tensor:
-    if LOSS_WEIGHTS_KEY not in batch:
-        return (batch["labels"] != IGNORE_INDEX).sum()
-    weights = _weights(batch)
-    if (weights < 0).any():
-        text = (
-            f"loss_weights from {weights.min().item():g} up; a weight below 0 would train towards a "
-            "higher loss"
-        )
-        raise PlanError(
-            text, fix="give weights from 0 up; 0 leaves a token out", location="batch.loss_weights"
-        )
-    return weights.double().sum()
-
-
-def _count_unignored(batch: Batch) -> torch.Tensor | None:
-    return (batch["labels"] != IGNORE_INDEX).sum() if LOSS_WEIGHTS_KEY in batch else None
-
-
-def _weights(batch: Batch) -> torch.Tensor:
-    """Returns the weights of the labels that count, and 0 for the others.
-
-    Raises PlanError when they do not fit the labels.
-    """
-    labels, weights = batch["labels"], batch[LOSS_WEIGHTS_KEY]
-    if weights.shape != labels.shape:
-        text = f"loss_weights of shape {list(weights.shape)} with labels of shape {list(labels.shape)}"
-        raise PlanError(
-            text, fix="give one weight per label: (samples, tokens)", location="batch.loss_weights"
-        )
-    return torch.where(labels != IGNORE_INDEX, weights, 0)

@@ -9,7 +9,8 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import meshwright as mw
-from meshwright.engine.runtime.loss_definition import IGNORE_INDEX, Loss, get_logits, token_cross_entropy
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
+from meshwright.model.loss.token_cross_entropy import get_logits, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from tests.engine.one_device import pair, sample_range
 from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples, verdict_of

@@ -1,0 +1,8 @@
+"""Defines losses, and finds out what a loss takes of the outputs of a model.
+
+loss_definition               a loss: a sum over what counts, and the count that divides it
+token_cross_entropy           cross-entropy summed over tokens: of language models and classifiers
+vocab_parallel_cross_entropy  the same of logits that are sharded along the vocabulary
+model_loss                    the loss that a model computes itself, read from a forward with labels
+loss_inputs                   the outputs of a model that a loss takes
+"""
