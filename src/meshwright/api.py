@@ -33,7 +33,8 @@ from meshwright.model.analysis.analyze import analyze as analyze_model
 from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.analysis.plan_for_model import plan_for_model
 from meshwright.model.loading.loader import Model, load_factory, with_weights
-from meshwright.model.loss.loss_definition import Batch, Loss, check_loss
+from meshwright.model.loss.as_loss import LossInput, as_loss
+from meshwright.model.loss.loss_definition import Batch, check_loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.oom_advice import OOMAdvisor
 from meshwright.parallel.context.ring import RingAttention
@@ -55,6 +56,7 @@ from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks
 from meshwright.verifier.message_trace import trace as trace_ranks
+from meshwright.verifier.model_own_loss import with_model_loss
 from meshwright.verifier.parity import compare_rank, make_verdict
 from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
@@ -63,16 +65,22 @@ ModelInput = nn.Module | Model | AnalyzedModel | Callable[[], nn.Module | Model]
 
 
 def analyze(
-    model: ModelInput, example_batch: Batch, *, loss: Loss | None = None, seed: int = 0, weights: str = ""
+    model: ModelInput,
+    example_batch: Batch,
+    *,
+    loss: LossInput | None = None,
+    seed: int = 0,
+    weights: str = "",
 ) -> AnalyzedModel:
     """Returns the analysis of `model`: blocks, parameters and operations, found on fake tensors shaped like
     `example_batch`.
 
-    `example_batch` contains the targets of `loss`; by default the loss is the one that the model computes
-    itself of a batch with labels, or cross-entropy over labels that are aligned with the logits if it
-    computes none. A factory is called without allocating its parameters, and initial values come from `seed`.
-    An `nn.Module` is copied with its values and not changed. Values stored in `weights`, a folder or a
-    safetensors file, take precedence over both.
+    `example_batch` contains the targets of `loss`: a sum and a count (`Loss`), or `nn.CrossEntropyLoss()`,
+    `F.cross_entropy`, or `model.loss_function` of a transformers model. By default the loss is the one that
+    the model computes itself of a batch with labels, or cross-entropy over labels that are aligned with the
+    logits if it computes none. A factory is called without allocating its parameters, and initial values come
+    from `seed`. An `nn.Module` is copied with its values and not changed. Values stored in `weights`, a
+    folder or a safetensors file, take precedence over both.
     """
     if isinstance(model, AnalyzedModel):
         return model
@@ -80,8 +88,8 @@ def analyze(
     factory = (lambda: copy.deepcopy(model)) if isinstance(model, (nn.Module, Model)) else model
     loaded = load_factory(factory, seed, name)
     loaded = with_weights(loaded, Path(weights)) if weights else loaded
-    loss = loss or find_model_loss(loaded, example_batch) or token_cross_entropy()
-    return analyze_model(loaded, loss.prepare(example_batch), loss)
+    stated = as_loss(loss) or find_model_loss(loaded, example_batch) or token_cross_entropy()
+    return analyze_model(loaded, stated.prepare(example_batch), stated)
 
 
 def make_plan(
@@ -129,7 +137,7 @@ def parallelize(
     plan: Plan,
     *,
     optimizer: OptimizerFactory | None = None,
-    loss: Loss | None = None,
+    loss: LossInput | None = None,
     world: World | None = None,
     example: Mapping[str, torch.Tensor] | None = None,
 ) -> "Trainer":
@@ -139,7 +147,7 @@ def parallelize(
         optimizer: makes a torch optimizer from parameter groups, or several that share them; by default the
             optimizer of the job. The groups carry the job's learning rate and weight decay, which take
             precedence over the optimizer's arguments.
-        loss: a sum and a count (`Loss`); by default the one of the analysis (`analyze`).
+        loss: see `analyze`; by default the one of the analysis.
         world: this rank in its mesh; by default torch.distributed if it is initialized, else one device.
         example: a batch, needed unless `model` is an `AnalyzedModel`.
 
@@ -158,7 +166,7 @@ def parallelize(
         text = f"the plan is for '{plan.model_spec.name}' and the model is '{analyzed.model_spec.name}', "
         text += "with other blocks or parameters"
         raise PlanError(text, fix="make the plan again from this model", location="parallelize")
-    loss = loss or analyzed.loss
+    loss = as_loss(loss) or analyzed.loss
     check_loss(plan, loss)
     world = world or _current_world(plan.mesh)
     if world.mesh != plan.mesh:
@@ -183,14 +191,14 @@ def parallelize(
 
 
 def verify(
-    analyzed: AnalyzedModel, plan: Plan, batches: Sequence[Batch], *, loss: Loss | None = None
+    analyzed: AnalyzedModel, plan: Plan, batches: Sequence[Batch], *, loss: LossInput | None = None
 ) -> Verdict:
     """Compares `plan` with one device on `batches`, one global batch per step, and returns the verdict.
 
     All ranks are threads of this process. Both compute in float64 with plain SGD, whatever the plan's
     optimizer.
     """
-    loss = loss or analyzed.loss
+    loss = as_loss(loss) or analyzed.loss
     prepared = [loss.prepare(batch) for batch in batches]
     case = make_parity_case(
         analyzed,
@@ -200,7 +208,8 @@ def verify(
     )
     reference = run_reference(case, len(batches))
     reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
-    return replace(make_verdict(case, reports, "threads", {"torch": torch.__version__}), plan=plan.hash)
+    verdict = make_verdict(case, reports, "threads", {"torch": torch.__version__})
+    return with_model_loss(replace(verdict, plan=plan.hash), analyzed, loss, prepared[0])
 
 
 def trace(
@@ -208,7 +217,7 @@ def trace(
     plan: Plan,
     ranks: Iterable[int] | None = None,
     *,
-    loss: Loss | None = None,
+    loss: LossInput | None = None,
     steps: int = DEFAULT_NUM_STEPS,
     fake: bool = True,
 ) -> TraceVerdict:
@@ -219,7 +228,7 @@ def trace(
     ones with the full model on the CPU. Raises NeedsValues (a PlanError) when the model cannot run on fake
     tensors.
     """
-    dtype, loss = getattr(torch, plan.job.precision.parameters), loss or analyzed.loss
+    dtype, loss = getattr(torch, plan.job.precision.parameters), as_loss(loss) or analyzed.loss
     traced, cpu = sample_ranks(plan) if ranks is None else ranks, torch.device("cpu")
     verdict = trace_ranks(
         plan, traced, loss, lambda mode: make_trained_module(analyzed, cpu, dtype, mode), steps, fake=fake

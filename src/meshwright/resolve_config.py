@@ -22,6 +22,7 @@ from meshwright.model.analysis.plan_for_model import EXAMPLE_SOURCE
 from meshwright.model.hf.hub import pin_revision
 from meshwright.model.hf.model_from_config import text_limits
 from meshwright.model.loading.loader import LoadedModel, load_model
+from meshwright.model.loss.as_loss import as_loss
 from meshwright.model.loss.loss_definition import Loss, empty_loss_error
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.tensor.vocab_parallel import unsharded_vocab_notes
@@ -186,10 +187,7 @@ def choose_loss(loaded: LoadedModel, example: Mapping[str, torch.Tensor], source
     Texts are read as samples whose labels are the next tokens. Raises PlanError for a loss that is no Loss,
     and for a model whose own loss does not predict the next token of a text.
     """
-    given, is_text = loaded.loss, source.source != EXAMPLE_SOURCE
-    if given is not None and not isinstance(given, Loss):
-        fix = "return meshwright.Loss(total=..., count=...): a sum over what counts, and how much counts"
-        raise PlanError(f"the loss of the model is a {type(given).__name__}", fix=fix, location="model.loss")
+    given, is_text = as_loss(loaded.loss), source.source != EXAMPLE_SOURCE
     loss = given or find_model_loss(loaded, example)
     if is_text and given is None and loss is not None and not loss.shifts_labels:
         text = f"the labels of texts are the next tokens, and {loaded.name} predicts something else"

@@ -28,6 +28,7 @@ from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
+from meshwright.verifier.model_own_loss import with_model_loss
 from meshwright.verifier.parity import RankReport, compare_rank, make_verdict
 from meshwright.verifier.reference import ParityCase, run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
@@ -63,7 +64,8 @@ def verify(
             "mesh: --mesh.dp_replicate 4"
         )
         raise PlanError(text, fix=fix, location="verify")
-    case = _case(_scaled_down(request, world) if shrink else ready)
+    subject = _scaled_down(request, world) if shrink else ready
+    case = _case(subject)
     folder = Path(plan.run.folder) / "verify"
     if launcher is None:
         reference = run_reference(case, steps)
@@ -91,6 +93,8 @@ def verify(
         else plan.model_spec.name
     )
     verdict = replace(verdict, plan=plan.hash, model=model)
+    samples = subject.dataset.batch([0])
+    verdict = with_model_loss(verdict, subject.analyzed, subject.loss, samples)
     path = out or folder / "verdict.json"
     _write(verdict, path)
     return verdict, path

@@ -5,6 +5,7 @@ Without running it, by its messages, and by its numbers.
     static_checks           checks of a program without running it: order, waits, memory, gradients, updates
     pipeline_message_order  checks between pipeline ranks: tied gradients, order of messages, deadlocks
     message_trace           the messages of ranks on fake tensors, compared with the program
+    model_own_loss          the loss of the plan beside the one that the model computes itself
     reference               one device: the numbers that every plan must reproduce
     parity                  every rank's numbers and messages, compared with the reference
     float64_parity_setup    the plan, model, random numbers and samples that parity compares

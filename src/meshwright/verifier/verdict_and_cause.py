@@ -14,6 +14,7 @@ from typing import Any
 
 from meshwright.plan.job.errors import PlanError
 
+MODEL_LOSS_TOLERANCE = 1e-4  # relative, between two sums in float32
 # by every rank
 COMPARED_QUANTITIES = (
     "initial value",
@@ -64,7 +65,8 @@ class Verdict:
     """The outcome: `passed` when everything was compared and nothing differs beyond `tolerance`.
 
     `max_errors` is the largest error per quantity; `not_compared` lists in sentences what was left out;
-    `reference` says what the plan was compared with; `rank_backend` where the ranks ran.
+    `reference` says what the plan was compared with; `rank_backend` where the ranks ran. `loss` is the loss
+    of the first samples in eval mode, `model_loss` the one that the model computes itself of them.
     """
 
     plan: str
@@ -82,6 +84,8 @@ class Verdict:
     not_compared: tuple[str, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     reference: str = "one device"
+    loss: float | None = None
+    model_loss: float | None = None
 
     def raise_if_failed(self) -> None:
         """Raises PlanError, with the first difference, unless the plan computes what one device computes."""
@@ -94,11 +98,21 @@ class Verdict:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
 
+    @property
+    def model_loss_note(self) -> str:
+        """The loss beside the model's own, as a line; empty if it computes none."""
+        if self.loss is None or self.model_loss is None:
+            return ""
+        same = abs(self.loss - self.model_loss) <= MODEL_LOSS_TOLERANCE * abs(self.model_loss)
+        judgement = "the same" if same else "NOT the same: check the loss and its labels"
+        return f"\n  loss {self.loss:.6g}, the model's own {self.model_loss:.6g}: {judgement}"
+
     def __str__(self) -> str:
         errors = ", ".join(f"{quantity} {error:.2g}" for quantity, error in self.max_errors.items())
         if self.passed:
             errors_text = f"largest relative errors: {errors}; allowed {self.tolerance:g}"
-            return f"{self.mesh} equals {self.reference} after {self.num_steps} steps ({errors_text})"
+            text = f"{self.mesh} equals {self.reference} after {self.num_steps} steps ({errors_text})"
+            return f"{text}{self.model_loss_note}"
         if self.first_difference is None:
             return f"{self.mesh} was NOT compared with {self.reference}: {'; '.join(self.not_compared)}"
         others = (

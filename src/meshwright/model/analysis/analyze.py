@@ -33,6 +33,7 @@ from meshwright.model.blocks.discovery import WHOLE_MODEL, find_blocks, param_ow
 from meshwright.model.hf.model_from_config import use_batched_experts, use_eager_experts
 from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
+from meshwright.model.loss.as_loss import check_is_sum
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs, loss_saved_numel
 from meshwright.model.rng.sharded_draws import sites_between_layers
@@ -218,6 +219,7 @@ def analyze(
     if not findings.block_calls:
         names = (WHOLE_MODEL,)
         findings, sites, outputs = _run_trial(plan, names, inputs, find_loss_inputs, roles, other=other)
+    check_is_sum(loss, example_samples, findings.outputs)
     divisible = find_shardable_layers(
         module, findings, layer_roles, roles, loss, partial(try_splits_on_slices, plan, names, inputs)
     )

@@ -83,7 +83,9 @@ def _prepare_labels(batch: Batch, shift: bool, ignore_index: int) -> Batch:
         return batch
     if ignore_index != IGNORE_INDEX:
         labels = torch.where(labels == ignore_index, IGNORE_INDEX, labels)
-    if shift and already is None:
+    if not shift:
+        _refuse_copied_labels({**prepared, LABELS_KEY: labels})
+    elif already is None:
         _refuse_aligned_labels(batch)
         labels = _shift_left(labels, IGNORE_INDEX)
         if LOSS_WEIGHTS_KEY in prepared:
@@ -113,16 +115,25 @@ def _refuse_aligned_labels(batch: Batch) -> None:
         )
 
 
-def copies_inputs(batch: Batch) -> bool:
-    """Returns whether every label that counts is the input at its own place, as the collators of causal
-    language models make them.
+def _refuse_copied_labels(batch: Batch) -> None:
+    """Raises PlanError for labels that are a copy of the inputs, of which the model would learn the identity.
+
+    A decoder with inputs of its own may copy; of labels for masked tokens, most do not count.
     """
-    tokens, labels = batch.get("input_ids"), batch.get(LABELS_KEY)
-    if tokens is None or labels is None or tokens.shape != labels.shape or tokens.ndim != 2:
-        return False
+    tokens, labels = batch.get("input_ids"), batch[LABELS_KEY]
+    is_plain = tokens is not None and tokens.shape == labels.shape and tokens.ndim == 2
+    if tokens is None or not is_plain or "decoder_input_ids" in batch or labels.device.type != "cpu":
+        return
     counts = labels != IGNORE_INDEX
     is_constant = (tokens == tokens[:, :1]).all()
-    return bool(counts.any() and (labels == tokens)[counts].all() and not is_constant)
+    if 2 * counts.sum() > counts.numel() and (labels == tokens)[counts].all() and not is_constant:
+        raise PlanError(
+            "labels are a copy of input_ids, and this loss takes them as they are: the model would learn to "
+            "repeat its input",
+            fix="for a causal language model leave the loss out, so that its own is used, or pass "
+            "loss=meshwright.token_cross_entropy(shift_labels=True)",
+            location="batch.labels",
+        )
 
 
 def get_logits(outputs: Any) -> torch.Tensor:

@@ -1,0 +1,57 @@
+"""Computes the loss of a batch as the plan states it and as the model computes it itself, on one device.
+
+A parity proves that a plan computes what one device computes; whether that is what the author of the model
+meant, it cannot know. The model's own loss of the same samples shows a wrong intent: labels that are shifted
+twice or never, an auxiliary loss that was dropped, a mean in place of a sum.
+
+    labels of the plan    b c d e     aligned with the logits
+    labels of the model   - b c d     it shifts them itself, so the last one is left out on both sides
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.analysis.find_model_loss import find_model_loss
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss
+from meshwright.model.loss.token_cross_entropy import LABELS_KEY
+from meshwright.plan.job.errors import PlanError
+from meshwright.verifier.verdict_and_cause import Verdict
+
+
+def with_model_loss(verdict: Verdict, analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> Verdict:
+    """Returns `verdict` with the loss of a prepared `batch`, and the model's own, if it computes one."""
+    stated, own = loss_and_model_loss(analyzed, loss, batch) or (None, None)
+    return replace(verdict, loss=stated, model_loss=own)
+
+
+def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tuple[float, float] | None:
+    """Returns `loss` of a prepared `batch`, and the loss that the model computes itself of it, in eval mode.
+
+    None where the model computes none, or one that cannot be stated.
+    """
+    if loss.whole_batch or LABELS_KEY not in batch:
+        return None
+    try:
+        own = find_model_loss(analyzed.loaded_model, {key: value[:1] for key, value in batch.items()})
+    except PlanError:
+        return None
+    if own is None:
+        return None
+    labels = batch[LABELS_KEY]
+    raw = dict(batch)
+    if own.shifts_labels:
+        labels = torch.cat([labels[..., :-1], torch.full_like(labels[..., :1], IGNORE_INDEX)], dim=-1)
+        raw[LABELS_KEY] = labels.roll(1, dims=-1)
+    batch = {**batch, LABELS_KEY: labels}
+    weight = loss.count_weight_and_tokens(batch)[0]
+    if not weight:
+        return None
+    module = analyzed.make_module("cpu", torch.float32)[0].eval()
+    with torch.no_grad():
+        outputs = module(**raw)
+        stated = loss.total(module(**loss.model_inputs(batch)), batch) / weight
+    returned = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+    return float(stated), float(returned)
