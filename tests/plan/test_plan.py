@@ -317,9 +317,9 @@ def test_a_hundred_thousand_ranks_are_planned_as_cheaply_as_three():
 def test_plan_is_imported_without_torch():
     names = [
         "plan",
-        "strategy",
-        "validation",
-        "optimizer_spec",
+        "strategy_interface",
+        "strategy_compatibility",
+        "optimizer_per_param",
         "hardware.network_model",
         "sharding.stage_value_shards",
         "step.simulator",

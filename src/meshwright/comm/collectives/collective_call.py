@@ -17,7 +17,8 @@ import torch
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent, min_max_sent
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import Group, LedgerEntry
+from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES

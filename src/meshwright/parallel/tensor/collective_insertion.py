@@ -7,7 +7,7 @@ them.
                      call whose input needs no gradient; those of a joint backward, or of parameters that are
                      used twice, are summed in I
 
-Of layers that end in one sum, the last has the redistribution of their output (comm_overlap.py). A block
+Of layers that end in one sum, the last has the redistribution of their output (joint_sum.py). A block
 call is the same in every microbatch, so its collectives are computed once per direction.
 """
 
