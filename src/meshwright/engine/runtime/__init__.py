@@ -1,7 +1,8 @@
 """The state of a rank during training: batch, loss, process groups, precision, guard and profiler.
 
 build_module                    the module that a rank trains, and its stateless dropout
-rank_state                      the state of a rank in a step, the trained module, gradient buckets
+rank_state                      the state of a rank in a step, the trained module, the metrics of a step
+grad_bucket                     gradients of several parameters in one buffer
 microbatches                    a rank's batch, split into microbatches
 loss_definition                 the loss as a sum and a count
 vocab_parallel_cross_entropy    cross-entropy of logits that are sharded along the vocabulary
