@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.make_optimizers import (
-    OptimizerParamGroups,
-    make_optimizers,
-    param_group_numbers,
-)
+from meshwright.engine.optim.make_optimizers import OptimizerParamGroups, make_optimizers, param_group_numbers
 from meshwright.engine.optim.sharded_state_dict import load_local_optimizer_state, local_optimizer_state
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig

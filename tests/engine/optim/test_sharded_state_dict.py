@@ -15,10 +15,7 @@ from meshwright.engine.optim.make_optimizers import (
 from meshwright.engine.optim.sharded_state_dict import load_local_optimizer_state, local_optimizer_state
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig
-from tests.engine.optim.test_make_optimizers import (
-    named,
-    with_gradients,
-)
+from tests.engine.optim.test_make_optimizers import named, with_gradients
 
 
 class Counting(torch.optim.Optimizer):

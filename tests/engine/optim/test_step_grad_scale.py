@@ -6,16 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.make_optimizers import (
-    OptimizerParamGroups,
-    make_param_groups,
-)
+from meshwright.engine.optim.make_optimizers import OptimizerParamGroups, make_param_groups
 from meshwright.engine.optim.step_grad_scale import clear_grad_scale, clip_in_step
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig
 from tests.engine.optim.test_make_optimizers import named, with_gradients
-from tests.engine.optim.test_sharded_state_dict import (
-    FACTORIES,
-)
+from tests.engine.optim.test_sharded_state_dict import FACTORIES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

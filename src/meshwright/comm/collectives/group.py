@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from meshwright.comm.collectives.ledger import (
-    Ledger,
-)
+from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 
 if TYPE_CHECKING:

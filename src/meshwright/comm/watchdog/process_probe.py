@@ -14,10 +14,7 @@ import time
 from dataclasses import dataclass
 
 from meshwright.comm.watchdog.process_identity import HostProcess, host_id
-from meshwright.comm.watchdog.rank_status import (
-    RankCondition,
-    StackFrame,
-)
+from meshwright.comm.watchdog.rank_status import RankCondition, StackFrame
 
 SIGNAL_TIMEOUT_S = 0.5  # for a fault handler to write
 

@@ -5,10 +5,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.commands.search.run_calibration import (
-    ShapeLookup,
-    calibrate_from_run,
-)
+from meshwright.commands.search.run_calibration import ShapeLookup, calibrate_from_run
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics
 from meshwright.planner.machine.from_benchmark import with_measured_links
 from meshwright.planner.machine.machine import Machine

@@ -22,11 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_blockwise_state_keys
-from meshwright.engine.optim.make_optimizers import (
-    OptimizerNumbers,
-    all_param_groups,
-    param_group_numbers,
-)
+from meshwright.engine.optim.make_optimizers import OptimizerNumbers, all_param_groups, param_group_numbers
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape

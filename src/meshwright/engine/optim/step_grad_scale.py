@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from meshwright.engine.optim.make_optimizers import (
-    all_param_groups,
-)
+from meshwright.engine.optim.make_optimizers import all_param_groups
 
 
 def clip_in_step(

@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Group
-from meshwright.engine.params.master_weights import (
-    UpdateGroup,
-)
+from meshwright.engine.params.master_weights import UpdateGroup
 from meshwright.plan.sharding.flat_param import FlatParamSpec, ParamShard
 
 

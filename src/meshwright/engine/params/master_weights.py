@@ -10,9 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.engine.params.weight_stash import (
-    WeightStash,
-)
+from meshwright.engine.params.weight_stash import WeightStash
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan
 

@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.comm.collectives.group import Work, World
-from meshwright.engine.runtime.grad_bucket import (
-    GradBucket,
-)
+from meshwright.engine.runtime.grad_bucket import GradBucket
 from meshwright.engine.runtime.loss_definition import Batch, Loss
 from meshwright.engine.runtime.loss_guard import LossSpike
 from meshwright.model.analysis.forward_graph_trace import ForwardGraphCache

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
 
-from meshwright.plan.hardware.network_model import (
-    NetworkModel,
-)
+from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import Diagnostic
 
 VERSION = 1

@@ -10,7 +10,8 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 
-from meshwright.run.checkpoint.manifest import (
-    DAMAGED_FIX,
-    CheckpointError,
-    ShardFile,
-    stat_regular_file,
-)
+from meshwright.run.checkpoint.manifest import DAMAGED_FIX, CheckpointError, ShardFile, stat_regular_file
 from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES
 
 

@@ -23,12 +23,7 @@ import torch
 
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
-from meshwright.run.data.readers import (
-    DEFAULT_PATTERNS,
-    list_files,
-    printable_path,
-    read_text,
-)
+from meshwright.run.data.readers import DEFAULT_PATTERNS, list_files, printable_path, read_text
 from meshwright.run.data.token_dataset import TokenDataset, cut_windows, num_windows
 from meshwright.run.data.tokenizer import ByteTokenizer
 

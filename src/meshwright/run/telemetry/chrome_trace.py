@@ -29,9 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, WAIT, ProfilerSpan, StepProfiler
-from meshwright.run.telemetry.atomic_write import (
-    replace_file,
-)
+from meshwright.run.telemetry.atomic_write import replace_file
 
 TRACE_FOLDER = "trace"
 STEP_PARTS = (
