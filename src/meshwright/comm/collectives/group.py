@@ -8,15 +8,11 @@ rank.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
-
-if TYPE_CHECKING:
-    pass
 
 
 class Work(ABC):
