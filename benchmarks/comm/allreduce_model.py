@@ -41,7 +41,8 @@ from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.choose_size_rule import choose_rule, predict_all_reduce_s
 from meshwright.comm.tuning.network_fit import fit_alpha_beta, fit_network, group_into_series
 from meshwright.comm.world import init_world
-from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.sharding.mesh import AXES, Mesh
 

@@ -42,7 +42,7 @@ from benchmarks.harness.result import Result
 from benchmarks.tensor_parallel.tensor_families import ODD, batches, loss_of, model_of
 from benchmarks.tensor_parallel.tensor_families import named as find_family
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.context.hybrid import HybridContextParallel

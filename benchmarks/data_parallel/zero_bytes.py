@@ -31,7 +31,7 @@ from fractions import Fraction
 from benchmarks.data_parallel.small_llamas import Case, llama, make_executor, random_samples
 from benchmarks.harness.result import Result
 from meshwright.api import select_local_batch
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.job import PrecisionConfig

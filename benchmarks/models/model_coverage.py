@@ -56,7 +56,7 @@ import torch
 
 from benchmarks.harness.result import Result
 from benchmarks.models.model_families import FAMILIES, SEQUENCE, Family
-from meshwright.commands.plan import explain_model
+from meshwright.commands.inspect_model import explain_model
 from meshwright.commands.verify import verify
 from meshwright.model.analysis.model_report import ModelReport
 from meshwright.model.hf.declared_tp_plan import is_transformers_model

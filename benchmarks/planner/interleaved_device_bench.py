@@ -36,7 +36,8 @@ from meshwright.run.measure.device_bench import (
     memory_points,
     time_calls,
 )
-from meshwright.run.measure.operation_timer import DeviceTimer, Operation, slice_batch_timer, timing_windows
+from meshwright.run.measure.jitter import slice_batch_timer, timing_windows
+from meshwright.run.measure.operation_timer import DeviceTimer, Operation
 
 NUM_SUBSETS = 3
 MAX_MULTIPLICATIONS = 1 << 30  # of a product

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.models.llama_steps import OPTIMIZER, VOCABULARY, WORKLOADS, Batches, join
 from meshwright.api import analyze, make_plan, parallelize
-from meshwright.comm.collectives.collective_call import sent_nbytes
+from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups

@@ -20,7 +20,7 @@ from benchmarks.harness.result import Result
 from benchmarks.tensor_parallel.tensor_byte_formulas import Case, cases
 from benchmarks.tensor_parallel.tensor_families import batches, loss_of
 from meshwright.api import parallelize
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.plan.job.errors import PlanError

@@ -10,7 +10,8 @@ SOURCE = f"{PACKAGE}/parallel"
 FOLDER = "docs/techniques"
 # FOLDER/NAME of the modules below `parallel/` that several techniques share: no technique themselves
 SHARED = (
-    "context/attention_inputs",
+    "context/attention_args_to_4d",
+    "context/ring_geometry",
     "context/attention_kernel",
     "context/ulysses_all_to_all",
     "context/block_mask",
@@ -23,6 +24,7 @@ SHARED = (
     "schedules/schedule",
     "tensor/collective_insertion",
     "tensor/comm_overlap",
+    "tensor/joint_sum",
     "tensor/sharded_layer",
     "tensor/layer_split_checks",
 )

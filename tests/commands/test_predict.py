@@ -8,14 +8,8 @@ from typer.testing import CliRunner
 
 from meshwright.cli import app
 from meshwright.commands.predict import prediction_hardware
-from meshwright.plan.hardware.network_model import (
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.device_profile import (
     VERSION,
@@ -33,7 +27,7 @@ from meshwright.planner.program_cost.network_time import (
 from meshwright.run.measure.cluster_file import write_cluster
 from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import forget_ranks, refuse_to_start
-from tests.commands.test_plan import LLAMA
+from tests.commands.test_inspect_model import LLAMA
 
 SIDES = (8, 16, 32, 64, 128, 256, 512)
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from meshwright.comm.collectives.group import LedgerEntry, World
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy

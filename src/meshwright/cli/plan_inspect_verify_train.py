@@ -75,7 +75,7 @@ def inspect(
 ) -> None:
     """Show what the model of a config is made of: blocks, parameters, tensor-parallel layers."""
     with exit_on_error(context):
-        command = import_command("plan")
+        command = import_command("inspect_model")
         explanation = command.explain_model(config, context.args)
         console.print(command.explanation_view(explanation))
         if as_json is not None:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from meshwright.comm.backends.fake import FakeGroup
 from meshwright.comm.backends.process_group import TorchGroup
 from meshwright.comm.collectives.collective_call import format_ranks, member_ranks, ordered_axes
-from meshwright.comm.collectives.group import Group, Ledger, World
+from meshwright.comm.collectives.group import Group, World
+from meshwright.comm.collectives.ledger import Ledger
 from meshwright.comm.rendezvous import RendezvousEndpoint, rendezvous_store
 from meshwright.comm.shared_memory.handshake import CannotShareMemory, on_one_host, share_segment
 from meshwright.comm.shared_memory.shared_memory_group import SharedMemoryGroup

@@ -4,7 +4,8 @@ bench_device           bench device: measures a device, writes device.toml
 bench_network          bench network: measures the links, writes cluster.toml
 doctor                 doctor: checks this host and the ranks of a job
 scheduler_script       launch: writes the job file of a plan
-plan                   plan and inspect: resolves a config, predicts, describes the model
+plan                   plan: resolves a config, predicts its step time
+inspect_model          inspect: describes the model of a config
 predict                predicts the step time of a plan on named hardware
 report                 report: writes the HTML report of a run
 search                 search: chooses a plan for a model and a machine

@@ -28,7 +28,7 @@ from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
 from meshwright.run.measure.device_bench import DeviceTimings, bench_sizes, time_device
-from meshwright.run.measure.operation_timer import timing_windows
+from meshwright.run.measure.jitter import timing_windows
 from meshwright.run.measure.profile_files import write_profile
 from meshwright.run.telemetry.run_info import processor_name
 

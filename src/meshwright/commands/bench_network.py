@@ -21,7 +21,8 @@ from meshwright.comm.allreduce import FLAT_ALGORITHMS
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.tuning.allreduce_bench import time_all_reduces
 from meshwright.comm.tuning.network_fit import with_fit
-from meshwright.plan.hardware.network_model import VERSION, AllReduceTiming, Cluster, FitError, NetworkModel
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.report.bench.allreduce_cost_table import allreduce_view

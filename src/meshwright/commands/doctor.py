@@ -17,12 +17,8 @@ from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.report.table import Table
-from meshwright.run.doctor.gpu_checks import (
-    collective_findings,
-    failed_collective,
-    gather_findings,
-    gpu_findings,
-)
+from meshwright.run.doctor.collective_checks import collective_findings, failed_collective, gather_findings
+from meshwright.run.doctor.gpu_checks import gpu_findings
 from meshwright.run.doctor.host_checks import Finding, host_findings
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.join_world import join_world

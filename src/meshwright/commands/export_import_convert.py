@@ -19,8 +19,9 @@ from meshwright.plan.job.errors import PlanError, suggest_name
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.directories import list_step_folders
 from meshwright.run.checkpoint.distributed_checkpoint import newest_valid
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.run.checkpoint.shard_io import check_checksums, read_entry, read_manifest
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
+from meshwright.run.checkpoint.shard_io import read_entry
+from meshwright.run.checkpoint.sizes_and_checksums import check_checksums
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import
 from meshwright.run.training.train_loop import CHECKPOINTS_FOLDER

@@ -8,7 +8,7 @@ ranks share.
 
 from pathlib import Path
 
-from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.plan import Plan
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links

@@ -18,7 +18,7 @@ from meshwright.commands.plan import resolve_config
 from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
-from meshwright.report.terminal.action_table import trace_view, verdict_view
+from meshwright.report.terminal.verdict_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
 from meshwright.run.launch.cluster_env import RankEnv

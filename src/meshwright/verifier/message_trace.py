@@ -30,7 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.backends.fake import CompletedWork, FakeWorld
-from meshwright.comm.collectives.group import LedgerEntry, Work
+from meshwright.comm.collectives.group import Work
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import Executor
 from meshwright.model.loss.loss_definition import Batch, Loss

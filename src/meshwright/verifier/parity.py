@@ -21,7 +21,8 @@ from math import inf, isnan, nan
 
 import torch
 
-from meshwright.comm.collectives.group import LedgerEntry, World
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.runtime.microbatches import BatchShapes, microbatch_shapes
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.engine.step.executor import Executor

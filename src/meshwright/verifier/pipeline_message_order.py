@@ -1,8 +1,4 @@
-"""Checks between pipeline ranks: sums of tied gradients, the order of messages, and deadlocks.
-
-A sum of tied gradients along pp that leaves out a user of a weight, or begins before another sum of the same
-gradients has ended, gives wrong numbers without an error; ranks that reach their sums in different orders
-wait for ever.
+"""Checks between pipeline ranks: the order of messages, and deadlocks.
 
 A backend may buffer what is sent, or have both sides meet: gloo announces, NCCL's kernels wait for each
 other. So a send counts as complete only when its receive has begun:
@@ -12,82 +8,11 @@ other. So a send counts as complete only when its receive has begun:
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, zip_longest
+from itertools import zip_longest
 
-from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import Action, Program, transitive_waits
+from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import qualified_name
 from meshwright.plan.step.single_device_program import role_of
-from meshwright.plan.step.tied_params import sums_grads
-
-
-def check_tied_params(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields every problem of the sums of tied gradients along pp, each with its role."""
-    lists = [
-        [action for action in actions if action.kind == "REDUCE_TIED"] for _, actions in plan.program.roles
-    ]
-    if not any(lists):
-        return
-    for tied_sums, (role, actions), view in zip(lists, plan.program.roles, plan.role_plans(), strict=True):
-        users = {
-            param_sharding.param.name: view.sharding.pp_ranks_using(param_sharding.param)
-            for param_sharding in view.sharding.logical_param_shardings
-        }
-        for tied_sum in tied_sums:
-            yield from ((role, text) for text in _check_tied_sum(tied_sum, actions, users, plan))
-    for one, other in combinations(range(len(lists)), 2):
-        own_names, other_names = (
-            list(_tied_sums_with(lists[a], b, plan)) for a, b in ((one, other), (other, one))
-        )
-        for left, right in zip_longest(own_names, other_names):
-            if left != right:
-                differing = " and ".join(tied_sum[0] if tied_sum else "nothing" for tied_sum in (left, right))
-                text = (
-                    f"its sums with {role_of({'pp': other})} along pp differ: {differing} are at the "
-                    "same place"
-                )
-                yield role_of({"pp": one}), text
-                break
-
-
-def _check_tied_sum(
-    tied_sum: Action, actions: Sequence[Action], users: dict[str, tuple[int, ...]], plan: Plan
-) -> Iterator[str]:
-    members = _member_ranks(tied_sum, plan)
-    wrong_names = [name for name in tied_sum.tensors if users.get(name) != members]
-    if wrong_names:
-        text = f"{tied_sum.name} sums the gradient of {wrong_names[0]} over pp ranks {_as_text(members)}"
-        yield f"{text}, and pp ranks {_as_text(users.get(wrong_names[0], ()))} use it"
-    awaited_names = transitive_waits(actions, tied_sum)
-    for other in actions:
-        if (
-            other != tied_sum
-            and sums_grads(other)
-            and set(tied_sum.tensors).intersection(other.tensors)
-            and other.name not in awaited_names
-        ):
-            yield (
-                f"{tied_sum.name} does not wait for {other.name}, which changes the gradient of "
-                f"{tied_sum.tensors[0]}"
-            )
-
-
-def _tied_sums_with(tied_sums: Sequence[Action], other: int, plan: Plan) -> Iterator[tuple[str, int, str]]:
-    """Yields name, bytes and dtype of the sums in which the rank at `other` takes part.
-
-    They must be equal on both.
-    """
-    for tied_sum in tied_sums:
-        if tied_sum.transfer is not None and other in _member_ranks(tied_sum, plan):
-            yield tied_sum.name, tied_sum.transfer.nbytes, tied_sum.transfer.dtype
-
-
-def _member_ranks(tied_sum: Action, plan: Plan) -> tuple[int, ...]:
-    return () if tied_sum.transfer is None else tied_sum.transfer.member_indices or tuple(range(plan.mesh.pp))
-
-
-def _as_text(indices: Sequence[int]) -> str:
-    return " and ".join(map(str, indices)) or "none"
 
 
 def find_unbuffered_deadlocks(program: Program) -> Iterator[str]:

@@ -3,7 +3,8 @@
 The checks read the action list of every role and report, all at once: names that are not unique, waits for
 actions that do not exist or come later, a backward before its forward or its recomputation, a gradient that
 no transfer reduces for the optimizer (or too early, or after the clip), a weight that CLIP or STEP leaves
-out, memory that is not freed, what pipeline ranks do not agree on (pipeline_message_order.py), and deadlocks.
+out, memory that is not freed, what pipeline ranks do not agree on (pipeline_message_order.py,
+tied_grad_sums.py), and deadlocks.
 """
 
 from collections import defaultdict
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.model_spec.model_spec import ROOT
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.grad_dependencies import reads_summed_grads
 from meshwright.plan.step.program import Action, Program, transitive_waits
 from meshwright.plan.step.simulator import SimulationDeadlock, qualified_name, simulate
 from meshwright.plan.step.single_device_program import (
@@ -20,15 +22,11 @@ from meshwright.plan.step.single_device_program import (
     INPUT_GRAD_KINDS,
     PARAM_USE_KINDS,
     WEIGHT_GRAD_KINDS,
-    reads_summed_grads,
     stepped_microbatches,
 )
 from meshwright.plan.step.weight_stashing import version_conflicts
-from meshwright.verifier.pipeline_message_order import (
-    check_message_order,
-    check_tied_params,
-    find_unbuffered_deadlocks,
-)
+from meshwright.verifier.pipeline_message_order import check_message_order, find_unbuffered_deadlocks
+from meshwright.verifier.tied_grad_sums import check_tied_params
 
 _FIX = (
     "a strategy's rewrite broke the list: run `meshwright plan` without one strategy after the other to "

@@ -99,12 +99,18 @@ class Verdict:
         path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
 
     @property
+    def has_model_loss(self) -> bool:
+        """Whether `loss` is the loss that the model computes itself, but for rounding in float32."""
+        if self.loss is None or self.model_loss is None:
+            return False
+        return abs(self.loss - self.model_loss) <= MODEL_LOSS_TOLERANCE * abs(self.model_loss)
+
+    @property
     def model_loss_note(self) -> str:
         """The loss beside the model's own, as a line; empty if it computes none."""
         if self.loss is None or self.model_loss is None:
             return ""
-        same = abs(self.loss - self.model_loss) <= MODEL_LOSS_TOLERANCE * abs(self.model_loss)
-        judgement = "the same" if same else "NOT the same: check the loss and its labels"
+        judgement = "the same" if self.has_model_loss else "NOT the same: check the loss and its labels"
         return f"\n  loss {self.loss:.6g}, the model's own {self.model_loss:.6g}: {judgement}"
 
     def __str__(self) -> str:

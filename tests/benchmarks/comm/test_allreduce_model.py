@@ -7,13 +7,8 @@ from random import Random
 from benchmarks.comm.allreduce_model import NAMES, cells_of_auto, decide, errors, half_fitted, halves, noise
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.cost_model import all_reduce_seconds
-from meshwright.plan.hardware.network_model import (
-    AllReduceTiming,
-    LinkCost,
-    NetworkModel,
-    RoundOverhead,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 
 SIZES = tuple(1 << power for power in range(10, 23))
 NETWORK = NetworkModel(

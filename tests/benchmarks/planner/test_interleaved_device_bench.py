@@ -14,7 +14,7 @@ from benchmarks.planner.interleaved_device_bench import (
 )
 from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS
 from meshwright.run.measure.device_bench import bench_sizes, compute_heavy_operations
-from meshwright.run.measure.operation_timer import SLICES_PER_BATCH
+from meshwright.run.measure.jitter import SLICES_PER_BATCH
 from tests.planner.machine.synthetic_device import profile
 
 

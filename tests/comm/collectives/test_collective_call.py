@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.comm.collectives.collective_call import (
-    CollectiveCall,
-    announce,
-    ordered_axes,
-    sent_nbytes,
-    shares_memory,
-)
+from meshwright.comm.collectives.collective_call import CollectiveCall, announce, ordered_axes, shares_memory
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
 from meshwright.comm.collectives.group import Group
 from meshwright.plan.job.errors import PlanError
@@ -19,42 +13,6 @@ from meshwright.plan.sharding.mesh import Mesh
 
 def ring(size: int = 3) -> Group:
     return FakeWorld(Mesh(dp_shard=size), rank=1).group(["dp_shard"])
-
-
-@pytest.mark.parametrize(
-    ("collective", "sent"),
-    [
-        *[
-            ("all_reduce", 16),
-            ("all_gather", 24),
-            ("reduce_scatter", 8),
-            ("all_to_all", 8),
-            ("broadcast", 12),
-            ("barrier", 0),
-        ],
-        *[("scatter", 24), ("gather", 12), ("reduce", 12), ("send", 12), ("shift", 12)],
-    ],
-)
-def test_bytes_sent_follow_the_formula_at_three_ranks(collective: str, sent: float) -> None:
-    assert sent_nbytes(collective, 12, 3) == sent
-
-
-@pytest.mark.parametrize(
-    "collective",
-    [
-        "all_reduce",
-        "all_gather",
-        "reduce_scatter",
-        "all_to_all",
-        "broadcast",
-        "scatter",
-        "gather",
-        "reduce",
-        "shift",
-    ],
-)
-def test_a_single_rank_sends_nothing(collective: str) -> None:
-    assert sent_nbytes(collective, 12, 1) == 0
 
 
 def test_the_ledger_records_each_collective_under_its_action() -> None:

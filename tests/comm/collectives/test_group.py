@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from meshwright.comm.backends.fake import FakeWorld
-from meshwright.comm.collectives.group import Group, Ledger, World
+from meshwright.comm.collectives.group import Group, World
+from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 

@@ -9,7 +9,7 @@ from meshwright.comm.tuning.allreduce_bench import (
     num_repeats,
     time_all_reduces,
 )
-from meshwright.plan.hardware.network_model import AllReduceTiming
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.testing.ranks import run_on_threads
 

@@ -16,16 +16,8 @@ from meshwright.comm.tuning.choose_size_rule import (
     predict_all_reduce_s,
 )
 from meshwright.comm.tuning.network_fit import group_into_series
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceTiming,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    RoundOverhead,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 
 SIZES = tuple(1 << power for power in range(10, 27))
 PLAINER = [str(each) for each in FLAT_ALGORITHMS if str(each) != BACKEND]

@@ -5,23 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.commands.search.machine import calibrate_from_run, parallel_config_of, search_machine
+from meshwright.commands.search.machine import search_machine
+from meshwright.commands.search.run_calibration import calibrate_from_run
 from meshwright.commands.search.search import SearchOptions, outcome_as_dict, run_search
-from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.mesh import Mesh
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.run_calibration import RunCalibration
-from meshwright.run.config.config_and_plan_files import read_request
 from meshwright.run.measure.cluster_file import write_cluster
 from meshwright.run.measure.previous_run import read_previous_run
 from meshwright.run.measure.profile_files import write_profile
 from tests.command_line import forget_ranks, invoke
 from tests.planner.machine.synthetic_device import profile
 from tests.planner.machine.test_from_benchmark import LATENCY_S, LINK, cluster, series
-from tests.run.measure.run_folders import COMPUTED_S, PLAN, SENT_S, STEP_S, run_folder
+from tests.run.measure.run_folders import COMPUTED_S, SENT_S, STEP_S, run_folder
 
 SHAPE = ModelShape("small", 4, 256, 4, vocab=1000, sequence=64)
 WORDS = "small: layers 4 hidden 256 heads 4 vocab 1000 sequence 64"
@@ -78,25 +76,6 @@ def test_a_faster_run_than_the_hardware_allows_is_doubted(
     assert "% of the peak of Abacus 7" in notes[-1]
 
 
-def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Path):
-    known, _ = search_machine(files[0], 2, files[1], "", shapes)
-
-    def learned(folder: Path) -> RunCalibration:
-        return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
-
-    with pytest.raises(PlanError, match="the run used NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"):
-        learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
-    with pytest.raises(PlanError, match="the run has 'naive_ddp', which `search` does not model"):
-        learned(run_folder(tmp_path / "b", store="naive_ddp"))
-    folder = run_folder(tmp_path / "c")
-    (folder / "plan.toml").unlink()
-    with pytest.raises(PlanError, match=r"there is no plan.toml in"):
-        learned(folder)
-    more = ', { name = "pipeline", schedule = "zb_2p" }'
-    with pytest.raises(PlanError, match="the run's schedule is 'zb_2p'"):
-        learned(run_folder(tmp_path / "d", more=more))
-
-
 def test_a_gpu_is_known_by_what_its_driver_calls_it(tmp_path: Path):
     run = run_folder(tmp_path / "run", device="NVIDIA A100-SXM4-80GB")
     found, _ = search_machine("a100", 16, "", str(run), shapes)
@@ -148,29 +127,6 @@ def test_a_device_with_a_name_of_its_own_is_known_by_what_it_is_like(
         search_machine(str(tmp_path / "my.toml"), 2, "", str(other), shapes)
 
 
-def test_a_plan_is_laid_out_as_a_search_would(tmp_path: Path):
-    text = PLAN.format(micro=2, store="ddp", more="")
-    text = text.replace(
-        '{ name = "ddp", axis = "dp_replicate" }',
-        '{ name = "zero", axis = "dp_shard", stage = 2 }, {name = "activation_checkpointing"}',
-    )
-    path = tmp_path / "plan.toml"
-    path.write_text(
-        text.replace("dp_replicate = 2", "dp_shard = 2\npp = 2\ntp = 3\ncp = 2").replace(
-            '"batch_split", axis = "dp_replicate"', '"batch_split", axis = "dp_shard"'
-        )
-    )
-    request = read_request(path, (), STRATEGIES)
-    found = parallel_config_of(request, Mesh.infer(request.mesh))
-    assert (found.dp, found.tp, found.pp, found.cp, found.zero_stage) == (2, 3, 2, 2, 2)
-    assert (found.micro_batch, found.num_microbatches, found.recompute, found.zero_group_size) == (
-        2,
-        2,
-        "layers",
-        0,
-    )
-
-
 def test_a_plan_is_chosen_for_what_was_measured(files: tuple[str, str]):
     chosen = run_search(SearchOptions(WORDS, 4, files[0], 64, cluster=files[1]))
     assert chosen.request.machine.device.name == "Abacus 7"
@@ -205,3 +161,22 @@ def test_options_of_a_search_are_refused_where_a_plan_is_given(
     code, _, err = invoke(capsys, "plan", tmp_path / "config.toml", "--calibrate-from", "run", "--batch", 8)
     assert code == 2
     assert "--calibrate-from, --batch: `plan` checks the plan of a config and does not choose one" in err
+
+
+def test_what_a_run_cannot_teach_is_refused(files: tuple[str, str], tmp_path: Path):
+    known, _ = search_machine(files[0], 2, files[1], "", shapes)
+
+    def learned(folder: Path) -> RunCalibration:
+        return calibrate_from_run(folder, read_previous_run(folder), known, shapes)
+
+    with pytest.raises(PlanError, match="the run used NVIDIA A100-SXM4-80GB, and the plan is for Abacus 7"):
+        learned(run_folder(tmp_path / "a", device="NVIDIA A100-SXM4-80GB"))
+    with pytest.raises(PlanError, match="the run has 'naive_ddp', which `search` does not model"):
+        learned(run_folder(tmp_path / "b", store="naive_ddp"))
+    folder = run_folder(tmp_path / "c")
+    (folder / "plan.toml").unlink()
+    with pytest.raises(PlanError, match=r"there is no plan.toml in"):
+        learned(folder)
+    more = ', { name = "pipeline", schedule = "zb_2p" }'
+    with pytest.raises(PlanError, match="the run's schedule is 'zb_2p'"):
+        learned(run_folder(tmp_path / "d", more=more))

@@ -1,21 +1,13 @@
 """Several optimizers that share the parameters: each is stepped by one, and all of them go on bitwise."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from meshwright.engine.optim.make_optimizers import (
-    OptimizerParamGroups,
-    clip_in_step,
-    load_local_optimizer_state,
-    local_optimizer_state,
-    make_optimizers,
-    make_param_groups,
-    param_group_numbers,
-)
+from meshwright.engine.optim.make_optimizers import OptimizerParamGroups, make_optimizers, param_group_numbers
+from meshwright.engine.optim.sharded_state_dict import load_local_optimizer_state, local_optimizer_state
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, ParamGroupConfig
 from tests.engine.optim.test_make_optimizers import named, said, with_gradients
@@ -88,34 +80,3 @@ def test_a_list_of_optimizers_must_share_the_parameters():
         PlanError, match=r"the groups embed\.\* name an optimizer, and one that was passed makes its own"
     ):
         make_optimizers(SPLIT, mine, two)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("second", [lambda groups: torch.optim.SGD(groups, fused=True), torch.optim.Adagrad])
-def test_several_optimizers_take_the_same_scaled_gradients(
-    second: Callable[[OptimizerParamGroups], torch.optim.Optimizer], dtype: torch.dtype
-):
-    """Both fused: scaled while they read. One that does not know of that: scaled in place, once for both."""
-    mine, theirs = named(dtype), named(dtype)
-
-    def both(parameters: dict[str, nn.Parameter]) -> list[torch.optim.Optimizer]:
-        first, *rest = make_param_groups(
-            OptimizerConfig("sgd", lr=0.1, weight_decay=0.0, groups=(ParamGroupConfig("embed.*", 2.0),)),
-            parameters,
-        )
-        return [torch.optim.SGD([first], fused=True), second(rest)]
-
-    optimizers = both(mine), both(theirs)
-    with_gradients(mine, 0)
-    with_gradients(theirs, 0)
-    torch.nn.utils.clip_grad_norm_(theirs.values(), 0.5)
-    clip_in_step(
-        optimizers[0],
-        list(mine.values()),
-        torch.nn.utils.get_total_norm([p.grad for p in mine.values()]),
-        0.5,
-    )
-    for optimizer in (*optimizers[0], *optimizers[1]):
-        optimizer.step()
-    error = max((mine[name] - theirs[name]).abs().max().item() for name in mine)
-    assert error < (1e-6 if dtype == torch.float32 else 1e-15)

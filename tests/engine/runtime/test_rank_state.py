@@ -1,72 +1,62 @@
-"""Gradients as one contiguous buffer."""
+"""The state of one rank during a step: parameters, buckets, and what is reset at its end."""
 
 import torch
 from torch import nn
 
-from meshwright.engine.runtime.rank_state import GradBucket
-
-SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,)}
-
-
-def parameters(**gradients: float) -> dict[str, nn.Parameter]:
-    """Parameters of `SHAPES`; those that are named have a gradient of that value."""
-    held = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
-    for name, value in gradients.items():
-        held[name].grad = torch.full(SHAPES[name], value)
-    return held
+from meshwright.api import single_rank_world
+from meshwright.engine.runtime.grad_bucket import GradBucket
+from meshwright.engine.runtime.rank_state import RankState, TrainedModule
+from meshwright.model.blocks.block_forward_backward import BlockCall, ForwardPass
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
+from meshwright.plan.model_spec.model_spec import ModelSpec
 
 
-def test_packing_copies_gradients_in_order_and_makes_each_a_view():
-    held = parameters(matrix=1.0, scalar=2.0, vector=3.0)
-    bucket = GradBucket(held, torch.float32)
-    bucket.pack(SHAPES)
-    assert bucket.buffer.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
-    bucket.buffer.mul_(2)
-    assert {name: p.grad.unique().tolist() for name, p in held.items()} == {
-        "matrix": [2],
-        "scalar": [4],
-        "vector": [6],
-    }
-    assert {name: tuple(p.grad.shape) for name, p in held.items()} == SHAPES
+def state_of(parameters: dict[str, nn.Parameter]) -> RankState:
+    subject = TrainedModule(nn.Module(), {}, parameters, ModelSpec("paper", (), (), (), ()), {})
+    return RankState(subject, single_rank_world(torch.device("cpu")), token_cross_entropy())
 
 
-def test_later_gradients_are_added_in_place():
-    held = parameters(matrix=1.0, scalar=1.0, vector=1.0)
-    bucket = GradBucket(held, torch.float32)
-    bucket.pack(SHAPES)
-    sum((parameter * 3).sum() for parameter in held.values()).backward()
-    assert bucket.buffer.tolist() == [4.0] * 11
-    assert held["matrix"].grad.data_ptr() == bucket.buffer.data_ptr()
-    bucket.pack(SHAPES)
-    assert bucket.buffer.tolist() == [4.0] * 11
+def test_trainable_parameters_are_those_that_require_gradients():
+    parameters = {"a": nn.Parameter(torch.zeros(2)), "b": nn.Parameter(torch.zeros(2), requires_grad=False)}
+    assert list(state_of(parameters).trained_module.trainable_parameters) == ["a"]
 
 
-def test_some_gradients_can_be_packed_before_the_rest():
-    held = parameters(vector=3.0)
-    bucket = GradBucket(held, torch.float32)
-    bucket.pack(["vector"])
-    held["matrix"].grad, held["scalar"].grad = torch.ones(2, 3), torch.tensor(2.0)
-    bucket.pack(["matrix", "scalar"])
-    assert bucket.buffer.tolist() == [1.0] * 6 + [2.0] + [3.0] * 4
+def test_the_tensor_of_a_bucket_is_its_buffer_and_that_of_a_parameter_its_gradient():
+    state = state_of({"a": nn.Parameter(torch.ones(2)), "b": nn.Parameter(torch.ones(3))})
+    state.buckets["0"] = GradBucket({"a": state.trained_module.parameters["a"]}, torch.float32)
+    assert state.action_tensor("0") is state.buckets["0"].buffer
+    assert state.action_tensor("b").tolist() == [0.0] * 3
+    assert state.action_tensor("b") is state.trained_module.parameters["b"].grad
+    state.trained_module.parameters["a"].grad = torch.ones(2)
+    assert state.action_tensor("a") is state.trained_module.parameters["a"].grad
 
 
-def test_a_parameter_without_a_gradient_is_packed_as_zeros():
-    held = parameters(matrix=1.0)
-    bucket = GradBucket(held, torch.float32)
-    bucket.buffer.fill_(7)
-    bucket.pack(SHAPES)
-    assert bucket.buffer.tolist() == [1.0] * 6 + [0.0] * 5
-    assert held["scalar"].grad is not None
-
-
-def test_another_dtype_is_sent_and_unpacked():
-    held = parameters(matrix=1 / 3, vector=1.0)
-    bucket = GradBucket(held, torch.bfloat16)
-    bucket.pack(SHAPES)
-    assert held["matrix"].grad.dtype == torch.float32
-    assert held["scalar"].grad is None
-    bucket.buffer.mul_(2)
-    bucket.unpack()
-    assert {parameter.grad.dtype for parameter in held.values()} == {torch.float32}
-    assert held["matrix"].grad.unique().tolist() == [torch.tensor(1 / 3).bfloat16().mul(2).float().item()]
-    assert [held["scalar"].grad.item(), *held["vector"].grad.tolist()] == [0.0] + [2.0] * 4
+def test_a_step_begins_empty_and_what_ended_is_forgotten_but_for_the_sums():
+    state = state_of({"a": nn.Parameter(torch.ones(2))})
+    for _ in range(2):
+        samples = {"x": torch.zeros(2)}
+        state.begin_step([samples], 1)
+        assert (
+            state.microbatches,
+            state.num_real_microbatches,
+            state.forward_passes,
+            state.final_glue,
+            state.works,
+        ) == (
+            [samples],
+            1,
+            {},
+            {},
+            {},
+        )
+        assert state.loss_sum.item() == 0
+        state.forward_passes[0], state.final_glue[0] = (
+            ForwardPass(lambda block_call: None),
+            (None, BlockCall("(outputs)")),
+        )
+        state.loss_sum += 3
+        state.step_totals += 1
+    state.clear_step()
+    assert (state.microbatches, state.forward_passes, state.final_glue, state.works) == ([], {}, {}, {})
+    assert state.loss_sum.item() == 3
+    assert state.step_totals.tolist() == [2, 2, 2, 2]

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.comm.collectives.group import LedgerEntry, World
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.forward_backward.block_redistributions import BlockCollectives
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, describe_mask
 from meshwright.model.context_parallel.conv_call import Conv1dImpl

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.parallel.context.attention_inputs import AttentionRing
 from meshwright.parallel.context.block_mask import DenseMask, IntervalMask, KeyIntervals, MaskCache
+from meshwright.parallel.context.ring_geometry import AttentionRing
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from tests.parallel.context.dense_attention import mask_of
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
-from meshwright.comm.collectives.group import LedgerEntry, World
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.model.context_parallel.conv_call import Conv1dArguments, ShardedConv1dCall
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.parallel.context import conv_halo

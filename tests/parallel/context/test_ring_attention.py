@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.comm.collectives.group import Group, World
 from meshwright.parallel.context import block_mask
-from meshwright.parallel.context.attention_inputs import AttentionRing, ShiftFn
 from meshwright.parallel.context.block_mask import CPU_CALL_COST, IntervalMask, KeyIntervals
 from meshwright.parallel.context.ring import LoadBalance, ring_sharding
 from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.ring_geometry import AttentionRing, ShiftFn
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding, TokenRange
 from meshwright.testing.ranks import run_on_threads

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from meshwright.api import parallelize, select_local_batch, trace, verify
-from meshwright.comm.collectives.group import LedgerEntry, World
+from meshwright.comm.collectives.group import World
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.parallel.data.batch_split import BatchSplit

@@ -1,57 +1,78 @@
-"""A measured cluster is validated."""
+"""The cost of a message: bands of size, and the overhead of ranks on one host."""
 
-from dataclasses import replace
+from math import inf
 
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    SizeBand,
+import pytest
+
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
+
+SHORT, LONG = SizeBand(1024, 1e-5, 1e8), SizeBand(0, 5e-5, 1e9)
+LINK = LinkCost((SHORT, LONG))
+
+
+def test_a_message_costs_the_latency_of_its_band_and_its_bytes_at_the_rate_of_its_band():
+    assert LINK.seconds(512) == pytest.approx(1e-5 + 512 / 1e8)
+    assert LINK.seconds(10**6) == pytest.approx(5e-5 + 1e-3)
+
+
+def test_the_bound_of_a_band_belongs_to_it():
+    assert LINK.seconds(1024) == pytest.approx(SHORT.seconds(1024))
+    assert LINK.seconds(1025) == pytest.approx(LONG.seconds(1025))
+
+
+def test_a_longer_message_is_never_cheaper():
+    falling = LinkCost((SizeBand(1000, 1e-3, 1e6), SizeBand(0, 0.0, 1e9)))
+    costs = [falling.seconds(nbytes) for nbytes in (1, 999, 1000, 1001, 10**6, 10**7)]
+    assert costs == sorted(costs)
+    assert falling.seconds(1001) == falling.seconds(1000)
+
+
+@pytest.mark.parametrize(
+    ("bands", "message"),
+    [
+        ((), "bands up to []"),
+        ((SHORT,), "bands up to [1024]"),
+        ((LONG, LONG), "bands up to [0, 0]"),
+        ((SizeBand(2048, 0, 1), SHORT, LONG), "bands up to [2048, 1024, 0]"),
+        ((SizeBand(0, -1.0, 1.0),), "a latency of -1.0 s"),
+        ((SizeBand(0, inf, 1.0),), "a latency of inf s"),
+        ((SizeBand(0, 0.0, 0.0),), "a rate of 0.0"),
+    ],
 )
-
-LINK = LinkCost((SizeBand(0, 1e-5, 1e9),))
-RING = AllReduceSeries("ring", 2, (1024, 2048), (1e-4, 2e-4), (0.1, 0.1))
-GOOD = Cluster(
-    VERSION,
-    "",
-    "cpu",
-    "2.11",
-    "gloo",
-    0,
-    FitError(0.1, 0.1),
-    NetworkModel(intra_host=LINK, busiest_rank=LINK),
-    (RING,),
-)
+def test_bad_bands_are_reported(bands: tuple[SizeBand, ...], message: str):
+    (diagnostic,) = LinkCost(bands).diagnostics("network.host")
+    assert message in diagnostic.problem
+    assert diagnostic.location.startswith("network.host")
 
 
-def test_ranks_and_sizes_are_those_of_all_series():
-    more = replace(GOOD, measurements=(AllReduceSeries("tree", 3, (512, 2048), (1.0, 1.0), (0.0, 0.0)), RING))
-    assert (more.ranks, more.sizes) == ((2, 3), (512, 1024, 2048))
-    assert more.series("ring", 2) is RING
-    assert more.series("ring", 3) is None
+def test_overheads_are_interpolated():
+    network = NetworkModel(
+        (RoundOverhead(1, 1e-4), RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)),
+        intra_host=LINK,
+        busiest_rank=LINK,
+    )
+    assert network.round_overhead_s(0) == 0
+    assert [network.round_overhead_s(number) for number in (1, 2, 3, 4)] == pytest.approx(
+        [1e-4, 2e-4, 5e-4, 8e-4]
+    )
 
 
-def test_a_good_cluster_has_no_diagnostics():
-    assert list(GOOD.diagnostics()) == []
+def test_overheads_are_extrapolated_with_the_mean_slope():
+    network = NetworkModel(
+        (RoundOverhead(2, 2e-4), RoundOverhead(4, 8e-4)), intra_host=LINK, busiest_rank=LINK
+    )
+    assert network.round_overhead_s(6) == pytest.approx(14e-4)
+    assert network.round_overhead_s(1) == pytest.approx(2e-4)
+    flat = NetworkModel((RoundOverhead(2, 2e-4), RoundOverhead(4, 1e-4)), intra_host=LINK, busiest_rank=LINK)
+    assert flat.round_overhead_s(100) == pytest.approx(1e-4)
 
 
-def test_every_bad_number_is_reported_with_its_location():
-    odd = AllReduceSeries("ring", 1, (2048, 1024), (0.0,), (-0.1, 0.1))
-    bad = replace(GOOD, version=99, ranks_per_host=-1, measurements=(RING, RING, odd))
-    messages = {diagnostic.location: diagnostic.problem for diagnostic in bad.diagnostics()}
-    assert "version 99" in messages["version"]
-    assert "-1 ranks per host" in messages["ranks_per_host"]
-    assert "twice" in messages["measurements"]
-    assert "1 ranks" in messages["measurements.2.ranks"]
-    assert "[2048, 1024]" in messages["measurements.2.nbytes"]
-    assert "2 sizes, 1 times" in messages["measurements.2"]
-    assert "0.0" in messages["measurements.2.seconds"]
-    assert "-0.1" in messages["measurements.2.spread"]
-
-
-def test_a_cluster_without_measurements_is_refused():
-    (diagnostic,) = replace(GOOD, measurements=()).diagnostics()
+def test_every_error_of_a_network_is_reported():
+    bad = NetworkModel((RoundOverhead(2, -1.0), RoundOverhead(1, 1.0)), inter_host=LinkCost(()))
+    assert [diagnostic.location for diagnostic in bad.diagnostics("network")] == [
+        "network.inter_host",
+        "network.round_overheads",
+        "network.round_overheads.0.seconds",
+    ]
+    (diagnostic,) = NetworkModel().diagnostics("network")
     assert "bench network" in diagnostic.fix

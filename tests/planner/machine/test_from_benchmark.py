@@ -5,16 +5,8 @@ from math import log2
 
 import pytest
 
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    RoundOverhead,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.from_benchmark import (
     measured_device,

@@ -3,14 +3,8 @@
 import pytest
 
 from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
-from meshwright.plan.hardware.network_model import (
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.machine import make_machine
 from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds

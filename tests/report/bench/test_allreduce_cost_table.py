@@ -9,15 +9,8 @@ import pytest
 from rich.console import Console
 
 from meshwright.comm.allreduce import get_algorithm
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.report.bench.allreduce_cost_table import (
     FORMULA_ALGORITHMS,
     MAX_NUM_RANKS,

@@ -4,15 +4,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.report.bench.allreduce_measured_vs_model import (
     MODEL_LABEL,
     network_figure,

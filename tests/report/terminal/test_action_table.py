@@ -42,8 +42,7 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.report.terminal.action_table import KIND_TEXTS, plan_view, verdict_view
-from meshwright.verifier.verdict_and_cause import COMPARED_QUANTITIES, Difference, Verdict
+from meshwright.report.terminal.action_table import KIND_TEXTS, plan_view
 from tests.paper_model import SyntheticModel
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
@@ -359,38 +358,3 @@ def test_a_row_says_what_waits_for_the_other_stream():
 )
 def test_sizes_have_units(nbytes: int, message: str):
     assert format_nbytes(nbytes) == message
-
-
-def drawn(verdict: Verdict) -> str:
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(verdict_view(verdict))
-    return capture.get()
-
-
-def test_a_verdict_that_passed_shows_every_error():
-    worst = {quantity: 10.0 ** -(12 + i) for i, quantity in enumerate(COMPARED_QUANTITIES)}
-    text = drawn(Verdict("abc", "dp_replicate 3", "llama", "threads", 3, 1e-10, True, worst))
-    assert "dp_replicate 3 equals one device after 3 steps" in text
-    assert all(re.search(rf"{quantity} +{error:.2g}", text) for quantity, error in worst.items())
-
-
-def test_a_verdict_that_failed_shows_the_first_difference_and_the_cause():
-    first = Difference(0, "gradient", "head.weight", "head", 2.0, 1)
-    text = drawn(
-        Verdict(
-            "abc",
-            "dp_replicate 3",
-            "llama",
-            "threads",
-            3,
-            1e-10,
-            False,
-            {},
-            cause="technique",
-            first_difference=first,
-        )
-    )
-    assert "does NOT equal one device" in text
-    assert "cause: technique" in text
-    assert "the gradient of head.weight in block head differs" in text

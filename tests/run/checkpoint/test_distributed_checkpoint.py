@@ -19,8 +19,7 @@ from meshwright.run.checkpoint.distributed_checkpoint import (
     newest_valid,
     save_tensors,
 )
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError
-from meshwright.run.checkpoint.shard_io import read_manifest
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE, CheckpointError, read_manifest
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import (
     META,

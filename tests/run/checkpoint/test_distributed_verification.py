@@ -18,8 +18,7 @@ from meshwright.run.checkpoint.distributed_verification import (
     newest_valid_on_all_ranks,
     verify_checkpoint,
 )
-from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.shard_io import read_manifest
+from meshwright.run.checkpoint.manifest import CheckpointError, Manifest, read_manifest
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, state
 

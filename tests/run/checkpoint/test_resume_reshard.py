@@ -22,7 +22,7 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors, newest_valid
-from meshwright.run.checkpoint.shard_io import read_manifest
+from meshwright.run.checkpoint.manifest import read_manifest
 from meshwright.run.data.data_loader import ExampleDataset, open_local_batches
 from meshwright.testing.ranks import ProcessPool, run_on_threads
 from tests.run.checkpoint.awkward_states import bits

@@ -13,7 +13,7 @@ from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.run.checkpoint.distributed_checkpoint import compare_checkpoints, load_tensors
-from meshwright.run.checkpoint.shard_io import read_manifest
+from meshwright.run.checkpoint.manifest import read_manifest
 from meshwright.testing.ranks import run_on_threads
 from tests.parallel.data.optimizer_cases import Wide
 from tests.run.checkpoint.test_resume_reshard import LAST, LAYOUTS, SAVED, Left, assert_holds, play

@@ -14,8 +14,9 @@ from meshwright.run.checkpoint.manifest import (
     ShardFile,
     StoredSlice,
     TensorEntry,
+    read_manifest,
 )
-from meshwright.run.checkpoint.shard_io import read_entry, read_manifest, write_shard
+from meshwright.run.checkpoint.shard_io import read_entry, write_shard
 from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import META, THREE, alone, assert_holds, bits, saved, state
 

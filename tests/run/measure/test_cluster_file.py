@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    RoundOverhead,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.measure.cluster_file import describe_machine, read_cluster, write_cluster
 

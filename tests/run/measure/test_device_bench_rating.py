@@ -5,7 +5,7 @@ import torch
 
 from meshwright.plan.model_spec.op_sizes_and_memory import COMPUTE_HEAVY_OPS
 from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS, VERSION, DeviceProfile
-from meshwright.run.measure import operation_timer
+from meshwright.run.measure import jitter
 from meshwright.run.measure.device_bench import BenchSizes, bench_sizes, relative_spread, time_device
 
 TINY = BenchSizes(
@@ -18,7 +18,7 @@ TINY = BenchSizes(
 def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(operation_timer, "NUM_QUICK_BATCHES", 1)
+    monkeypatch.setattr(jitter, "NUM_QUICK_BATCHES", 1)
     found = time_device(torch.device("cpu"), TINY, quick=True)
     assert {(each.m, each.n, each.k, each.batch) for each in found.matmuls} == set(TINY.matmuls)
     assert (
@@ -29,7 +29,7 @@ def test_a_device_is_measured_at_every_size_and_makes_a_profile_without_faults(
     assert [each.nbytes for each in found.memory_ops] == [4096, 65536]
     assert {each.operation for each in found.elementwise_ops} == set(COMPUTE_HEAVY_OPS)
     assert 0 < found.call_s < 1e-2
-    assert len(found.slices) == operation_timer.SLICES_PER_BATCH
+    assert len(found.slices) == jitter.SLICES_PER_BATCH
     figures = {name: value for name, value in vars(found).items() if name != "slices"}
     profile = DeviceProfile(VERSION, "", "cpu", "here", torch.__version__, 1, 1, 1 << 30, **figures)
     assert not list(profile.diagnostics())

@@ -1,65 +1,40 @@
-"""Jitter of a device: stretches of enough slices, and differences between stretches."""
+"""Sampling of operation times on a synthetic clock, with slow operations left out."""
 
-import numpy as np
-import pytest
 import torch
 
-from meshwright.plan.hardware.straggler_delay import straggler_delay
-from meshwright.run.measure.operation_timer import (
-    MIN_WINDOWS,
-    NUM_QUICK_BATCHES,
-    SLICES_PER_BATCH,
-    WINDOW_GROWTH,
-    slice_batch_timer,
-    time_slices,
-    timing_windows,
-)
+from meshwright.run.measure.operation_timer import DeviceTimer, UncachedMemory, time_operations
 
 
-def test_equal_slices_have_no_jitter():
-    found = timing_windows([[0.004] * (3 * SLICES_PER_BATCH)])
-    assert [each.seconds for each in found] == pytest.approx([0.004, 0.016, 0.064])
-    assert [each.lag for each in found] == pytest.approx([0.0] * 3, abs=1e-12)
-    assert (
-        len(timing_windows([[0.004] * (MIN_WINDOWS * SLICES_PER_BATCH)])) == 4
-    )  # no stretch goes on beyond a batch
+def test_an_operation_that_takes_too_long_and_all_that_are_larger_are_left_out():
+    ran: list[int] = []
+    took = {size: 10.0 if size >= 9 else 1e-6 for size in range(12)}
+
+    class Made(DeviceTimer):
+        def time_once(self, operation: object) -> float:
+            return took[ran[-1]]
+
+    cells = {size: (lambda size=size: ran.append(size)) for size in took}
+    found = time_operations(Made(torch.device("cpu"), 2, 1e-6), cells)
+    assert list(found) == list(range(9))
+    assert all(len(samples) == 2 for samples in found.values())
+    assert 10 not in ran
 
 
-def test_stretches_of_slices_drawn_anew_differ_by_less_the_longer_they_are():
-    drawn = np.random.default_rng(0).normal(1.0, 0.1, size=40_000)
-    alone, together = timing_windows([drawn.tolist()]), timing_windows(drawn.reshape(2, -1).tolist())
-    for number, (one, two) in enumerate(zip(alone[:3], together[:3], strict=True)):
-        expected = pytest.approx(0.05642 / 2**number, rel=0.1)  # half the mean distance of two normal draws
-        assert (one.lag, two.lag) == (expected, expected)
-        pairs = drawn.reshape(-1, WINDOW_GROWTH**number).sum(axis=1).reshape(2, -1)
-        waited = float(np.max(pairs, axis=0).mean() - pairs.mean())
-        assert waited == pytest.approx(straggler_delay(alone, one.seconds, 2), rel=0.1)
+def test_what_lies_far_off_comes_again_when_all_of_it_was_given_out():
+    far = UncachedMemory(torch.device("cpu"), torch.float32, 30)
+    places = far.operands((2, 3), (4,))
+    given = [next(places) for _ in range(4)]
+    assert [tuple(piece.shape) for piece in given[0]] == [(2, 3), (4,)]
+    pieces = [piece for pair in given[:3] for piece in pair]
+    assert len({piece.data_ptr() for piece in pieces}) == len(pieces)
+    assert sum(piece.numel() for piece in pieces) == 30
+    assert given[3][0].data_ptr() == given[0][0].data_ptr()
 
 
-def test_what_disturbs_for_long_keeps_long_stretches_apart():
-    first, second, third, fourth, *_ = timing_windows([([1.0] * 64 + [1.2] * 64) * 20])
-    assert first.lag == pytest.approx(second.lag, rel=0.05)
-    assert fourth.lag == pytest.approx(third.lag, rel=0.1)
-
-
-def test_what_slows_all_ranks_down_at_once_keeps_nobody_waiting_and_a_slower_rank_always_does():
-    slow = [1.0] * 100 + [1.5] * 100
-    assert all(each.lag == pytest.approx(0.0, abs=1e-12) for each in timing_windows([slow, slow]))
-    assert all(each.lag == pytest.approx(0.1 / 1.1) for each in timing_windows([[1.0] * 200, [1.2] * 250]))
-
-
-def test_ranks_meet_before_each_batch_of_slices_that_are_the_same_work():
-    met: list[int] = []
-    found = time_slices(torch.device("cpu"), lambda: met.append(1), quick=True)
-    assert len(met) == NUM_QUICK_BATCHES
-    assert len(found) == NUM_QUICK_BATCHES * SLICES_PER_BATCH
-    assert min(found) > 0
-    one, other = (np.min(slice_batch_timer()()) for _ in range(2))
-    assert (
-        0.5 < one / other < 2
-    )  # the fastest of 64: nothing is found out first that may come out otherwise next time
-
-
-def test_how_evenly_a_gpu_goes_is_not_said():
-    assert time_slices(torch.device("meta")) == ()
-    assert timing_windows([()]) == ()
+def test_a_sample_repeats_what_is_short_and_runs_once_what_is_long():
+    ran: list[int] = []
+    watch = DeviceTimer(torch.device("cpu"), 1, 0.01)
+    watch.time_sample(lambda: ran.append(1), 0.001)
+    assert len(ran) == 10
+    watch.time_sample(lambda: ran.append(1), 5.0)
+    assert len(ran) == 11

@@ -11,15 +11,8 @@ from meshwright.comm.allreduce.size_rule import SizeRule
 from meshwright.comm.tuning.choose_size_rule import choose_rule
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
-from meshwright.plan.hardware.network_model import (
-    VERSION,
-    AllReduceSeries,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import VERSION, AllReduceSeries, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, SizeBand
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster

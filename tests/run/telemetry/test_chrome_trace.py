@@ -8,14 +8,7 @@ import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, ISSUE, WAIT, ProfilerSpan
 from meshwright.plan.step.program import Action, Transfer
-from meshwright.run.telemetry.chrome_trace import (
-    STEP_PARTS,
-    LoopPhase,
-    StepTracer,
-    replace_file,
-    split_by_part,
-    trace_path,
-)
+from meshwright.run.telemetry.chrome_trace import STEP_PARTS, LoopPhase, StepTracer, split_by_part, trace_path
 
 CPU = torch.device("cpu")
 
@@ -143,9 +136,3 @@ def run_without_reading(folder: Path) -> dict:
     tracer.start_step(1)
     tracer.end_step(1)
     return {}
-
-
-def test_a_file_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path):
-    replace_file(tmp_path / "new" / "file.json", "1")
-    replace_file(tmp_path / "new" / "file.json", "2")
-    assert [(path.name, path.read_text()) for path in (tmp_path / "new").iterdir()] == [("file.json", "2")]

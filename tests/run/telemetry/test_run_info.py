@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
-from meshwright.plan.step.program import program_from_dict
+from meshwright.plan.step.program_json import program_from_dict
 from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.run.telemetry.run_info import write_run_info
 from tests.tiny_model import analyzed_model, plan_of

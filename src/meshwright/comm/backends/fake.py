@@ -18,7 +18,8 @@ from meshwright.comm.collectives.collective_call import (
     rank_slices,
     shares_memory,
 )
-from meshwright.comm.collectives.group import Group, Ledger, Work, World
+from meshwright.comm.collectives.group import Group, Work, World
+from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.sharding.mesh import Mesh
 
 

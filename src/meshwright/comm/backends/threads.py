@@ -33,7 +33,8 @@ from meshwright.comm.collectives.collective_call import (
     rank_slices,
 )
 from meshwright.comm.collectives.deterministic_sum import ordered_sum
-from meshwright.comm.collectives.group import Group, Ledger, Work, World
+from meshwright.comm.collectives.group import Group, Work, World
+from meshwright.comm.collectives.ledger import Ledger
 from meshwright.plan.job.errors import CollectiveError
 from meshwright.plan.sharding.mesh import Mesh
 

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from types import MappingProxyType
 
 import torch
 
 from meshwright.comm.allreduce import BACKEND, get_algorithm
-from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent, min_max_sent
+from meshwright.comm.allreduce.algorithm_as_rounds import cached_num_sent
+from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.comm.collectives.deterministic_sum import SUMMABLE_DTYPES
-from meshwright.comm.collectives.group import Group, LedgerEntry
+from meshwright.comm.collectives.group import Group
+from meshwright.comm.collectives.ledger import LedgerEntry
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
-from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, INTEGER_NBYTES
 from meshwright.plan.sharding.mesh import AXES
-from meshwright.plan.step.program import Transfer
 
 # which ranks send: the one rank alone, or all but it
 ONE_SENDER, ONE_RECEIVER = (
@@ -29,7 +28,6 @@ ONE_SENDER, ONE_RECEIVER = (
     ("gather", "reduce"),
 )
 POINT_TO_POINT = ("send", "recv")
-DTYPE_NBYTES = MappingProxyType({**FLOAT_NBYTES, **INTEGER_NBYTES})
 REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
 
@@ -103,40 +101,6 @@ def announce(
         ):
             ledger.check_desync(group, call)
     return call
-
-
-def sent_nbytes(collective: str, nbytes: int, size: int) -> float:
-    """Returns the bytes that leave one of `size` ranks (the one that sends.
-
-    If not all do) for an input of `nbytes`.
-    """
-    others = size - 1
-    match collective:
-        case "all_reduce":
-            return 2 * nbytes * others / size
-        case "all_gather":
-            return float(nbytes * others)
-        case "reduce_scatter" | "all_to_all":
-            return nbytes * others / size
-        case "scatter":
-            return float(nbytes * others)
-        case "broadcast" | "gather" | "reduce" | "send" | "shift":
-            return float(nbytes if others else 0)
-        case _:
-            return 0.0
-
-
-def min_max_sent_nbytes(transfer: Transfer, size: int) -> tuple[float, float]:
-    """Returns the fewest and the most bytes that leave one of `size` ranks in `transfer`, by its algorithm.
-
-    If one rank sends, or all but one do, it is what each of those sends.
-    """
-    if transfer.algorithm == BACKEND:
-        nbytes = sent_nbytes(transfer.collective, transfer.nbytes, size)
-        return nbytes, nbytes
-    width = DTYPE_NBYTES[transfer.dtype]
-    least, most = min_max_sent(get_algorithm(transfer.algorithm), size, transfer.nbytes // width)
-    return float(least * width), float(most * width)
 
 
 @lru_cache(maxsize=256)

@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 
 from meshwright.comm.collectives.group import Group, World
-from meshwright.plan.hardware.network_model import AllReduceTiming
+from meshwright.plan.hardware.measured_cluster import AllReduceTiming
 from meshwright.plan.sharding.mesh import AXES
 
 # of a sample: the most all-reduces, and the most bytes of all of them

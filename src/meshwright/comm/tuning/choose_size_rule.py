@@ -20,7 +20,7 @@ from meshwright.comm.allreduce import BACKEND, FLAT_ALGORITHMS, get_algorithm
 from meshwright.comm.allreduce.cost_model import all_reduce_seconds
 from meshwright.comm.allreduce.hierarchical import HierarchicalAllReduce
 from meshwright.comm.allreduce.size_rule import SizeRule
-from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import format_nbytes
 
 KERNEL_WIDTH_OCTAVES = 1.0  # how far apart, in doublings, two sizes still speak for each other

@@ -24,16 +24,8 @@ from scipy.optimize import nnls
 from meshwright.comm.allreduce import BACKEND, get_algorithm
 from meshwright.comm.allreduce.cost_model import RoundLoad, round_loads
 from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
-from meshwright.plan.hardware.network_model import (
-    AllReduceSeries,
-    AllReduceTiming,
-    Cluster,
-    FitError,
-    LinkCost,
-    NetworkModel,
-    RoundOverhead,
-    SizeBand,
-)
+from meshwright.plan.hardware.measured_cluster import AllReduceSeries, AllReduceTiming, Cluster, FitError
+from meshwright.plan.hardware.network_model import LinkCost, NetworkModel, RoundOverhead, SizeBand
 
 BAND_LIMITS = (16 << 10, 256 << 10, 4 << 20, 0)  # 0: the last band is open
 MAX_BYTES_PER_S = 1e15  # bytes per second, where a byte costs nothing that could be measured

@@ -5,5 +5,6 @@ rank_status           the status of one rank: its stack, its waits, its last col
 hang_report           compares the statuses and names the ranks that caused the hang
 desync_check          compares collectives across ranks before they are issued
 timeout_store_client  a store client whose requests time out
+process_probe         observes the process of a rank from outside: alive or stopped, and its stack
 process_identity      identity of the host and its processes
 """

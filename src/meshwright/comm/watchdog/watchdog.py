@@ -42,17 +42,11 @@ from typing import Self
 import torch.distributed as dist
 
 from meshwright.comm.collectives.flight_recorder import open_ring, read_ring
-from meshwright.comm.collectives.group import Ledger
+from meshwright.comm.collectives.ledger import Ledger
 from meshwright.comm.watchdog.hang_report import diagnose_hang
 from meshwright.comm.watchdog.process_identity import host_id
-from meshwright.comm.watchdog.rank_status import (
-    PendingWait,
-    ProbeTarget,
-    ProcessProbe,
-    RankStatus,
-    main_thread_stack,
-    traceback_frames,
-)
+from meshwright.comm.watchdog.process_probe import ProbeTarget, ProcessProbe
+from meshwright.comm.watchdog.rank_status import PendingWait, RankStatus, main_thread_stack, traceback_frames
 from meshwright.comm.watchdog.timeout_store_client import StoreClient, StoreSilentError
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError
 from meshwright.plan.job.timeouts import WaitLimits

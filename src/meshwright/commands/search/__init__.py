@@ -2,6 +2,7 @@
 
 constraints          --set NAME=VALUE: choices that are given
 machine              --hardware, --cluster and --calibrate-from: the machine
+run_calibration      --calibrate-from: a run compared with the estimate of its plan
 resolve_model_sizes  the sizes of MODEL, from text or from a config
 no_result            the error when nothing fits
 plot                 --plot: step time against memory

@@ -25,8 +25,9 @@ from meshwright.model.tensors.pytree import replace_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.plan import Plan
+from meshwright.plan.step.memory.memory_names import output_grad_name
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import BATCH_INFO, GRAD_NORM, output_grad_name
+from meshwright.plan.step.single_device_program import BATCH_INFO, GRAD_NORM
 from meshwright.plan.strategy_interface import Handler
 
 

@@ -9,6 +9,7 @@
     lion                   Lion
     muon                   Muon
     optimizer_step         CLIP and STEP: gradient norm, clipping, optimizer step
+    step_grad_scale        gradients clipped or divided while the optimizer reads them
     sharded_state_dict     what a rank saves and loads: parameters, buffers, optimizer states
     model_state_memory     bytes that a rank holds, by category
 

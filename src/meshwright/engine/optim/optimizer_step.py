@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer
-from meshwright.engine.optim.make_optimizers import Optimizers, clear_grad_scale, clip_in_step, divide_in_step
-from meshwright.engine.params.flat_param import UpdateGroup
+from meshwright.engine.optim.make_optimizers import Optimizers
+from meshwright.engine.optim.step_grad_scale import clear_grad_scale, clip_in_step, divide_in_step
 from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.params.master_weights import UpdateGroup
 from meshwright.engine.runtime.mixed_precision import LossScale, check_dtypes_match_plan, total_norm
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.plan.plan import Plan

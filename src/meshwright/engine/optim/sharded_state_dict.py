@@ -6,21 +6,23 @@
 
 A shard is a range of the flattened logical tensor, so a checkpoint does not depend on the number of ranks,
 and every rank of another plan finds in it what it holds.
+
+The state of an optimizer is saved and loaded by parameter name (`exp_avg/lm_head.weight`), so that it
+survives any change of layout. A Python number in it comes back as a number (`step:int/lm_head.weight`),
+because its arithmetic may differ from a tensor's; so do numbers that the optimizer changed in its groups
+(`group.1:float/weight_sum`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.engine.optim.abstract_optimizer import PerParamOptimizer, get_blockwise_state_keys
-from meshwright.engine.optim.make_optimizers import (
-    OptimizerNumbers,
-    load_local_optimizer_state,
-    local_optimizer_state,
-)
+from meshwright.engine.optim.make_optimizers import OptimizerNumbers, all_param_groups, param_group_numbers
 from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.rank_state import TrainedModule
 from meshwright.model.tensors.lazy_mapping import LazyTensors, tensor_shape
@@ -282,3 +284,75 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 yield f"{path}.{name}" if path else name, buffer
+
+
+def local_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    initial: OptimizerNumbers,
+) -> dict[str, torch.Tensor]:
+    """Returns the optimizers' state by `key/logical name`, and group numbers that differ from `initial`.
+
+    A Python number becomes a 0-dim tensor, and its kind is noted at the key. Raises PlanError for state that
+    is neither.
+    """
+    rule: dict[str, Any] = {
+        name: value for name, value in param_group_numbers(optimizers).items() if initial.get(name) != value
+    }
+    for name, parameter in parameters.items():
+        for optimizer in optimizers:
+            held_ids = optimizer.state.get(parameter, {})
+            rule |= {f"{key}/{name}": value for key, value in held_ids.items() if value is not None}
+    return dict(_as_tensor(*item) for item in rule.items())
+
+
+def load_local_optimizer_state(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: Mapping[str, nn.Parameter],
+    state_dict: Mapping[str, torch.Tensor],
+) -> None:
+    """Replaces the optimizers' state by copies of `state_dict`, on each parameter's device.
+
+    Raises PlanError for state of a parameter that is not among `parameters`.
+    """
+    owners = {
+        id(p): optimizer
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    }
+    groups = all_param_groups(optimizers)
+    for optimizer in optimizers:
+        optimizer.state.clear()
+    for entry, tensor in state_dict.items():
+        key, _, name = entry.partition("/")
+        key, _, kind = key.partition(":")
+        if key.startswith("group."):
+            groups[int(key.removeprefix("group."))][name] = tensor.item()
+            continue
+        if name not in parameters:
+            fix = "train the same parameters as the run that saved it, or load into a new run folder"
+            raise PlanError(
+                f"the checkpoint holds '{key}' of {name}, which is not trained here",
+                fix=fix,
+                location="optimizer",
+            )
+        optimizer = owners[id(parameters[name])]
+        # torch keeps step counters on the CPU, unless a kernel reads them
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        device = parameters[name].device if tensor.ndim or on_device else torch.device("cpu")
+        optimizer.state[parameters[name]][key] = tensor.item() if kind else tensor.to(device, copy=True)
+
+
+def _as_tensor(entry: str, value: Any) -> tuple[str, torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return entry, value
+    key, _, name = entry.partition("/")
+    dtypes = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+    kind = type(value).__name__
+    if kind not in dtypes:
+        text = f"the optimizer keeps a {kind} as '{key}' of {name}; what can be saved are tensors and numbers"
+        raise PlanError(
+            text, fix="use an optimizer whose state is tensors by parameter", location="optimizer"
+        )
+    return f"{key}:{kind}/{name}", torch.tensor(value, dtype=dtypes[kind])

@@ -1,7 +1,9 @@
 """Parameters of one rank: flattened and sharded, sliced along a dim, or owned by one rank.
 
-flat_param              one flat parameter: shard, full tensor, master, gradient; master and stashed weights
+flat_param              one flat parameter: shard, full tensor, master, gradient
 flat_param_store        all flat parameters of a rank: unshard, pack, reduce, accumulate, gather
+master_weights          master weights outside of flat parameters; groups of stepped parameters
+weight_stash            weights of earlier steps, for backwards that need them (PipeDream)
 tensor_parallel_slices  slices of parameters along a dim (tensor parallelism), and their full values
 matrix_owners           optimizers of whole matrices: gather gradients to the owner, scatter its weights
 unshard_forward_hooks   full parameters for forwards and backwards outside of the action list

@@ -16,7 +16,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from meshwright.engine.params.flat_param import FlatParam, MasterWeights, UpdateGroup
+from meshwright.engine.params.flat_param import FlatParam
+from meshwright.engine.params.master_weights import MasterWeights, UpdateGroup
 from meshwright.engine.params.matrix_owners import MatrixOwners
 from meshwright.engine.params.tensor_parallel_slices import ParamSlices
 from meshwright.engine.runtime.mixed_precision import total_norm

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.engine.params.flat_param import FlatParam, UpdateGroup
+from meshwright.engine.params.flat_param import FlatParam
+from meshwright.engine.params.master_weights import UpdateGroup
 from meshwright.engine.params.tensor_parallel_slices import copy_slice_into
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.tensor_parallel.split_proposal import slice_dims

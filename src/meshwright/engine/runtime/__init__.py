@@ -1,7 +1,8 @@
 """The state of a rank during training: batch, loss, process groups, precision, guard and profiler.
 
 build_module                    the module that a rank trains, and its stateless dropout
-rank_state                      the state of a rank in a step, the trained module, gradient buckets
+rank_state                      the state of a rank in a step, the trained module, the metrics of a step
+grad_bucket                     gradients of several parameters in one buffer
 microbatches                    a rank's batch, split into microbatches
 mixed_precision                 the float16 loss scale, gradient norms, dtype checks
 loss_guard                      detection of loss spikes and of steps that are not finite

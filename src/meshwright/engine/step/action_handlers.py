@@ -21,9 +21,10 @@ from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.engine.losses.token_count import TokenCounter
 from meshwright.engine.optim.optimizer_step import OptimizerUpdate
 from meshwright.engine.params.flat_param_store import FlatParamStore
+from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
-from meshwright.engine.runtime.rank_state import GradBucket, Metrics, RankState, bucket_actions
+from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.spike_diagnosis import (
     FullModelReplay,
     MicrobatchReplay,

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from meshwright.model.tensors.function_modes import caller_line
+from meshwright.model.tensors.call_description import caller_line
 from meshwright.model.tensors.pytree import storage_id, tree_tensors
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.plan import Plan

@@ -44,6 +44,7 @@ from meshwright.model.pipeline.forward_graph import (
     ValueRef,
     with_value_refs,
 )
+from meshwright.model.tensors.call_description import caller_line, function_title, is_constant
 from meshwright.model.tensors.clear_fake_caches import clear_caches_with_fakes, lru_caches
 from meshwright.model.tensors.function_modes import (
     RANDOM_GLUE_FIX,
@@ -51,9 +52,6 @@ from meshwright.model.tensors.function_modes import (
     SHAPE_ONLY_FACTORIES,
     VALUE_READS,
     ValueReadMode,
-    caller_line,
-    function_title,
-    is_constant,
 )
 from meshwright.model.tensors.pytree import storage_id, tree_tensors, value_leaves
 from meshwright.plan.model_spec.model_spec import block_call_name

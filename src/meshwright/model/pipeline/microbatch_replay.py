@@ -33,12 +33,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from meshwright.model.tensors.function_modes import (
-    SHAPE_ONLY_FACTORIES,
-    VALUE_READS,
-    ValueReadMode,
-    is_constant,
-)
+from meshwright.model.tensors.call_description import is_constant
+from meshwright.model.tensors.function_modes import SHAPE_ONLY_FACTORIES, VALUE_READS, ValueReadMode
 from meshwright.model.tensors.placeholder import PlaceholderTensor
 from meshwright.model.tensors.pytree import is_dataclass_instance, map_leaves, tree_tensors, value_leaves
 

@@ -20,13 +20,8 @@ from meshwright.model.blocks.user_checkpointing import (
     in_user_checkpoint,
 )
 from meshwright.model.pipeline.forward_graph import ForwardGraph, GlueOp, ValueRef
-from meshwright.model.tensors.function_modes import (
-    SHAPE_FROM_SECOND_ARG,
-    SHAPE_ONLY_FACTORIES,
-    VALUE_READS,
-    caller_line,
-    function_title,
-)
+from meshwright.model.tensors.call_description import caller_line, function_title
+from meshwright.model.tensors.function_modes import SHAPE_FROM_SECOND_ARG, SHAPE_ONLY_FACTORIES, VALUE_READS
 from meshwright.model.tensors.placeholder import (
     PlaceholderTensor,
     call_without_override,

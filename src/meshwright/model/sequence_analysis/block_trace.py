@@ -53,7 +53,7 @@ from meshwright.model.sequence_analysis.token_rules import (
 )
 from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, TrialLengths, recompute_reason
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
-from meshwright.model.tensors.function_modes import function_title
+from meshwright.model.tensors.call_description import function_title
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
 from meshwright.model.tensors.op_tables import reads_values
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors

@@ -34,7 +34,8 @@ from meshwright.model.sequence_analysis.analyze_sequence import Example, TrialFa
 from meshwright.model.sequence_analysis.token_dims import MAX_TRIAL_LENGTH
 from meshwright.model.sequence_analysis.trial_lengths import ComputedOp, length_dependence
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles
-from meshwright.model.tensors.function_modes import InterceptMode, function_title
+from meshwright.model.tensors.call_description import function_title
+from meshwright.model.tensors.function_modes import InterceptMode
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.model.trial.weight_slice_trial import silence_fake_errors
 from meshwright.plan.job.errors import PlanError

@@ -1,6 +1,5 @@
-"""Function and dispatch modes over glue (code between blocks), and helpers that describe one operation."""
+"""Function and dispatch modes over glue (code between blocks)."""
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,32 +40,6 @@ RANDOM_GLUE_FIX += ", or draw them in front of the first block, or inside one"
 SHAPE_FROM_SECOND_ARG = frozenset(
     ("expand_as", "view_as", "reshape_as")
 )  # of their second argument, they look at nothing but the shape
-
-
-def function_title(func: Any) -> str:
-    """Returns the name of a torch function as a mode receives it; for a property getter, the property and "
-    of".
-    """
-    return f"{func.__self__.__name__} of" if func.__name__ == "__get__" else func.__name__
-
-
-def caller_line() -> str:
-    """Returns the line of the model's code that makes the current call, as "file:line"."""
-    frame = sys._getframe(1)
-    while frame is not None and (
-        "/torch/" in frame.f_code.co_filename or "/meshwright/model/" in frame.f_code.co_filename
-    ):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}" if frame is not None else "?"
-
-
-def is_constant(leaf: Any) -> bool:
-    """Returns whether a leaf of the arguments is the same in every run: neither a tensor nor an arbitrary
-    object.
-    """
-    return leaf is None or isinstance(
-        leaf, (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
-    )
 
 
 def call_unchanged(func: Any, args: Any, kwargs: Any) -> Any:

@@ -4,7 +4,8 @@ ring                       ring attention: keys and values are sent around the r
 ulysses                    Ulysses: all-to-all between tokens and heads
 hybrid                     Ulysses inside groups of neighbours, a ring between groups
 context_parallel_strategy  ContextParallel, the base of the three: layouts, diagnostics, planned collectives
-attention_inputs           inputs of one attention call, and the geometry of a ring
+attention_args_to_4d       the arguments of one attention call in four dims
+ring_geometry              the ranks of a ring, their positions, and blocks of queries and keys
 attention_kernel           attention with log-sum-exp: torch's kernels, and matmuls with a softmax
 block_mask                 block masks: which queries attend to which keys, and its cache
 ring_attention             forward and backward around a ring

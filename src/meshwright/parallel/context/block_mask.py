@@ -33,8 +33,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshwright.model.tensors.select_token_ranges import select_spans
-from meshwright.parallel.context.attention_inputs import AttentionRing, BlockMask, MaskKind, QueryKeyBlock
 from meshwright.parallel.context.attention_kernel import NEG_INF
+from meshwright.parallel.context.ring_geometry import AttentionRing, BlockMask, MaskKind, QueryKeyBlock
 from meshwright.plan.sharding.sequence_sharding import TokenRange, select_positions
 
 CPU_CALL_COST = 1 << 10  # pairs of a query and a key that take as long as the way into a kernel: of a CPU

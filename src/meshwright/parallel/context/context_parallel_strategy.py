@@ -41,13 +41,9 @@ from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import S
+from meshwright.plan.step.memory.memory_names import output_name
 from meshwright.plan.step.program import Action, Program, Transfer, with_extra_memory
-from meshwright.plan.step.single_device_program import (
-    FORWARD_KINDS,
-    INPUT_GRAD_KINDS,
-    output_name,
-    samples_per_microbatch,
-)
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 
 LOSS_SITE = ""  # stands for it among block calls

@@ -37,7 +37,7 @@ from typing import ClassVar, Literal
 import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
-from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
+from meshwright.parallel.context.attention_args_to_4d import attention_inputs, dropout_keep_mask
 from meshwright.parallel.context.block_mask import MaskCache
 from meshwright.parallel.context.context_parallel_strategy import (
     CP_AXIS,
@@ -56,6 +56,7 @@ from meshwright.parallel.context.ring import (
     ring_transfers,
 )
 from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.ring_geometry import AttentionRing
 from meshwright.parallel.context.ulysses_all_to_all import (
     HeadExchange,
     KVHeadAssignment,

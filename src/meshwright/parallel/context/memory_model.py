@@ -5,7 +5,7 @@
     backward    in the backward of attention, the gradients of those heads, and the messages of a ring
 
 The backward part counts from the memory at that moment, when most of a block's activations are freed already
-(plan/step/block_call_memory.py): the peak of a backward may well be at another moment.
+(plan/step/memory/block_call_memory.py): the peak of a backward may well be at another moment.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,15 +18,10 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.model_spec.sequence_info import AttentionSpec
 from meshwright.plan.sharding.sequence_sharding import SequenceSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.block_call_memory import ActivationMemory, activation_memory
+from meshwright.plan.step.memory.block_call_memory import ActivationMemory, activation_memory
+from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
 from meshwright.plan.step.program import Action, Program, with_extra_memory
-from meshwright.plan.step.single_device_program import (
-    FORWARD_KINDS,
-    INPUT_GRAD_KINDS,
-    SCRATCH,
-    samples_per_microbatch,
-    saved_activations_name,
-)
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 
 
 @dataclass(frozen=True)

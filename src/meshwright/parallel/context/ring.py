@@ -48,7 +48,7 @@ from typing import ClassVar, Literal
 import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
-from meshwright.parallel.context.attention_inputs import AttentionRing, attention_inputs, dropout_keep_mask
+from meshwright.parallel.context.attention_args_to_4d import attention_inputs, dropout_keep_mask
 from meshwright.parallel.context.block_mask import MaskCache
 from meshwright.parallel.context.context_parallel_strategy import (
     ContextParallel,
@@ -59,6 +59,7 @@ from meshwright.parallel.context.context_parallel_strategy import (
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, ring_memory
 from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.ring_geometry import AttentionRing
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES

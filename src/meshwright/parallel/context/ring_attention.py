@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from meshwright.parallel.context.attention_inputs import AttentionRing, BlockMask, QueryKeyBlock
 from meshwright.parallel.context.attention_kernel import (
     NEG_INF,
     AttentionDropout,
@@ -33,6 +32,7 @@ from meshwright.parallel.context.attention_kernel import (
     merge_outputs,
 )
 from meshwright.parallel.context.block_mask import IntervalMask, MaskCache, select_columns
+from meshwright.parallel.context.ring_geometry import AttentionRing, BlockMask, QueryKeyBlock
 
 
 def ring_attention(

@@ -37,10 +37,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
-from meshwright.parallel.context.attention_inputs import (
+from meshwright.parallel.context.attention_args_to_4d import (
     AttentionInputs,
-    AttentionRing,
-    PendingTransfer,
     attention_inputs,
     dropout_keep_mask,
 )
@@ -53,6 +51,7 @@ from meshwright.parallel.context.context_parallel_strategy import (
 from meshwright.parallel.context.conv_halo import convolve_with_halo
 from meshwright.parallel.context.memory_model import add_attention_memory, exchange_memory
 from meshwright.parallel.context.ring_attention import ring_attention
+from meshwright.parallel.context.ring_geometry import AttentionRing, PendingTransfer
 from meshwright.parallel.context.ulysses_all_to_all import HeadExchange, check_heads, exchange_transfers
 from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.job import Job

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall, combine_bias_and_mask
-from meshwright.parallel.context.attention_inputs import AttentionInputs
+from meshwright.parallel.context.attention_args_to_4d import AttentionInputs
 from meshwright.parallel.context.context_parallel_strategy import local_heads
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job

@@ -43,13 +43,10 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, BatchTensor
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I
+from meshwright.plan.step.grad_dependencies import last_backward
+from meshwright.plan.step.memory.memory_names import output_grad_name
 from meshwright.plan.step.program import Action, Program, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device_program import (
-    FORWARD_KINDS,
-    GRAD_NORM,
-    last_backward,
-    output_grad_name,
-)
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, GRAD_NORM
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 

@@ -35,14 +35,10 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, R
+from meshwright.plan.step.grad_dependencies import BackwardIndex, first_grad_reader, with_grad_waits
+from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer
-from meshwright.plan.step.single_device_program import (
-    BackwardIndex,
-    first_grad_reader,
-    grad_name,
-    stepped_microbatches,
-    with_grad_waits,
-)
+from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 

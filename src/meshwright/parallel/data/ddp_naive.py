@@ -26,13 +26,9 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I
+from meshwright.plan.step.grad_dependencies import first_grad_reader, last_backward, with_grad_waits
 from meshwright.plan.step.program import Action, Program, Transfer
-from meshwright.plan.step.single_device_program import (
-    first_grad_reader,
-    last_backward,
-    stepped_microbatches,
-    with_grad_waits,
-)
+from meshwright.plan.step.single_device_program import stepped_microbatches
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 

@@ -48,15 +48,14 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec, block_of
 from meshwright.plan.sharding.rank_work_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.block_call_memory import activation_memory
+from meshwright.plan.step.memory.block_call_memory import activation_memory
+from meshwright.plan.step.memory.memory_names import output_name, saved_activations_name
 from meshwright.plan.step.program import Action, Allocation, Program, with_extra_memory, with_waits
 from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     INPUT_GRAD_KINDS,
     WEIGHT_GRAD_KINDS,
-    output_name,
     samples_per_microbatch,
-    saved_activations_name,
 )
 from meshwright.plan.strategy_interface import Strategy, StrategyPhase
 

@@ -38,15 +38,10 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ModelSpec, block
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.rank_work_share import local_fraction, local_token_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.block_call_memory import activation_memory
+from meshwright.plan.step.memory.block_call_memory import activation_memory
+from meshwright.plan.step.memory.memory_names import SCRATCH, saved_activations_name
 from meshwright.plan.step.program import Action, Allocation, Program
-from meshwright.plan.step.single_device_program import (
-    FORWARD_KINDS,
-    INPUT_GRAD_KINDS,
-    SCRATCH,
-    samples_per_microbatch,
-    saved_activations_name,
-)
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, INPUT_GRAD_KINDS, samples_per_microbatch
 from meshwright.plan.strategy_interface import Handler, Runtime, Strategy, StrategyPhase
 
 TOKEN_DIM = 1  # of a tensor [samples, tokens, width]

@@ -8,7 +8,8 @@ sequence_parallel      Megatron sequence parallelism: norms and dropout on slice
 vocab_parallel         embedding, head and logits sharded by vocabulary
 sharded_layer          how one sharded layer computes: LayerSharding, Redistribution
 local_attention_heads  heads on a rank: local sizes, per-head inputs, shared key/value heads
-comm_overlap           collectives overlapped with matmuls, and joint sums of several layers
+comm_overlap           collectives overlapped with matmuls
+joint_sum              several layers whose outputs end in one sum
 collective_insertion   planned collectives of sharded layers in the program
 layer_split_checks     diagnostics shared by the strategies of this family
 """

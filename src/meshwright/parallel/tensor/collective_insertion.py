@@ -7,7 +7,7 @@ them.
                      call whose input needs no gradient; those of a joint backward, or of parameters that are
                      used twice, are summed in I
 
-Of layers that end in one sum, the last has the redistribution of their output (comm_overlap.py). A block
+Of layers that end in one sum, the last has the redistribution of their output (joint_sum.py). A block
 call is the same in every microbatch, so its collectives are computed once per direction.
 """
 
@@ -32,12 +32,12 @@ from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.sharding.rank_work_share import local_fraction
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import I, P, R
+from meshwright.plan.step.memory.memory_names import saved_activations_name
 from meshwright.plan.step.program import Action, Program, Transfer, with_extra_memory
 from meshwright.plan.step.single_device_program import (
     FORWARD_KINDS,
     reduce_totals_along,
     samples_per_microbatch,
-    saved_activations_name,
 )
 
 ShardedCall = tuple[int, LayerCall, LayerSharding]  # a call, with its number among those of the model

@@ -1,5 +1,4 @@
-"""Overlaps collectives of sharded layers with matmuls, and sums the outputs of several layers in one
-collective.
+"""Overlaps collectives of sharded layers with matmuls.
 
     backward of colwise     dX = dY W     sum of dX over the ranks ............
                                           dW = dY X of all layers that took X     during the sum
@@ -11,18 +10,10 @@ that of an input. So the weight gradients wait until the sum of the input gradie
 
     seconds of a layer and direction: max(sum, products) instead of sum + products
 
-Joint sums: layers whose outputs meet in additions alone (model/tensor_parallel/shared_sum_trace.py) end in
-one collective. Each passes its summand on and returns zeros, and the last one sums what all have added up:
-
-    a = A(x)     summand of a, on every rank ----+             returns zeros
-    m = M(x)     summand of m, on every rank ----+--> sum --> + the biases of both
-    y = x + a + m                                              (the model's own line, unchanged)
-
 Cost: dY of the colwise layers is kept a moment longer. Chunks cost smaller messages and products, and a sum
 over chunks of the weight gradients: they pay on links on which a message takes longer than that. Two ranks of
 one host over gloo (2 cores, which the messages need too; 25 M Llama, 2 x 128 tokens): nothing gained in CPU,
-and 4 % lost with 2 chunks. A joint sum costs zeros of the size of the residual stream, and the summand while
-it waits.
+and 4 % lost with 2 chunks.
 Limits: a weight that is cast, or whose rows are selected, has its gradient at once. Chunks are samples: one
 has none.
 Paper: Narayanan et al. 2021, arXiv 2104.04473 (Megatron-LM's asynchronous tensor-parallel all-reduce); Wang
@@ -30,8 +21,7 @@ et al. 2022, "Overlap Communication with Dependent Computation via Decomposition
 Models" (ASPLOS 2023).
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -40,7 +30,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from meshwright.comm.collectives.redistribute import DeferredCalls, OverlapFn
-from meshwright.plan.sharding.tensor_placements import Placement
 
 SendFn = Callable[[torch.Tensor, OverlapFn], torch.Tensor]
 
@@ -135,82 +124,3 @@ def _weight_grad(x: torch.Tensor, grad: torch.Tensor, *, transposed: bool) -> to
 @torch.no_grad()
 def _accumulate_grad(leaf: torch.Tensor, gradient: Callable[[], torch.Tensor]) -> None:
     leaf.grad = gradient() if leaf.grad is None else leaf.grad.add_(gradient())
-
-
-@dataclass
-class JointSum:
-    """The summands that `layers`, in the order in which they run, have contributed in one forward of their
-    block.
-    """
-
-    layers: tuple[str, ...]
-    contributors: tuple[str, ...] = ()
-    summand: torch.Tensor | None = None
-    biases: tuple[torch.Tensor, ...] = ()
-
-    def clear(self) -> None:
-        """Forgets all contributions."""
-        self.contributors, self.summand, self.biases = (), None, ()
-
-
-@dataclass(frozen=True)
-class JointSumMember:
-    """One layer of a joint sum."""
-
-    layer: str
-    joint_sum: JointSum
-
-    @property
-    def defers_sum(self) -> bool:
-        """Whether a later layer runs the sum."""
-        return self.layer != self.joint_sum.layers[-1]
-
-    def contribute(
-        self, summand: torch.Tensor, biases: Iterable[torch.Tensor], placement: Placement, num_ranks: int
-    ) -> torch.Tensor:
-        """Returns zeros in place of the output of the layer; they may be written into.
-
-        Args:
-            summand: the layer's product, whose sum over `num_ranks` ranks would have `placement`.
-            biases: added once, to the sum.
-        """
-        joint = self.joint_sum
-        if self.layer == joint.layers[0]:  # a forward that has failed may have left something
-            joint.clear()
-        joint.contributors += (self.layer,)
-        joint.summand = add_summand(summand, joint.summand)
-        joint.biases += tuple(biases)
-        shape = list(summand.shape)
-        if placement.dim is not None:
-            shape[placement.dim] //= num_ranks
-        return summand.new_zeros(shape)
-
-    def collect(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns the summands of the other layers since the first of them ran, added up, and their
-        biases.
-        """
-        joint = self.joint_sum
-        given, summand, biases = joint.contributors, joint.summand, joint.biases
-        joint.clear()
-        if summand is None or given != joint.layers[:-1]:
-            text = (
-                f"{self.layer} ends the sum of {', '.join(joint.layers)}, and {', '.join(given) or 'none'} "
-                f"ran before it"
-            )
-            raise RuntimeError(
-                f"{text}: needed are all, in the order of the trial. Call them in every forward of the block"
-            )
-        return summand, biases
-
-
-def joint_sum_members(sums: Mapping[str, tuple[str, ...]]) -> dict[str, JointSumMember]:
-    """Returns the members of joint sums by layer; `sums` has, by layer, all layers that end in one sum with
-    it.
-    """
-    joints = {layers: JointSum(layers) for layers in sums.values()}
-    return {layer: JointSumMember(layer, joints[layers]) for layer, layers in sums.items()}
-
-
-def add_summand(summand: torch.Tensor, other: torch.Tensor | None) -> torch.Tensor:
-    """Returns `summand`, which nobody else holds, with `other` added in place."""
-    return summand if other is None else summand.add_(other)

@@ -16,7 +16,7 @@ the ranks ends the pair.
 
 Consecutive pairs end in sums of their own: k = 2 in a Llama layer. Parallel pairs, x + attention(n x) +
 mlp(n x), end in one if a trial shows that their outputs meet in additions alone: the first layer passes its
-summand to the last and returns zeros, the last sums both (comm_overlap.py). So m = 1, and d = 1 with one
+summand to the last and returns zeros, the last sums both (joint_sum.py). So m = 1, and d = 1 with one
 norm n (Falcon 7B, Cohere, Phi: k = 1), or 2 with a norm for each (NeoX, later Falcons: k = 3/2). Dropout or
 a factor before the sum keeps m = 2.
 

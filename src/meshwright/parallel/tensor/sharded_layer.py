@@ -9,7 +9,7 @@ A `LayerSharding` is what a technique assigns to a layer role.
     colwise layer of megatron_1d.py   out side sharded along tp    input: stream -> R    output stays S(width)
     rowwise layer of megatron_1d.py   in side sharded along tp     input unchanged       output: P -> stream
 
-Layers whose outputs are summands of one sum share one output redistribution (comm_overlap.py). Parameters of
+Layers whose outputs are summands of one sum share one output redistribution (joint_sum.py). Parameters of
 the layer that are not sharded are in `shared_param_axes` along an axis whose ranks use them on different
 slices of the residual stream (a norm on slices of the sequence, a bias added to one): they are R there while
 the layer runs, and backward sums their gradients. Backwards are not stated: the gradient of a redistribution
@@ -29,14 +29,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.comm.collectives.redistribute import OverlapFn, deferred_backward_calls
 from meshwright.model.tensor_parallel.layer_pairs import is_weight_transposed
-from meshwright.parallel.tensor.comm_overlap import (
-    JointSumMember,
-    add_summand,
-    joint_sum_members,
-    linear_deferring_weight_grad,
-    run_in_chunks,
-    split_samples,
-)
+from meshwright.parallel.tensor.comm_overlap import linear_deferring_weight_grad, run_in_chunks, split_samples
+from meshwright.parallel.tensor.joint_sum import JointSumMember, add_summand, joint_sum_members
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ParamSpec
 from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall

@@ -3,6 +3,7 @@
 Modules:
 
     device_specs       known devices and their peaks (devices.csv)
-    network_model      the cost of messages, and measured clusters
+    network_model      the cost of messages, by bands of size
+    measured_cluster   the measurements of a cluster, and the network model fitted to them
     straggler_delay    how far the last of several devices is behind
 """

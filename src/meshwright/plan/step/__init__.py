@@ -2,8 +2,10 @@
 
 Modules:
 
-    program                   Action, Transfer, Program, and their JSON form
-    block_call_memory         bytes of activations per block call on one rank
+    program                   Action, Transfer, Program
+    program_json              a program as plain values, and back
+    memory                    names of memory, and bytes of activations per block call
+    grad_dependencies         which actions complete gradients, and which read them
     chunked_loss_cost         the cost of a loss that computes its logits in chunks
     gradient_noise_actions    actions that measure the gradient noise scale
     matrix_owner_actions      owners of sliced matrices for optimizers that need the full matrix

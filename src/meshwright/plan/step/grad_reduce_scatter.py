@@ -22,14 +22,10 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.grad_dependencies import completing_backwards, contributing_calls
+from meshwright.plan.step.memory.memory_names import SCRATCH, grad_name
 from meshwright.plan.step.program import Action, Allocation, Transfer, index_of_last, with_waits
-from meshwright.plan.step.single_device_program import (
-    SCRATCH,
-    WEIGHT_GRAD_KINDS,
-    completing_backwards,
-    contributing_calls,
-    grad_name,
-)
+from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 
 NUM_BUFFERS = 2
 

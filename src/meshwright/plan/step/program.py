@@ -1,4 +1,4 @@
-"""Represents a training step as a list of actions per role, with a JSON form.
+"""Represents a training step as a list of actions per role.
 
 An action names its kind (F forward, B backward, REDUCE, STEP...), its subject (a block call or a bucket), the
 microbatch, and the stream on which it runs. Actions on `compute` run one after another; actions on `comm`
@@ -9,14 +9,12 @@ allocates and frees. The same list is estimated, checked, drawn and executed.
 Programs are keyed by *role* (a rank along pp), not by rank: ranks with the same role execute the same list,
 so a hundred thousand ranks cost as little as one. In `waits`, `role/name` refers to an action of another
 role.
-
-The JSON form leaves out the names of the parameters of an action: they are many, and the plan has them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.plan.sharding.mesh import Mesh
 
@@ -187,78 +185,3 @@ def transitive_waits(actions: Sequence[Action], action: Action) -> set[str]:
                 found.add(wait)
                 pending.append(by_name[wait])
     return found
-
-
-def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
-    """Returns the actions of every role as plain values (dict, list, str, int), without fields at their
-    defaults.
-    """
-    return {role: [_action_to_dict(action) for action in actions] for role, actions in program.roles}
-
-
-def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
-    """Returns the program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
-    return Program.from_dict(
-        {role: [_action_from_dict(fields) for fields in actions] for role, actions in roles.items()}
-    )
-
-
-def _action_to_dict(action: Action) -> dict[str, Any]:
-    transfer = action.transfer
-    fields: dict[str, Any] = {
-        "kind": action.kind,
-        "subject": action.subject,
-        "microbatch": action.microbatch,
-        "stream": action.stream,
-        "waits": list(action.waits),
-        "flops": action.flops,
-        "allocations": [[allocation.name, allocation.nbytes] for allocation in action.allocations],
-        "frees": list(action.frees),
-        "transfer": None if transfer is None else _transfer_to_list(transfer),
-    }
-    return {
-        key: value
-        for key, value in fields.items()
-        if value not in ("", None, [], 0) or (key == "microbatch" and value is not None)
-    }
-
-
-def _transfer_to_list(transfer: Transfer) -> list[Any]:
-    return [
-        transfer.collective,
-        list(transfer.axes),
-        transfer.nbytes,
-        transfer.algorithm,
-        transfer.dtype,
-        *([] if transfer.peer is None else [transfer.peer]),
-        *([None, list(transfer.member_indices)] if transfer.member_indices else []),
-    ]
-
-
-def _transfer_from_list(
-    collective: str,
-    axes: list[str],
-    nbytes: int,
-    algorithm: str,
-    dtype: str,
-    peer: int | None = None,
-    member_indices: Sequence[int] = (),
-) -> Transfer:
-    return Transfer(
-        collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, member_indices=tuple(member_indices)
-    )
-
-
-def _action_from_dict(fields: Mapping[str, Any]) -> Action:
-    transfer = fields.get("transfer")
-    return Action(
-        kind=fields["kind"],
-        subject=fields.get("subject", ""),
-        microbatch=fields.get("microbatch"),
-        stream=fields["stream"],
-        waits=tuple(fields.get("waits", ())),
-        transfer=None if transfer is None else _transfer_from_list(*transfer),
-        flops=fields.get("flops", 0),
-        allocations=tuple(Allocation(name, nbytes) for name, nbytes in fields.get("allocations", ())),
-        frees=tuple(fields.get("frees", ())),
-    )

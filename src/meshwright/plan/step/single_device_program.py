@@ -27,9 +27,17 @@ from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES, ROOT
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_work_share import block_shares
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.step.block_call_memory import activation_memory, loss_scratch_nbytes
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, chunked_loss_cost
-from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
+from meshwright.plan.step.memory.block_call_memory import activation_memory, loss_scratch_nbytes
+from meshwright.plan.step.memory.memory_names import (
+    SCRATCH,
+    deferred_grad_name,
+    grad_name,
+    loss_grad_name,
+    output_name,
+    saved_activations_name,
+)
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer
 
 FIRST_ROLE = "pp0"
 CHECKPOINTED_FORWARD = "F_CHECKPOINTED"
@@ -44,7 +52,6 @@ STEP_TOTAL_NBYTES = {
     "TOKEN_COUNT": COUNT_NBYTES,
     "LOSS_SUM": 8,
 }
-SCRATCH = "scratch"  # temporary memory of LOSS and of each B
 GRAD_NORM = "norm"  # the subject of the BROADCAST of the gradient norm
 
 
@@ -113,13 +120,6 @@ def samples_per_microbatch(actions: Iterable[Action], sharding: ShardingPlan, jo
     return job.train.batch // sharding.mesh.group_size(sharding.data_axes) // len(microbatches)
 
 
-def reads_summed_grads(action: Action) -> bool:
-    """Returns whether `action` reads the summed gradients of all parameters; all reductions precede the first
-    such action.
-    """
-    return action.kind in ("LOCAL_NORM", "CLIP")
-
-
 def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
     """Returns the microbatches after which a rank steps with their gradients alone, in order; empty with one
     step for all.
@@ -127,32 +127,6 @@ def stepped_microbatches(actions: Iterable[Action]) -> tuple[int, ...]:
     return tuple(
         action.microbatch for action in actions if action.kind == "STEP" and action.microbatch is not None
     )
-
-
-def first_grad_reader(actions: Sequence[Action], microbatch: int | None = None) -> int:
-    """Returns the index of the first action that reads all summed gradients (of `microbatch`, if it is
-    stepped alone).
-    """
-    return next(
-        i
-        for i, action in enumerate(actions)
-        if reads_summed_grads(action) and action.microbatch == microbatch
-    )
-
-
-def with_grad_waits(
-    actions: Iterable[Action], names: Iterable[str], microbatch: int | None = None
-) -> list[Action]:
-    """Returns `actions`, in which those that read all summed gradients (of `microbatch`, if given) wait for
-    `names` too.
-    """
-    names = tuple(names)
-    return [
-        with_waits(action, names)
-        if reads_summed_grads(action) and action.microbatch == microbatch
-        else action
-        for action in actions
-    ]
 
 
 def reduce_totals_along(
@@ -174,36 +148,6 @@ def reduce_totals_along(
         )
 
     return program.edit(lambda actions: [reduce_along(action) for action in actions])
-
-
-def grad_name(param_group: ParamGroup) -> str:
-    """Returns the name of the memory of the gradients of `param_group`."""
-    return f"gradient({param_group.name})"
-
-
-def output_grad_name(name: str) -> str:
-    """Returns the name under which the gradient of a model output is sent."""
-    return f"gradient({name})"
-
-
-def output_name(block_call: str, microbatch: int) -> str:
-    """Returns the name of the output of a block call, held from its F to its B."""
-    return f"output({block_call}, {microbatch})"
-
-
-def loss_grad_name(block_call: str, microbatch: int) -> str:
-    """Returns the name of the gradient that LOSS returns for the last block call, held until its B."""
-    return f"output gradient({block_call}, {microbatch})"
-
-
-def deferred_grad_name(block_call: str, microbatch: int) -> str:
-    """Returns the name of the output gradients that W of a block call needs, held from I to W."""
-    return f"deferred gradient({block_call}, {microbatch})"
-
-
-def saved_activations_name(block_call: str, microbatch: int | None) -> str:
-    """Returns the name of the saved activations of a block call, held until its backward."""
-    return f"saved activations({block_call}, {microbatch})"
 
 
 class _StageCallActions:
@@ -401,52 +345,3 @@ class _StageCallActions:
             allocations=tuple(allocations),
             frees=frees,
         )
-
-
-def last_backward(actions: Sequence[Action]) -> Action:
-    """Returns the last action that computes parameter gradients: after it all are complete."""
-    return next(action for action in reversed(actions) if action.kind in WEIGHT_GRAD_KINDS)
-
-
-def contributing_calls(param_group: ParamGroup, block_calls: tuple[str, ...]) -> frozenset[str]:
-    """Returns the block calls whose backwards add to the gradients of `param_group`; all if glue uses one of
-    its parameters.
-    """
-    found = frozenset(block_call for param in param_group.params for block_call in param.block_calls)
-    return frozenset(block_calls) if ROOT in found else found
-
-
-def completing_backwards(
-    actions: Sequence[Action],
-    param_group: ParamGroup,
-    block_calls: tuple[str, ...],
-    microbatch: int | None = None,
-) -> list[int]:
-    """Returns the indices of the backwards that complete the gradients of `param_group`, one per microbatch,
-    in list order.
-
-    With `microbatch`, only its own.
-    """
-    return BackwardIndex(actions).completing(param_group, block_calls, microbatch)
-
-
-class BackwardIndex:
-    """The positions of the completing backwards in a list, indexed once for all parameter groups."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self._actions, self._at = actions, dict[str, list[int]]()
-        for i, action in enumerate(actions):
-            if action.kind in WEIGHT_GRAD_KINDS:
-                self._at.setdefault(action.subject, []).append(i)
-
-    def completing(
-        self, param_group: ParamGroup, block_calls: tuple[str, ...], microbatch: int | None = None
-    ) -> list[int]:
-        """As `completing_backwards`."""
-        found = sorted(
-            i
-            for block_call in contributing_calls(param_group, block_calls)
-            for i in self._at.get(block_call, ())
-        )
-        microbatches = ((self._actions[i].microbatch, i) for i in found)
-        return sorted({each: i for each, i in microbatches if microbatch in (None, each)}.values())

@@ -30,14 +30,10 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
+from meshwright.plan.step.grad_dependencies import completing_backwards, first_grad_reader, with_grad_waits
+from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Allocation, Program, Transfer, with_waits
-from meshwright.plan.step.single_device_program import (
-    completing_backwards,
-    first_grad_reader,
-    grad_name,
-    role_of,
-    with_grad_waits,
-)
+from meshwright.plan.step.single_device_program import role_of
 
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 

@@ -1,7 +1,7 @@
 """A machine's rates from measurements of one of its devices, and of its links.
 
     device.toml     matmuls, attention, memory, calls of one device (planner/machine/device_profile.py)
-    cluster.toml    all-reduces among a few ranks (plan/hardware/network_model.py): rate and latency of links
+    cluster.toml    all-reduces among a few ranks (plan/hardware/measured_cluster.py): rates and latencies
 
 What no measurement covers keeps the values of the kind of device (machine_rates.py): memory passes between
 matmuls, overlap. Efficiencies are relative to the maker's peaks, or to the best measurement if these are
@@ -23,7 +23,7 @@ from scipy.optimize import least_squares
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
 from meshwright.plan.hardware.device_specs import DeviceSpec, find_device, known_devices
-from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.planner.machine.cost_fit import nonnegative_least_squares
 from meshwright.planner.machine.device_profile import HALF_DTYPES, DeviceProfile

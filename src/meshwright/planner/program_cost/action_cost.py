@@ -30,8 +30,9 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.param_sharding import ParamGroup
 from meshwright.plan.sharding.rank_work_share import block_shares, chunked_head_call, local_fraction
 from meshwright.plan.step.chunked_loss_cost import MAX_CHUNK_NUMEL, num_local_logit_tokens
+from meshwright.plan.step.memory.memory_names import grad_name
 from meshwright.plan.step.program import Action, Transfer
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, WEIGHT_GRAD_KINDS, grad_name
+from meshwright.plan.step.single_device_program import FORWARD_KINDS, WEIGHT_GRAD_KINDS
 from meshwright.planner.program_cost.device_time import ExecutionTarget
 from meshwright.planner.program_cost.network_time import GATHERING_COLLECTIVES
 from meshwright.planner.program_cost.rank_memory import optimizer_work

@@ -15,7 +15,8 @@ from typing import Protocol
 
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.tuning.choose_size_rule import predict_all_reduce_s
-from meshwright.plan.hardware.network_model import Cluster, NetworkModel
+from meshwright.plan.hardware.measured_cluster import Cluster
+from meshwright.plan.hardware.network_model import NetworkModel
 from meshwright.plan.step.program import Transfer
 from meshwright.planner.machine.machine import Machine
 from meshwright.planner.machine.roofline import all_gather_seconds, send_seconds

@@ -9,7 +9,7 @@ from rich.text import Text
 from meshwright.comm.allreduce import ALGORITHMS, BACKEND, get_algorithm
 from meshwright.comm.allreduce.algorithm_as_rounds import AllReduceAlgorithm, cached_num_sent
 from meshwright.comm.tuning.network_fit import fit_alpha_beta
-from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.table import Column, Table
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from meshwright.comm.allreduce import BACKEND
 from meshwright.comm.tuning.choose_size_rule import choose_rule, predict_all_reduce_s
-from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.report.html.charts import FIGURE_LAYOUT
 from meshwright.report.html.page_elements import html_document

@@ -1,6 +1,7 @@
 """Tables and text for the terminal.
 
-action_table                   a plan as a table of its actions, and a verdict as a table of its findings
+action_table                   a plan as a table of its actions
+verdict_table                  the verdict of a verification as a table of errors, or of what was sent
 dtype_balance_staleness_notes  the dtype of each role, the sharding of sequences, and the staleness of weights
 memory_and_sent_bytes          state bytes by category, and bytes sent per step by kind of action
 params_table                   every parameter: its role, its sharding, and its bytes on a rank

@@ -1,4 +1,4 @@
-"""Shows a plan as a table of its actions, and a verdict as a table of its errors.
+"""Shows a plan as a table of its actions.
 
 Equal actions on consecutive blocks are one row; waits for another stream, bytes sent and memory are named in
 the row.
@@ -10,7 +10,8 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER, min_max_sent_nbytes
+from meshwright.comm.collectives.collective_call import ONE_RECEIVER, ONE_SENDER
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
@@ -30,8 +31,6 @@ from meshwright.report.terminal.memory_and_sent_bytes import (
 )
 from meshwright.report.terminal.params_table import sharded_params_text
 from meshwright.report.timeline.pipeline_stages import stages_view
-from meshwright.verifier.message_trace import TraceVerdict
-from meshwright.verifier.verdict_and_cause import Verdict
 
 KIND_TEXTS = {
     "TOKEN_COUNT": "count the tokens of this step",
@@ -270,35 +269,3 @@ def _row_groups(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[str 
         else:
             now = now if action.transfer is not None else ""
             yield i
-
-
-def verdict_view(verdict: Verdict) -> RenderableType:
-    """Returns a verdict as a short table.
-
-    The outcome, then the largest error per quantity, or the first difference.
-    """
-    if not verdict.passed:
-        return Text(str(verdict), style="red")
-    rows = [("largest relative errors", f"(allowed: {verdict.tolerance:g})")]
-    rows += [(f"  {quantity}", f"{error:.2g}") for quantity, error in verdict.max_errors.items()]
-    head = (
-        f"{verdict.mesh} equals {verdict.reference} after {verdict.num_steps} steps of "
-        f"{verdict.model}, on "
-        f"{verdict.rank_backend}"
-    )
-    return Group(Text(head, style="green"), Table(["", ""], rows))
-
-
-def trace_view(verdict: TraceVerdict) -> RenderableType:
-    """Returns a trace verdict as a short table.
-
-    The outcome and what was sent, or every action that differs.
-    """
-    if not verdict.passed:
-        return Text(str(verdict), style="red")
-    rows = [
-        ("  model", f"{verdict.model}, on {verdict.tensor_kind} tensors"),
-        ("  collectives", f"{verdict.num_messages} per rank and step"),
-        ("  sent", f"{format_nbytes(verdict.sent_nbytes)} per rank and step"),
-    ]
-    return Group(Text(str(verdict), style="green"), Table(["", ""], rows))

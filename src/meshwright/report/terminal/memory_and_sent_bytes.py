@@ -7,7 +7,7 @@ with the largest peak. Bytes sent are those of the busiest rank.
 
 from collections.abc import Sequence
 
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action, Transfer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from meshwright.comm.allreduce import BACKEND
-from meshwright.comm.collectives.collective_call import min_max_sent_nbytes
+from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.step.program import Action, Program
 from meshwright.report.timeline.run_folder_reader import RunRecord
 

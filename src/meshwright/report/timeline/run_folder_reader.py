@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.step.program import Program, program_from_dict
+from meshwright.plan.step.program import Program
+from meshwright.plan.step.program_json import program_from_dict
 
 JSONObject = Mapping[str, Any]
 

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.plan.step.memory.memory_names import SCRATCH
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.simulator import SpansByRank, TimelineSpan, qualified_name, simulate
-from meshwright.plan.step.single_device_program import SCRATCH, WEIGHT_GRAD_KINDS
+from meshwright.plan.step.single_device_program import WEIGHT_GRAD_KINDS
 from meshwright.report.timeline.planned_vs_measured_bytes import memory_category
 
 BlockCallsByStage = Sequence[Sequence[str]]  # the visits of each part of a model, in order of the forward

@@ -20,8 +20,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from meshwright.run.checkpoint.manifest import CheckpointError
-from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
+from meshwright.run.checkpoint.manifest import CheckpointError, read_manifest
+from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 
 BEST_FILE = "best.json"
 STEP_FOLDER = re.compile(r"step-(\d{8,18})(\.partial-[0-9a-f]+)?")

@@ -53,17 +53,17 @@ from meshwright.run.checkpoint.manifest import (
     Manifest,
     ShardFile,
     TensorEntry,
+    read_manifest,
 )
 from meshwright.run.checkpoint.shard_io import (
     SAFETENSORS_TAGS,
-    check_checksums,
     dtype_name,
     read_entries,
     read_entry,
-    read_manifest,
     write_all_bytes,
     write_shard,
 )
+from meshwright.run.checkpoint.sizes_and_checksums import check_checksums
 from meshwright.run.checkpoint.write_plan import WritePlan, list_shards
 
 ExpectedTensors = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

@@ -32,8 +32,8 @@ from meshwright.run.checkpoint.distributed_checkpoint import (
     checked_manifest,
     first_valid,
 )
-from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.shard_io import check_checksums, check_sizes, stat_regular_file
+from meshwright.run.checkpoint.manifest import CheckpointError, Manifest, stat_regular_file
+from meshwright.run.checkpoint.sizes_and_checksums import check_checksums, check_sizes
 from meshwright.run.checkpoint.write_plan import balance_by_size
 
 RETRY_FIX = "start again, where every rank can read the checkpoint folder"

@@ -19,11 +19,14 @@ case is refused.
 """
 
 import json
+import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from math import prod
+from pathlib import Path
 from typing import TypeAlias
 
 from meshwright.plan.job.errors import PlanError
@@ -35,6 +38,7 @@ ITEMSIZE = {
     **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
 MAX_NBYTES = 1 << 50  # of one file or tensor: 1 PiB; larger numbers are damage or malice
+MAX_MANIFEST_NBYTES = 1 << 28
 MAX_DIMS = 64  # torch's own limit
 MAX_SLICES = (
     1 << 16
@@ -169,6 +173,49 @@ class Manifest:
             },
             meta=_mapping(body["meta"], "meta"),
         )
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Returns the manifest of the checkpoint in `folder`. Raises CheckpointError when there is none or it is
+    damaged.
+    """
+    if not stat.S_ISDIR(_status(folder).st_mode):
+        raise CheckpointError(
+            "it is not a folder, or a link to one; links are not followed",
+            fix=DAMAGED_FIX,
+            location=str(folder),
+        )
+    path = folder / MANIFEST_FILE
+    nbytes = stat_regular_file(path).st_size
+    if nbytes > MAX_MANIFEST_NBYTES:
+        raise CheckpointError(
+            f"{nbytes} bytes are too many for a manifest", fix=DAMAGED_FIX, location=str(path)
+        )
+    try:
+        return Manifest.parse(path.read_bytes().decode())
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(path)) from error
+
+
+def stat_regular_file(path: Path) -> os.stat_result:
+    """Returns the `stat` of the regular file `path`. Raises CheckpointError when it is missing, a link, or
+    anything else.
+    """
+    status = _status(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(
+            "it is a link or no regular file; neither is followed", fix=DAMAGED_FIX, location=str(path)
+        )
+    return status
+
+
+def _status(path: Path) -> os.stat_result:
+    try:
+        return os.lstat(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"missing or unreachable: {error.strerror}", fix=DAMAGED_FIX, location=str(path)
+        ) from error
 
 
 def seal_json(body: Mapping[str, Json]) -> str:

@@ -28,8 +28,8 @@ from meshwright.run.checkpoint.distributed_verification import (
     newest_valid_on_all_ranks,
     verify_checkpoint,
 )
-from meshwright.run.checkpoint.manifest import CheckpointError, Manifest
-from meshwright.run.checkpoint.shard_io import check_sizes, read_manifest
+from meshwright.run.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 from meshwright.run.data.eval_samples import EvalHistory
 
 CHECKPOINTS_FOLDER = "checkpoints"

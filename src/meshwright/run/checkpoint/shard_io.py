@@ -15,7 +15,6 @@ into a tensor of its own, so nothing stays mapped to a file that may be pruned l
 
 import json
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,16 +26,13 @@ from safetensors import SafetensorError, safe_open
 
 from meshwright.run.checkpoint.manifest import (
     DAMAGED_FIX,
-    MANIFEST_FILE,
     CheckpointError,
-    Manifest,
     ShardFile,
     StoredSlice,
     TensorEntry,
 )
 
 CHUNK_NBYTES = 1 << 22  # bytes hashed and written at a time
-MAX_MANIFEST_NBYTES = 1 << 28  # bytes
 SAFETENSORS_TAGS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -103,85 +99,6 @@ def _pieces(data: bytes | torch.Tensor) -> Iterator[memoryview]:
         view = memoryview(data)
     for start in range(0, len(view), CHUNK_NBYTES):
         yield view[start : start + CHUNK_NBYTES]
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Returns the manifest of the checkpoint in `folder`. Raises CheckpointError when there is none or it is
-    damaged.
-    """
-    if not stat.S_ISDIR(_status(folder).st_mode):
-        raise CheckpointError(
-            "it is not a folder, or a link to one; links are not followed",
-            fix=DAMAGED_FIX,
-            location=str(folder),
-        )
-    path = folder / MANIFEST_FILE
-    nbytes = stat_regular_file(path).st_size
-    if nbytes > MAX_MANIFEST_NBYTES:
-        raise CheckpointError(
-            f"{nbytes} bytes are too many for a manifest", fix=DAMAGED_FIX, location=str(path)
-        )
-    try:
-        return Manifest.parse(path.read_bytes().decode())
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(path)) from error
-
-
-def check_sizes(folder: Path, files: Mapping[str, ShardFile]) -> None:
-    """Raises CheckpointError unless every one of `files` is in `folder`, a regular file, and of the right
-    size.
-    """
-    for name, shard in files.items():
-        nbytes = stat_regular_file(folder / name).st_size
-        if nbytes != shard.nbytes:
-            word = "truncated" if nbytes < shard.nbytes else "too long"
-            raise CheckpointError(
-                f"{word}: {nbytes} bytes of {shard.nbytes}", fix=DAMAGED_FIX, location=str(folder / name)
-            )
-
-
-def check_checksums(folder: Path, files: Mapping[str, ShardFile]) -> None:
-    """Raises CheckpointError unless every one of `files` has the right size and sha256; reads the whole
-    files.
-    """
-    check_sizes(folder, files)
-    for name, shard in files.items():
-        digest = sha256()
-        try:
-            with (folder / name).open("rb") as file:
-                while piece := file.read(CHUNK_NBYTES):
-                    digest.update(piece)
-        except OSError as error:
-            raise CheckpointError(
-                f"it cannot be read: {error}", fix=DAMAGED_FIX, location=str(folder / name)
-            ) from error
-        if digest.hexdigest() != shard.sha256:
-            raise CheckpointError(
-                "bit-flipped: its checksum differs from the manifest's",
-                fix=DAMAGED_FIX,
-                location=str(folder / name),
-            )
-
-
-def stat_regular_file(path: Path) -> os.stat_result:
-    """Returns the `stat` of the regular file `path`. Raises CheckpointError when it is missing, a link, or
-    anything else.
-    """
-    status = _status(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(
-            "it is a link or no regular file; neither is followed", fix=DAMAGED_FIX, location=str(path)
-        )
-    return status
-
-
-def _status(path: Path) -> os.stat_result:
-    try:
-        return os.lstat(path)
-    except OSError as error:
-        raise CheckpointError(
-            f"missing or unreachable: {error.strerror}", fix=DAMAGED_FIX, location=str(path)
-        ) from error
 
 
 def read_entries(folder: Path, entries: Mapping[str, TensorEntry]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -5,7 +5,7 @@ eval_samples          evaluation samples and the history of evaluation results
 data_loader           the local batch of a rank for a global step, prepared ahead of its step
 mixture               several data sources, mixed by weight
 chat_template         conversations as tokens: which of them have labels
-readers               text files, JSONL files and Hugging Face datasets
+readers               lists and reads text files, JSONL files and Hugging Face datasets
 shuffle               the stateless shuffle: an order that is computed, not stored
 streaming             a dataset that is read in its own order, without a copy on disk
 byte_text             text files as bytes

@@ -1,5 +1,6 @@
 """The checks of `meshwright doctor`.
 
-host_checks    this host, without torch: Python and packages, cores, memory, disk, network, clock
-gpu_checks     checks that need torch: GPUs, a collective among the ranks of a job
+host_checks          this host, without torch: Python and packages, cores, memory, disk, network, clock
+gpu_checks           the GPUs that torch sees, and NCCL
+collective_checks    a collective among the ranks of a job, and their clocks
 """

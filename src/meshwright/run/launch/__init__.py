@@ -2,6 +2,7 @@
 
 cluster_env           rank, world size and master address from the launcher's environment
 failure_record        how a rank failed, written to a file
+parent_death          ends every rank when the launching process is gone
 scheduler_scripts     job files for SLURM, Kubernetes and torchrun
 join_world            joins this process to the other ranks
 local_launcher        starts and watches the ranks of this machine

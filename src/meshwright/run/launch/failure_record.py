@@ -1,4 +1,4 @@
-"""Records how a rank failed, and ends it when the process that started it is gone.
+"""Records how a rank failed, and ends it.
 
 When one rank fails, its peers fail next, inside a collective, with a message about a closed connection. A
 terminal full of such messages hides the one that matters. So no rank prints its own failure:
@@ -12,18 +12,12 @@ with one of four kinds, and the launcher shows the first that is not the consequ
     hang         a collective that did not complete, with its hang report: shown when no rank has an error
     lost_peer    a collective that broke because a peer was gone
     plan_error   a PlanError: every rank raises the same
-
-The lifeline is the read end of a pipe whose write end only the launching process holds. When that process is
-gone, for whatever reason, the operating system closes its end; a thread of every rank waits for this and
-ends the rank.
 """
 
 import faulthandler
 import json
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,6 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshwright.plan.job.errors import PEER_LOST_PATTERN, CollectiveError, PlanError
+from meshwright.run.launch.parent_death import end_with_parent
 
 FailureKind = Literal["error", "hang", "lost_peer", "plan_error"]
 # the base of torch's errors of backends, networks and stores; by name: launching never imports torch
@@ -98,10 +93,7 @@ def record_failure(
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
     if lifeline_fd is not None:
-        os.set_inheritable(lifeline_fd, False)
-        threading.Thread(
-            target=_end_without_parent, args=(lifeline_fd,), daemon=True, name="lifeline"
-        ).start()
+        end_with_parent(lifeline_fd)
     progress = RankProgress()
     try:
         yield progress
@@ -186,11 +178,3 @@ def _record(rank: int, error: Exception, progress: RankProgress) -> FailureRecor
         progress.step,
         progress.phase,
     )
-
-
-def _end_without_parent(lifeline_fd: int) -> None:
-    while os.read(lifeline_fd, 1):
-        pass  # nothing is ever written; the read returns when the other end is closed
-    if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)  # takes data workers along
-    os._exit(1)

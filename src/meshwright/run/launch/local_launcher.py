@@ -41,6 +41,7 @@ from typing import BinaryIO
 
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.run.launch.failure_record import FailureRecord, describe_failure, failure_path, read_failures
+from meshwright.run.launch.parent_death import lifeline
 from meshwright.run.launch.signals import raise_if_interrupted
 
 PREFIX, LOCK = "meshwright-", "lock"
@@ -156,7 +157,7 @@ def launch_ranks(
     _forget_failures(folder)
     ranks: list[_Rank] = []
     raise_if_interrupted()
-    with temporary_folder() as private, _lifeline() as lifeline_fd, _signals() as received:
+    with temporary_folder() as private, lifeline() as lifeline_fd, _signals() as received:
         try:
             for rank in range(world):
                 variables = _environment(env, rank, world, private / "store", lifeline_fd)
@@ -314,17 +315,6 @@ def _forget_failures(folder: Path) -> None:
 def _kill_group(pid: int) -> None:
     with suppress(ProcessLookupError, PermissionError):  # macOS says the latter of a group of zombies
         os.killpg(pid, signal.SIGKILL)
-
-
-@contextmanager
-def _lifeline() -> Iterator[int]:
-    """Yields the read end of a pipe for the ranks; the other end closes with this process, or on exit."""
-    read_fd, write_fd = os.pipe()
-    try:
-        yield read_fd
-    finally:
-        os.close(write_fd)
-        os.close(read_fd)
 
 
 @contextmanager

@@ -6,5 +6,6 @@ hardware_file           what `--hardware` names
 profile_files           reads and writes device.toml
 cluster_file            reads and writes cluster.toml
 previous_run            step time, compute time and messages of a previous run
-operation_timer         repeats operations and measures seconds and jitter
+operation_timer         repeats operations and measures their seconds
+jitter                  how much the time of equal work varies on a device
 """

@@ -19,7 +19,8 @@ import torch
 
 from meshwright.comm.allreduce import get_algorithm
 from meshwright.plan.hardware.device_specs import available_cores
-from meshwright.plan.hardware.network_model import Cluster, LinkCost
+from meshwright.plan.hardware.measured_cluster import Cluster
+from meshwright.plan.hardware.network_model import LinkCost
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.run.measure.profile_files import parse_measurements, read_toml, write_lines
 from meshwright.run.telemetry.run_info import processor_name

@@ -34,6 +34,7 @@ from meshwright.planner.machine.device_profile import (
     MatmulTiming,
     MemoryOpTiming,
 )
+from meshwright.run.measure.jitter import time_slices
 from meshwright.run.measure.operation_timer import (
     UNCACHED_NBYTES,
     DeviceTimer,
@@ -41,7 +42,6 @@ from meshwright.run.measure.operation_timer import (
     UncachedMemory,
     random_tensor,
     time_operations,
-    time_slices,
 )
 
 NUM_ROWS_CPU, NUM_ROWS_CUDA, WIDTH = 48, 1 << 17, 512  # on a CPU less than the heap asks the kernel for

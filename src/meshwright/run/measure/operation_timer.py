@@ -1,4 +1,4 @@
-"""Times operations in turn, and measures the jitter of a device.
+"""Times operations in turn, on operands that are in no cache.
 
 A disturbance of the device shall hit all operations alike. So all of them are timed again and again, forward
 and backward through the list (the method of `bench network`); a sample repeats its operation for a slot of
@@ -6,28 +6,17 @@ time and takes the mean.
 
 Some operands are in no cache, like those of a layer: weights that were used a layer ago, and activations
 that a block saved for its backward. The others are cached, like the inputs of most layers.
-
-Jitter: the same work is repeated and timed, and summed over windows of several lengths.
-
-    slices     [ ][  ][ ][ ][   ][ ][ ][  ]        the same products each, some milliseconds; a barrier before
-                                                   each 64
-    windows    [ ][  ] ...    [   ][  ] ...    [      ][       ]        of 1, 4, 16 and 64 slices
-
-Every rank does the same work in a slice, and no window crosses a barrier: windows that are compared are the
-same work at the same time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
 from math import prod
 from time import perf_counter
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from meshwright.plan.hardware.straggler_delay import StragglerSample
 from meshwright.planner.machine.device_profile import MIN_MEASUREMENTS
 
 UNCACHED_NBYTES, MAX_OPERANDS = 256 << 20, 512  # bytes of operands, and how many of them
@@ -117,67 +106,3 @@ def time_operations(timer: DeviceTimer, operations: Mapping[SizeT, Operation]) -
 def random_tensor(device: torch.device, dtype: torch.dtype, *size: int) -> torch.Tensor:
     """Returns a tensor of normally distributed random numbers."""
     return torch.randn(size, device=device).to(dtype)
-
-
-MATMUL_SIZE, NUM_MATMULS = 256, 10  # of a slice: about 5 ms on a core, the same work on every rank
-SLICES_PER_BATCH, NUM_BATCHES, NUM_QUICK_BATCHES = 64, 40, 3
-WINDOW_GROWTH, MIN_WINDOWS = 4, 12  # at least so many windows of a length
-
-
-def time_slices(
-    device: torch.device, barrier: Callable[[], None] = lambda: None, *, quick: bool = False
-) -> tuple[float, ...]:
-    """Returns the seconds of consecutive slices of work on `device`, with torch's current number of threads;
-    `barrier` runs between batches.
-
-    Returns () on a GPU: a slice would time the host, which only enqueues.
-    """
-    if device.type != "cpu":
-        return ()
-    batch, found = slice_batch_timer(), list[float]()
-    for _ in range(NUM_QUICK_BATCHES if quick else NUM_BATCHES):
-        barrier()
-        found += batch()
-    return tuple(found)
-
-
-def slice_batch_timer() -> Callable[[], tuple[float, ...]]:
-    """Returns a function that runs a batch of slices and returns their seconds."""
-    x = torch.randn(MATMUL_SIZE, MATMUL_SIZE)
-    out = torch.empty_like(x)
-
-    def time_slice() -> float:
-        start = perf_counter()
-        for _ in range(NUM_MATMULS):
-            torch.mm(x, x, out=out)
-        return perf_counter() - start
-
-    time_slice()
-    return lambda: tuple(time_slice() for _ in range(SLICES_PER_BATCH))
-
-
-def timing_windows(ranks: Sequence[Sequence[float]]) -> tuple[StragglerSample, ...]:
-    """Returns the lag of windows of each length, from the slices of `ranks` in seconds, in order.
-
-    The windows of several ranks are compared at the same time: a rank that is always slower always lags, and
-    what slows all of them down makes no rank wait. The windows of a single rank are compared with each
-    other, as if they were of several ranks.
-    """
-    found, count, shortest = [], 1, min(map(len, ranks)) // SLICES_PER_BATCH * SLICES_PER_BATCH
-    while count <= SLICES_PER_BATCH and shortest // count >= MIN_WINDOWS:
-        windows = np.asarray([each[:shortest] for each in ranks]).reshape(len(ranks), -1, count).sum(axis=2)
-        mean = float(windows.mean())
-        distance = (
-            _mean_distance(windows[0])
-            if len(ranks) == 1
-            else float(np.mean([_mean_distance(moment) for moment in windows.T]))
-        )
-        found.append(StragglerSample(mean, distance / 2 / mean))
-        count *= WINDOW_GROWTH
-    return tuple(found)
-
-
-def _mean_distance(values: np.ndarray) -> float:
-    count = len(values)
-    weights = 2 * np.arange(count) - count + 1
-    return float(2 * (weights * np.sort(values)).sum() / (count * (count - 1)))

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.run.config.toml_validation import SchemaCheck
-from meshwright.run.telemetry.chrome_trace import replace_file
+from meshwright.run.telemetry.atomic_write import replace_file
 
 
 class Measurements(Protocol):

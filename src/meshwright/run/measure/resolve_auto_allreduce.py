@@ -15,7 +15,7 @@ import torch
 
 from meshwright.comm.allreduce.size_rule import AUTO, SizeRule
 from meshwright.comm.tuning.choose_size_rule import choose_rule
-from meshwright.plan.hardware.network_model import Cluster
+from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy

@@ -6,5 +6,6 @@ logs            log records of every rank; warnings on the terminal
 metrics_log     metrics.jsonl, and whether repeated steps are identical
 run_info        run_info.json: plan, versions and machine of a run
 chrome_trace    a timeline of some steps for Perfetto and chrome://tracing
+atomic_write    writes a file whole or not at all
 trackers        TensorBoard, Weights & Biases, trackio, MLflow
 """

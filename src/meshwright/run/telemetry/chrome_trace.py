@@ -19,7 +19,6 @@ optimizer. The rest, such as packing of buckets and issuing of messages, is "oth
 
 import json
 import logging
-import os
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from typing import Any
 import torch
 
 from meshwright.engine.runtime.step_profiler import GLUE, WAIT, ProfilerSpan, StepProfiler
+from meshwright.run.telemetry.atomic_write import replace_file
 
 TRACE_FOLDER = "trace"
 STEP_PARTS = (
@@ -238,13 +238,3 @@ def _event_args(span: ProfilerSpan) -> dict[str, Any]:
         for key, value in event_args.items()
         if value not in ("", None) and not (key == "flops" and value == 0)
     }
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically and makes its folder: a reader sees the old or the new file. Raises
-    OSError.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)

@@ -26,7 +26,8 @@ from meshwright.engine.runtime.step_profiler import StepProfiler
 from meshwright.engine.step.executor import Executor
 from meshwright.plan.hardware.device_specs import peak_flops
 from meshwright.plan.plan import Plan
-from meshwright.run.telemetry.chrome_trace import LoopPhase, StepTracer, replace_file
+from meshwright.run.telemetry.atomic_write import replace_file
+from meshwright.run.telemetry.chrome_trace import LoopPhase, StepTracer
 
 RANKS_FOLDER = "ranks"
 

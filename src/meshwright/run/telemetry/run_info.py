@@ -24,8 +24,8 @@ import psutil
 import torch
 
 from meshwright.plan.plan import Plan
-from meshwright.plan.step.program import program_to_dict
-from meshwright.run.telemetry.chrome_trace import replace_file
+from meshwright.plan.step.program_json import program_to_dict
+from meshwright.run.telemetry.atomic_write import replace_file
 from meshwright.run.telemetry.rank_profile import device_name
 
 RUN_INFO_FILE = "run_info.json"

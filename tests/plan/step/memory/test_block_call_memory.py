@@ -15,8 +15,9 @@ from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.param_sharding import ParamSharding
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.sharding.tensor_placements import Layout, S
-from meshwright.plan.step.block_call_memory import ActivationMemory, activation_memory
-from meshwright.plan.step.single_device_program import SCRATCH, sequential_stage_calls, single_device_program
+from meshwright.plan.step.memory.block_call_memory import ActivationMemory, activation_memory
+from meshwright.plan.step.memory.memory_names import SCRATCH
+from meshwright.plan.step.single_device_program import sequential_stage_calls, single_device_program
 
 BODY, HEAD = ParamSpec("body.weight", (3, 2), ("body",)), ParamSpec("head.weight", (5, 2), ("head",))
 PLAIN = ModelSpec(

@@ -5,7 +5,7 @@ forward used.
 import torch
 from torch import nn
 
-from meshwright.engine.params.flat_param import WeightStash
+from meshwright.engine.params.weight_stash import WeightStash
 from meshwright.plan.step.program import Action
 
 ROOM = "old weights(0)"

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.model.context_parallel.attention_call import ShardedAttentionCall
 from meshwright.model.context_parallel.token_shard import TokenShard
-from meshwright.parallel.context.attention_inputs import attention_inputs
+from meshwright.parallel.context.attention_args_to_4d import attention_inputs
 from meshwright.plan.job.errors import PlanError
 
 SHARE = TokenShard(9, ((0, 2), (7, 9)))  # four of nine tokens

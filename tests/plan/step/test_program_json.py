@@ -13,7 +13,8 @@ from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.step.program import Program, program_from_dict, program_to_dict
+from meshwright.plan.step.program import Program
+from meshwright.plan.step.program_json import program_from_dict, program_to_dict
 from tests.paper_model import SyntheticModel
 
 

@@ -1,0 +1,69 @@
+"""Buckets of gradients: the gradients of several parameters as one contiguous buffer, which one message
+carries.
+
+A bucket is made once and stays: `pack` copies gradients in and makes each `.grad` a view of its part, so that
+later microbatches accumulate in place and the optimizer reads the reduced values without a copy back.
+
+    buffer   [ w0.grad | w1.grad | w2.grad ]        w1.grad is buffer[a:b].view(shape)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from meshwright.plan.step.program import Action
+
+
+def bucket_actions(actions: Sequence[Action]) -> dict[str, Action]:
+    """Returns for each PACK, by name, the first later action that moves its gradients.
+
+    It names the bucket.
+    """
+    bucket_of: dict[str, Action] = {}
+    moved_by: dict[str, Action] = {}
+    for action in reversed(actions):
+        if action.kind == "PACK" and action.tensors[0] in moved_by:
+            bucket_of[action.name] = moved_by[action.tensors[0]]
+        if action.transfer is not None:
+            moved_by |= dict.fromkeys(action.tensors, action)
+    return bucket_of
+
+
+class GradBucket:
+    """One flat buffer of `dtype`, and a view of it per parameter, by logical name."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+        self.parameters = dict(parameters)
+        # the buffer is of its kind: on its device, and fake where it is fake
+        first = next(iter(self.parameters.values()))
+        self.buffer = first.new_empty(sum(p.numel() for p in self.parameters.values()), dtype=dtype)
+        self.views: dict[str, torch.Tensor] = {}
+        start = 0
+        for name, parameter in self.parameters.items():
+            self.views[name] = self.buffer[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+
+    def flat_gradients(self, names: Sequence[str]) -> torch.Tensor:
+        """Returns the gradients of `names`, which are contiguous here, as one flat tensor."""
+        start = self.views[names[0]].storage_offset() - self.buffer.storage_offset()
+        return self.buffer[start : start + sum(self.views[name].numel() for name in names)]
+
+    def pack(self, names: Iterable[str]) -> None:
+        """Copies the gradients of `names` in; zeros where backward did not reach a parameter."""
+        for name in names:
+            parameter, view = self.parameters[name], self.views[name]
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+            if view.dtype == parameter.dtype:
+                parameter.grad = view
+
+    def unpack(self) -> None:
+        """Copies the values back into the parameters' gradients, in the parameters' dtype."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                parameter.grad = self.views[name].to(parameter.dtype)
+            else:
+                parameter.grad.copy_(self.views[name])

@@ -1,0 +1,7 @@
+"""Memory of a step: its names in the program, and its bytes.
+
+Modules:
+
+    memory_names         names of the memory that actions allocate and free
+    block_call_memory    bytes of activations per block call on one rank
+"""

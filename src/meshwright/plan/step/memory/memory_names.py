@@ -1,0 +1,35 @@
+"""The names of the memory that actions allocate and free: outputs, gradients, saved activations, scratch."""
+
+from meshwright.plan.sharding.param_sharding import ParamGroup
+
+SCRATCH = "scratch"  # temporary memory of LOSS and of each B
+
+
+def grad_name(param_group: ParamGroup) -> str:
+    """Returns the name of the memory of the gradients of `param_group`."""
+    return f"gradient({param_group.name})"
+
+
+def output_grad_name(name: str) -> str:
+    """Returns the name under which the gradient of a model output is sent."""
+    return f"gradient({name})"
+
+
+def output_name(block_call: str, microbatch: int) -> str:
+    """Returns the name of the output of a block call, held from its F to its B."""
+    return f"output({block_call}, {microbatch})"
+
+
+def loss_grad_name(block_call: str, microbatch: int) -> str:
+    """Returns the name of the gradient that LOSS returns for the last block call, held until its B."""
+    return f"output gradient({block_call}, {microbatch})"
+
+
+def deferred_grad_name(block_call: str, microbatch: int) -> str:
+    """Returns the name of the output gradients that W of a block call needs, held from I to W."""
+    return f"deferred gradient({block_call}, {microbatch})"
+
+
+def saved_activations_name(block_call: str, microbatch: int | None) -> str:
+    """Returns the name of the saved activations of a block call, held until its backward."""
+    return f"saved activations({block_call}, {microbatch})"

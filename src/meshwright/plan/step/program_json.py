@@ -1,0 +1,84 @@
+"""The JSON form of a program: the actions of every role as plain values.
+
+It leaves out the names of the parameters of an action: they are many, and the plan has them.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.plan.step.program import Action, Allocation, Program, Transfer
+
+
+def program_to_dict(program: Program) -> dict[str, list[dict[str, Any]]]:
+    """Returns the actions of every role as plain values (dict, list, str, int), without fields at their
+    defaults.
+    """
+    return {role: [_action_to_dict(action) for action in actions] for role, actions in program.roles}
+
+
+def program_from_dict(roles: Mapping[str, list[Mapping[str, Any]]]) -> Program:
+    """Returns the program that `program_to_dict` wrote. Raises KeyError or TypeError for other values."""
+    return Program.from_dict(
+        {role: [_action_from_dict(fields) for fields in actions] for role, actions in roles.items()}
+    )
+
+
+def _action_to_dict(action: Action) -> dict[str, Any]:
+    transfer = action.transfer
+    fields: dict[str, Any] = {
+        "kind": action.kind,
+        "subject": action.subject,
+        "microbatch": action.microbatch,
+        "stream": action.stream,
+        "waits": list(action.waits),
+        "flops": action.flops,
+        "allocations": [[allocation.name, allocation.nbytes] for allocation in action.allocations],
+        "frees": list(action.frees),
+        "transfer": None if transfer is None else _transfer_to_list(transfer),
+    }
+    return {
+        key: value
+        for key, value in fields.items()
+        if value not in ("", None, [], 0) or (key == "microbatch" and value is not None)
+    }
+
+
+def _transfer_to_list(transfer: Transfer) -> list[Any]:
+    return [
+        transfer.collective,
+        list(transfer.axes),
+        transfer.nbytes,
+        transfer.algorithm,
+        transfer.dtype,
+        *([] if transfer.peer is None else [transfer.peer]),
+        *([None, list(transfer.member_indices)] if transfer.member_indices else []),
+    ]
+
+
+def _transfer_from_list(
+    collective: str,
+    axes: list[str],
+    nbytes: int,
+    algorithm: str,
+    dtype: str,
+    peer: int | None = None,
+    member_indices: Sequence[int] = (),
+) -> Transfer:
+    return Transfer(
+        collective, tuple(axes), nbytes, algorithm, dtype, peer=peer, member_indices=tuple(member_indices)
+    )
+
+
+def _action_from_dict(fields: Mapping[str, Any]) -> Action:
+    transfer = fields.get("transfer")
+    return Action(
+        kind=fields["kind"],
+        subject=fields.get("subject", ""),
+        microbatch=fields.get("microbatch"),
+        stream=fields["stream"],
+        waits=tuple(fields.get("waits", ())),
+        transfer=None if transfer is None else _transfer_from_list(*transfer),
+        flops=fields.get("flops", 0),
+        allocations=tuple(Allocation(name, nbytes) for name, nbytes in fields.get("allocations", ())),
+        frees=tuple(fields.get("frees", ())),
+    )
