@@ -123,7 +123,7 @@ def test_a_rank_that_reads_shifted_samples(analyzed: AnalyzedModel, plan: Plan, 
     verdict = verdict_of(case_of(analyzed, plan), on_rank=shifted)
     assert first_of(verdict)[:2] == (0, "samples")
     assert verdict.first_difference.rank == rank
-    assert verdict.cause == "data order"
+    assert verdict.cause == "data"
 
 
 def test_samples_in_another_order_within_the_rank(analyzed: AnalyzedModel, plan: Plan):
@@ -135,7 +135,7 @@ def test_samples_in_another_order_within_the_rank(analyzed: AnalyzedModel, plan:
 
     verdict = verdict_of(case_of(analyzed, plan), on_rank=reversed_rows)
     assert verdict.first_difference.quantity == "samples"
-    assert verdict.cause == "data order"
+    assert verdict.cause == "data"
 
 
 def test_another_seed_on_one_rank(analyzed: AnalyzedModel, plan: Plan):

@@ -13,7 +13,6 @@ from meshwright.verifier.verdict_and_cause import (
     QUANTITIES,
     Difference,
     Verdict,
-    diagnose_cause,
 )
 
 PASSED = Verdict(
@@ -104,33 +103,6 @@ def test_a_comparison_that_was_not_made_does_not_read_as_one():
 )
 def test_a_difference_says_where_and_by_how_much(given: Difference, message: str):
     assert str(given).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("differences", "cause"),
-    [
-        ([], ""),
-        ([difference("initial value"), difference("samples"), difference("gradient", factor=3.0)], "init"),
-        ([difference("gradient", factor=3.0), difference("samples")], "data order"),
-        (
-            [difference("gradient", factor=3.0), difference("gradient", factor=3.0), difference("loss")],
-            "loss scale",
-        ),
-        ([difference("gradient", factor=3.0), difference("gradient")], "technique"),
-        ([difference("gradient", factor=3.0), difference("gradient", factor=2.0)], "technique"),
-        ([difference("gradient"), difference("loss")], "technique"),
-        ([difference("loss")], "technique"),
-        ([difference("replica")], "technique"),
-        ([difference("ledger")], "technique"),
-        ([difference("gradient", 1, 0.5), difference("gradient", 2)], "loss scale"),
-        ([difference("gradient", 2, 0.5), difference("gradient", 1)], "technique"),
-        ([difference("gradient", 0), difference("samples", 2)], "technique"),
-        ([difference("gradient", 1, 0.5), difference("samples", 2)], "loss scale"),
-    ],
-)
-def test_the_cause_is_that_of_the_earliest_differences(differences: list[Difference], cause: str):
-    assert diagnose_cause(differences) == cause
-    assert diagnose_cause(differences[::-1]) == cause
 
 
 def test_causes_come_before_their_effects():

@@ -10,5 +10,6 @@ Without running it, by its messages, and by its numbers.
     reference               one device: the numbers that every plan must reproduce
     parity                  every rank's numbers and messages, compared with the reference
     float64_parity_setup    the plan, model, random numbers and samples that parity compares
+    divergence_cause        why a plan differs from one device: experiments on one device
     verdict_and_cause       the outcome of parity, in words and as JSON
 """

@@ -31,13 +31,13 @@ from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES
 from meshwright.plan.step.program import Action, Program
 from meshwright.plan.step.single_device_program import FORWARD_KINDS, stepped_microbatches
+from meshwright.verifier.divergence_cause import find_cause
 from meshwright.verifier.reference import ParityCase, Reference, ReferenceStep, TensorsByName
 from meshwright.verifier.verdict_and_cause import (
     COMPARED_QUANTITIES,
     QUANTITIES,
     Difference,
     Verdict,
-    diagnose_cause,
 )
 
 # action, collective, axes, bytes of the operand, algorithm
@@ -230,7 +230,7 @@ def make_verdict(
             for key in COMPARED_QUANTITIES
         },
         planned_nbytes={name: nbytes for name, _, _, nbytes, _ in planned_messages(plan)},
-        cause=diagnose_cause(found) or ("incomplete" if missing else ""),
+        cause=find_cause(found, parity_case) or ("incomplete" if missing else ""),
         first_difference=found[0] if found else None,
         num_other_differences=max(0, len(found) - 1),
         not_compared=missing,

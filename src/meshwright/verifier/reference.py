@@ -9,7 +9,7 @@ something else. For it the loop replays the weight versions that its program sta
 (plan/step/weight_stashing.py): still one model, its own forward, one backward.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -113,6 +113,22 @@ def run_reference(parity_case: ParityCase, num_steps: int) -> Reference:
         parameters_after = {name: p.detach().clone() for name, p in subject.parameters.items()}
         reference.steps.append(ReferenceStep(batch, loss.item(), norm.item(), gradients, parameters_after))
     return reference
+
+
+def batch_gradients(parity_case: ParityCase, batch: Batch, part_sizes: Sequence[int]) -> TensorsByName:
+    """Returns the gradients of a global batch at the initial values on one device, summed over parts of it of
+    `part_sizes` samples.
+    """
+    subject, rng = parity_case.make_trained_module(), parity_case.make_rng()
+    weight = parity_case.loss.count_weight_and_tokens(batch)[0] or 1.0
+    begin = 0
+    for size in part_sizes:
+        part = {key: value[begin : begin + size] for key, value in batch.items()}
+        part_weight = parity_case.loss.count_weight_and_tokens(part)[0]
+        if part_weight > 0:
+            _backward(_loss(parity_case, subject, rng, part, 0, begin) * (part_weight / weight))
+        begin += size
+    return _gradients(subject)
 
 
 class _WeightVersionReplay:

@@ -1,9 +1,7 @@
 """The outcome of a comparison with one device, in words and as JSON.
 
-Four causes look alike on a loss curve and are distinguished here, in this order: the initial values differ
-(`init`), the samples differ (`data order`), all gradients differ by one factor (`loss scale`), or the
-technique computes something else (`technique`). A comparison that left something out proves nothing: it fails
-as `incomplete`.
+A comparison that left something out proves nothing: it fails as `incomplete`. Why a plan differs:
+divergence_cause.py.
 """
 
 import json
@@ -14,6 +12,16 @@ from typing import Any
 
 from meshwright.plan.job.errors import PlanError
 
+CAUSE_NOTES = {
+    "init": "the initial values depend on more than the seed: construct the model in one way only",
+    "data": "samples depend on the rank that reads them: read them by their index alone",
+    "plan": "the program sends other bytes than planned: this is a bug, report the plan",
+    "randomness": "two runs on one device differ: the forward draws numbers that the seed does not determine",
+    "loss": (
+        "on one device too, the batch in two parts has another gradient: the loss or the model couples "
+        "samples; return a sum over samples, or set Loss(whole_batch=True)"
+    ),
+}
 MODEL_LOSS_TOLERANCE = 1e-4  # relative, between two sums in float32
 # by every rank
 COMPARED_QUANTITIES = (
@@ -99,6 +107,11 @@ class Verdict:
         path.write_text(json.dumps(_plain(asdict(self)), indent=2, allow_nan=False) + "\n")
 
     @property
+    def cause_note(self) -> str:
+        """What the cause means to the user, as a line; empty for a fault of the technique."""
+        return f"\n  {CAUSE_NOTES[self.cause]}" if self.cause in CAUSE_NOTES else ""
+
+    @property
     def has_model_loss(self) -> bool:
         """Whether `loss` is the loss that the model computes itself, but for rounding in float32."""
         if self.loss is None or self.model_loss is None:
@@ -126,32 +139,8 @@ class Verdict:
         )
         return (
             f"{self.mesh} does NOT equal {self.reference} (allowed {self.tolerance:g}; cause: "
-            f"{self.cause})\n  {self.first_difference}{others}"
+            f"{self.cause})\n  {self.first_difference}{others}{self.cause_note}"
         )
-
-
-def diagnose_cause(differences: list[Difference]) -> str:
-    """Returns the cause of the earliest differences: `init`, `data order`, `loss scale`, `technique`.
-
-    "" without any.
-    """
-    if not differences:
-        return ""
-    start = min(difference.step for difference in differences)
-    earliest = [difference for difference in differences if difference.step == start]
-    errors_text = {difference.quantity for difference in earliest}
-    if "initial value" in errors_text:
-        return "init"
-    if "samples" in errors_text:
-        return "data order"
-    factors = [difference.factor for difference in earliest if difference.quantity == "gradient"]
-    factors_found = [factor for factor in factors if factor is not None]
-    uniform = (
-        bool(factors_found)
-        and len(factors_found) == len(factors)
-        and max(factors_found) - min(factors_found) <= 1e-6 * abs(max(factors_found, key=abs))
-    )
-    return "loss scale" if uniform else "technique"
 
 
 def _plain(value: Any) -> Any:
