@@ -27,6 +27,7 @@ from meshwright.plan.step.single_device_program import role_of, sequential_stage
 from meshwright.plan.step.tied_params import add_tied_grad_reductions
 from meshwright.plan.strategy_compatibility import (
     batch_diagnostics,
+    batch_statistic_diagnostics,
     global_batch_diagnostics,
     model_diagnostics,
     precision_diagnostics,
@@ -105,6 +106,7 @@ class Plan:
         diagnostics += [
             *batch_diagnostics(job, sharding, micro_batch),
             *global_batch_diagnostics(job, sharding, micro_batch),
+            *batch_statistic_diagnostics(job, sharding, micro_batch),
         ]
         diagnostics += noise_scale_diagnostics(job, sharding, micro_batch)
         raise_diagnostics(diagnostics)

@@ -158,6 +158,40 @@ def batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Ite
         yield Diagnostic(text, f"choose micro_batch from {', '.join(map(str, divisors[:12]))}", "micro_batch")
 
 
+def batch_statistic_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
+    """Yields outputs that the loss reads and that are computed over all samples of a forward, where a forward
+    has a part of the batch.
+    """
+    num_data = sharding.mesh.group_size(sharding.data_axes)
+    local = job.train.batch // num_data
+    num_microbatches = local // micro_batch if 0 < micro_batch < local else 1
+    num_parts = num_data * num_microbatches
+    read = [each.statistic for each in sharding.model_spec.outputs if each.used_by_loss and each.statistic]
+    if num_parts == 1:
+        return
+    axes = [axis for axis in sharding.data_axes if sharding.mesh.size(axis) > 1]
+    settings = [
+        *(["micro_batch = 0"] if num_microbatches > 1 else []),
+        *(f"mesh.{axis} = 1" for axis in axes),
+    ]
+    for statistic in read:
+        channels = statistic.side_channels
+        source = f" from the {', '.join(channels)} of its blocks" if channels else ""
+        text = (
+            f"the loss takes {statistic.path}, which the model computes{source} over all samples of a forward"
+            f"; this plan runs the batch in {num_parts} parts (data ranks: {num_data}, microbatches: "
+            f"{num_microbatches}), and their values do not add up to that of the batch"
+        )
+        fix = f"run the batch in one part: {', '.join(settings)} (pp, tp and cp may stay); or "
+        fix += (
+            f"train without it: {', '.join(f'model.overrides.output_{each} = false' for each in channels)}, "
+            "and leave it out of a loss of your own"
+            if channels
+            else "return what it is computed from per sample, and add it up in Loss.total"
+        )
+        yield Diagnostic(text, fix, "loss")
+
+
 def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int) -> Iterator[Diagnostic]:
     """Yields what contradicts a loss of the whole batch, or a primary rank that computes it: both need all
     outputs at once.

@@ -10,7 +10,7 @@ other loss, and for logits that glue has computed from all tokens, all tokens ar
 along the axis computes it. The technique that shards the sequence computes attention.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch import nn
 
 from meshwright.comm.collectives.redistribute import redistribute
 from meshwright.engine.runtime.rank_state import RankState
+from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.context_parallel.attention_call import (
     AttentionImpl,
     AttentionMode,
@@ -96,7 +97,10 @@ class FullSequenceRunner:
         """
         return self._state.loss.total(outputs, batch)
 
-    def remove_hooks(self) -> None:
+    def shard_blocks_of(self, driver: ForwardDriver) -> None:
+        """Makes the blocks of `driver` run on this rank's tokens within `forward_context`."""
+
+    def restore_model(self) -> None:
         """Restores the model."""
 
 
@@ -120,7 +124,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._lengths_by_shapes: dict[tuple[Any, ...], SequenceLengths] = {}  # by shapes
         self._attention_fn: AttentionImpl | None = None
         self._convolution_fn: Conv1dImpl | None = None
-        self._active, self._block_depth, self._recomputed_call, self._in_own_kernel = False, 0, "", False
+        self._recomputed_call, self._in_own_kernel = "", False
         self._num_calls: dict[str, int] = {}
         self._attention_patch = patch_attention(
             state.trained_module.module,
@@ -128,17 +132,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
                 self.next_attention_shards(self._current_call) if self._is_sharded_call() else None
             ),
         )
-        # stages announce the blocks that they run
-        self._handles = [
-            handle
-            for name, block in (
-                state.trained_module.blocks.items() if not plan.sharding.block_calls_by_pp_rank else ()
-            )
-            for handle in (
-                block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True),
-                block.register_forward_hook(self._leave, with_kwargs=True, prepend=True),
-            )
-        ]
+        self._driver: ForwardDriver | None = None
 
     def set_attention(self, attention_fn: AttentionImpl) -> None:
         self._attention_fn = attention_fn
@@ -146,21 +140,21 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
     def set_convolution(self, convolution_fn: Conv1dImpl) -> None:
         self._convolution_fn = convolution_fn
 
-    def remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+    def shard_blocks_of(self, driver: ForwardDriver) -> None:
+        self._driver = driver
+
+    def restore_model(self) -> None:
         self._attention_patch.restore()
 
     @contextmanager
     def forward_context(self, batch: Batch) -> Iterator[None]:
-        self.lengths, self._num_calls, self._block_depth, self._active = self._lengths_of(batch), {}, 0, True
+        self.lengths, self._num_calls = self._lengths_of(batch), {}
         self.active_calls.clear()
-        try:
-            with self._override_layers():
-                yield
-        finally:
-            self._active = False
+        with (
+            nullcontext() if self._driver is None else self._driver.use_interceptor(self._run_block),
+            self._override_layers(),
+        ):
+            yield
 
     @contextmanager
     def recompute_context(self, batch: Batch, block_call: str) -> Iterator[None]:
@@ -316,21 +310,11 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
             part.dtype
         )
 
-    def _enter(self, name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._active:
-            return None
-        self._block_depth += 1
-        if self._block_depth > 1:  # inside another block
-            return None
+    def _run_block(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a block on the tokens of this rank; hooks on the block see what glue gives and gets."""
         count = self._num_calls[name] = self._num_calls.get(name, 0) + 1
-        block_call = block_call_name(name, count)
-        return self.enter_block(block_call, (args, kwargs))
-
-    def _leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        if not self._active:
-            return None
-        self._block_depth -= 1
-        return self.leave_block(outputs) if not self._block_depth else None
+        args, kwargs = self.enter_block(block_call_name(name, count), (args, kwargs))
+        return self.leave_block(run(*args, **kwargs))
 
 
 def _drop_padding(outputs: Any, output_shards: OutputShards) -> Any:

@@ -7,15 +7,19 @@ is one call: no leaf at each block, and tens of microseconds less per block, whi
     a graph per block  F F F F  ...  B PACK B PACK B B
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from meshwright.engine.runtime.rank_state import RankState
-from meshwright.model.blocks.autograd_partition import check_auxiliary_loss, split_graph
+from meshwright.model.blocks.autograd_partition import backward_nodes, is_leaf_node, split_graph
 from meshwright.model.blocks.block_forward_backward import BlockCall
+from meshwright.model.loss.loss_definition import SAME_LOSS_FIX
+from meshwright.model.loss.loss_inputs import distinct_tensors
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.model_spec.model_spec import BatchTensor
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
 from meshwright.plan.step.single_device_program import CHECKPOINTED_FORWARD
@@ -99,5 +103,18 @@ def check_gradient_paths(
         if id(p) not in output_ids and name not in parameters_used
     }
     graph.check_loss(loss, unknown)
-    num_summands = plan.mesh.group_size(plan.sharding.grad_sum_axes) * plan.num_microbatches
-    check_auxiliary_loss(loss, outputs, state.forward_passes[microbatch], final_glue, num_summands)
+    _check_statistics(loss, distinct_tensors(outputs), plan.model_spec.outputs)
+
+
+def _check_statistics(
+    loss: torch.Tensor, outputs: Sequence[torch.Tensor], columns: Sequence[BatchTensor]
+) -> None:
+    """Raises PlanError if `loss` takes one of the `outputs` that are computed over all samples and that the
+    loss of the analysis did not take: the plan may run the batch in several parts.
+    """
+    nodes = backward_nodes([loss.grad_fn] if loss.grad_fn is not None else [])
+    leaves = {id(node.variable) for node in nodes if is_leaf_node(node)}
+    for tensor, column in zip(outputs, columns, strict=False):
+        if column.statistic is not None and not column.used_by_loss and id(tensor) in leaves:
+            text = f"the loss takes {column.statistic.path}, which the loss of the analysis did not take"
+            raise PlanError(text, fix=SAME_LOSS_FIX, location="loss")

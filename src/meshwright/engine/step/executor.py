@@ -112,6 +112,8 @@ class Executor:
             in_place=plan.sharding.model_spec.writes_in_place,
             cut_graph=needs_graph_cuts(plan),
         )
+        if not plan.sharding.block_calls_by_pp_rank:  # stages shard the blocks that they run
+            runner.shard_blocks_of(self._driver)
         self._update = OptimizerUpdate(
             plan, state, self.flat_params, self.optimizers, is_user_made=optimizer is not None
         )
@@ -287,7 +289,7 @@ class Executor:
     def close(self) -> None:
         """Restores the module's own forwards."""
         self._driver.detach()
-        self._sequence_runner.remove_hooks()
+        self._sequence_runner.restore_model()
         self._module_patches.restore_forwards()
 
     def _set_lr(self) -> float:

@@ -10,7 +10,7 @@ in eval mode stays in eval mode.
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ NUMPY_RANDOM_NOTE = (
     "draw with torch.rand, or turn off what draws (in transformers' models of speech apply_spec_augment, or "
     "a layer drop)"
 )
-FindLossInputs = Callable[[Any, Any], tuple[BatchTensor, ...]]
+FindLossInputs = Callable[[TrialFindings, TrialFindings | None], tuple[BatchTensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def analyze(
     module = plan.instantiate()
     names = tuple(find_blocks(module, loaded_model.blocks or ()))
     example_samples = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
-    find_loss_inputs = partial(loss_inputs, loss, example_samples)
+    find_loss_inputs = partial(_find_loss_inputs, loss, example_samples)
     other = loss.whole_batch
     layer_roles = find_layer_roles(module, loaded_model.layer_roles)
     roles = traced_roles(module, layer_roles, loaded_model.layer_roles)
@@ -364,11 +364,28 @@ def _forwards(
         findings.draws_from_numpy = repr(np.random.get_state(legacy=False)) != before
         return findings
 
-    findings = forward(PROBE_BATCH)
-    second_outputs = None
-    if rng.sites.layouts or other:  # a second size separates the batch dim from other dims of the same size
-        second_outputs = forward(SECOND_BATCH_SIZE).outputs
-    return findings, rng.sites, find_loss_inputs(findings.outputs, second_outputs)
+    findings, second = forward(PROBE_BATCH), None
+    has_scalars = any(graph.shapes for graph in findings.output_graphs)
+    # a second size separates the batch dim from other dims of the same size
+    if rng.sites.layouts or has_scalars or other:
+        second = forward(SECOND_BATCH_SIZE)
+    return findings, rng.sites, find_loss_inputs(findings, second)
+
+
+def _find_loss_inputs(
+    loss: Loss, example: Example, findings: TrialFindings, second: TrialFindings | None
+) -> tuple[BatchTensor, ...]:
+    """Returns the outputs of a trial, with those that are computed over all samples; `second` has another
+    number of samples.
+    """
+    if second is None:
+        return loss_inputs(loss, example, findings.outputs)
+    columns = loss_inputs(loss, example, findings.outputs, second.outputs)
+    graphs = zip(columns, findings.output_graphs, second.output_graphs, strict=True)
+    return tuple(
+        replace(column, statistic=graph.statistic(other, whole_batch=loss.whole_batch))
+        for column, graph, other in graphs
+    )
 
 
 def _check_example(example: Example) -> None:

@@ -62,47 +62,6 @@ class GraphPartition:
                 raise _bypass_error(self.owner[node], "the loss")
 
 
-def check_auxiliary_loss(
-    loss: torch.Tensor, outputs: Any, forward_pass: ForwardPass, final_call: BlockCall, num_parts: int
-) -> None:
-    """Raises PlanError if the batch runs in several parts and the loss uses the model's auxiliary loss.
-
-    Such a scalar (outputs.aux_loss) is computed inside the model from what was captured in its blocks:
-    products of means over the samples of this part, which do not add up to those of the whole batch.
-    """
-    if num_parts == 1 or not forward_pass.side_channels or loss.grad_fn is None:
-        return
-    used = {id(node.variable) for node in backward_nodes([loss.grad_fn]) if is_leaf_node(node)}
-    for edge, leaf in final_call.glue:
-        if leaf.dim() or id(leaf) not in used:
-            continue
-        channels = {
-            forward_pass.side_channels.get(id(node.variable))
-            for node in backward_nodes([edge.node])
-            if is_leaf_node(node)
-        } - {None}
-        if channels:
-            name = next(
-                (f"outputs.{key}" for key, value in _items(outputs) if value is leaf),
-                "a scalar of the outputs",
-            )
-            computed_from = f"from the {', '.join(map(str, channels))} of one part of the batch"
-            text = (
-                f"the loss adds {name}, which the model computes {computed_from}; this plan runs the batch "
-                f"in {num_parts} parts"
-            )
-            text = f"{text}, and an auxiliary loss is defined on the whole batch"
-            fix = (
-                "leave it out; add a sum over tokens of outputs.router_logits instead (a z-loss); or train "
-                "on one device at once"
-            )
-            raise PlanError(text, fix=fix, location="loss")
-
-
-def _items(outputs: Any) -> Iterable[tuple[Any, Any]]:
-    return outputs.items() if isinstance(outputs, dict) else ()
-
-
 def split_graph(forward_pass: ForwardPass, final_call: BlockCall) -> GraphPartition:
     """Returns the parts of the graph of a finished forward. Raises PlanError for a tensor that bypasses
     outputs.

@@ -15,10 +15,39 @@ from meshwright.model.context_parallel.sharded_activation import (
     wrap_block_outputs,
 )
 from meshwright.model.context_parallel.token_shard import TokenShard
+from meshwright.model.hf.captured_outputs import CaptureMark, capture_marks
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
-from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.model.tensors.pytree import replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, ConvSpec, SequenceInfo
+from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, CapturedTokens, ConvSpec, SequenceInfo
+from meshwright.plan.sharding.sequence_sharding import num_positions, with_padding
+
+
+def expose_captured(
+    side_channels: Sequence[CaptureMark],
+    captured: Sequence[CapturedTokens | None],
+    get_shard: Callable[[int], TokenShard],
+) -> None:
+    """Replaces what a block has put into its `side_channels` by what glue sees of it: with all tokens.
+
+    `captured` describes these tensors, and `get_shard(length)` gives the shard of a planned length. Tokens
+    that are merged with samples are gathered.
+    """
+    added = [mark.added_tensors for mark in side_channels]
+    exposed = dict[int, torch.Tensor]()
+    for tensor, tokens in zip(tree_tensors(added), captured, strict=True):
+        if tokens is None:
+            continue
+        shard = get_shard(tokens.num_tokens)
+        if tokens.is_merged:
+            num_local = num_positions(with_padding(shard.spans))
+            # other stages of a pipeline would return a gradient of zeros, for a collective
+            source = tensor if tokens.needs_grad else tensor.detach()
+            exposed[id(tensor)] = shard.gather(source.unflatten(0, (-1, num_local)), 1).flatten(0, 1)
+        else:
+            exposed[id(tensor)] = make_sharded_tensor(tensor, tokens.dim, shard)
+    for mark, tensors in zip(side_channels, added, strict=True):
+        mark.replace(replace_tensors(tensors, exposed))
 
 
 class SequenceLengths:
@@ -97,6 +126,7 @@ class ShardedForward:
         for each in sequence_info.conv_calls:
             self._conv_calls.setdefault(each.block_call, []).append(each)
         self._num_attention_calls = self._num_conv_calls = 0  # in the current block call
+        self._side_channels: tuple[CaptureMark, ...] = ()  # of the current block call
 
     def wrap_local(self, tensor: torch.Tensor, sequence_dim: int, length: int) -> Any:
         """Returns the local tokens `tensor` of a sequence of `length`, as glue sees them."""
@@ -111,11 +141,14 @@ class ShardedForward:
             raise PlanError(text, fix="let the forward call the same blocks on every batch", location="model")
         self.active_calls.append(self._block_calls[block_call])
         self._num_attention_calls = self._num_conv_calls = 0
+        self._side_channels = capture_marks()
         return shard_block_inputs(inputs, self.active_calls[-1], self.lengths)
 
     def leave_block(self, outputs: Any) -> Any:
         """Returns the outputs of the last block call as glue sees them."""
         block_call = self.active_calls.pop()
+        self._check_captured(block_call)
+        expose_captured(self._side_channels, block_call.captured, self.lengths.known_shard)
         outputs, gives = (
             shard_block_outputs(outputs, block_call, self.lengths),
             zip(block_call.output_token_dims, block_call.output_num_tokens, strict=True),
@@ -124,6 +157,15 @@ class ShardedForward:
             outputs,
             [(dims[0], self.lengths.known_shard(planned)) if dims else None for dims, planned in gives],
         )
+
+    def _check_captured(self, block_call: BlockSequenceInfo) -> None:
+        count = len(tree_tensors([mark.added_tensors for mark in self._side_channels]))
+        if count != len(block_call.captured):
+            text = (
+                f"{count} tensors are captured in '{block_call.block_call}', and in the trial "
+                f"{len(block_call.captured)} were"
+            )
+            raise PlanError(text, fix="capture the same tensors in every forward", location="model")
 
     def local_outputs(self, outputs: Any) -> Any:
         """Returns the local tokens of the model outputs."""

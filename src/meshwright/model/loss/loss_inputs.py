@@ -47,12 +47,13 @@ def loss_inputs(
     num_rows, used_indices = len(next(iter(batch.values()))), _used_outputs(loss, outputs, batch)
     tensors, others = [], None if other_outputs is None else distinct_tensors(other_outputs)
     for index, tensor in enumerate(distinct_tensors(outputs)):
-        name, per_row = f"output{index}", tensor.ndim > 0 and tensor.shape[0] == num_rows
+        name, per_row, rows = f"output{index}", tensor.ndim > 0 and tensor.shape[0] == num_rows, 1
         used_by_loss = used_indices is None or index in used_indices
         if others is not None:
             larger = others[index]
             per_row = tensor.shape != larger.shape
-            if per_row and used_by_loss and loss.whole_batch and tensor.shape[1:] != larger.shape[1:]:
+            rows = _rows_per_sample(tensor, larger, num_rows) if per_row else 1
+            if not rows and used_by_loss and loss.whole_batch:
                 raise _cross_sample_error(name, list(tensor.shape), list(larger.shape))
         tensors.append(
             BatchTensor(
@@ -61,6 +62,7 @@ def loss_inputs(
                 _dtype(tensor),
                 per_row,
                 used_by_loss,
+                rows,
             )
         )
     return tuple(tensors)
@@ -105,6 +107,15 @@ def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | No
             None  # it needs values, or other outputs than these; if it is wrong, the first step shows where
         )
     return recorder.used
+
+
+def _rows_per_sample(tensor: torch.Tensor, larger: torch.Tensor, num_samples: int) -> int:
+    """Returns the rows along dim 0 that each of the `num_samples` samples of `tensor` adds; 0 if it grows in
+    another way with the samples, of which `larger` has more.
+    """
+    rows, rest = divmod(tensor.shape[0], num_samples)
+    grows = not rest and rows > 0 and not larger.shape[0] % rows
+    return rows if grows and tensor.shape[1:] == larger.shape[1:] else 0
 
 
 def _cross_sample_error(name: str, shape: list[int], larger_shape: list[int]) -> PlanError:

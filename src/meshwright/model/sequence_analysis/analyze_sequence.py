@@ -98,6 +98,10 @@ def analyze_sequence(
     if len(lengths) == 1:
         block_infos = tuple(replace(each, input_num_tokens=(), output_num_tokens=()) for each in block_infos)
     gathers, varying_reason = trials.find_gathers(whole)
+    with_grad = {each.block_call for each in gathers if each.backward_calls}
+    block_infos = tuple(
+        each if each.block_call in with_grad else each.without_captured_grad() for each in block_infos
+    )
     return replace(
         found,
         block_calls=block_infos,

@@ -6,7 +6,7 @@ glue other than as an output is detected.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.model.blocks.inplace_writes_in_glue import UNTRACKED_ACCESS, GatheredTensors
 from meshwright.model.context_parallel.attention_call import SDPAArguments
+from meshwright.model.context_parallel.block_input_sharding import expose_captured
 from meshwright.model.context_parallel.patch_hf_attention import patch_attention
 from meshwright.model.context_parallel.sharded_activation import (
     SequenceShardedTensor,
@@ -40,8 +41,10 @@ from meshwright.model.sequence_analysis.block_input_token_dims import (
     is_unrelated_to_tokens,
     note_module_call,
 )
+from meshwright.model.sequence_analysis.captured_tokens import find_captured_tokens
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
 from meshwright.model.sequence_analysis.glue_gather_trace import GatherTrace
+from meshwright.model.sequence_analysis.replicated_blocks import try_replicated, try_replicated_pooling
 from meshwright.model.sequence_analysis.token_rules import (
     ATTENDS_WITHOUT_SDPA,
     MADE_IN_BLOCK,
@@ -59,7 +62,12 @@ from meshwright.model.tensors.op_tables import reads_values
 from meshwright.model.tensors.pytree import named_tensors, replace_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_call_name, block_of
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, BlockSequenceInfo, ConvSpec
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionSpec,
+    BlockSequenceInfo,
+    CapturedTokens,
+    ConvSpec,
+)
 
 
 @dataclass(eq=False)
@@ -98,6 +106,9 @@ class BlockTrace(TorchFunctionMode):
 
     def _full_shard(self, length: int) -> TokenShard:
         return TokenShard(length, ((0, length),), self._gather, self._sum)
+
+    def _planned_shard(self, length: int) -> TokenShard:
+        return self._full_shard(self.trial_lengths.prime(length))
 
     def run(self, batch: Mapping[str, torch.Tensor], loss: Callable[[Any], torch.Tensor | None]) -> None:
         """Runs the forward on `batch`, with all tokens on the only rank, and the `loss` of its outputs."""
@@ -233,8 +244,7 @@ class BlockTrace(TorchFunctionMode):
                 outputs = forward(*args, **kwargs)
         finally:
             self._block_call = None
-        for mark in side_channels:
-            self._check_side_channel(block_call, mark)
+        captured = self._find_captured(block_call, side_channels)
         output_dims = tuple(self._output_token_dims(block_call, each) for each in tree_tensors(outputs))
         if block_call.attends_elsewhere and block_inputs.has_tokens:
             self._note(block_call, "attends to other tokens than its own")
@@ -250,7 +260,13 @@ class BlockTrace(TorchFunctionMode):
             block_info = self._try_full_sequences(
                 block_call, block_info, block_inputs, outputs, is_sharded=is_sharded
             )
-        self.gathers.leave_block(block_call.name, outputs, is_replicated=block_info.is_replicated)
+        local = captured if not block_info.is_replicated else [None] * len(captured)
+        block_info = replace(block_info, captured=tuple(local))
+        passed_on = [outputs, [mark.added_tensors for mark in side_channels]]
+        self.gathers.leave_block(block_call.name, passed_on, is_replicated=block_info.is_replicated)
+        expose_captured(
+            side_channels, local, lambda length: self._full_shard(self.trial_lengths.prime(length))
+        )
         return self._wrap_outputs(block_info, outputs, block_call.module_num_tokens)
 
     def _enter_block(self, block_call: TracedBlockCall, inputs: Any, *, is_sharded: bool) -> BlockInputs:
@@ -267,12 +283,17 @@ class BlockTrace(TorchFunctionMode):
         block_call.replicated_masks = frozenset(block_inputs.replicated_masks)
         return block_inputs
 
-    def _check_side_channel(self, block_call: TracedBlockCall, mark: CaptureMark) -> None:
-        for each in tree_tensors(mark.added_tensors):
-            block_call.leaks_tokens |= bool(find_token_dims(each, self.prime_product))
-            if block_call.leaks_tokens:
-                self._note(block_call, f"passes {mark.channel} on outside its outputs")
-            self.token_layouts.pop(each, None)
+    def _find_captured(
+        self, block_call: TracedBlockCall, side_channels: Sequence[CaptureMark]
+    ) -> list[CapturedTokens | None]:
+        """Returns the tokens of captured tensors, and notes the channels with some that cannot be passed
+        on.
+        """
+        captured, leaks = find_captured_tokens(side_channels, self.token_layouts, self.trial_lengths)
+        for channel in leaks:
+            block_call.leaks_tokens = True
+            self._note(block_call, f"passes {channel} on outside its outputs")
+        return captured
 
     def _try_full_sequences(
         self,
@@ -288,9 +309,9 @@ class BlockTrace(TorchFunctionMode):
         if own_attention if is_sharded else block_call.calls_attention:
             return block_info
         if is_sharded and block_call.reads_tokens:
-            block_info = self._try_replicated_pooling(block_info, outputs)
+            block_info = try_replicated_pooling(block_info, outputs, self.prime_product)
         else:
-            block_info = self._try_replicated(block_info, outputs, block_inputs)
+            block_info = try_replicated(block_info, outputs, block_inputs, self.trial_lengths)
         if not block_info.not_sequence_parallel:
             self.conv_calls = [each for each in self.conv_calls if each.block_call != block_call.name]
         return block_info
@@ -314,56 +335,6 @@ class BlockTrace(TorchFunctionMode):
             id(each): self.trial_lengths.resize_for_glue(each) for each, dims in outputs_and_dims if dims
         }
         return wrap_block_outputs(replace_tensors(outputs, resized), output_shards)
-
-    def _try_replicated(
-        self, block_info: BlockSequenceInfo, outputs: Any, block_inputs: BlockInputs
-    ) -> BlockSequenceInfo:
-        """A block call that cannot run on a shard may run on all tokens, if it takes no gathered ones; else
-        returned unchanged.
-        """
-        tensors_found, no_dims = tree_tensors(outputs), ((),) * len(block_info.input_token_dims)
-        output_dims = tuple(find_token_dims(each, self.prime_product) for each in tensors_found)
-        output_shards = [
-            each.shape[dims[0]] in self.trial_lengths.planned_lengths
-            for each, dims in zip(tensors_found, output_dims, strict=True)
-            if len(dims) == 1
-        ]
-        if output_shards and all(output_shards) and not any(len(dims) > 1 for dims in output_dims):
-            return replace(
-                block_info,
-                input_token_dims=no_dims,
-                input_num_tokens=(),
-                output_token_dims=output_dims,
-                not_sequence_parallel="",
-                is_replicated=True,
-            )
-        if block_inputs.has_tokens:
-            return block_info
-        # another size equals the length
-        return replace(
-            block_info,
-            input_token_dims=no_dims,
-            input_num_tokens=(),
-            output_token_dims=((),) * len(tensors_found),
-            not_sequence_parallel="",
-        )
-
-    def _try_replicated_pooling(self, block_info: BlockSequenceInfo, outputs: Any) -> BlockSequenceInfo:
-        """A block call without token outputs may run on gathered tokens on every rank."""
-        is_pooling = bool(block_info.output_token_dims) and not any(
-            find_token_dims(each, self.prime_product) for each in tree_tensors(outputs)
-        )
-        return (
-            replace(
-                block_info,
-                input_token_dims=((),) * len(block_info.input_token_dims),
-                input_num_tokens=(),
-                not_sequence_parallel="",
-                is_replicated=True,
-            )
-            if is_pooling
-            else block_info
-        )
 
     def _output_token_dims(self, block_call: TracedBlockCall, tensor: torch.Tensor) -> tuple[int, ...]:
         dims, layout = find_token_dims(tensor, self.prime_product), self.token_layouts.get(tensor)

@@ -157,6 +157,10 @@ class TrialLengths:
         """Returns the planned length of a dim of this size in a block; 0 if it has none or several."""
         return self.planned_lengths.get(find_prime(size, self.prime_product), 0)
 
+    def prime(self, length: int) -> int:
+        """Returns the prime that stands for the planned `length`."""
+        return next(prime for prime, planned in self.planned_lengths.items() if planned == length)
+
     def planned_numel(self, shape: Sequence[int]) -> int:
         """Returns the number of elements that a tensor of a block has in the plan."""
         return prod(map(self._planned_size, shape))

@@ -39,6 +39,7 @@ from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.pytree import tree_tensors
 from meshwright.model.trial.layer_costs import LayerCostRecorder, SavedStorage
 from meshwright.model.trial.op_counter import FlopCounter
+from meshwright.model.trial.output_graphs import OutputGraph, output_graphs
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import ROOT, block_of
 
@@ -66,7 +67,7 @@ class TrialFindings:
     meanwhile. `user_checkpointed_calls` are the block calls that the model itself recomputes in backward,
     `table_uses` the embeddings that couple the samples of a batch, and `untracked_write_lines` the lines of
     code in which glue writes without a version change. `draws_from_numpy`: the forward drew from numpy's
-    global generator.
+    global generator. `output_graphs` are the graphs behind the `outputs`.
     """
 
     block_calls: list[str] = field(default_factory=list)
@@ -89,6 +90,7 @@ class TrialFindings:
     user_checkpointed_calls: list[str] = field(default_factory=list)
     table_uses: list[TableUse] = field(default_factory=list)
     untracked_write_lines: list[str] = field(default_factory=list)
+    output_graphs: list[OutputGraph] = field(default_factory=list)
 
 
 def run_trial(
@@ -207,6 +209,7 @@ def _run_trial(
         for handle in handles:
             handle.remove()
     findings.outputs, findings.table_uses = outputs, tables.uses
+    findings.output_graphs = output_graphs(outputs, forward_pass, final_call)
     findings.untracked_write_lines = observer.untracked_writes.lines
     findings.written_buffers = [
         name for name, now in _buffer_versions(module).items() if now != versions_before.get(name)

@@ -73,13 +73,11 @@ class BatchSplit(Strategy):
         return reduce_totals_along(met, self.axis)
 
     def _insert_gathers(self, actions: list[Action], sharding: ShardingPlan, job: Job) -> list[Action]:
-        model_spec = sharding.model_spec
-        if not model_spec.needs_global_batch or any(action.kind == "GATHER" for action in actions):
+        model_spec, at = sharding.model_spec, index_of_last(actions, "LOSS")
+        has_gathers = any(action.kind == "GATHER" for action in actions)
+        if not model_spec.needs_global_batch or has_gathers or at is None:  # another stage computes the loss
             return actions
-        num_samples, at = (
-            job.train.batch // sharding.mesh.group_size(sharding.data_axes),
-            index_of_last(actions, "LOSS") or 0,
-        )
+        num_samples = job.train.batch // sharding.mesh.group_size(sharding.data_axes)
         used = [column for column in model_spec.outputs if column.used_by_loss]
         sizes = {BATCH_INFO: 8 * (1 + sum(not column.per_sample for column in used))}
         for column in (*model_spec.targets, *used):

@@ -126,12 +126,26 @@ class PretrainedSource:
 
 
 @dataclass(frozen=True)
+class BatchStatistic:
+    """An output that the model computes over all samples of a forward, such as an auxiliary loss, and that is
+    not a sum over them: its values on parts of a batch do not add up to its value on the batch.
+
+    `path` is its place, such as "outputs.aux_loss"; `side_channels` are those of what it is computed from.
+    """
+
+    path: str
+    side_channels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class BatchTensor:
     """One tensor of a batch, or one that the forward returns to the loss: name, shape of one sample, and
     dtype.
 
     `per_sample` is False for a tensor without a batch dim (a logit scale); `shape` is then its full shape.
-    `used_by_loss` tells whether the loss reads it.
+    `used_by_loss` tells whether the loss reads it. `rows_per_sample` is above 1 where samples are merged with
+    another dim (tokens) into dim 0, and `shape` is then that of a row; it is 0 where samples are not along
+    dim 0. `statistic` is set for an output that is computed over all samples.
     """
 
     name: str
@@ -139,6 +153,8 @@ class BatchTensor:
     dtype: str
     per_sample: bool = True
     used_by_loss: bool = True
+    rows_per_sample: int = 1
+    statistic: BatchStatistic | None = None
 
     def comm_dtype(self, param_dtype: str) -> str:
         """Returns the dtype in which it is sent: floats as float32 (float64 in a float64 job), everything
@@ -154,8 +170,21 @@ class BatchTensor:
         return prod(self.shape) * {**FLOAT_NBYTES, **INTEGER_NBYTES}.get(self.comm_dtype(param_dtype), 0)
 
     def diagnostics(self, location: str) -> Iterator[Diagnostic]:
-        """Yields a diagnostic if the dtype cannot be sent between ranks."""
+        """Yields a diagnostic if ranks cannot send each other its samples."""
         dtypes = (*FLOAT_NBYTES, *INTEGER_NBYTES)
+        if self.rows_per_sample != 1:
+            text = (
+                f"{self.name} of the model has {self.rows_per_sample} rows of shape {list(self.shape)} along "
+                "dim 0 for each sample, in an order that is not known"
+                if self.rows_per_sample
+                else f"{self.name} of the model does not have samples along dim 0"
+            )
+            text = f"{text}; ranks send each other samples"
+            fix = (
+                "return it with samples along dim 0: x.unflatten(0, (num_samples, -1)) if the rows of a "
+                "sample are adjacent; or set mesh.dp_replicate = 1 and mesh.dp_shard = 1"
+            )
+            yield Diagnostic(text, fix, location)
         if self.dtype not in dtypes:
             text = f"{self.name} has dtype {self.dtype}, which cannot be sent between ranks"
             yield Diagnostic(text, f"use one of {', '.join(dtypes)}", location)

@@ -74,6 +74,20 @@ class ConvSpec:
 
 
 @dataclass(frozen=True)
+class CapturedTokens:
+    """The tokens of a tensor that a block call puts into a side channel: `num_tokens` per sample along `dim`.
+
+    `is_merged`: the dim holds samples and tokens, first all tokens of the first sample. `needs_grad`: the
+    loss may depend on it.
+    """
+
+    dim: int
+    num_tokens: int
+    is_merged: bool = False
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True)
 class BlockSequenceInfo:
     """The sequence dims of the inputs and outputs of a block call, one tuple of dims per tensor, in order.
 
@@ -83,6 +97,7 @@ class BlockSequenceInfo:
     every rank reads, and continues with its own. `input_num_tokens` and `output_num_tokens` are their tokens
     per sample, 0 for a tensor without tokens; empty: `SequenceInfo.length`. `module_num_tokens` names modules
     that see another number of tokens than the block call returns (keys of an encoder), with that number.
+    `captured` describes the tensors of its side channels, in order; None for one without tokens of this rank.
     """
 
     block_call: str
@@ -94,12 +109,18 @@ class BlockSequenceInfo:
     input_num_tokens: tuple[int, ...] = ()
     output_num_tokens: tuple[int, ...] = ()
     module_num_tokens: tuple[tuple[str, int], ...] = ()
+    captured: tuple[CapturedTokens | None, ...] = ()
 
     def with_lengths(self, length: int) -> "BlockSequenceInfo":
         """Returns the same with explicit token counts, in a model whose `SequenceInfo.length` is `length`."""
         inputs = self.input_num_tokens or (length,) * len(self.input_token_dims)
         outputs = self.output_num_tokens or (length,) * len(self.output_token_dims)
         return replace(self, input_num_tokens=inputs, output_num_tokens=outputs)
+
+    def without_captured_grad(self) -> "BlockSequenceInfo":
+        """Returns the same for a loss that depends on no tensor of a side channel."""
+        captured = tuple(each and replace(each, needs_grad=False) for each in self.captured)
+        return replace(self, captured=captured)
 
     def num_sharded_tokens(self, length: int) -> int:
         """Returns the tokens per sample of which each rank runs a shard; 0: every rank runs all."""
