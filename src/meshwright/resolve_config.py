@@ -46,7 +46,7 @@ from meshwright.run.data.data_loader import (
     open_local_batches,
 )
 from meshwright.run.data.eval_samples import EvalSamples, eval_source, split_held_out
-from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
+from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
 
@@ -105,7 +105,10 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         if not diagnostics:
             raise  # as it is: its cause may be an error in the user's own file
         diagnostics += error.diagnostics
-    data = collect_diagnostics(diagnostics, _open_data, job.data, loaded, cache, tuple(diagnostics))
+    trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
+    job = trained or job
+    readable = loaded if trained else None
+    data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
     if loaded is not None and data is not None:
         kept, more = _eval_dataset(job, data, loaded.example, cache)
         diagnostics += more
@@ -122,6 +125,20 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
     return replace(resolved, eval_dataset=kept)
+
+
+def _with_tokenizer(job: Job, loaded: LoadedModel) -> Job:
+    """Returns `job` with the name of the tokenizer that it trains with; the example batch has none."""
+    if job.data.source == EXAMPLE_SOURCE:
+        return job
+    vocab_size = _vocab_size(loaded.deferred_init.instantiate())
+    return replace(job, data=replace(job.data, tokenizer=resolve_tokenizer(job, vocab_size)))
+
+
+def _vocab_size(module: nn.Module) -> int | None:
+    """Returns the number of tokens of a model: that of its config, else the size of its largest table."""
+    tables = (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding))
+    return text_limits(module).vocab_size or max(tables, default=None)
 
 
 def _open_data(
@@ -233,18 +250,17 @@ def token_cache_folder(run: RunConfig) -> Path:
 
 def _text_diagnostics(module: nn.Module, source: DataConfig, tokenizer: Tokenizer) -> Iterator[Diagnostic]:
     limits = text_limits(module)
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    vocabulary = limits.vocab_size or max(
-        tables, default=tokenizer.vocab_size
-    )  # of a factory's model: no table is larger than that
-    if vocabulary < tokenizer.vocab_size:
+    vocabulary = _vocab_size(module)
+    if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         how = f"the ids of the tokenizer '{tokenizer.name}' run up to {tokenizer.vocab_size - 1}"
-        if isinstance(tokenizer, ByteTokenizer):
-            how = f"text is read as bytes, of which there are {tokenizer.vocab_size}"
         fix = (
             f"set model.overrides.vocab_size = {tokenizer.vocab_size}, or choose the tokenizer "
             "that belongs to the model: data.tokenizer"
         )
+        if isinstance(tokenizer, ByteTokenizer):
+            how = f"text is read as bytes, of which there are {tokenizer.vocab_size}"
+        elif vocabulary >= ByteTokenizer.vocab_size:
+            fix += '; to train on bytes: data.tokenizer = "bytes"'
         if limits.vocab_size is None:
             fix = (
                 f"make its embedding and head at least {tokenizer.vocab_size} large, "

@@ -83,7 +83,8 @@ def resolve_config(config: Path, overrides: Sequence[str], world: int | None) ->
         )
     mesh = plan.mesh.as_dict()
     extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
-    job = replace(request.job, model=plan.job.model)  # a branch of the hub has become a commit
+    # a branch of the hub has become a commit, and the model's own tokenizer has a name
+    job = replace(request.job, model=plan.job.model, data=plan.job.data)
     resolved = replace(
         request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra
     )

@@ -177,7 +177,7 @@ def _tokens(
     source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, tokenizer_failed: bool
 ) -> list[TokenDataset]:
     raise_diagnostics(unused_field_diagnostics(source))
-    if source_format(source) == "text" and not source.tokenizer:
+    if source_format(source) == "text" and source.reads_bytes:
         return [TextDataset(source)]
     rows = open_reader(source)
     if tokenizer_failed:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from meshwright.model.hf.tokenizer_files import check_tokenizer, largest_token_id
 
-from meshwright.model.hf.tokenizer_check import check_tokenizer, largest_token_id
 from meshwright.plan.job.errors import PlanError
 
 
