@@ -5,6 +5,8 @@ model, the data, and combinations of them (a token id that the vocabulary does n
 the model's positions).
 """
 
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,15 +39,21 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
+from meshwright.report.terminal.data_line import DataSummary
 from meshwright.run.config.config_and_plan_files import PlanRequest
 from meshwright.run.data.data_loader import (
     Dataset,
     ExampleDataset,
     LocalBatches,
+    count_tokens,
     open_dataset,
     open_local_batches,
 )
 from meshwright.run.data.eval_samples import EvalSamples, eval_source, split_held_out
+from meshwright.run.data.mixture import Mixture
+from meshwright.run.data.shuffle import ABSENT_SAMPLE
+from meshwright.run.data.streaming import TokenStream
+from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
@@ -77,6 +85,32 @@ class ResolvedRun:
         """Returns the evaluation samples of `rank`; None if nothing is evaluated."""
         kept = self.eval_dataset or split_held_out(self.dataset, self.plan.job.evaluate)[1]
         return None if kept is None else EvalSamples(kept, self.plan, self.plan.data_index(rank))
+
+    def data_summary(self) -> DataSummary:
+        """Returns what the run reads: tokenizer, samples, tokens, epochs, and repeats within a batch."""
+        job, dataset = self.plan.job, self.dataset
+        tokenizer = _short_name(dataset.tokenizer.name) if isinstance(dataset, TokenDataset) else ""
+        if isinstance(dataset, TokenStream):
+            return DataSummary(tokenizer, job.train.batch)
+        batches = self.local_batches(self.plan, 0)
+        count, num_samples = count_tokens(dataset), len(batches.dataset)
+        num_read = min(job.train.steps * job.train.batch, batches.order.num_total or sys.maxsize)
+        epochs = dataset.epochs(num_read) if isinstance(dataset, Mixture) else (num_read / num_samples,)
+        first = Counter(i for i in batches.order.ids(0, job.train.batch) if i != ABSENT_SAMPLE)
+        repeated, num_repeats = first.most_common(1)[0]
+        summary = DataSummary(
+            tokenizer,
+            job.train.batch,
+            num_samples,
+            num_held_out=job.evaluate.hold_out,
+            epochs=epochs,
+            num_repeats=num_repeats,
+            num_candidates=dataset.source_size(repeated) if isinstance(dataset, Mixture) else num_samples,
+        )
+        if count is None:
+            return summary
+        padding, ignored = (1 - known / count.num_positions for known in (count.num_tokens, count.num_labels))
+        return replace(summary, num_tokens=count.num_tokens, padding=padding, ignored=ignored)
 
     def make_trainer(self, world: World) -> Trainer:
         """Returns one rank of the plan."""
@@ -125,6 +159,11 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
     return replace(resolved, eval_dataset=kept)
+
+
+def _short_name(tokenizer: str) -> str:
+    """Returns the last part of a path, or a hub id without its revision."""
+    return Path(tokenizer).name if Path(tokenizer).is_absolute() else tokenizer.partition("@")[0]
 
 
 def _with_tokenizer(job: Job, loaded: LoadedModel) -> Job:

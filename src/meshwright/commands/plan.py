@@ -29,6 +29,7 @@ from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from meshwright.plan.strategy_interface import sort_by_phase
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_view
+from meshwright.report.terminal.data_line import data_view
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
@@ -127,7 +128,11 @@ def resolved_view(
     plan, notes = resolved[1].plan, resolved[1].notes
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     return Group(
-        plan_view(plan, show_all=all_actions), "", taken, *(Text(note, style="green") for note in notes)
+        plan_view(plan, show_all=all_actions),
+        "",
+        data_view(resolved[1].data_summary()),
+        taken,
+        *(Text(note, style="green") for note in notes),
     )
 
 

@@ -138,13 +138,13 @@ def _set_value(
         key: Any = _place(node, part, where, diagnostics) if isinstance(node, list) else part
         if key is None:
             return ()
-        last = depth == len(path) - 1
+        last, is_item = depth == len(path) - 1, isinstance(node, list)
         if last:
             node[key] = value
         elif isinstance(node, dict) and key not in node:
             node[key] = {}
         node = node[key]
-        overridden.append(_name(node, part) if not last else part)
+        overridden.append(_name(node, part) if is_item and not last else part)
     return tuple(overridden)
 
 

@@ -8,8 +8,8 @@
 With another tokenizer than that of the folder, the special tokens of the config (eos, bos, pad) and its
 generation settings are of no use: their ids would be other words. They become those of the tokenizer.
 
-In the tokenizer.json of bytes, the id of the zero byte is the end of a text (`<|endoftext|>`): no text has that
-byte. `split_special_tokens` lets a text that spells this name out be read as bytes too, as in training.
+In the tokenizer.json of bytes, the id of the zero byte is the end of a text (`<|endoftext|>`): no text has
+that byte. `split_special_tokens` lets a text that spells this name out be read as bytes too, as in training.
 """
 
 import shutil
