@@ -94,14 +94,14 @@ class ExampleDataset:
         return len(next(iter(self._example.values())))
 
     def count_tokens(self) -> TokenCount | None:
-        """Returns the number of places for labels, without those that the attention mask leaves out, and of
-        labels; None if the batch has no `labels` of whole numbers.
+        """Returns the number of tokens, without those that the attention mask leaves out, and of labels; None
+        if the batch does not consist of tokens with a label each.
         """
-        labels, mask = self._example.get("labels"), self._example.get("attention_mask")
-        if labels is None or labels.is_floating_point():
+        tokens, labels, mask = (self._example.get(key) for key in ("input_ids", "labels", "attention_mask"))
+        if tokens is None or labels is None or labels.shape != tokens.shape:
             return None
-        counted = labels.numel()
-        if mask is not None and mask.shape == labels.shape:
+        counted = tokens.numel()
+        if mask is not None and mask.shape == tokens.shape:
             counted = int(mask.count_nonzero())
         return TokenCount(labels.numel(), counted, int((labels != IGNORE_INDEX).count_nonzero()))
 
