@@ -70,7 +70,9 @@ def test_one_gpu_is_not_asked_for_ranks_that_are_refused_next(
     assert "CUDA_VISIBLE_DEVICES=" in raised.value.diagnostics[0].fix
     request = parse_request("2", "", quick=True)
     with pytest.raises(PlanError, match="2 ranks, each with a GPU of its own") as raised:
-        bench_local_ranks(request, tmp_path / "cluster.toml", lambda *args: pytest.fail(), Console())
+        bench_local_ranks(
+            request, tmp_path / "cluster.toml", lambda *args: pytest.fail("a rank was started"), Console()
+        )
     assert raised.value.diagnostics == (
         Diagnostic(raised.value.diagnostics[0].problem, bench_network.ONE_GPU_FIX, "--ranks"),
     )
