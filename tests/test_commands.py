@@ -94,7 +94,7 @@ def test_an_edited_plan_is_refused_by_every_command(config, say, tmp_path):
     ("words", "what", "fix"),
     [
         (["--train.step", 3], "--train.step: there is no key 'step' here", "did you mean 'steps'?"),
-        (["--trian.steps", 3], "--trian: there is no key 'trian' here", "did you mean 'train'?"),
+        (["--trian.steps", 3], "--trian.steps: there is no key 'trian' here", "did you mean 'train'?"),
         (["--wrold", 3], "there is no key 'wrold'", "options of the command itself: --from-step, --world"),
         (["--mesh.dp_replicat", 2], "there is no axis 'dp_replicat'", "did you mean 'dp_replicate'?"),
         (["--mesh.tp", 2], "no pair of linear layers of build is known to split", "meshwright inspect"),
@@ -246,10 +246,24 @@ def test_any_number_of_ranks_on_threads_equals_one_device(config, say, ranks):
     assert (code, err) == (0, "")
     assert f"dp_replicate {ranks} equals one device after 3 steps of build, on threads" in out
     assert max(map(len, out.splitlines()[:-1])) <= 80
-    verdict = json.loads((config.parent / "run" / "verify" / "verdict.json").read_text())
+    (path,) = (config.parent / "run" / "verify").glob("*/verdict.json")
+    verdict = json.loads(path.read_text())
     assert verdict["passed"]
+    assert verdict["plan"] == path.parent.name
     assert verdict["max_errors"]["gradient"] < 1e-10
     assert verdict["plan"] in say("plan", config, "--mesh.dp_replicate", ranks)[1]
+
+
+def test_the_verdict_on_another_plan_in_the_same_run_folder_stays(config, say):
+    assert say("verify", config, "--steps", 1)[0] == 0
+    (first,) = (config.parent / "run" / "verify").glob("*/verdict.json")
+    said = first.read_bytes()
+    code, out, _ = say("verify", config, "--steps", 1, "--mesh.dp_replicate", 3)
+    assert code == 0
+    assert first.read_bytes() == said
+    (second,) = {*first.parents[1].glob("*/verdict.json")} - {first}
+    assert str(second) in out
+    assert json.loads(second.read_text())["plan"] == second.parent.name
 
 
 def test_a_model_that_mixes_the_samples_of_its_rank_does_not_pass(config, say, tmp_path):
@@ -274,7 +288,8 @@ def test_a_small_copy_of_an_unmodified_model_is_verified_under_the_name_of_the_p
     code, out, err = say("verify", config, *words)
     assert (code, err) == (0, "")
     assert "llama scaled down to" in out
-    verdict = json.loads((config.parent / "run" / "verify" / "verdict.json").read_text())
+    (path,) = (config.parent / "run" / "verify").glob("*/verdict.json")
+    verdict = json.loads(path.read_text())
     assert verdict["plan"] in say("plan", config, *words[:2], *words[3:])[1]
 
 

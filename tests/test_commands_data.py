@@ -10,6 +10,7 @@ import datasets
 import pytest
 import tomli_w
 import tqdm
+import transformers
 
 from meshwright.run.launch import local_launcher as launch_module
 from meshwright.run.launch.local_launcher import LaunchResult
@@ -60,7 +61,7 @@ def with_data(config: Path, data: dict, **tables: object) -> Path:
     document = {
         **_read(config),
         "model": {"source": "llama.json"},
-        "data": {"sequence": 16, **data},
+        "data": {"sequence": 16, "tokenizer": "bytes", **data},
         **tables,
     }
     config.write_text(tomli_w.dumps(document))
@@ -192,7 +193,7 @@ def test_what_is_cut_is_said_before_training(config, capsys, monkeypatch):
         ),
         (
             {"source": "talks.jsonl", "chat": "messages"},
-            "conversations (chat = 'messages') without a tokenizer",
+            "conversations (chat = 'messages') with bytes as tokens",
             "data.tokenizer",
         ),
         (
@@ -233,6 +234,82 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(config, say, data, wha
     assert what in err
     assert fix in err
     assert "Traceback" not in err
+
+
+def test_a_model_is_trained_with_the_tokenizer_of_its_folder_and_exported_with_it(config, say, monkeypatch):
+    become_the_only_rank(monkeypatch)
+    folder = model_folder(config)
+    with_data(config, {"source": "text.txt", "tokenizer": ""}, model={"source": "llama"})
+    code, out, err = say("train", config)
+    assert (code, err) == (0, "")
+    assert "data  tokenizer llama, " in out
+    assert _read(config.parent / "run" / "plan.toml")["data"]["tokenizer"] == str(folder)
+    assert say("export", config.parent / "run", config.parent / "out")[0] == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (config.parent / "out" / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_a_model_that_was_trained_on_bytes_is_exported_with_a_tokenizer_of_bytes(config, say, monkeypatch):
+    become_the_only_rank(monkeypatch)
+    model_folder(config)
+    with_data(config, {"source": "text.txt"}, model={"source": "llama"})
+    code, out, _ = say("train", config)
+    assert code == 0
+    assert "data  tokenizer bytes, " in out
+    assert say("export", config.parent / "run", config.parent / "out")[0] == 0
+    exported = transformers.AutoTokenizer.from_pretrained(config.parent / "out")
+    assert exported(TEXT)["input_ids"] == list(TEXT.encode())
+    assert (exported.vocab_size, exported.eos_token_id) == (256, 0)
+    assert json.loads((config.parent / "out" / "config.json").read_text())["eos_token_id"] == 0
+    assert json.loads((config.parent / "out" / "generation_config.json").read_text())["eos_token_id"] == 0
+
+
+def test_a_vocabulary_larger_than_bytes_needs_a_tokenizer_by_name(config, say):
+    with_data(config, {"source": "text.txt", "tokenizer": ""})
+    code, _, err = say("plan", config)
+    assert code == 2
+    assert "error data.tokenizer: a model of 400 tokens, and '" in err
+    assert "comes without a tokenizer" in err
+    assert 'data.tokenizer = "bytes"' in err
+    code, out, _ = say("plan", config, "--data.tokenizer", "bytes")
+    assert code == 0
+    assert "data  tokenizer bytes" in out
+    code, out, _ = say("plan", config, "--model.overrides.vocab_size", 256)
+    assert code == 0
+    assert "data  tokenizer bytes" in out
+
+
+def model_folder(config: Path) -> Path:
+    """The folder `llama` beside `config`: the config of the Llama, with a tokenizer."""
+    folder = config.parent / "llama"
+    tokenizer(folder)
+    (folder / "config.json").write_bytes((config.parent / "llama.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_a_sample_that_fills_a_batch_alone_is_a_warning(config, capsys, monkeypatch, command):
+    monkeypatch.setattr(launch_module, "launch_ranks", lambda *args: LaunchResult(0))
+    (config.parent / "short.txt").write_text("sixteen bytes!!!")
+    with_data(config, {"source": "short.txt"})
+    code, out, _ = invoke(capsys, command, config)
+    folded = " ".join(out.split())
+    assert code == 0
+    assert (
+        "data tokenizer bytes, 1 sample, 16 tokens, 24 epochs, 0 % padding, 6.2 % of labels ignored" in folded
+    )
+    assert "warning: one sample occurs 6 times in a batch of 6, because its data has 1 sample" in folded
+
+
+def test_a_part_of_a_mixture_that_is_too_small_is_a_warning(config, say):
+    (config.parent / "short.txt").write_text("sixteen bytes!!!" * 2)
+    parts = [{"source": "text.txt", "weight": 1.0}, {"source": "short.txt", "weight": 2.0}]
+    with_data(config, {"mixture": parts})
+    folded = " ".join(say("plan", config)[1].split())
+    assert "epochs by source" in folded
+    assert (
+        "one sample occurs 2 times in a batch of 6, because its source of the mixture has 2 samples" in folded
+    )
 
 
 def test_a_tokenizer_that_does_not_fit_the_vocabulary_is_refused_before_tokenizing(config, say):

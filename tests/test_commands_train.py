@@ -100,9 +100,10 @@ def test_damaged_checkpoints_are_passed_over_for_the_previous_good_one_and_that_
     (run / "checkpoints" / "step-00000050.partial-1234abcd").mkdir()
     code, out, _ = say(*alone(config, "--train.steps", 40, "--run.keep", 9))
     assert code == 0
-    first, second, *lines = out.splitlines()
+    first, second, third, *lines = out.splitlines()
     assert first.startswith("rank 0 of 1 (")
     assert second.endswith(f": 40 steps of 12 samples on one device, into {run}")
+    assert third.startswith("data  tokenizer bytes, ")
     assert lines[0] == "resumed from step 10"
     assert [line.split(":")[0] for line in lines[1:5]] == [
         "skipped step-00000050.partial-1234abcd",

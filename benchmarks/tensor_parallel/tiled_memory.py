@@ -35,7 +35,7 @@ from meshwright.parallel.tensor.vocab_parallel import VocabParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
-from meshwright.plan.job.precision import ComputeDtype, PrecisionConfig
+from meshwright.plan.job.precision import FloatDtype, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
@@ -62,7 +62,7 @@ class Case:
 
     parallelism: str
     loss_chunks: int
-    compute: ComputeDtype = "float32"
+    compute: FloatDtype = "float32"
     micros: int = 1
     mlp_tiles: int = 1
     wide: bool = False

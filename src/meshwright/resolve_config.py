@@ -5,6 +5,8 @@ model, the data, and combinations of them (a token id that the vocabulary does n
 the model's positions).
 """
 
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,17 +37,22 @@ from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
+from meshwright.report.terminal.data_line import DataSummary
 from meshwright.run.config.config_and_plan_files import PlanRequest
 from meshwright.run.data.data_loader import (
     Dataset,
     ExampleDataset,
     LocalBatches,
-    PreparedDataset,
+    count_tokens,
     open_dataset,
     open_local_batches,
 )
 from meshwright.run.data.eval_samples import EvalSamples, eval_source, split_held_out
-from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
+from meshwright.run.data.mixture import Mixture
+from meshwright.run.data.shuffle import ABSENT_SAMPLE
+from meshwright.run.data.streaming import TokenStream
+from meshwright.run.data.token_dataset import TokenDataset
+from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer, resolve_tokenizer
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
 
@@ -77,6 +84,32 @@ class ResolvedRun:
         kept = self.eval_dataset or split_held_out(self.dataset, self.plan.job.evaluate)[1]
         return None if kept is None else EvalSamples(kept, self.plan, self.plan.data_index(rank))
 
+    def data_summary(self) -> DataSummary:
+        """Returns what the run reads: tokenizer, samples, tokens, epochs, and repeats within a batch."""
+        job, dataset = self.plan.job, self.dataset
+        tokenizer = _short_name(dataset.tokenizer.name) if isinstance(dataset, TokenDataset) else ""
+        if isinstance(dataset, TokenStream):
+            return DataSummary(tokenizer, job.train.batch)
+        batches = self.local_batches(self.plan, 0)
+        count, num_samples = count_tokens(dataset), len(batches.dataset)
+        num_read = min(job.train.steps * job.train.batch, batches.order.num_total or sys.maxsize)
+        epochs = dataset.epochs(num_read) if isinstance(dataset, Mixture) else (num_read / num_samples,)
+        first = Counter(i for i in batches.order.ids(0, job.train.batch) if i != ABSENT_SAMPLE)
+        repeated, num_repeats = first.most_common(1)[0]
+        summary = DataSummary(
+            tokenizer,
+            job.train.batch,
+            num_samples,
+            num_held_out=job.evaluate.hold_out,
+            epochs=epochs,
+            num_repeats=num_repeats,
+            num_candidates=dataset.source_size(repeated) if isinstance(dataset, Mixture) else num_samples,
+        )
+        if count is None:
+            return summary
+        padding, ignored = (1 - known / count.num_positions for known in (count.num_tokens, count.num_labels))
+        return replace(summary, num_tokens=count.num_tokens, padding=padding, ignored=ignored)
+
     def make_trainer(self, world: World) -> Trainer:
         """Returns one rank of the plan."""
         return parallelize(self.analyzed, self.plan, loss=self.loss, world=world)
@@ -104,7 +137,10 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         if not diagnostics:
             raise  # as it is: its cause may be an error in the user's own file
         diagnostics += error.diagnostics
-    data = collect_diagnostics(diagnostics, _open_data, job.data, loaded, cache, tuple(diagnostics))
+    trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
+    job = trained or job
+    readable = loaded if trained else None
+    data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
     if loaded is not None and data is not None:
         kept, more = _eval_dataset(job, data, loaded.example, cache)
         diagnostics += more
@@ -121,6 +157,25 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
     return replace(resolved, eval_dataset=kept)
+
+
+def _short_name(tokenizer: str) -> str:
+    """Returns the last part of a path, or a hub id without its revision."""
+    return Path(tokenizer).name if Path(tokenizer).is_absolute() else tokenizer.partition("@")[0]
+
+
+def _with_tokenizer(job: Job, loaded: LoadedModel) -> Job:
+    """Returns `job` with the name of the tokenizer that it trains with; the example batch has none."""
+    if job.data.source == EXAMPLE_SOURCE:
+        return job
+    vocab_size = _vocab_size(loaded.deferred_init.instantiate())
+    return replace(job, data=replace(job.data, tokenizer=resolve_tokenizer(job, vocab_size)))
+
+
+def _vocab_size(module: nn.Module) -> int | None:
+    """Returns the number of tokens of a model: that of its config, else the size of its largest table."""
+    tables = (part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding))
+    return text_limits(module).vocab_size or max(tables, default=None)
 
 
 def _open_data(
@@ -153,7 +208,7 @@ def _plan_request(
     )
     loss = choose_loss(loaded, example, job.data)
     if isinstance(data, ExampleDataset):
-        data = PreparedDataset(data, loss.prepare)
+        data = ExampleDataset(loss.prepare(data.batch(range(len(data)))))
         if not loss.count_weight_and_tokens(data.batch(range(len(data))))[0]:
             raise empty_loss_error(f"of the {len(data)} samples of the example batch")
     analyzed = read_model(loaded, loss.prepare(example), loss)
@@ -241,18 +296,17 @@ def token_cache_folder(run: RunConfig) -> Path:
 
 def _text_diagnostics(module: nn.Module, source: DataConfig, tokenizer: Tokenizer) -> Iterator[Diagnostic]:
     limits = text_limits(module)
-    tables = [part.num_embeddings for part in module.modules() if isinstance(part, nn.Embedding)]
-    vocabulary = limits.vocab_size or max(
-        tables, default=tokenizer.vocab_size
-    )  # of a factory's model: no table is larger than that
-    if vocabulary < tokenizer.vocab_size:
+    vocabulary = _vocab_size(module)
+    if vocabulary is not None and vocabulary < tokenizer.vocab_size:
         how = f"the ids of the tokenizer '{tokenizer.name}' run up to {tokenizer.vocab_size - 1}"
-        if isinstance(tokenizer, ByteTokenizer):
-            how = f"text is read as bytes, of which there are {tokenizer.vocab_size}"
         fix = (
             f"set model.overrides.vocab_size = {tokenizer.vocab_size}, or choose the tokenizer "
             "that belongs to the model: data.tokenizer"
         )
+        if isinstance(tokenizer, ByteTokenizer):
+            how = f"text is read as bytes, of which there are {tokenizer.vocab_size}"
+        elif vocabulary >= ByteTokenizer.vocab_size:
+            fix += '; to train on bytes: data.tokenizer = "bytes"'
         if limits.vocab_size is None:
             fix = (
                 f"make its embedding and head at least {tokenizer.vocab_size} large, "

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from meshwright.comm.allreduce import FLAT_ALGORITHMS
-from meshwright.commands.bench_network import bench_job, parse_request
-from meshwright.plan.job.errors import PlanError
+from meshwright.commands import bench_network
+from meshwright.commands.bench_network import bench_job, bench_local_ranks, parse_request
+from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
 from meshwright.run.measure.cluster_file import read_cluster
 from tests.command_forks import Forks
@@ -47,6 +49,44 @@ def test_what_cannot_be_measured_is_refused_all_at_once(ranks: str, sizes: str, 
     with pytest.raises(PlanError) as raised:
         parse_request(ranks, sizes, quick=False)
     assert [fault.location for fault in raised.value.diagnostics] == places
+
+
+@pytest.mark.parametrize(
+    ("ranks", "why"),
+    [("1", "one rank has nothing to send to"), ("1000", "each rank is a process of this machine")],
+)
+def test_a_refused_number_of_ranks_comes_with_its_reason(ranks: str, why: str):
+    with pytest.raises(PlanError, match=f"needed are numbers of ranks from 2 to 64.*; {why}"):
+        parse_request(ranks, "", quick=True)
+
+
+def test_one_gpu_is_not_asked_for_ranks_that_are_refused_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(bench_network.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench_network.torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(PlanError, match="1 GPU is visible, and one rank has nothing to send to") as raised:
+        parse_request("", "", quick=True)
+    assert "CUDA_VISIBLE_DEVICES=" in raised.value.diagnostics[0].fix
+    request = parse_request("2", "", quick=True)
+    with pytest.raises(PlanError, match="2 ranks, each with a GPU of its own") as raised:
+        bench_local_ranks(
+            request, tmp_path / "cluster.toml", lambda *args: pytest.fail("a rank was started"), Console()
+        )
+    assert raised.value.diagnostics == (
+        Diagnostic(raised.value.diagnostics[0].problem, bench_network.ONE_GPU_FIX, "--ranks"),
+    )
+
+
+def test_a_folder_as_output_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    forget_ranks(monkeypatch)
+    refuse_to_start(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    code, _, err = invoke(capsys, "bench", "network", "--out", ".")
+    assert code == 2
+    assert "this is a folder; needed is a file" in err
 
 
 def test_messages_that_do_not_fit_into_memory_are_refused():

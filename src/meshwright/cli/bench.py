@@ -45,7 +45,7 @@ def network(
         request = command.parse_request(
             ranks or ("" if rank_env is None else str(max(rank_env.world, 2))), sizes, quick=quick
         )
-        page = html or out.with_suffix(".html")
+        page = html or (out.with_suffix(".html") if out.name else out / "cluster.html")
         if rank_env is not None and result_folder is not None:
             command.bench_rank(rank_env, request, result_folder)
             return

@@ -32,9 +32,9 @@ def exit_on_error(context: typer.Context | None = None) -> Iterator[None]:
         if error.__cause__ is not None and (trace := _own_frames(error.__cause__)):
             errors.print(trace.rstrip(), soft_wrap=True)
         for diagnostic in error.diagnostics:
-            unknown = diagnostic.problem.startswith("there is no key") and diagnostic.location.startswith(
-                "--"
-            )
+            place = diagnostic.location
+            is_option = place.startswith("--") and "." not in place  # a dot: a key of the config
+            unknown = is_option and diagnostic.problem.startswith("there is no key")
             options = (
                 f" (options of the command itself: {', '.join(option_names(context))})" if unknown else ""
             )

@@ -99,9 +99,13 @@ def verify(
         bool, typer.Option("--shrink", help="Compare a scaled-down copy of the model.")
     ] = False,
     out: Annotated[
-        Path | None, typer.Option("--json", help="Write the verdict here (default: in run.folder).")
+        Path | None,
+        typer.Option("--json", help="Write the verdict here (default: run.folder/verify/PLAN_HASH)."),
     ] = None,
     world: WorldOption = None,
+    result_folder: Annotated[
+        Path | None, typer.Option(hidden=True, help="Where local ranks write what they found.")
+    ] = None,
 ) -> None:
     """Compare a plan with one device: loss, gradients, gradient norm and parameters.
 
@@ -110,7 +114,7 @@ def verify(
     with exit_on_error(context):
         rank_env, command = current_rank(), import_command("verify")
         if rank_env is not None:
-            command.verify_rank(rank_env, config, context.args, steps, shrink=shrink)
+            command.verify_rank(rank_env, config, context.args, steps, result_folder, shrink=shrink)
             return
         if on not in ("threads", "processes", "trace"):
             raise PlanError(

@@ -38,6 +38,7 @@ SIZE_PATTERN = re.compile(r"(\d+)\s*([kmg]?)(?:i?b)?", re.IGNORECASE)
 DEFAULT_SIZES, QUICK_SIZES = "1KiB..64MiB", "1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB"
 BUDGET_S, QUICK_BUDGET_S = 12.0, 2.0  # of measuring, per number of ranks; slow cells take longer
 MAX_RANKS = 64
+ONE_GPU_FIX = "measure on a machine with more GPUs; or on the CPU: hide the GPU with CUDA_VISIBLE_DEVICES="
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ def bench_local_ranks(
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else MAX_RANKS
     if max(request.ranks) > gpus:
         text = f"{max(request.ranks)} ranks, each with a GPU of its own, and {gpus} are visible"
-        raise PlanError(text, fix=f"--ranks {min(gpus, 4)}", location="--ranks")
+        fix = f"--ranks {min(gpus, 4)}" if gpus > 1 else ONE_GPU_FIX
+        raise PlanError(text, fix=fix, location="--ranks")
     timings: list[AllReduceTiming] = []
     transport = ""
     for ranks in request.ranks:
@@ -233,10 +235,18 @@ def _ranks(text: str, diagnostics: list[Diagnostic]) -> tuple[int, ...]:
         else [str(each) for each in sorted({2, 3, 4, gpus}) if each > 1 and (not gpus or each <= gpus)]
     )
     found = [int(word) for word in words if word.strip().isdecimal()]
-    if len(found) < len(words) or not found or not all(1 < each <= MAX_RANKS for each in found):
-        given = f"'{text}'" if text else f"{gpus} GPU"
-        diagnostic = f"{given}: needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
-        diagnostics.append(Diagnostic(diagnostic, "--ranks 2,3,4", "--ranks"))
+    if not text and not words:
+        why = "1 GPU is visible, and one rank has nothing to send to; needed are at least 2 ranks"
+        diagnostics.append(Diagnostic(why, ONE_GPU_FIX, "--ranks"))
+        return (2,)
+    if len(found) < len(words) or not all(1 < each <= MAX_RANKS for each in found):
+        needed = f"needed are numbers of ranks from 2 to {MAX_RANKS}, with commas between"
+        why = ""
+        if 1 in found:
+            why = "; one rank has nothing to send to"
+        elif found and max(found) > MAX_RANKS:
+            why = "; each rank is a process of this machine: start more of them on several hosts by torchrun"
+        diagnostics.append(Diagnostic(f"'{text}': {needed}{why}", "--ranks 2,3,4", "--ranks"))
         return (2,)
     return tuple(sorted(set(found)))
 

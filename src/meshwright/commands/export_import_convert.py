@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from meshwright.model.hf.hub import is_hub_id, pin_revision, resolve_path
+from meshwright.model.hf.hub import is_hub_id, model_folders, pin_revision
+from meshwright.model.hf.tokenizer_files import own_tokenizer
 from meshwright.model.loading.loader import LoadedModel, load_model
 from meshwright.model.loading.safetensors_reader import read_header
 from meshwright.plan.job.errors import PlanError, suggest_name
@@ -22,6 +23,7 @@ from meshwright.run.checkpoint.distributed_checkpoint import newest_valid
 from meshwright.run.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest
 from meshwright.run.checkpoint.shard_io import read_entry
 from meshwright.run.checkpoint.sizes_and_checksums import check_checksums
+from meshwright.run.data.tokenizer import make_tokenizer
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import
 from meshwright.run.training.train_loop import CHECKPOINTS_FOLDER
@@ -139,7 +141,7 @@ def _checkpoint(path: Path) -> tuple[Path, Manifest]:
 
 
 def _load_trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
-    asked, seed = _source(checkpoint, manifest)
+    asked, seed, tokenizer = _source(checkpoint, manifest)
     loaded = load_model(replace(asked, weights="", skip=()), seed)  # the values are in the checkpoint
     _check_model(loaded, checkpoint, manifest)
 
@@ -152,14 +154,23 @@ def _load_trained(checkpoint: Path, manifest: Manifest) -> ExportableModel:
         if not asked.weights or is_hub_id(asked.weights)
         else str(Path(asked.weights).absolute())
     )
-    return ExportableModel(loaded.deferred_init, value, _source_folder(asked), base)
+    other = tokenizer if tokenizer not in ("", own_tokenizer(asked)) else ""
+    return ExportableModel(
+        loaded.deferred_init,
+        value,
+        source_folder=next((folder for _, folder in model_folders(asked)), None),
+        tokenizer=make_tokenizer(other) if other else None,
+        adapter_base=base,
+    )
 
 
-def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int]:
+def _source(checkpoint: Path, manifest: Manifest) -> tuple[ModelConfig, int, str]:
+    """Returns the model of the checkpoint's job, its seed, and the name of its tokenizer ("": none)."""
     plan: Any = manifest.meta.get("plan")
     job = plan.get("job", {}) if isinstance(plan, Mapping) else {}
     try:
-        return TypeAdapter(ModelConfig).validate_python(job["model"]), int(job["train"]["seed"])
+        model = TypeAdapter(ModelConfig).validate_python(job["model"])
+        return model, int(job["train"]["seed"]), str(job["data"]["tokenizer"])
     except (KeyError, AttributeError, TypeError, ValueError, ValidationError) as error:
         text = (
             "the checkpoint does not say where its model came from: it was saved from Python, or by "
@@ -181,17 +192,6 @@ def _check_model(loaded: LoadedModel, checkpoint: Path, manifest: Manifest) -> N
         raise PlanError(
             text, fix="restore the config or the file that the model was built from", location=str(checkpoint)
         )
-
-
-def _source_folder(source: ModelConfig) -> Path | None:
-    small = replace(source, weights="", skip=())
-    for name in (source.weights, source.source):
-        if name and ".py" not in name:
-            path = resolve_path(name, small, "model.source")
-            path = path.parent if path.name == "config.json" else path
-            if path.is_dir():
-                return path
-    return None
 
 
 def _nbytes(text: str) -> int:

@@ -14,6 +14,7 @@ from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_view
+from meshwright.report.terminal.data_line import data_view
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, write_request
@@ -45,7 +46,8 @@ def resolve_config(config: Path, overrides: Sequence[str], world: int | None) ->
         )
     mesh = plan.mesh.as_dict()
     extra = {"plan_hash": plan.hash, "version": meshwright.__version__}
-    job = replace(request.job, model=plan.job.model)  # a branch of the hub has become a commit
+    # a branch of the hub has become a commit, and the model's own tokenizer has a name
+    job = replace(request.job, model=plan.job.model, data=plan.job.data)
     resolved = replace(
         request, job=job, mesh=mesh, micro_batch=plan.micro_batch, strategies=plan.strategies, extra=extra
     )
@@ -88,7 +90,11 @@ def resolved_view(
     plan, notes = resolved[1].plan, resolved[1].notes
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
     return Group(
-        plan_view(plan, show_all=all_actions), "", taken, *(Text(note, style="green") for note in notes)
+        plan_view(plan, show_all=all_actions),
+        "",
+        data_view(resolved[1].data_summary()),
+        taken,
+        *(Text(note, style="green") for note in notes),
     )
 
 

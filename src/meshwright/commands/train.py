@@ -18,6 +18,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_summary
+from meshwright.report.terminal.data_line import data_view
 from meshwright.report.terminal.memory_and_sent_bytes import state_nbytes_by_role
 from meshwright.report.terminal.prediction import format_seconds, prediction_dict
 from meshwright.report.terminal.progress import ProgressMetrics, ShowStep, format_duration, training_view
@@ -153,6 +154,7 @@ def _announce(ready: ResolvedRun, console: Console) -> None:
     console.print(
         f"plan {plan.hash}: {steps} on {plan.mesh}, into {plan.run.folder}", markup=False, soft_wrap=True
     )
+    console.print(data_view(ready.data_summary()), soft_wrap=True)
     for note in (*ready.notes, *ready.dataset.notes):
         console.print(note, markup=False, soft_wrap=True)
 

@@ -18,6 +18,7 @@ from meshwright.commands.plan import resolve_config
 from meshwright.model.loading.scaled_down import scale_down
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError, refuse_write_errors
+from meshwright.plan.plan import Plan
 from meshwright.report.terminal.verdict_table import trace_view, verdict_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
@@ -66,7 +67,7 @@ def verify(
         raise PlanError(text, fix=fix, location="verify")
     subject = _scaled_down(request, world) if shrink else ready
     case = _case(subject)
-    folder = Path(plan.run.folder) / "verify"
+    folder = _verify_folder(plan)
     if launcher is None:
         reference = run_reference(case, steps)
         reports = run_on_threads(lambda world: compare_rank(case, world, reference), plan.mesh, timeout_s=600)
@@ -79,6 +80,8 @@ def verify(
             str(steps),
             "--world",
             str(plan.mesh.world_size),
+            "--result-folder",
+            str(folder),
             *size,
             *overrides,
         ]
@@ -129,7 +132,7 @@ def trace(
         else f"{found.model} scaled down to {traced.plan.model_spec.numel:,} parameters"
     )
     found = replace(found, plan=ready.plan.hash, model=model, versions=_versions())
-    path = out or Path(ready.plan.run.folder) / "verify" / "trace.json"
+    path = out or _verify_folder(ready.plan) / "trace.json"
     _write(found, path)
     return found, path
 
@@ -147,14 +150,19 @@ def _write(verdict: Verdict | TraceVerdict, path: Path) -> None:
 
 
 def verify_rank(
-    rank_env: RankEnv, config: Path, overrides: Sequence[str], steps: int, *, shrink: bool
+    rank_env: RankEnv,
+    config: Path,
+    overrides: Sequence[str],
+    steps: int,
+    folder: Path | None,
+    *,
+    shrink: bool,
 ) -> None:
-    """Compares as one rank, and writes the report for the launching process."""
-    if rank_env.store_path is None:
+    """Compares as one rank, and writes the report into `folder` for the launching process."""
+    if rank_env.store_path is None or folder is None:
         text = "verify was started as one rank by torchrun; it starts its own ranks"
         raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
     request = read_request(config, overrides, STRATEGIES)
-    folder = Path(request.run.folder) / "verify"
     with record_failure(rank_env.rank, folder, rank_env.lifeline_fd):
         case = _case(
             _scaled_down(request, rank_env.world) if shrink else resolve_request(request, rank_env.world)
@@ -176,6 +184,13 @@ def _case(ready: ResolvedRun) -> ParityCase:
     return make_parity_case(
         ready.analyzed, ready.plan, ready.loss, lambda plan, rank: ready.local_batches(plan, rank).batch
     )
+
+
+def _verify_folder(plan: Plan) -> Path:
+    """Returns the folder for what is found about `plan`: run.folder may hold a run of another plan, and the
+    verdict on that one stays what it is.
+    """
+    return Path(plan.run.folder) / "verify" / plan.hash
 
 
 def _report_path(folder: Path, rank: int) -> Path:

@@ -141,7 +141,20 @@ def test_the_reason_names_sizes_and_times():
     said = str(choose_rule(cluster(apart(1e-4, 1e9), (4,), 1, backend=3.0), 4))
     assert "auto chose '" in said
     assert "64 MiB takes" in said
-    assert "by the backend)" in said
+    assert "by backend)" in said
+
+
+def test_the_reason_for_the_backend_names_the_fastest_other_algorithm():
+    found = cluster(apart(1e-4, 1e9), (4,), 1, backend=0.1)
+    said = str(choose_rule(found, 4))
+    assert "auto chose 'backend'" in said
+    others = {
+        name: predict_all_reduce_s(found, name, 4, 64 << 20)
+        for name in candidate_algorithms(found, 4)
+        if name != BACKEND
+    }
+    fastest = min(others, key=lambda name: others[name])
+    assert said.endswith(f"by backend ({1e3 * others[fastest]:.3g} ms by {fastest})")
 
 
 def test_a_change_that_gains_less_than_its_price_is_not_made():

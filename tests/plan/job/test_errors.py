@@ -9,6 +9,7 @@ from meshwright.plan.job.errors import (
     PlanError,
     collect_diagnostics,
     raise_diagnostics,
+    suggest_choice,
     suggest_name,
 )
 
@@ -39,6 +40,11 @@ def test_without_a_diagnostic_nothing_is_raised():
 def test_the_most_similar_name_is_suggested_or_else_all_names():
     assert suggest_name("replicte", ["batch", "replicate"]) == "did you mean 'replicate'?"
     assert suggest_name("xyz", ["replicate", "batch"]) == "choose one of: batch, replicate"
+
+
+def test_a_choice_that_differs_in_its_digits_only_is_not_suggested():
+    assert suggest_choice("float8", ["float64", "float16"]) == "choose one of: float16, float64"
+    assert suggest_choice("flaot64", ["float64", "float16"]) == "did you mean 'float64'?"
 
 
 def test_diagnostics_are_collected_and_results_are_returned():

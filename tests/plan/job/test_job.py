@@ -154,7 +154,7 @@ def test_a_job_with_a_model_and_data_is_accepted():
         (
             {"precision": PrecisionConfig(compute="float8")},
             "precision.compute",
-            "compute in float8; there are no float8 products here",
+            "compute = 'float8'; needed is 'float64', 'float32', 'bfloat16' or 'float16'",
         ),
         (
             {"precision": PrecisionConfig("float16", "bfloat16", master="float32")},

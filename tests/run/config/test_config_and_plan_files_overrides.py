@@ -53,7 +53,20 @@ def test_an_override_wins_over_the_file(tmp_path, words, found):
         (["--train.bach", "1"], "--train.bach: there is no key 'bach' here\n  repair: did you mean 'batch'?"),
         (
             ["--optimiser.lr", "1"],
-            "--optimiser: there is no key 'optimiser' here\n  repair: did you mean 'optimizer'?",
+            "--optimiser.lr: there is no key 'optimiser' here\n  repair: did you mean 'optimizer'?",
+        ),
+        (
+            ["--schedule.name", "linear"],
+            "--schedule.name: there is no key 'schedule' here\n  repair: did you mean 'lr_schedule'?",
+        ),
+        (
+            ["--lr_schedule.name", "cosine", "--lr_schedule.warmup", "long"],
+            '--lr_schedule.warmup: given is "long"; needed is a whole number',
+        ),
+        (
+            ["--precision.compute", "float8"],
+            "--precision.compute: given is \"float8\"; needed is 'float64', 'float32', 'bfloat16' or "
+            "'float16'\n  repair: choose one of: bfloat16, float16, float32, float64",
         ),
         (["--train.batch", "many"], '--train.batch: given is "many"; needed is a whole number'),
         (["--train.batch"], "--train.batch: given is true; needed is a whole number"),

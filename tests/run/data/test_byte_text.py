@@ -13,6 +13,7 @@ from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import SEPARATOR, TextDataset
+from meshwright.run.data.token_dataset import TokenCount
 
 
 def written(folder: Path, files: dict[str, bytes]) -> Path:
@@ -61,6 +62,14 @@ def test_a_batch_is_int64_in_the_order_of_the_ids(tmp_path):
     assert bytes(batch["labels"][1].tolist()) == b"ello"
     assert batch["labels"][0].tolist() == [ord("l"), ord("d"), IGNORE_INDEX, IGNORE_INDEX]
     assert data.batch([])["input_ids"].shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"), [(9, (8, 8, 8)), (10, (12, 10, 9)), (12, (12, 12, 11)), (2, (4, 2, 1))]
+)
+def test_tokens_padding_and_labels_are_counted(size: int, count: tuple[int, int, int], tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * size)
+    assert TextDataset(DataConfig(str(tmp_path), sequence=4)).count_tokens() == TokenCount(*count)
 
 
 def test_an_absent_sample_has_no_label(tmp_path):

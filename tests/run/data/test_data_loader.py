@@ -16,8 +16,15 @@ from meshwright.plan.job.model_config import ModelConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.run.data.byte_text import TextDataset
-from meshwright.run.data.data_loader import ExampleDataset, LocalBatches, open_dataset, open_local_batches
+from meshwright.run.data.data_loader import (
+    ExampleDataset,
+    LocalBatches,
+    count_tokens,
+    open_dataset,
+    open_local_batches,
+)
 from meshwright.run.data.documents_to_samples import PackedTexts
+from meshwright.run.data.token_dataset import TokenCount
 from tests.paper_model import SyntheticModel
 from tests.run.data.corpora import jsonl
 
@@ -31,6 +38,17 @@ def plan(ranks: int, micro_batch: int = 0, epochs: int = 0) -> Plan:
     )
     strategies = (BatchSplit(), DDP()) if ranks > 1 else ()
     return Plan.make(job, Mesh(dp_replicate=ranks), SyntheticModel().model_spec, strategies, micro_batch)
+
+
+def test_tokens_and_labels_of_an_example_batch_are_counted_where_each_token_has_a_label():
+    ids = torch.ones(2, 5, dtype=torch.long)
+    labels, mask = ids.clone(), ids.clone()
+    labels[0, :4], mask[1, 3:] = -100, 0
+    tokens = {"input_ids": ids, "labels": labels}
+    assert count_tokens(ExampleDataset(tokens)) == TokenCount(10, 10, 6)
+    assert count_tokens(ExampleDataset({**tokens, "attention_mask": mask})) == TokenCount(10, 8, 6)
+    assert count_tokens(ExampleDataset({**tokens, "labels": torch.tensor([0, 1])})) is None
+    assert count_tokens(ExampleDataset(EXAMPLE)) is None
 
 
 def batches_by_rank(ranks: int, micro_batch: int = 0, epochs: int = 0) -> list[LocalBatches]:

@@ -11,6 +11,7 @@ from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.data.byte_text import TextDataset
 from meshwright.run.data.documents_to_samples import MAX_DIAGNOSTICS, TEXTS_PER_CALL
+from meshwright.run.data.token_dataset import TokenCount
 from tests.run.data.corpora import MARKED, PLAIN, TALKS, jsonl, opened, samples, tokenizer
 
 TEXTS = ["one line", "", "two", "a third, longer line"]
@@ -91,6 +92,26 @@ def test_conversations_that_are_too_long_are_cut_and_counted(tmp_path):
         match=r"no answer begins within the first 2 tokens of any of the 10(.|\n)*raise data.sequence",
     ):
         opened(talks(tmp_path, 2, rows), tmp_path)
+
+
+@pytest.mark.parametrize("sequence", [1, 5, 100])
+def test_tokens_and_labels_of_packed_texts_are_counted(tmp_path, sequence: int):
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in TEXTS])
+    data = opened(DataConfig(path, sequence=sequence), tmp_path)
+    total = len(all_tokens(data))
+    num_positions = len(data) * sequence
+    assert data.count_tokens() == TokenCount(num_positions, min(total, num_positions), total - 1)
+
+
+@pytest.mark.parametrize("sequence", [20, 30, 100])
+def test_tokens_and_labels_of_conversations_are_counted(tmp_path, sequence: int):
+    whole = samples(opened(talks(tmp_path, 100), tmp_path), range(9))
+    # the last label is the last token, and it follows input len - 2
+    lengths = [max(t for t, label in enumerate(labels) if label != IGNORE_INDEX) + 2 for _, labels in whole]
+    data = opened(talks(tmp_path, sequence), tmp_path)
+    num_labels = sum(label != IGNORE_INDEX for _, labels in samples(data, range(9)) for label in labels)
+    num_tokens = sum(min(length, sequence) for length in lengths)
+    assert data.count_tokens() == TokenCount(9 * sequence, num_tokens, num_labels)
 
 
 def test_an_absent_sample_has_no_label(tmp_path):

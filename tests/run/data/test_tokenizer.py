@@ -2,13 +2,17 @@
 
 import pytest
 
+from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.job import Job
+from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.data import tokenizer as tokenizer_module
 from meshwright.run.data.tokenizer import (
     ByteTokenizer,
     PretrainedTokenizer,
     is_path,
     make_tokenizer,
+    resolve_tokenizer,
     tokenizer_diagnostics,
 )
 from tests.run.data.corpora import END, PLAIN, tokenizer
@@ -76,6 +80,25 @@ def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monk
         make_tokenizer(name)
     assert not is_path("owner/name")
     assert not is_path("gpt2")
+
+
+def test_a_job_trains_with_the_named_tokenizer_else_that_of_the_model_else_bytes(tmp_path):
+    own = tokenizer(tmp_path / "model")
+    other = tokenizer(tmp_path / "other")
+    (tmp_path / "bare").mkdir()
+
+    def resolved(model: str, named: str, vocab_size: int | None) -> str:
+        return resolve_tokenizer(Job(ModelConfig(model), DataConfig("text", tokenizer=named)), vocab_size)
+
+    assert resolved(own, "", 400) == own
+    assert resolved(own, other, 400) == other
+    assert resolved(own, "bytes", 400) == "bytes"
+    bare = str(tmp_path / "bare")
+    assert [resolved(bare, "", size) for size in (256, 100, None)] == ["bytes"] * 3
+    with pytest.raises(
+        PlanError, match=r"data.tokenizer: a model of 32,000 tokens, and '.*bare' comes without"
+    ):
+        resolved(bare, "", 32_000)
 
 
 def test_a_tokenizer_without_an_end_of_text_packs_nothing(tmp_path):

@@ -29,20 +29,21 @@ SWITCH_COST = log(1.05)
 
 @dataclass(frozen=True)
 class AlgorithmChoice:
-    """A rule for `num_ranks` ranks, and the predicted times (its own.
+    """A rule for `num_ranks` ranks, and the reason: the predicted times at the largest size of each step.
 
-    The backend's) at the largest size of each step.
+    `expected_times` has, per step, the size, the algorithm with its seconds, and the one that it is compared
+    with ("": there is no other): the backend, or the fastest other one where the backend itself is chosen.
     """
 
     rule: SizeRule
     num_ranks: int
-    expected_times: tuple[tuple[int, str, float, float | None], ...] = ()
+    expected_times: tuple[tuple[int, str, float, str, float], ...] = ()
     measured_ranks: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         times = [
-            f"{format_nbytes(nbytes)} takes {_ms(took)}{_backend_comparison(name, usual)}"
-            for nbytes, name, took, usual in self.expected_times
+            f"{format_nbytes(nbytes)} takes {_ms(took)} by {name}{_comparison(rival, other_took)}"
+            for nbytes, name, took, rival, other_took in self.expected_times
         ]
         why = f", because {', '.join(times)}" if times else ""
         text = f"auto chose '{self.rule}' for {self.num_ranks} ranks{why}"
@@ -96,8 +97,7 @@ def choose_rule(cluster: Cluster, num_ranks: int, ranks_per_host: int | None = N
     }
     path = cheapest_path(costs)
     ends = [place for place, name in enumerate(path) if place + 1 == len(path) or path[place + 1] != name]
-    usual = costs.get(BACKEND)
-    steps = tuple((sizes[at], path[at], costs[path[at]][at], usual[at] if usual else None) for at in ends)
+    steps = tuple((sizes[at], path[at], costs[path[at]][at], *_rival(costs, path[at], at)) for at in ends)
     return AlgorithmChoice(
         SizeRule(path[-1], tuple((sizes[at], path[at]) for at in ends[:-1])), num_ranks, steps, cluster.ranks
     )
@@ -151,5 +151,14 @@ def _ms(took: float) -> str:
     return f"{1e3 * took:.3g} ms"
 
 
-def _backend_comparison(name: str, usual: float | None) -> str:
-    return "" if name == BACKEND or usual is None else f" by {name} ({_ms(usual)} by the backend)"
+def _comparison(rival: str, took: float) -> str:
+    return f" ({_ms(took)} by {rival})" if rival else ""
+
+
+def _rival(costs: dict[str, list[float]], chosen: str, at: int) -> tuple[str, float]:
+    """Returns the algorithm that `chosen` is compared with at size `at`, and its seconds."""
+    if chosen != BACKEND and BACKEND in costs:
+        return BACKEND, costs[BACKEND][at]
+    others = [name for name in costs if name != chosen]
+    fastest = min(others, key=lambda name: costs[name][at], default="")
+    return fastest, costs[fastest][at] if fastest else 0.0

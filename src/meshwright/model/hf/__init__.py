@@ -5,5 +5,5 @@ hub                 resolves hub ids to local folders, and pins revisions
 declared_tp_plan    what a transformers model declares: tensor-parallel plan, head, attention
 captured_outputs    tensors that transformers captures inside a block (router logits)
 peft_name_map       adapted models: names of base weights and adapters
-tokenizer_check     checks that the tokenizer fits the model's vocabulary
+tokenizer_files     the tokenizer in a model's folder: which files it has, whether its ids fit the model
 """

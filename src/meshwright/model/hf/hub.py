@@ -9,6 +9,7 @@ every rank reads it from the cache without network access.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,6 +68,20 @@ def resolve_path(name: str, source: ModelConfig, where: str) -> Path:
         )
         raise PlanError(text, fix=fix, location=where) from error
     return Path(folder)
+
+
+def model_folders(source: ModelConfig) -> Iterator[tuple[str, Path]]:
+    """Yields the folders of the weights and of the config of `source`, each with the name that it has there.
+
+    A hub id is resolved to its snapshot. Files are in no folder of a model, but for config.json.
+    """
+    small = replace(source, weights="", skip=())  # of the weights, only the small files next to them
+    for name in (source.weights, source.source):
+        if name and ".py" not in name:
+            path = resolve_path(name, small, "model.source")
+            path = path.parent if path.name == "config.json" else path
+            if path.is_dir():
+                yield name, path
 
 
 def pin_revision(source: ModelConfig) -> ModelConfig:

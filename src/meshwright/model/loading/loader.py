@@ -28,7 +28,7 @@ from torch import nn
 from meshwright.model.hf.hub import is_hub_id, resolve_path
 from meshwright.model.hf.model_from_config import config_factory, is_quantized, read_config, text_limits
 from meshwright.model.hf.peft_name_map import is_adapted, suggest_fix, unload_adapters
-from meshwright.model.hf.tokenizer_check import check_tokenizer
+from meshwright.model.hf.tokenizer_files import check_tokenizer
 from meshwright.model.loading.deferred_init import DeferredInit, defer_init, logical_names
 from meshwright.model.loading.pretrained_weights import find_weights
 from meshwright.model.tensor_parallel.layer_roles import check_roles, find_layer_roles

@@ -8,6 +8,7 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import above, at_least, field_diagnostics, not_empty
 
 DataFormat = Literal["auto", "text", "jsonl", "datasets"]
+BYTES = "bytes"  # the name of the tokenizer whose tokens are bytes; a folder of that name is ./bytes
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,10 @@ class DataConfig:
     that is read; `streaming` reads it in its own order without a copy on disk.
 
     `column` names the column with the text. `chat`, if set, names a column of conversations instead, lists of
-    {role, content}, of which only the assistant's tokens are trained on. `tokenizer` is a folder or a hub id;
-    "" uses bytes as tokens.
+    {role, content}, of which only the assistant's tokens are trained on.
+
+    `tokenizer` is a folder, a hub id (perhaps with @REVISION), or "bytes". "" takes the one in the folder of
+    the model; without one, a model of at most 256 tokens reads bytes. A plan contains what was taken.
 
     In a folder, files whose path matches a pattern of `include` (empty: those of the format) and none of
     `exclude` are read in sorted order. A sample has `sequence` tokens; `epochs` = 0 repeats the data until
@@ -72,11 +75,16 @@ class DataConfig:
             yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
         for chat in dict.fromkeys(each.chat for each in (self, *self.mixture) if each.chat):
             fix = "set data.tokenizer to one that has a chat template: a folder, or a name on the hub"
-            if not self.tokenizer:
-                text = f"conversations (chat = '{chat}') without a tokenizer"
+            if self.tokenizer == BYTES:
+                text = f"conversations (chat = '{chat}') with bytes as tokens, which have no chat template"
                 yield Diagnostic(text, fix, "data.tokenizer")
         if self.mixture:
             yield from self._mixture_diagnostics()
+
+    @property
+    def reads_bytes(self) -> bool:
+        """Whether tokens are bytes; "" stands for them where no model has a tokenizer of its own."""
+        return self.tokenizer in ("", BYTES)
 
     def part_configs(self) -> tuple["DataConfig", ...]:
         """Returns the parts of the mixture, each as a `DataConfig` of its own."""

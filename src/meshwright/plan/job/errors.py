@@ -103,6 +103,16 @@ def suggest_name(name: str, known: Iterable[str]) -> str:
     return f"did you mean '{match[0]}'?" if match else f"choose one of: {', '.join(known)}"
 
 
+def suggest_choice(given: str, choices: Iterable[str]) -> str:
+    """Returns the text of a repair: the most similar of `choices`, or all of them if that one differs only in
+    its digits (float8 is no misspelt float64).
+    """
+    choices = tuple(choices)
+    letters = re.sub(r"\d", "", given)
+    others = [choice for choice in choices if re.sub(r"\d", "", choice) != letters]
+    return suggest_name(given, choices) if len(others) == len(choices) else suggest_name("", choices)
+
+
 def format_nbytes(nbytes: float) -> str:
     """Returns bytes in the unit that fits, three digits."""
     for unit in ("B", "KiB", "MiB", "GiB"):

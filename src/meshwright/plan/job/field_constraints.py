@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from math import inf
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from meshwright.plan.job.errors import Diagnostic, suggest_name
+from meshwright.plan.job.errors import Diagnostic, suggest_choice
 
 Config = TypeVar("Config")
 Metadata = Mapping[str, "Constraint"]
@@ -115,7 +115,7 @@ def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | N
 
 def _fix(item: "Field[Any]", constraint: Constraint, wrong: Any, needed: str) -> str:
     if len(constraint.choices) > 1:
-        return suggest_name(str(wrong), (str(choice) for choice in constraint.choices if choice != ""))
+        return suggest_choice(str(wrong), (str(choice) for choice in constraint.choices if choice != ""))
     example = constraint.choices[0] if constraint.choices else item.default
     if example is MISSING or example is None:
         return f"write {needed}"

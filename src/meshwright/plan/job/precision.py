@@ -21,7 +21,6 @@ from meshwright.plan.job.errors import Diagnostic
 from meshwright.plan.job.field_constraints import at_least, field_diagnostics
 
 FloatDtype = Literal["float64", "float32", "bfloat16", "float16"]
-ComputeDtype = Literal["float64", "float32", "bfloat16", "float16", "float8"]
 OptionalFloatDtype = Literal["", "float64", "float32", "bfloat16", "float16"]
 
 HALF_DTYPES = ("bfloat16", "float16")
@@ -40,7 +39,7 @@ class PrecisionConfig:
     """
 
     parameters: FloatDtype = "float32"
-    compute: ComputeDtype = "float32"
+    compute: FloatDtype = "float32"
     reduce: FloatDtype = "float32"
     master: OptionalFloatDtype = ""
     gradients: OptionalFloatDtype = ""
@@ -87,11 +86,6 @@ class PrecisionConfig:
         yield from self._scale_diagnostics()
 
     def _compute_diagnostics(self) -> Iterator[Diagnostic]:
-        if self.compute == "float8":
-            text = "compute in float8; there are no float8 products here"
-            text += ", and most devices have none (needed: H100, RTX 40, MI300)"
-            yield Diagnostic(text, 'use compute = "bfloat16"', "precision.compute")
-            return
         if self.parameters in HALF_DTYPES and self.compute != self.parameters:
             text = f"{self.parameters} parameters with {self.compute} compute"
             yield Diagnostic(

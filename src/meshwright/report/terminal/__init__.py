@@ -4,6 +4,7 @@ action_table                   a plan as a table of its actions
 verdict_table                  the verdict of a verification as a table of errors, or of what was sent
 dtype_balance_staleness_notes  the dtype of each role, the sharding of sequences, and the staleness of weights
 memory_and_sent_bytes          state bytes by category, and bytes sent per step by kind of action
+data_line                      the data of a run in one line, and a warning about repeated samples
 params_table                   every parameter: its role, its sharding, and its bytes on a rank
 prediction                     the predicted seconds, memory and bytes sent of a plan
 explain_model                  the blocks, layer roles and tied parameters of a model

@@ -50,6 +50,7 @@ from typing import Any, get_type_hints
 import tomli_w
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
+from meshwright.plan.job.data_config import BYTES
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
@@ -137,13 +138,13 @@ def _set_value(
         key: Any = _place(node, part, where, diagnostics) if isinstance(node, list) else part
         if key is None:
             return ()
-        last = depth == len(path) - 1
+        last, is_item = depth == len(path) - 1, isinstance(node, list)
         if last:
             node[key] = value
         elif isinstance(node, dict) and key not in node:
             node[key] = {}
         node = node[key]
-        overridden.append(_name(node, part) if not last else part)
+        overridden.append(_name(node, part) if is_item and not last else part)
     return tuple(overridden)
 
 
@@ -418,7 +419,8 @@ def _with_absolute_sources(job: Job, folder: Path, overridden: frozenset[tuple[s
     weights = resolve_source("model", job.model.weights)
     model = replace(job.model, source=resolve_source("model", job.model.source) or weights, weights=weights)
     data, (typed, tokenizer) = job.data, (("data", "tokenizer") in overridden, job.data.tokenizer)
-    tokenizer = _resolve_source(tokenizer, _search_folders(folder, is_override=typed))
+    if tokenizer != BYTES:
+        tokenizer = _resolve_source(tokenizer, _search_folders(folder, is_override=typed))
     mixture = tuple(replace(part, source=resolve_source("data", part.source)) for part in data.mixture)
     where = data.source if data.source == "example" else resolve_source("data", data.source)
     data = replace(data, source=where, tokenizer=tokenizer, mixture=mixture)

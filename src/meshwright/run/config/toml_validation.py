@@ -20,7 +20,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_name
+from meshwright.plan.job.errors import Diagnostic, PlanError, suggest_choice, suggest_name
 
 KeyPath = tuple[str, ...]  # a dotted path, split
 TYPE_DESCRIPTIONS = {
@@ -84,6 +84,9 @@ class SchemaCheck:
             path[: len(value_text)] == value_text or value_text[: len(path)] == path
             for value_text in self.overridden
         )
+        below = [each for each in self.overridden if each[: len(path)] == path]
+        if len(below) == 1:  # as it was typed: it may be a key of a table that does not exist
+            dotted = ".".join(below[0])
         return f"--{dotted}" if given else f"{self.file}: {dotted}"
 
     def _check_keys(self, value: Any, hint: Any, path: KeyPath) -> Any:
@@ -169,7 +172,7 @@ def _type_diagnostic(errors: list[ErrorDetails], where: str) -> Diagnostic:
     if kind == "literal_error":
         expected = errors[0]["ctx"]["expected"]
         words = [word.strip("'") for word in expected.replace(" or ", ", ").split(", ")]
-        fix = suggest_name(given, words) if isinstance(given, str) else f"write {expected}"
+        fix = suggest_choice(given, words) if isinstance(given, str) else f"write {expected}"
         return Diagnostic(f"given is {_json_text(given)}; needed is {expected}", fix, where)
     needed = [TYPE_DESCRIPTIONS.get(error["type"], error["msg"]) for error in errors]
     text = ", or ".join(dict.fromkeys(needed))

@@ -24,7 +24,13 @@ import torch
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
 from meshwright.run.data.readers import DEFAULT_PATTERNS, list_files, printable_path, read_text
-from meshwright.run.data.token_dataset import TokenDataset, cut_windows, num_windows
+from meshwright.run.data.token_dataset import (
+    TokenCount,
+    TokenDataset,
+    count_window_tokens,
+    cut_windows,
+    num_windows,
+)
 from meshwright.run.data.tokenizer import ByteTokenizer
 
 SEPARATOR = 0
@@ -59,6 +65,9 @@ class TextDataset(TokenDataset):
     def __len__(self) -> int:
         """Returns the number of samples; the last one may be short."""
         return num_windows(self.tokens, self.sequence)
+
+    def count_tokens(self) -> TokenCount:
+        return count_window_tokens(self.tokens, self.sequence)
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """Returns the samples `ids` as {"input_ids": (n, T), "labels": (n, T)}, both int64; labels are

@@ -29,7 +29,7 @@ from typing import Protocol
 
 import torch
 
-from meshwright.model.loss.loss_definition import Batch
+from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.plan import Plan
@@ -39,7 +39,7 @@ from meshwright.run.data.mixture import Mixture
 from meshwright.run.data.readers import open_reader, source_format, unused_field_diagnostics
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
 from meshwright.run.data.streaming import StreamOrder, TokenStream
-from meshwright.run.data.token_dataset import TokenDataset
+from meshwright.run.data.token_dataset import TokenCount, TokenDataset
 from meshwright.run.data.tokenizer import Tokenizer, make_tokenizer
 
 FAILURE_WAIT_S = 1.0
@@ -92,6 +92,18 @@ class ExampleDataset:
 
     def __len__(self) -> int:
         return len(next(iter(self._example.values())))
+
+    def count_tokens(self) -> TokenCount | None:
+        """Returns the number of tokens, without those that the attention mask leaves out, and of labels; None
+        if the batch does not consist of tokens with a label each.
+        """
+        tokens, labels, mask = (self._example.get(key) for key in ("input_ids", "labels", "attention_mask"))
+        if tokens is None or labels is None or labels.shape != tokens.shape:
+            return None
+        counted = tokens.numel()
+        if mask is not None and mask.shape == tokens.shape:
+            counted = int(mask.count_nonzero())
+        return TokenCount(labels.numel(), counted, int((labels != IGNORE_INDEX).count_nonzero()))
 
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         """Returns the samples `ids`; absent ones are left out, so the batch may be short or empty."""
@@ -189,11 +201,18 @@ def open_dataset(
     return Mixture(parts, [part.weight for part in source.mixture]) if source.mixture else parts[0]
 
 
+def count_tokens(dataset: Dataset) -> TokenCount | None:
+    """Returns the number of tokens of all samples of `dataset`; None if it is a stream or has no labels."""
+    if isinstance(dataset, ExampleDataset):
+        return dataset.count_tokens()
+    return dataset.count_tokens() if isinstance(dataset, TokenDataset) else None
+
+
 def _tokens(
     source: DataConfig, tokenizer: Tokenizer, cache: Path | None, *, tokenizer_failed: bool
 ) -> list[TokenDataset]:
     raise_diagnostics(unused_field_diagnostics(source))
-    if source_format(source) == "text" and not source.tokenizer:
+    if source_format(source) == "text" and source.reads_bytes:
         return [TextDataset(source)]
     rows = open_reader(source)
     if tokenizer_failed:

@@ -24,8 +24,10 @@ from meshwright.run.data.readers import LocatedRow, RowReader, missing_column_di
 from meshwright.run.data.token_cache import TokenCache, open_token_cache
 from meshwright.run.data.token_dataset import (
     EncodedDocument,
+    TokenCount,
     TokenDataset,
     check_ids,
+    count_window_tokens,
     cut_windows,
     num_windows,
     pad_documents,
@@ -76,6 +78,9 @@ class PackedTexts(TokenDataset):
     def __len__(self) -> int:
         return num_windows(self._kept.tokens, self.sequence)
 
+    def count_tokens(self) -> TokenCount:
+        return count_window_tokens(self._kept.tokens, self.sequence)
+
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         return cut_windows(self._kept.tokens, ids, self.sequence, self.tokenizer.eos_token_id or 0)
 
@@ -108,6 +113,16 @@ class Conversations(TokenDataset):
     def __len__(self) -> int:
         return len(self._kept.document_starts) - 1
 
+    def count_tokens(self) -> TokenCount:
+        starts, lengths = self._kept.document_starts[:-1], np.diff(self._kept.document_starts)
+        num_tokens = int(np.minimum(lengths, self.sequence).sum())
+        some = lengths > 1  # a document of one token has no label
+        begins, ends = starts[some] + 1, starts[some] + np.minimum(lengths[some], self.sequence + 1)
+        num_labels = int((ends - begins).sum())
+        if self._kept.label_mask is not None:
+            num_labels = _sum_slices(self._kept.label_mask, begins, ends)
+        return TokenCount(len(self) * self.sequence, num_tokens, num_labels)
+
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
         rows = [self._kept.document(i) if i >= 0 else None for i in check_ids(ids, len(self)).tolist()]
         return pad_documents(rows, self.sequence, self.tokenizer.eos_token_id or 0)
@@ -115,6 +130,13 @@ class Conversations(TokenDataset):
     def _has_labels(self, i: int) -> bool:
         wanted = self._kept.document(i).label_mask
         return wanted is None or bool(wanted[1 : self.sequence + 1].any())
+
+
+def _sum_slices(values: np.ndarray, begins: np.ndarray, ends: np.ndarray) -> int:
+    """Returns the sum of values[begin:end] over slices that are not empty, do not overlap, and rise."""
+    edges = np.stack([begins, ends], axis=1).reshape(-1)
+    edges = edges[edges < values.size]  # the last slice may end where the values do
+    return int(np.add.reduceat(values, edges, dtype=np.int64)[::2].sum()) if edges.size else 0
 
 
 def _raise_encoding_errors(

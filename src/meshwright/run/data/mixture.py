@@ -29,7 +29,7 @@ import torch
 
 from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.run.data.shuffle import ABSENT_SAMPLE, ShuffledOrder
-from meshwright.run.data.token_dataset import TokenDataset, check_ids
+from meshwright.run.data.token_dataset import TokenCount, TokenDataset, check_ids
 
 MAX_PERIOD = 1 << 16
 
@@ -133,6 +133,29 @@ class Mixture(TokenDataset):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def count_tokens(self) -> TokenCount | None:
+        counts = [part.count_tokens() for part in self.datasets]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            return None
+        return TokenCount(
+            sum(count.num_positions for count in known),
+            sum(count.num_tokens for count in known),
+            sum(count.num_labels for count in known),
+        )
+
+    def epochs(self, num_samples: int) -> tuple[float, ...]:
+        """Returns how often each dataset is read by the first `num_samples` samples of the mixture."""
+        total = sum(self.shares)
+        return tuple(
+            num_samples * share / total / len(part)
+            for share, part in zip(self.shares, self.datasets, strict=True)
+        )
+
+    def source_size(self, i: int) -> int:
+        """Returns the number of samples of the dataset that sample `i` is from."""
+        return len(self.datasets[int(np.searchsorted(self._ends, i, side="right"))])
 
     def order(self, seed: int, epochs: int) -> MixedOrder:
         """Returns the order in which the samples are read."""

@@ -67,6 +67,9 @@ class TokenStream(TokenDataset):
     def __len__(self) -> int:
         raise TypeError("the samples of a stream cannot be counted; read it until `has_sample` returns False")
 
+    def count_tokens(self) -> None:
+        return None
+
     def reopen(self) -> "TokenStream":
         """Returns the same stream from its beginning, for another reader."""
         return TokenStream(self._source, self._rows, self.tokenizer)

@@ -15,6 +15,17 @@ from meshwright.model.loss.loss_definition import IGNORE_INDEX
 from meshwright.run.data.tokenizer import Tokenizer
 
 
+@dataclass(frozen=True)
+class TokenCount:
+    """The tokens of all samples of a dataset: of `num_positions` places, `num_tokens` are no padding and
+    `num_labels` have a label.
+    """
+
+    num_positions: int
+    num_tokens: int
+    num_labels: int
+
+
 class TokenDataset(ABC):
     """Samples of `sequence` tokens of `tokenizer`; `digest` identifies their content, `notes` are shown to
     the user.
@@ -28,6 +39,10 @@ class TokenDataset(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Returns the number of samples."""
+
+    @abstractmethod
+    def count_tokens(self) -> TokenCount | None:
+        """Returns the number of tokens of all samples; None for a stream, which has not been read."""
 
     @abstractmethod
     def batch(self, ids: Sequence[int]) -> dict[str, torch.Tensor]:
@@ -88,6 +103,12 @@ def pad_documents(
 def num_windows(tokens: np.ndarray, sequence: int) -> int:
     """Returns the number of windows of `tokens`; the last one may be short."""
     return -(-(tokens.size - 1) // sequence)
+
+
+def count_window_tokens(tokens: np.ndarray, sequence: int) -> TokenCount:
+    """Returns the number of tokens in all windows of `tokens`; only the last one has padding."""
+    num_positions = num_windows(tokens, sequence) * sequence
+    return TokenCount(num_positions, min(tokens.size, num_positions), tokens.size - 1)
 
 
 def check_ids(ids: Sequence[int], num: int) -> np.ndarray:

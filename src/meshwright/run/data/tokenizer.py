@@ -2,6 +2,10 @@
 
 There are two: `ByteTokenizer`, whose tokens are bytes, and `PretrainedTokenizer`, a tokenizer of transformers
 from a folder or from the hub. No code from a repository is executed.
+
+Which one a run trains with is decided once, for the plan (`resolve_tokenizer`): the one that `data.tokenizer`
+names; else the one that the model comes with; else bytes, if the model's vocabulary is no larger. A larger
+vocabulary without a tokenizer is refused, because a model of 32,000 tokens would learn from 256 of them.
 """
 
 import json
@@ -14,7 +18,10 @@ from typing import Any
 import numpy as np
 import transformers
 
+from meshwright.model.hf.tokenizer_files import fetch_tokenizer, own_tokenizer, pin_tokenizer
+from meshwright.plan.job.data_config import BYTES
 from meshwright.plan.job.errors import Diagnostic, PlanError
+from meshwright.plan.job.job import Job
 
 WHERE = "data.tokenizer"
 
@@ -43,7 +50,7 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as tokens; a zero byte, which no text contains, ends a document."""
 
-    name, vocab_size, eos_token_id, digest = "bytes", 256, 0, "bytes"
+    name, vocab_size, eos_token_id, digest = BYTES, 256, 0, "bytes"
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
@@ -67,21 +74,17 @@ class PretrainedTokenizer(Tokenizer):
                 fix="name a folder with tokenizer.json, or a model on the hub: owner/name",
                 location=WHERE,
             )
+        folder = Path(name) if Path(name).is_dir() else fetch_tokenizer(name, WHERE)
         try:
-            loaded: Any = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            loaded: Any = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=False, local_files_only=True
+            )
         # transformers, its hub client and tokenizers raise a dozen kinds for what they cannot load
         except Exception as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            problem = (
-                "contains none that can be read"
-                if Path(name).is_dir()
-                else "is not a folder, and none was loaded from the hub"
-            )
-            fix = (
-                "name a folder with tokenizer.json, or a model on the hub (which needs a "
-                "network, or a filled cache)"
-            )
-            raise PlanError(f"no tokenizer: '{name}' {problem}: {reason}", fix=fix, location=WHERE) from error
+            fix = 'name a folder with tokenizer.json, or a model on the hub; or data.tokenizer = "bytes"'
+            text = f"no tokenizer: '{name}' contains none that can be read: {reason}"
+            raise PlanError(text, fix=fix, location=WHERE) from error
         known: dict[str, int] = loaded.get_vocab()
         self.hf_tokenizer, self.vocab_size, self.eos_token_id = (
             loaded,
@@ -115,8 +118,27 @@ def is_path(name: str) -> bool:
 
 
 def make_tokenizer(name: str) -> Tokenizer:
-    """Returns the tokenizer that `data.tokenizer` names; "" is bytes."""
-    return PretrainedTokenizer(name) if name else ByteTokenizer()
+    """Returns the tokenizer that `data.tokenizer` names; bytes for "bytes" and ""."""
+    return ByteTokenizer() if name in ("", BYTES) else PretrainedTokenizer(name)
+
+
+def resolve_tokenizer(job: Job, vocab_size: int | None) -> str:
+    """Returns the name of the tokenizer that `job` trains with; `vocab_size` is that of its model (None: not
+    known).
+
+    Raises PlanError if the job names none, the model has none, and its vocabulary is larger than bytes.
+    """
+    named = job.data.tokenizer
+    if named:
+        return named if named == BYTES or is_path(named) else pin_tokenizer(named, WHERE)
+    if found := own_tokenizer(job.model):
+        return found
+    if vocab_size is not None and vocab_size > ByteTokenizer.vocab_size:
+        text = f"a model of {vocab_size:,} tokens, and '{job.model.source}' comes without a tokenizer"
+        fix = 'name its tokenizer, a folder or a model on the hub: data.tokenizer = "owner/name"'
+        fix += f'; to train on the {ByteTokenizer.vocab_size} bytes: data.tokenizer = "bytes"'
+        raise PlanError(text, fix=fix, location=WHERE)
+    return BYTES
 
 
 def tokenizer_diagnostics(tokenizer: Tokenizer, *, is_packed: bool) -> Iterator[Diagnostic]:

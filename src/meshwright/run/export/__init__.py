@@ -3,5 +3,6 @@
 convert_pickle     converts a pickle of tensors, in a child process
 hf_export          a folder that transformers loads
 adapter_export     an adapter that peft loads
+tokenizer_export   the tokenizer that the model was trained with, and its special tokens
 roundtrip_check    compares an exported folder with the model here
 """

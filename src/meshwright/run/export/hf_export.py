@@ -2,7 +2,8 @@
 published names.
 
     names, shapes          from transformers, on tensors without values: the position of each is known at once
-    config, tokenizer      as transformers writes them; files next to the model's source are copied
+    config                 as transformers writes it; files next to the model's source are copied
+    tokenizer              the one that the model was trained with (`tokenizer_export`)
     tensors                one group at a time: read, cast, converted to published tensors, written at their
                            offsets
     round trip             transformers loads the folder, which must give the logits of the model here
@@ -18,7 +19,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,28 +38,18 @@ from meshwright.model.loading.weight_conversion import KeyConversion, save_conve
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.run.checkpoint.shard_io import CHUNK_NBYTES, write_all_bytes
+from meshwright.run.data.tokenizer import Tokenizer
 from meshwright.run.export.adapter_export import merge_adapter, write_adapter
 from meshwright.run.export.roundtrip_check import RoundTripResult, check_import, compare_files, compare_logits
+from meshwright.run.export.tokenizer_export import (
+    companion_files,
+    copy_files,
+    use_special_tokens,
+    write_tokenizer,
+)
 
 SAFETENSORS_TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 MAX_SHARD_NBYTES = 5_000_000_000
-COMPANION_FILES = (
-    *(
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab.json",
-        "vocab.txt",
-    ),
-    *(
-        "merges.txt",
-        "chat_template.jinja",
-        "generation_config.json",
-        "preprocessor_config.json",
-        "processor_config.json",
-    ),
-)
 
 
 @dataclass(frozen=True)
@@ -66,13 +57,15 @@ class ExportableModel:
     """A model and its values: `read_value(name)` returns a full logical parameter (by its first name) or a
     persistent buffer.
 
-    `source_folder` contains the config and tokenizer that are copied; None without one. `adapter_base`
-    locates the base of an adapter if the model does not know it.
+    `source_folder` contains the config whose companions are copied; None without one. `tokenizer` is the one
+    that the model was trained with; None if it is that of `source_folder`. `adapter_base` locates the base of
+    an adapter if the model does not know it.
     """
 
     deferred_init: DeferredInit
     read_value: Callable[[str], torch.Tensor]
     source_folder: Path | None = None
+    tokenizer: Tokenizer | None = None
     adapter_base: str = ""
 
     @classmethod
@@ -196,10 +189,12 @@ def _export_files(
         written = next(
             (tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32
         )
-        _write_config(module, partial, written, trained.source_folder)
+        _write_config(module, partial, written, trained)
         verdict = compare_logits(trained.deferred_init, value, partial, dtype)
     else:
         verdict = compare_files(partial, {name: tensor.dtype for name, tensor in state.items()}, value)
+    if trained.tokenizer is not None:
+        write_tokenizer(trained.tokenizer, partial)
     return _finish_export(folder, partial, sum(slot.tensor.nbytes for slot in slots.values()), verdict)
 
 
@@ -337,36 +332,36 @@ def _write_index(folder: Path, slots: Mapping[str, _Slot]) -> None:
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype, beside: Path | None) -> None:
+def _write_config(module: nn.Module, folder: Path, dtype: torch.dtype, trained: ExportableModel) -> None:
     pretrained: Any = module
-    config = copy.deepcopy(pretrained.config)
+    config, tokenizer = copy.deepcopy(pretrained.config), trained.tokenizer
     for part in (config, config.get_text_config()):
         if "use_cache" in part.to_dict():
-            part.use_cache = _used_cache(beside)  # it was set aside for training only
+            part.use_cache = _used_cache(trained.source_folder)  # it was set aside for training only
+        if tokenizer is not None:
+            use_special_tokens(part, tokenizer)
     if "quantization_config" in vars(config):
         del config.quantization_config  # that of the published weights; these are not packed
     config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(module).__name__]
     config.save_pretrained(folder)
     if pretrained.can_generate():
+        generation = copy.deepcopy(pretrained.generation_config)
+        if tokenizer is not None:
+            use_special_tokens(generation, tokenizer)
         with suppress(
             ValueError
         ):  # a generation config that contradicts itself is refused by transformers; it is optional
-            pretrained.generation_config.save_pretrained(folder)
-    for path in _companion_files(beside, remote=config.to_dict().get("auto_map") is not None):
-        shutil.copyfile(path, folder / path.name)
+            generation.save_pretrained(folder)
+    remote = config.to_dict().get("auto_map") is not None
+    copy_files(
+        companion_files(trained.source_folder, with_tokenizer=tokenizer is None, remote=remote), folder
+    )
 
 
 def _used_cache(beside: Path | None) -> bool:
     path = None if beside is None else beside / "config.json"
     said = json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
     return bool(said.get("use_cache", True))
-
-
-def _companion_files(folder: Path | None, *, remote: bool) -> Iterator[Path]:
-    if folder is not None:
-        yield from (folder / name for name in COMPANION_FILES if (folder / name).is_file())
-        yield from folder.glob("*.model")
-        yield from folder.glob("*.py") if remote else ()
 
 
 def _publish(partial: Path, folder: Path) -> None:
