@@ -127,7 +127,7 @@ def test_a_run_whose_only_checkpoint_has_a_meta_of_wrong_types_is_refused_before
     shutil.rmtree(small_run.at(8))
     check_checkpoints_usable(small_run.plan)
     edit_meta(small_run.at(12), plan="text")
-    with pytest.raises(PlanError, match="meta.plan is a string; needed is an object"):
+    with pytest.raises(PlanError, match=r"meta\.plan is a string; needed is an object"):
         check_checkpoints_usable(small_run.plan)
 
 

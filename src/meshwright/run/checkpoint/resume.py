@@ -186,7 +186,7 @@ def _check_resumable(manifest: Manifest, executor: Executor, path: Path) -> None
 
 
 def check_meta(manifest: Manifest, path: Path) -> None:
-    """Raises CheckpointError unless the `meta` of `manifest`, of the checkpoint in `path`, is what a run saves.
+    """Raises CheckpointError unless `meta` in the `manifest` of the checkpoint in `path` is what a run saves.
 
     Checksums do not show this: whoever edits a manifest can compute its checksum. A key may be absent.
     """
