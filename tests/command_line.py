@@ -242,7 +242,14 @@ def refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def forget_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make sure that this process is no rank, whatever started the tests."""
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MESHWRIGHT_STORE", "MESHWRIGHT_LIFELINE"):
+    for key in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MESHWRIGHT_STORE",
+        "MESHWRIGHT_LIFELINE",
+        "MESHWRIGHT_ATTEMPT",
+    ):
         monkeypatch.delenv(key, raising=False)
 
 

@@ -1,10 +1,12 @@
 """Training as the only rank, in this process: output when it resumes, goes back, or finds damage."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from meshwright.run.launch.run_folder import claim_run_folder
 from tests.command_line import (
     SEQUENCE,
     STEPS,
@@ -48,6 +50,21 @@ def test_a_finished_run_has_nothing_to_do(config, say):
     assert code == 0
     assert "resumed from step 3\nnothing to do: step 3 is already reached (train.steps = 3)" in out
     assert metrics(config.parent / "run") == before
+
+
+def test_a_second_run_in_the_folder_is_refused_and_changes_nothing(config, say, monkeypatch):
+    run = config.parent / "run"
+    with claim_run_folder(run):
+        code, _, err = say(*alone(config, "--train.steps", 3))
+        assert code == 2
+        assert (
+            f"error {run}: another run trains in this folder: attempt 1, process {os.getpid()} on host" in err
+        )
+        forget_ranks(monkeypatch)
+        assert say("train", config) == (2, "", err)
+        assert {path.name for path in run.iterdir()} <= {"attempts", "logs"}
+    become_the_only_rank(monkeypatch)
+    assert say(*alone(config, "--train.steps", 3))[0] == 0
 
 
 def test_going_back_repeats_each_step_to_the_last_bit(config, say):

@@ -22,8 +22,9 @@ INTRODUCTION = """Every command that takes a config also takes its keys as optio
 | exit code | meaning |
 | --- | --- |
 | 0 | done |
-| 1 | a rank failed, or a verdict is negative |
-| 2 | the request cannot work; the message says what to change |
+| 1 | a verdict is negative (`verify`, `export`, `doctor`), or a rank of `train` failed |
+| 2 | the request is refused; the message says what to change |
+| 3 | crashed: an unexpected error of the command, or of a rank that `verify` or `bench` started |
 | 130 | interrupted (Ctrl-C) |
 | 143 | stopped by SIGTERM or SIGUSR1, after a checkpoint |"""
 

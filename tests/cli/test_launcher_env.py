@@ -1,6 +1,7 @@
 """The process environment as the command reads it: ranks, and variables set for libraries."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,8 @@ def test_cores_are_shared_among_the_ranks_of_a_host_unless_they_are_bound(monkey
 
 def test_the_ranks_of_our_own_launcher_have_a_file_and_no_place(monkeypatch):
     become_the_only_rank(monkeypatch)
-    start(monkeypatch, MESHWRIGHT_STORE="/store", MESHWRIGHT_LIFELINE="5")
+    ours = {"STORE": "/store", "LIFELINE": "5", "ATTEMPT": "/run/attempts/0002"}
+    start(monkeypatch, **{f"MESHWRIGHT_{key}": value for key, value in ours.items()})
     ranked = current_rank()
     assert (ranked.store_path, ranked.lifeline_fd, ranked.launcher_env) == ("/store", 5, None)
+    assert ranked.attempt_folder == Path("/run/attempts/0002")

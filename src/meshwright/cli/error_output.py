@@ -13,6 +13,8 @@ from rich.console import Console
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.local_launcher import LaunchResult, RanksFailed
 
+CRASH_EXIT_CODE = 3  # neither a negative verdict (1) nor a refusal (2)
+
 # paths and messages may have brackets, which are no markup
 console = Console(highlight=False, markup=False)
 errors = Console(stderr=True, highlight=False, markup=False)
@@ -45,7 +47,8 @@ def exit_on_error(context: typer.Context | None = None) -> Iterator[None]:
         raise typer.Exit(2) from None
     except RanksFailed as error:
         show_failure(error.result)
-        raise typer.Exit(error.result.exit_code) from None
+        code = error.result.exit_code
+        raise typer.Exit(CRASH_EXIT_CODE if code == 1 else code) from None
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
 
@@ -63,6 +66,15 @@ def print_error(text: str, fix: str = "") -> None:
     if fix:
         errors.print("  repair: ", style="green", end="")
         errors.print(fix, soft_wrap=True)
+
+
+def show_crash(error: Exception) -> None:
+    """Prints an exception that nobody expected, with its traceback."""
+    errors.print("".join(traceback.format_exception(error)).rstrip(), soft_wrap=True)
+    print_error(
+        f"the command crashed: {type(error).__name__}; neither a verdict nor a refusal was reached",
+        "if a frame of your own code is in the traceback above, repair it there; else report it as a bug",
+    )
 
 
 def show_failure(result: LaunchResult) -> None:

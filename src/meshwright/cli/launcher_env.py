@@ -52,7 +52,10 @@ def current_rank() -> RankEnv | None:
     lifeline = env.get("MESHWRIGHT_LIFELINE")
     rank, world, local_rank = (int(env[key]) for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     lifeline_fd = None if lifeline is None else int(lifeline)
-    return RankEnv(rank, world, local_rank, env["MESHWRIGHT_STORE"], lifeline_fd)
+    attempt_folder = Path(env["MESHWRIGHT_ATTEMPT"])
+    return RankEnv(
+        rank, world, local_rank, env["MESHWRIGHT_STORE"], lifeline_fd, attempt_folder=attempt_folder
+    )
 
 
 def _missing(launcher_env: LauncherEnv) -> dict[str, str]:
@@ -89,6 +92,6 @@ def cache_folder() -> Path:
 def local_launcher() -> "LocalLauncher":
     """Returns a function that starts `meshwright ARGV...` as `world` local ranks."""
     launch_ranks = import_module("meshwright.run.launch.local_launcher").launch_ranks
-    return lambda argv, world, folder: launch_ranks(
-        ["-m", "meshwright", *argv], world, folder, dict(os.environ)
+    return lambda argv, world, attempt: launch_ranks(
+        ["-m", "meshwright", *argv], world, attempt, dict(os.environ)
     )

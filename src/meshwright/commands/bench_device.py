@@ -27,6 +27,7 @@ from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
+from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.run.measure.device_bench import DeviceTimings, bench_sizes, time_device
 from meshwright.run.measure.jitter import timing_windows
 from meshwright.run.measure.profile_files import write_profile
@@ -125,9 +126,9 @@ def measure_device(
             "--result-folder",
             private,
         ]
-        result = launcher(
-            ["bench", "device", *words, *(["--quick"] if request.quick else [])], request.num_ranks, folder
-        )
+        argv = ["bench", "device", *words, *(["--quick"] if request.quick else [])]
+        with claim_run_folder(folder) as attempt:
+            result = launcher(argv, request.num_ranks, attempt)
         if result.exit_code:
             raise RanksFailed(result)
         left = [(folder / RESULT_FILE.format(rank)).read_bytes() for rank in range(request.num_ranks)]
@@ -141,7 +142,7 @@ def measure_rank(rank_env: RankEnv, request: DeviceBenchRequest, result_folder: 
     """
     world_of = Mesh(dp_replicate=rank_env.world)
     with (
-        record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd),
+        record_failure(rank_env.rank, rank_env.attempt_folder or result_folder, rank_env.lifeline_fd),
         _threads(request.num_threads),
         join_world(rank_env, world_of, shared_memory=False) as world,
     ):

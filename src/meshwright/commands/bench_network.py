@@ -31,6 +31,7 @@ from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
+from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.run.measure.cluster_file import describe_machine, write_cluster
 
 SIZE_UNITS = {"": 1, "b": 1, "k": 2**10, "m": 2**20, "g": 2**30}
@@ -136,7 +137,8 @@ def bench_local_ranks(
                 "--result-folder",
                 private,
             ]
-            result = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, folder)
+            with claim_run_folder(folder) as attempt:
+                result = launcher([*argv, *(["--quick"] if request.quick else [])], ranks, attempt)
             if result.exit_code:
                 raise RanksFailed(result)
             left = TypeAdapter(_RankTimings).validate_json((folder / "timings.json").read_bytes())
@@ -147,7 +149,7 @@ def bench_local_ranks(
 
 def bench_rank(rank_env: RankEnv, request: NetworkBenchRequest, result_folder: Path) -> None:
     """Measures as one of the local ranks; rank 0 writes the timings into `result_folder`."""
-    with record_failure(rank_env.rank, result_folder, rank_env.lifeline_fd):
+    with record_failure(rank_env.rank, rank_env.attempt_folder or result_folder, rank_env.lifeline_fd):
         timings, transport = _measure_algorithms(rank_env, request, 0)
         if rank_env.rank == 0:
             (result_folder / "timings.json").write_text(

@@ -24,6 +24,7 @@ from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher
 from meshwright.run.launch.network_interfaces import interface_to
+from meshwright.run.launch.run_folder import claim_run_folder
 
 JOIN_TIMEOUT_S = 10.0
 LOCAL_MESH = Mesh(dp_replicate=2)
@@ -130,7 +131,8 @@ def report_view(report: HostReport) -> RenderableType:
 def _try_here(launcher: LocalLauncher) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="meshwright-doctor-") as private:
         folder = Path(private)
-        result = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, folder)
+        with claim_run_folder(folder) as attempt:
+            result = launcher(["doctor", "--folder", str(folder)], LOCAL_MESH.world_size, attempt)
         answer = folder / "findings.json"
         if result.exit_code == 0 and answer.exists():
             yield from (Finding(**each) for each in json.loads(answer.read_text()))

@@ -35,8 +35,9 @@ from meshwright.run.data.data_loader import prefetch
 from meshwright.run.data.token_dataset import TokenDataset
 from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import RankProgress, record_failure
-from meshwright.run.launch.join_world import check_same_plan, join_world
+from meshwright.run.launch.join_world import check_same_plan, claim_on_rank_0, join_world
 from meshwright.run.launch.local_launcher import LaunchResult, LocalLauncher
+from meshwright.run.launch.run_folder import ATTEMPTS, UNCLAIMED, claim_run_folder
 from meshwright.run.telemetry.callbacks import Callback, CallbackEvent
 from meshwright.run.telemetry.logs import log_sizes, rank_log, unshown_warnings
 from meshwright.run.telemetry.run_info import write_run_info
@@ -129,20 +130,21 @@ def train(
     if from_step is not None and not step_folder(folder / CHECKPOINTS_FOLDER, from_step).is_dir():
         fix = f"choose one of: {checkpoint_names(folder / CHECKPOINTS_FOLDER)}"
         raise PlanError(f"there is no checkpoint of step {from_step}", fix=fix, location="--from-step")
-    if from_step is None:
-        check_checkpoints_usable(plan)
     prediction = predict_step(resolved)
-    path = _write_run_plan(resolved)
-    _announce(resolved[1], console)
-    if prediction is not None:
-        console.print(
-            f"predicted: {format_seconds(prediction.step_s)} a step on {prediction.target_name}",
-            markup=False,
-            soft_wrap=True,
-        )
-    argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
-    before = log_sizes(folder)
-    result = launcher(argv, plan.mesh.world_size, folder)
+    with claim_run_folder(folder) as attempt:
+        if from_step is None:
+            check_checkpoints_usable(plan)
+        path = _write_run_plan(resolved)
+        _announce(resolved[1], console)
+        if prediction is not None:
+            console.print(
+                f"predicted: {format_seconds(prediction.step_s)} a step on {prediction.target_name}",
+                markup=False,
+                soft_wrap=True,
+            )
+        argv = ["train", str(path), *([] if from_step is None else ["--from-step", str(from_step)])]
+        before = log_sizes(folder)
+        result = launcher(argv, plan.mesh.world_size, attempt)
     for text in unshown_warnings(folder, before):
         console.print(text, style="yellow", markup=False, soft_wrap=True)
     return result
@@ -173,9 +175,8 @@ def train_rank(
     with _record_failures(rank_env, config, overrides, console) as (progress, resolved):
         ready, show = resolved[1], rank_env.rank == 0
         plan = ready.plan
-        if rank_env.launcher_env is not None and show:  # else the launching process has written it
+        if rank_env.launcher_env is not None and show:
             console.print(str(rank_env.launcher_env), markup=False, soft_wrap=True)
-            _write_run_plan(resolved)
         run = plan.run
         joining = join_world(
             rank_env,
@@ -185,9 +186,14 @@ def train_rank(
             shared_memory=run.shared_memory,
         )
         with joining as world, ExitStack() as stack:
+            check_same_plan(world, plan)
+            if rank_env.launcher_env is not None:  # else the launching process has claimed the folder
+                claim = stack.enter_context(claim_on_rank_0(world, Path(run.folder)))
+                progress.attempt_folder = claim.folder
+                if show:
+                    _write_run_plan(resolved)
             engine = stack.enter_context(ready.make_trainer(world))
             stack.enter_context(engine.oom_advisor)
-            check_same_plan(world, plan)
             batches = stack.enter_context(
                 prefetch(ready.local_batches(plan, rank_env.rank), plan.run.workers)
             )
@@ -242,22 +248,18 @@ def _record_failures(
         else partial(Console(stderr=True).print, markup=False, highlight=False, soft_wrap=True)
     )
     folder = Path(request.run.folder)
+    attempt_folder = rank_env.attempt_folder or folder / ATTEMPTS / UNCLAIMED
     with (
-        record_failure(rank_env.rank, folder, rank_env.lifeline_fd, show) as progress,
+        record_failure(rank_env.rank, attempt_folder, rank_env.lifeline_fd, show) as progress,
         rank_log(folder, rank_env.rank, warning_printer(rank_env, console)),
     ):
         yield progress, resolve_config(config, overrides, rank_env.world)
 
 
 def _write_run_plan(resolved: ResolvedRequest) -> Path:
-    folder = Path(resolved[0].run.folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        text = f"the folder '{folder}' cannot be made: {error.strerror}"
-        raise PlanError(text, fix="name a folder that can be written to", location="run.folder") from error
-    write_plan(resolved, folder / "plan.toml")
-    return folder / "plan.toml"
+    path = Path(resolved[0].run.folder) / "plan.toml"
+    write_plan(resolved, path)
+    return path
 
 
 def _event_printer(console: Console) -> Callback:

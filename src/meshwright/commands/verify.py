@@ -26,6 +26,7 @@ from meshwright.run.launch.cluster_env import RankEnv
 from meshwright.run.launch.failure_record import record_failure
 from meshwright.run.launch.join_world import join_world
 from meshwright.run.launch.local_launcher import LocalLauncher, RanksFailed
+from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import NeedsRealTensorsError, TraceVerdict
@@ -85,10 +86,11 @@ def verify(
             *size,
             *overrides,
         ]
-        result = launcher(argv, plan.mesh.world_size, folder)
-        if result.exit_code:
-            raise RanksFailed(result)
-        reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
+        with claim_run_folder(folder) as attempt:
+            result = launcher(argv, plan.mesh.world_size, attempt)
+            if result.exit_code:
+                raise RanksFailed(result)
+            reports = [_read_report(folder, rank) for rank in range(plan.mesh.world_size)]
     verdict = make_verdict(case, reports, "threads" if launcher is None else "processes", _versions())
     model = (
         f"{plan.model_spec.name} scaled down to {case.plan.model_spec.numel:,} parameters"
@@ -163,7 +165,7 @@ def verify_rank(
         text = "verify was started as one rank by torchrun; it starts its own ranks"
         raise PlanError(text, fix="without torchrun: meshwright verify ... --on processes", location="verify")
     request = read_request(config, overrides, STRATEGIES)
-    with record_failure(rank_env.rank, folder, rank_env.lifeline_fd):
+    with record_failure(rank_env.rank, rank_env.attempt_folder or folder, rank_env.lifeline_fd):
         case = _case(
             _scaled_down(request, rank_env.world) if shrink else resolve_request(request, rank_env.world)
         )

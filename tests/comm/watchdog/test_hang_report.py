@@ -203,6 +203,28 @@ def test_a_rank_that_does_not_answer_is_distinguished_from_one_that_does():
     assert "it is at /home/me/train.py:212 in on_step_end" in text
 
 
+def test_a_rank_that_stopped_after_it_issued_the_collective_is_named_and_not_the_network():
+    stopped = RankStatus(1, "stopped", collectives=(*SIXTEEN, issued(17)))
+    found = diagnosis_of(*VICTIMS, stopped)
+    assert found.ranks == (1,)
+    first, last, waiting, *_ = str(found).splitlines()
+    assert first.startswith("rank 1 did not answer: its process is stopped (SIGSTOP, Ctrl-Z, a debugger)")
+    assert last.startswith("  its last collective was number 17 over dp_replicate")
+    assert waiting.startswith("  ranks 0, 2 wait in all_reduce of float32 [4096] for REDUCE(17), number 17")
+    assert "network" not in str(found)
+    assert "kill -CONT" in found.fix
+
+
+def test_a_rank_that_does_not_answer_is_named_before_one_that_is_late():
+    mesh = Mesh(dp_replicate=4)
+    recent = (*SIXTEEN, issued(17))
+    late = replace(MISSING, rank=3)
+    found = diagnosis_of(*VICTIMS, RankStatus(1, "silent", collectives=recent), late, mesh=mesh)
+    assert found.ranks == (1, 3)
+    assert found.text.startswith("rank 1 did not answer")
+    assert "rank 3 did not issue all_reduce of float32 [4096] for REDUCE(17)" in found.text
+
+
 def test_many_ranks_are_not_all_listed():
     mesh = Mesh(dp_replicate=200)
     found = diagnosis_of(*(waits(rank, issued(1)) for rank in range(1, 200)), RankStatus(0), mesh=mesh)

@@ -1,6 +1,9 @@
 """Diagnostics: three parts each, all at once, and the most similar known name."""
 
 import inspect
+import os
+import re
+import socket
 
 import pytest
 
@@ -9,6 +12,7 @@ from meshwright.plan.job.errors import (
     PlanError,
     collect_diagnostics,
     raise_diagnostics,
+    refuse_special_files,
     suggest_choice,
     suggest_name,
 )
@@ -56,3 +60,24 @@ def test_diagnostics_are_collected_and_results_are_returned():
     assert collect_diagnostics(diagnostics, half, 4) == 2
     assert collect_diagnostics(diagnostics, half, 3) is None
     assert [diagnostic.problem for diagnostic in diagnostics] == ["before", "3 is odd"]
+
+
+def test_pipes_sockets_and_folders_in_place_of_files_are_refused_together(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the address of a socket is short
+    os.mkfifo("pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind("socket")
+    paths = [tmp_path / name for name in ("pipe", "file", "absent", "link", "folder", "socket")]
+    with pytest.raises(PlanError) as refused:
+        refuse_special_files(paths, "name a file")
+    assert [re.sub(r".*/(\w+): ", r"\1: ", line) for line in str(refused.value).splitlines()] == [
+        "pipe: this is a named pipe; needed is a regular file",
+        "  repair: name a file",
+        "folder: this is a folder; needed is a regular file",
+        "  repair: name a file",
+        "socket: this is a socket; needed is a regular file",
+        "  repair: name a file",
+    ]

@@ -2,6 +2,7 @@
 checkpoint.
 """
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,8 @@ import pytest
 from meshwright.api import parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
-from meshwright.run.checkpoint.manifest import MANIFEST_FILE
-from meshwright.run.checkpoint.resume import ResumeResult, resume
+from meshwright.run.checkpoint.manifest import MANIFEST_FILE, Json, seal_json
+from meshwright.run.checkpoint.resume import ResumeResult, check_checkpoints_usable, resume
 from meshwright.testing.ranks import run_on_threads
 from tests.run.checkpoint.awkward_states import names
 from tests.run.checkpoint.test_distributed_verification import FILES, flip, read_since
@@ -88,6 +89,46 @@ def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_found_damaged(file: s
     assert notes[1].startswith(
         f"skipped step-00000012: {file}: " if file != MANIFEST_FILE else "skipped step-00000012: "
     )
+
+
+def edit_meta(path: Path, **values: Json) -> None:
+    """Replaces values of `meta` in the manifest of the checkpoint at `path`, and seals it anew."""
+    body = json.loads((path / MANIFEST_FILE).read_text())
+    body["meta"] |= values
+    (path / MANIFEST_FILE).write_text(seal_json(body))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("plan", 5, "meta.plan is a number; needed is an object"),
+        ("plan", {"strategies": 5}, "meta.plan.strategies is not a list of objects with a name"),
+        ("plan", {"strategies": [{"name": []}]}, "meta.plan.strategies is not a list of objects"),
+        ("data", None, "meta.data is null; needed is a string"),
+        ("eval_history", [], "meta.eval_history is a list; needed is an object"),
+        ("reduction_transports", {"dp_replicate": 1}, "meta.reduction_transports holds other values"),
+    ],
+)
+def test_a_checkpoint_with_valid_checksums_and_a_meta_of_wrong_types_is_passed_over(
+    key: str, value: Json, reason: str, small_run: SmallRun
+):
+    edit_meta(small_run.at(12), **{key: value})
+    told = go_on(small_run)
+    assert told == [told[0]] * 3
+    assert isinstance(told[0], ResumeResult)
+    assert told[0].step == 8
+    assert told[0].notes[1].startswith(f"skipped step-00000012: {MANIFEST_FILE}: {reason}")
+
+
+def test_a_run_whose_only_checkpoint_has_a_meta_of_wrong_types_is_refused_before_ranks_start(
+    small_run: SmallRun,
+):
+    shutil.rmtree(small_run.at(4))
+    shutil.rmtree(small_run.at(8))
+    check_checkpoints_usable(small_run.plan)
+    edit_meta(small_run.at(12), plan="text")
+    with pytest.raises(PlanError, match=r"meta\.plan is a string; needed is an object"):
+        check_checkpoints_usable(small_run.plan)
 
 
 def test_when_every_checkpoint_is_damaged_all_ranks_say_so(small_run: SmallRun):

@@ -66,6 +66,9 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path):
         PlanError, match=r"not valid UTF-8\n  repair: save it as UTF-8; the byte at position 2"
     ):
         read_request(tmp_path / "latin.toml", (), KNOWN)
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(PlanError, match=r"this is a named pipe; needed is a regular file\n.*a TOML file"):
+        read_request(tmp_path / "pipe.toml", (), KNOWN)
 
 
 def test_sources_are_relative_to_the_file_and_become_absolute(tmp_path, monkeypatch):

@@ -11,7 +11,9 @@ from pathlib import Path
 import psutil
 
 from meshwright.run.launch import local_launcher as launch_module
+from meshwright.run.launch.failure_record import failure_path
 from meshwright.run.launch.local_launcher import FirstFailure, LaunchResult, LaunchTimeouts, launch_ranks
+from meshwright.run.launch.run_folder import Attempt, claim_run_folder
 
 ENV = {**os.environ, "PYTHONPATH": str(Path(launch_module.__file__).parents[3])}
 ENV = {
@@ -28,10 +30,14 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.failure_record import record_failure
 
 rank, world, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
+attempt_folder = Path(os.environ["MESHWRIGHT_ATTEMPT"])
 
 def until(*names):
     while not all((folder / name).exists() for name in names):
         time.sleep(0.01)
+
+def until_recorded(*ranks):
+    until(*(attempt_folder / "failures" / f"rank-{other}.json" for other in ranks))
 
 def say(word, text=""):
     part = folder / f"part-{word}-{rank}"
@@ -49,20 +55,27 @@ def for_ever():
     while True:
         time.sleep(0.01)
 
-with record_failure(rank, folder, int(os.environ["MESHWRIGHT_LIFELINE"])) as progress:
+with record_failure(rank, attempt_folder, int(os.environ["MESHWRIGHT_LIFELINE"])) as progress:
 """
 PARENT = """
 import json, os, sys
 from dataclasses import asdict
 from pathlib import Path
 from meshwright.run.launch.local_launcher import LaunchTimeouts, launch_ranks
+from meshwright.run.launch.run_folder import claim_run_folder
 
 folder = Path(sys.argv[1])
 command = [str(folder / "child.py"), str(folder)]
-outcome = launch_ranks(command, 3, folder, os.environ, LaunchTimeouts(**json.loads(sys.argv[2])))
+with claim_run_folder(folder) as attempt:
+    outcome = launch_ranks(command, 3, attempt, os.environ, LaunchTimeouts(**json.loads(sys.argv[2])))
 (folder / "outcome.json").write_text(json.dumps(asdict(outcome)))
 sys.exit(outcome.exit_code)
 """
+
+
+def first_failure_path(folder: Path, rank: int) -> Path:
+    """The file in which `rank` records a failure in the first attempt in `folder`."""
+    return failure_path(Attempt(folder, 1).folder, rank)
 
 
 def write_child(folder: Path, body: str) -> list[str]:
@@ -77,7 +90,10 @@ def run(
     """Returns how three ranks end that run `body`; afterwards no process of any rank that said where it
     was is left.
     """
-    outcome = launch_ranks(write_child(folder, body), WORLD, folder, env or ENV, limits or LaunchTimeouts())
+    with claim_run_folder(folder) as attempt:
+        outcome = launch_ranks(
+            write_child(folder, body), WORLD, attempt, env or ENV, limits or LaunchTimeouts()
+        )
     assert_all_ended([[int(pid) for pid in path.read_text().split()] for path in folder.glob("here-*")])
     return outcome
 

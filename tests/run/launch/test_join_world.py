@@ -7,9 +7,10 @@ import torch
 
 from meshwright.comm.collectives.group import World
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.sharding.mesh import Mesh
+from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.launch.cluster_env import RankEnv
-from meshwright.run.launch.join_world import _gpu, check_same_plan, join_world
+from meshwright.run.launch.join_world import _gpu, check_same_plan, claim_on_rank_0, join_world
+from meshwright.run.launch.run_folder import claim_run_folder
 from meshwright.testing.ranks import run_on_threads
 from tests.tiny_model import analyzed_model, plan_of
 
@@ -55,3 +56,27 @@ def test_ranks_with_another_plan_or_another_folder_are_named_on_all_ranks():
         == ["rank 1 was started with another plan or [run] than rank 0"] * 3
     )
     assert run_on_threads(lambda world: check_same_plan(world, plan), mesh, timeout_s=60) == [None] * 3
+
+
+def test_all_ranks_learn_the_attempt_that_rank_0_claimed(tmp_path):
+    def start(world: World) -> int:
+        with claim_on_rank_0(world, tmp_path) as attempt:
+            assert (attempt.folder / "owner.json").is_file()
+            world.group(AXES).barrier()
+            return attempt.number
+
+    assert run_on_threads(start, Mesh(dp_replicate=3), timeout_s=60) == [1] * 3
+    assert not (tmp_path / "attempts").exists()
+
+
+def test_a_folder_that_another_run_holds_is_refused_on_all_ranks(tmp_path):
+    def start(world: World) -> str:
+        with pytest.raises(PlanError) as refused, claim_on_rank_0(world, tmp_path):
+            pytest.fail("the folder is held")
+        return str(refused.value)
+
+    with claim_run_folder(tmp_path):
+        told = run_on_threads(start, Mesh(dp_replicate=3), timeout_s=60)
+    assert told == [told[0]] * 3
+    assert "another run trains in this folder: attempt 1" in told[0]
+    assert "repair: wait until it has ended" in told[0]

@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshwright.run.launch.failure_record import FailureRecord, failure_path
 from meshwright.run.launch.local_launcher import LaunchResult
-from tests.run.launch.rank_scripts import ENV, PATIENT, run
+from tests.run.launch.rank_scripts import ENV, PATIENT, first_failure_path, run
 
 
 def test_ranks_get_their_rank_variables_and_log_files(tmp_path, capfd):
@@ -32,7 +31,7 @@ print("to stderr", file=sys.stderr)
     for rank, text in enumerate([said[0].out, *said[1:]]):
         assert text.split()[:8] == [str(rank), str(rank), "3", "3", "5", loopback, store, "True"]
         assert rank == 0 or text.endswith("to stderr\n")
-    assert not (tmp_path / "failures").exists()
+    assert not (tmp_path / "attempts").exists()
     assert not (tmp_path / "logs" / "rank-0.log").exists()
 
 
@@ -64,7 +63,7 @@ for_ever()
     assert "failure_record.py" not in outcome.failure.text
     assert capfd.readouterr() == ("", "")
     assert (tmp_path / "logs" / "rank-1.log").read_text() == ""
-    record = json.loads(failure_path(tmp_path, 1).read_text())
+    record = json.loads(first_failure_path(tmp_path, 1).read_text())
     assert (record["kind"], record["type"], record["message"]) == ("error", "ValueError", "a bad batch")
 
 
@@ -72,7 +71,7 @@ def test_the_cause_is_shown_although_its_consequences_were_written_first(tmp_pat
     body = """
 if rank != 1:
     raise RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345")
-until("failures/rank-0.json", "failures/rank-2.json")
+until_recorded(0, 2)
 raise KeyError("the cause")
 """
     outcome = run(tmp_path, body, PATIENT)
@@ -81,7 +80,7 @@ raise KeyError("the cause")
     assert "KeyError: 'the cause'" in outcome.failure.text
     assert "Connection closed" not in outcome.failure.text
     assert outcome.failure.text.endswith(
-        f"the other ranks reported: {failure_path(tmp_path, 0)}, {failure_path(tmp_path, 2)}"
+        f"the other ranks reported: {first_failure_path(tmp_path, 0)}, {first_failure_path(tmp_path, 2)}"
     )
 
 
@@ -89,7 +88,7 @@ def test_of_two_causes_the_earlier_is_shown(tmp_path):
     body = """
 if rank == 2:
     raise ValueError("first")
-until("failures/rank-2.json")
+until_recorded(2)
 raise ValueError("second")
 """
     assert "first" in run(tmp_path, body).failure.text
@@ -122,7 +121,7 @@ for_ever()
         "rank 1 was killed by signal 9 (Killed)\nif no user did this, the system did, because memory ran out"
     )
     assert f"the end of {tmp_path / 'logs' / 'rank-1.log'}:\nthe last words" in outcome.failure.text
-    assert outcome.failure.text.endswith(f"the other ranks reported: {failure_path(tmp_path, 0)}")
+    assert outcome.failure.text.endswith(f"the other ranks reported: {first_failure_path(tmp_path, 0)}")
 
 
 def test_a_crash_in_native_code_shows_the_python_line(tmp_path):
@@ -148,10 +147,13 @@ def test_a_request_that_cannot_work_is_its_message_alone(tmp_path):
     assert outcome.failure.text == "mesh.tp: 5 ranks\n  repair: use 6"
 
 
-def test_failures_of_an_earlier_attempt_do_not_count(tmp_path):
-    FailureRecord(7, 0.0, "error", "ValueError", "old", "old").write(tmp_path)
+def test_failures_of_an_earlier_attempt_stay_and_do_not_count(tmp_path):
+    assert run(tmp_path, 'if rank == 1:\n    raise ValueError("old")').exit_code == 1
     assert run(tmp_path, "pass") == LaunchResult(0)
-    assert not failure_path(tmp_path, 7).exists()
+    outcome = run(tmp_path, 'if rank == 2:\n    raise ValueError("new")')
+    assert "ValueError: new" in outcome.failure.text
+    assert "old" not in outcome.failure.text
+    assert "ValueError: old" in first_failure_path(tmp_path, 1).read_text()
 
 
 def test_what_ranks_started_ends_with_them(tmp_path):
@@ -164,11 +166,15 @@ os._exit(rank)
 
 
 def test_a_failure_that_cannot_be_written_is_in_the_log(tmp_path):
-    (tmp_path / "failures").touch()
-    text = run(tmp_path, 'if rank == 1:\n    raise ValueError("unheard")').failure.text
+    body = """
+if rank == 1:
+    (attempt_folder / "failures").touch()
+    raise ValueError("unheard")
+"""
+    text = run(tmp_path, body).failure.text
     assert "rank 1 ended with exit code 1 without recording an error" in text
     assert "ValueError: unheard" in text
-    assert f"This could not be written to {failure_path(tmp_path, 1)}" in text
+    assert f"This could not be written to {first_failure_path(tmp_path, 1)}" in text
 
 
 def test_handlers_of_the_caller_come_back_and_a_failed_start_leaves_nothing(tmp_path):
@@ -206,7 +212,8 @@ dist.all_reduce(ones)
     assert outcome.exit_code == 1
     assert outcome.failure.rank == 1
     assert "ArithmeticError: the sum was 3.0" in outcome.failure.text
-    kinds = {json.loads(path.read_text())["kind"] for path in (tmp_path / "failures").glob("rank-[02].json")}
+    others = [first_failure_path(tmp_path, rank) for rank in (0, 2)]
+    kinds = {json.loads(path.read_text())["kind"] for path in others if path.exists()}
     assert kinds == {"lost_peer"}
 
 
@@ -232,9 +239,7 @@ def test_a_report_of_who_did_not_come_is_shown_once_and_without_a_traceback(tmp_
 
 
 def test_an_error_of_a_rank_itself_goes_before_a_report(tmp_path):
-    body = (
-        WAITS + 'if rank == 1:\n    until("failures/rank-0.json")\n    raise KeyError("the cause")\nin_vain()'
-    )
+    body = WAITS + 'if rank == 1:\n    until_recorded(0)\n    raise KeyError("the cause")\nin_vain()'
     assert "KeyError: 'the cause'" in run(tmp_path, body, PATIENT).failure.text
 
 

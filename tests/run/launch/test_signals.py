@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 
 from meshwright.run.launch.local_launcher import launch_ranks
+from meshwright.run.launch.run_folder import Attempt
 from meshwright.run.launch.signals import InterruptHandler, raise_if_interrupted, stop_flag
 
 
@@ -33,7 +34,7 @@ def test_a_swallowed_one_keeps_ranks_from_starting(handler, tmp_path):
     with suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        launch_ranks(["-c", "print('started')"], 1, tmp_path, {})
+        launch_ranks(["-c", "print('started')"], 1, Attempt(tmp_path, 1), {})
     assert not (tmp_path / "logs").exists()
 
 

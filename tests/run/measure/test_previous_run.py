@@ -3,6 +3,7 @@ of a message.
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
         read_previous_run(folder)
     (folder / "run_info.json").write_text("{")
     with pytest.raises(PlanError, match="the file cannot be read"):
+        read_previous_run(folder)
+    os.mkfifo(folder / "metrics.jsonl")
+    with pytest.raises(PlanError, match=r"metrics\.jsonl: this is a named pipe; needed is a regular file"):
         read_previous_run(folder)
 
 

@@ -1,5 +1,6 @@
 """device.toml: round trip, and all errors of a file at once."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,12 @@ def test_a_profile_that_has_answered_is_written_as_one_that_has_not(tmp_path: Pa
     found = profile()
     found.matmul_seconds(8, 8, 8)
     assert write_profile(found, tmp_path / "a.toml") == write_profile(profile(), tmp_path / "b.toml")
+
+
+def test_a_pipe_in_place_of_the_file_is_refused(tmp_path: Path):
+    os.mkfifo(tmp_path / "device.toml")
+    with pytest.raises(PlanError, match=r"this is a named pipe; needed is a regular file\n.*bench device"):
+        read_profile(tmp_path / "device.toml")
 
 
 def test_every_error_of_a_file_is_reported_at_once(tmp_path: Path):

@@ -5,8 +5,10 @@ channel by channel (a channel is a group, or one rank sending to another), and t
 is the answer:
 
     exited          a rank failed or ended by itself: its error and its source line
-    dead            a process ended without a report: killed, aborted
     disagreement    the k-th collective of a group differs between ranks: who issued what, from which line
+    dead            a process ended without a report: killed, aborted
+    unresponsive    a rank that does not answer, although it has issued what the others wait for: stopped,
+                    held by native code, or on a host that is out of reach
     missing         a rank has issued fewer than k: where it is instead; in a chain of waits, the last rank
     cycle           every missing rank waits for another of them
     (nothing)       all ranks arrived and agree: the backend, or the network, failed
@@ -62,12 +64,15 @@ def diagnose_hang(statuses: Mapping[int, RankStatus], mesh: Mesh) -> HangReport:
     if gone:
         return _report_dead(gone, incomplete, statuses)
     roots = _root_ranks(incomplete, statuses)
+    unresponsive = tuple(rank for rank in sorted(statuses) if statuses[rank].is_unresponsive)
+    if not set(unresponsive) <= set(roots):
+        return _report_unresponsive(unresponsive, roots, incomplete, statuses)
     if roots:
         return _report_missing(roots, incomplete, statuses)
     if any(each.missing for each in incomplete):
         return _report_deadlock([each for each in incomplete if each.missing])
     text = (
-        "every rank that answered issued the same collective; the backend or the network did not complete it"
+        "every rank answered and issued the same collective; the backend or the network did not complete it"
     )
     fix = (
         "read the backend's error message below, and check the network between the hosts (`meshwright "
@@ -183,6 +188,24 @@ def _report_mismatch(mismatch: Mapping[int, IssuedCollective], gone: list[RankSt
     ]
     fix = "every rank must issue the same collectives, on tensors of one shape and dtype, in the same order"
     return HangReport("\n".join(lines), odd, fix)
+
+
+def _report_unresponsive(
+    unresponsive: tuple[int, ...],
+    roots: tuple[int, ...],
+    incomplete: list[IncompleteCollective],
+    statuses: Mapping[int, RankStatus],
+) -> HangReport:
+    lines = [_describe_location(statuses[rank]) for rank in unresponsive[:MAX_SHOWN_RANKS]]
+    lines[-1] += _describe_waiters(incomplete, *unresponsive)
+    others = tuple(rank for rank in roots if rank not in unresponsive)
+    lines += [_describe_missing(each) for each in incomplete if set(each.missing) & set(others)]
+    lines += [_describe_location(statuses[rank]) for rank in others[:MAX_SHOWN_RANKS]]
+    fix = (
+        f"find out why {_ranks_text(unresponsive)} did not answer: continue a stopped process (kill -CONT "
+        "PID), look at its host and its log"
+    )
+    return HangReport("\n".join(lines), (*unresponsive, *others), fix)
 
 
 def _report_missing(

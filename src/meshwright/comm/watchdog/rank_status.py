@@ -58,6 +58,11 @@ class RankStatus:
     is_root_cause: bool = False
     time_s: float = 0.0
 
+    @property
+    def is_unresponsive(self) -> bool:
+        """Whether its process may still run, and its watchdog did not answer."""
+        return self.condition in ("silent", "stopped")
+
     def to_json(self) -> str:
         """Returns the status as JSON."""
         return json.dumps(asdict(self))

@@ -7,6 +7,7 @@ all messages.
 """
 
 import re
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,33 @@ def refuse_write_errors(what: str, path: Path, fix: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise PlanError(f"{what} cannot be written: {error.strerror}", fix=fix, location=str(path)) from error
+
+
+def refuse_special_files(paths: Iterable[Path], fix: str) -> None:
+    """Raises a `PlanError` with `fix` for those of `paths` that exist and are no regular files.
+
+    Opening a pipe waits until another process opens its other end; folders, sockets and devices hold no file.
+    """
+    raise_diagnostics(
+        Diagnostic(f"this is {kind}; needed is a regular file", fix, str(path))
+        for path in paths
+        if (kind := _special_kind(path))
+    )
+
+
+def _special_kind(path: Path) -> str:
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return ""  # whoever opens it says why it cannot be opened
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    return kinds.get(stat.S_IFMT(mode), "")
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:

@@ -28,7 +28,13 @@ from meshwright.run.checkpoint.distributed_verification import (
     newest_valid_on_all_ranks,
     verify_checkpoint,
 )
-from meshwright.run.checkpoint.manifest import CheckpointError, Manifest, read_manifest
+from meshwright.run.checkpoint.manifest import (
+    DAMAGED_FIX,
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    read_manifest,
+)
 from meshwright.run.checkpoint.sizes_and_checksums import check_sizes
 from meshwright.run.data.eval_samples import EvalHistory
 
@@ -37,6 +43,10 @@ MODEL_PREFIXES = (
     "model/",
     "buffer/",
 )  # these must match the model; the rest depends on the plan
+META_TYPES: dict[str, type] = {
+    **{"plan": dict, "plan_hash": str, "data": str, "torch": str},
+    **{"eval_history": dict, "reduction_transports": dict},
+}
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,7 @@ def check_checkpoints_usable(plan: Plan) -> None:
         try:
             manifest = read_manifest(path)
             check_sizes(path, manifest.files)
+            check_meta(manifest, path)
             theirs = {
                 name: entry.shape for name, entry in manifest.entries.items() if name.startswith("model/")
             }
@@ -125,7 +136,7 @@ def _find_newest(
     folder: Path, executor: Executor, consensus: RankConsensus, notes: list[str]
 ) -> Manifest | None:
     path, manifest, rejected = newest_valid_on_all_ranks(
-        folder, consensus, lambda manifest, path: check_model(manifest, executor, path)
+        folder, consensus, lambda manifest, path: _check_resumable(manifest, executor, path)
     )
     notes += [
         f"skipped {bad.name}: {why.replace(f'{bad}/', '').removeprefix(f'{bad}: ')}" for bad, why in rejected
@@ -159,7 +170,7 @@ def _find_requested(folder: Path, executor: Executor, consensus: RankConsensus, 
 
     consensus.gather_or_raise("looking for a checkpoint", require_folder)
     return verify_checkpoint(
-        path, consensus, lambda manifest, path: check_model(manifest, executor, path), step
+        path, consensus, lambda manifest, path: _check_resumable(manifest, executor, path), step
     )
 
 
@@ -173,6 +184,40 @@ def checkpoint_names(folder: Path) -> str:
         )
         or "none"
     )
+
+
+def _check_resumable(manifest: Manifest, executor: Executor, path: Path) -> None:
+    check_meta(manifest, path)
+    check_model(manifest, executor, path)
+
+
+def check_meta(manifest: Manifest, path: Path) -> None:
+    """Raises CheckpointError unless `meta` in the `manifest` of the checkpoint in `path` is what a run saves.
+
+    Checksums do not show this: whoever edits a manifest can compute its checksum. A key may be absent.
+    """
+    meta: Mapping[str, Any] = manifest.meta
+    wrong = [
+        f"meta.{key} is {_json_type(meta[key])}; needed is {_json_type(kind())}"
+        for key, kind in META_TYPES.items()
+        if key in meta and type(meta[key]) is not kind
+    ]
+    if not wrong:
+        tables = meta.get("plan", {}).get("strategies", [])
+        named = type(tables) is list and all(
+            type(table) is dict and type(table.get("name")) is str for table in tables
+        )
+        wrong += [] if named else ["meta.plan.strategies is not a list of objects with a name"]
+        transports = meta.get("reduction_transports", {}).values()
+        texts = all(type(transport) is str for transport in transports)
+        wrong += [] if texts else ["meta.reduction_transports holds other values than strings"]
+    if wrong:
+        raise CheckpointError("; ".join(wrong), fix=DAMAGED_FIX, location=f"{path}/{MANIFEST_FILE}")
+
+
+def _json_type(value: object) -> str:
+    names: dict[type, str] = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
 
 
 def check_model(manifest: Manifest, executor: Executor, path: Path) -> None:

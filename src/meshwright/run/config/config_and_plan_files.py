@@ -56,6 +56,7 @@ from meshwright.plan.job.errors import (
     PlanError,
     collect_diagnostics,
     raise_diagnostics,
+    refuse_special_files,
     refuse_write_errors,
     suggest_name,
 )
@@ -314,6 +315,7 @@ def _parse(path: Path) -> dict[str, Any]:
         raise PlanError(
             "this is a folder; needed is a TOML file", fix=f"name a file in it: {names}", location=where
         )
+    refuse_special_files([path], "name a TOML file; write what a pipe delivers into a file first")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:

@@ -7,5 +7,6 @@ scheduler_scripts     job files for SLURM, Kubernetes and torchrun
 join_world            joins this process to the other ranks
 local_launcher        starts and watches the ranks of this machine
 network_interfaces    network interfaces of this host
+run_folder            claims the folder of a run: one attempt at a time
 signals               SIGTERM, SIGINT, SIGUSR1: the flag that stops a run after a step; Ctrl-C before it
 """

@@ -33,6 +33,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from pathlib import Path
 from zlib import crc32
 
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
@@ -104,8 +105,8 @@ class LauncherEnv:
 class RankEnv:
     """This process as one rank of a job.
 
-    Ranks of our own launcher meet through the file `store_path`; under any other launcher, `launcher_env`
-    says where.
+    Ranks of our own launcher meet through the file `store_path`, and record failures in `attempt_folder`;
+    under any other launcher, `launcher_env` says where they meet, and rank 0 claims the attempt.
     """
 
     rank: int
@@ -114,6 +115,7 @@ class RankEnv:
     store_path: str | None = None
     lifeline_fd: int | None = None
     launcher_env: LauncherEnv | None = None
+    attempt_folder: Path | None = None
 
 
 @dataclass(frozen=True)

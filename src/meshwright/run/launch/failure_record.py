@@ -4,9 +4,10 @@ When one rank fails, its peers fail next, inside a collective, with a message ab
 terminal full of such messages hides the one that matters. So no rank prints its own failure:
 `record_failure` writes it to a file,
 
-    failures/rank-1.json    {"rank": 1, "kind": "error", "step": 12, "phase": "backward", "traceback": ...}
+    attempts/0003/failures/rank-1.json    {"rank": 1, "kind": "error", "step": 12, "phase": "backward", ...}
 
-with one of four kinds, and the launcher shows the first that is not the consequence of another:
+in the folder of the attempt: the ranks of an earlier attempt may still be ending. A record has one of four
+kinds, and the launcher shows the first that is not the consequence of another:
 
     error        an exception of this rank
     hang         a collective that did not complete, with its hang report: shown when no rank has an error
@@ -36,10 +37,14 @@ PEER_TYPE = "DistError"
 
 @dataclass
 class RankProgress:
-    """The step and phase of a rank: set by the training loop, named in the record of a failure."""
+    """The step and phase of a rank: set by the training loop, named in the record of a failure.
+
+    `attempt_folder` is set by a rank that learns only after its start which attempt it belongs to.
+    """
 
     step: int | None = None
     phase: str = ""
+    attempt_folder: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -86,9 +91,10 @@ def record_failure(
 ) -> Iterator[RankProgress]:
     """Runs the body of one rank and records an exception; yields the RankProgress to update.
 
-    An exception in the body is written to `folder`/failures and ends the process with code 1, without output
-    on the terminal. With `lifeline_fd` the process ends when the launching process is gone. `show` is for a
-    rank whose launcher reads no records: it is called with the text of a failure, and a PlanError is raised.
+    An exception in the body is written to `folder`/failures (`folder` is that of the attempt) and ends the
+    process with code 1, without output on the terminal. With `lifeline_fd` the process ends when the
+    launching process is gone. `show` is for a rank whose launcher reads no records: it is called with the
+    text of a failure, and a PlanError is raised.
     """
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)  # a crash in native code leaves the Python line in the log
@@ -100,7 +106,7 @@ def record_failure(
     except Exception as error:
         if show is not None and isinstance(error, PlanError):
             raise
-        record = _record(rank, error, progress)
+        record, folder = _record(rank, error, progress), progress.attempt_folder or folder
         try:
             record.write(folder)
         except OSError as unwritable:  # a full disk, say: then the terminal is better than silence

@@ -1,10 +1,14 @@
 """Joins this process to the other ranks, whoever started them, on its device."""
 
+import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,11 +16,12 @@ from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
-from meshwright.plan.job.errors import PlanError
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
 from meshwright.plan.job.timeouts import WaitLimits
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import AXES, Mesh
 from meshwright.run.launch.cluster_env import LauncherEnv, RankEnv
+from meshwright.run.launch.run_folder import Attempt, claim_run_folder
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +99,37 @@ def _rendezvous_address(place: LauncherEnv | None) -> RendezvousEndpoint:
         is_single_host=place.is_single_host,
         job_id=place.job_id,
     )
+
+
+@contextmanager
+def claim_on_rank_0(world: World, folder: Path) -> Iterator[Attempt]:
+    """Yields the attempt by which rank 0 holds `folder`, the run's, until the body ends; all ranks enter it.
+
+    Raises the PlanError of rank 0 on every rank when the folder cannot be claimed.
+    """
+    with ExitStack() as stack:
+        answer: dict[str, Any] = {}
+        if world.rank == 0:
+            try:
+                answer["number"] = stack.enter_context(claim_run_folder(folder)).number
+            except PlanError as error:  # raised below, on all ranks
+                answer["diagnostics"] = [asdict(diagnostic) for diagnostic in error.diagnostics]
+        answer = json.loads(_broadcast_text(world, json.dumps(answer)))
+        raise_diagnostics(Diagnostic(**each) for each in answer.get("diagnostics", ()))
+        yield Attempt(folder, answer["number"])
+
+
+def _broadcast_text(world: World, text: str) -> str:
+    """Returns the ASCII `text` of rank 0 on every rank."""
+    group = world.group(AXES)
+    num_letters = torch.tensor([len(text)], device=world.device)
+    group.broadcast(num_letters, action="START").wait()
+    letters = torch.zeros(int(num_letters.item()), dtype=torch.uint8)
+    if world.rank == 0:
+        letters = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
+    letters = letters.to(world.device)
+    group.broadcast(letters, action="START").wait()
+    return bytes(letters.tolist()).decode("ascii")
 
 
 def check_same_plan(world: World, plan: Plan) -> None:

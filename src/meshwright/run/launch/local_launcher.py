@@ -42,6 +42,7 @@ from typing import BinaryIO
 from meshwright.plan.hardware.device_specs import available_cores
 from meshwright.run.launch.failure_record import FailureRecord, describe_failure, failure_path, read_failures
 from meshwright.run.launch.parent_death import lifeline
+from meshwright.run.launch.run_folder import Attempt
 from meshwright.run.launch.signals import raise_if_interrupted
 
 PREFIX, LOCK = "meshwright-", "lock"
@@ -108,7 +109,7 @@ class LaunchResult:
     killed_ranks: tuple[int, ...] = ()
 
 
-LocalLauncher = Callable[[list[str], int, Path], LaunchResult]  # arguments of the command, ranks, run folder
+LocalLauncher = Callable[[list[str], int, Attempt], LaunchResult]  # arguments of the command, ranks, attempt
 
 
 class RanksFailed(Exception):
@@ -143,25 +144,24 @@ class _Rank:
 def launch_ranks(
     child_argv: Sequence[str],
     world: int,
-    folder: Path,
+    attempt: Attempt,
     env: Mapping[str, str],
     timeouts: LaunchTimeouts | None = None,
 ) -> LaunchResult:
     """Starts `world` processes of `python child_argv...` and returns how they ended; none of them, nor their
     children, is left.
 
-    Every rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store and the
-    lifeline.
+    Every rank finds in its environment, besides `env`: RANK, LOCAL_RANK, WORLD_SIZE, the store, the lifeline
+    and the folder of the attempt.
     """
     timeouts = timeouts or LaunchTimeouts()
-    _forget_failures(folder)
     ranks: list[_Rank] = []
     raise_if_interrupted()
     with temporary_folder() as private, lifeline() as lifeline_fd, _signals() as received:
         try:
             for rank in range(world):
-                variables = _environment(env, rank, world, private / "store", lifeline_fd)
-                ranks.append(_start(child_argv, rank, folder, variables, lifeline_fd))
+                variables = _environment(env, rank, world, private / "store", lifeline_fd, attempt)
+                ranks.append(_start(child_argv, rank, attempt.run_folder, variables, lifeline_fd))
             killed = _watch(ranks, received, timeouts)
         finally:
             for each in ranks:
@@ -169,11 +169,11 @@ def launch_ranks(
                     _kill_group(each.process.pid)
             for each in ranks:
                 each.process.wait()
-    return _outcome(ranks, killed, received, folder)
+    return _outcome(ranks, killed, received, attempt.folder)
 
 
 def _environment(
-    env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int
+    env: Mapping[str, str], rank: int, world: int, store: Path, lifeline_fd: int, attempt: Attempt
 ) -> dict[str, str]:
     defaults = {
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -182,6 +182,7 @@ def _environment(
     }
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     ours = {"MESHWRIGHT_STORE": str(store), "MESHWRIGHT_LIFELINE": str(lifeline_fd)}
+    ours["MESHWRIGHT_ATTEMPT"] = str(attempt.folder)
     return {**defaults, **env, **{key: str(value) for key, value in places.items()}, **ours}
 
 
@@ -304,12 +305,6 @@ def _guess_cause(each: _Rank) -> str:
         file.seek(each.log_start)
         lines = file.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join([text, f"the end of {each.log}:" if lines else f"{each.log} is empty", *lines])
-
-
-def _forget_failures(folder: Path) -> None:
-    """Removes the records of an earlier attempt in the same folder, which would be taken for this one's."""
-    for path in (folder / "failures").glob("rank-*.json"):
-        path.unlink()
 
 
 def _kill_group(pid: int) -> None:

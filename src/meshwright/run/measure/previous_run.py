@@ -19,7 +19,7 @@ from statistics import median
 from types import UnionType
 from typing import Any, NamedTuple
 
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics
+from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_special_files
 from meshwright.run.telemetry.chrome_trace import TRACE_FOLDER as TRACES
 from meshwright.run.telemetry.run_info import RUN_INFO_FILE as ABOUT
 
@@ -106,7 +106,10 @@ def read_previous_run(folder: Path) -> PreviousRun:
 
 def _text(path: Path, reason: str, diagnostics: list[Diagnostic]) -> str:
     try:
+        refuse_special_files([path], "name another run")
         return path.read_text(encoding="utf-8")
+    except PlanError as error:
+        diagnostics += error.diagnostics
     except FileNotFoundError:
         text = f"there is no {path.name} in it: {reason}"
         diagnostics.append(

@@ -16,7 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    raise_diagnostics,
+    refuse_special_files,
+    refuse_write_errors,
+)
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.run.config.toml_validation import SchemaCheck
 from meshwright.run.telemetry.atomic_write import replace_file
@@ -35,6 +41,7 @@ MeasurementsT = TypeVar("MeasurementsT", bound=Measurements)
 
 def read_toml(path: Path, fix: str) -> dict[str, Any]:
     """Returns the TOML document at `path`. Raises PlanError when there is none, with `fix` as the repair."""
+    refuse_special_files([path], fix)
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError as error:

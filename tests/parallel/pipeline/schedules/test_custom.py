@@ -2,6 +2,7 @@
 its place.
 """
 
+import os
 from pathlib import Path
 from textwrap import dedent
 
@@ -170,6 +171,9 @@ def test_a_function_gives_cells_or_an_order_for_any_counts(write):
 def test_a_file_that_is_not_there_or_cannot_run_is_refused(write, tmp_path):
     with pytest.raises(PlanError, match=r"absent\.csv cannot be read"):
         load_schedule(str(tmp_path / "absent.csv"), 1, 1)
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(PlanError, match=r"pipe\.csv: this is a named pipe; needed is a regular file"):
+        load_schedule(str(tmp_path / "pipe.csv"), 1, 1)
     with pytest.raises(PlanError, match=r"bad\.py raised SyntaxError"):
         load_schedule(f"{write('def f(:', 'bad.py')}:f", 1, 1)
 

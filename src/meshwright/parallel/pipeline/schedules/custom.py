@@ -42,7 +42,13 @@ from meshwright.parallel.pipeline.schedules.schedule import (
     VirtualStage,
     simulate,
 )
-from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
+from meshwright.plan.job.errors import (
+    Diagnostic,
+    PlanError,
+    raise_diagnostics,
+    refuse_special_files,
+    suggest_name,
+)
 
 CELL_PATTERN = re.compile(r"(\d+)([FBIW])(\d+)")
 DERIVED_CELL_PATTERN = re.compile(r"(\d+)(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
@@ -84,11 +90,12 @@ def _read_source(source: str, ranks: int, num_microbatches: int) -> Schedule | S
     path, _, function = source.rpartition(":")
     if path.endswith(".py"):
         return _call_function(Path(path), function, ranks, num_microbatches)
+    fix = "give the path of a CSV file with a row per rank, or of a function: file.py:function"
+    refuse_special_files([Path(source)], fix)
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
         rows = list(csv.reader(io.StringIO(text, newline="")))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        fix = "give the path of a CSV file with a row per rank, or of a function: file.py:function"
         raise PlanError(f"{source} cannot be read: {error}", fix=fix, location=SCHEDULE_KEY) from error
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
