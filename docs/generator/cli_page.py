@@ -24,6 +24,7 @@ INTRODUCTION = """Every command that takes a config also takes its keys as optio
 | 0 | done |
 | 1 | a rank failed, or a verdict is negative |
 | 2 | the request cannot work; the message says what to change |
+| 3 | the command itself failed, with a traceback: nothing was decided |
 | 130 | interrupted (Ctrl-C) |
 | 143 | stopped by SIGTERM or SIGUSR1, after a checkpoint |"""
 

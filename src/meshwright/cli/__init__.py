@@ -15,8 +15,8 @@ Any key of the config can be set after it: `--optimizer.lr 1e-3`. If a launcher 
 starts the command as one rank, it is that rank; otherwise it starts the local ranks itself. No other package
 reads the environment. torch is imported when a command runs, not for `--help`.
 
-Exit codes: 0 done; 1 a rank failed or a comparison failed; 2 the plan cannot work; 130 after Ctrl-C; 143
-after SIGTERM.
+Exit codes: 0 done; 1 a rank failed or a comparison failed; 2 the plan cannot work; 3 the command itself
+failed, with a traceback; 130 after Ctrl-C; 143 after SIGTERM.
 
     report_export_import       report, export, import, convert
     bench                      bench network, bench device
@@ -36,6 +36,7 @@ import typer
 
 from meshwright import __version__
 from meshwright.cli import bench, launch_and_doctor, plan_inspect_verify_train, report_export_import
+from meshwright.cli.error_output import UNFORESEEN_ERROR_EXIT_CODE, show_unforeseen_error
 from meshwright.cli.search import register_search
 
 HELP = """Train any PyTorch model on any number of devices, and verify that it computes what one device would.
@@ -74,3 +75,6 @@ def main() -> None:
         app(standalone_mode=True)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except Exception:
+        show_unforeseen_error()
+        sys.exit(UNFORESEEN_ERROR_EXIT_CODE)

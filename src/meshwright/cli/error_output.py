@@ -13,6 +13,7 @@ from rich.console import Console
 from meshwright.plan.job.errors import PlanError
 from meshwright.run.launch.local_launcher import LaunchResult, RanksFailed
 
+UNFORESEEN_ERROR_EXIT_CODE = 3  # 1 is a negative verdict or a failed rank
 # paths and messages may have brackets, which are no markup
 console = Console(highlight=False, markup=False)
 errors = Console(stderr=True, highlight=False, markup=False)
@@ -75,6 +76,15 @@ def show_failure(result: LaunchResult) -> None:
         print_error(result.failure.text)
     else:
         errors.print(result.failure.text, soft_wrap=True)
+
+
+def show_unforeseen_error() -> None:
+    """Prints the traceback of the exception that is handled, and says that it is no verdict."""
+    errors.print(traceback.format_exc().rstrip(), soft_wrap=True)
+    print_error(
+        "the command ended with an exception that it does not foresee: nothing was decided",
+        "if the last lines are of your own code, correct it; else report the config and these lines",
+    )
 
 
 def _own_frames(error: BaseException) -> str:
