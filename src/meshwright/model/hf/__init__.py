@@ -5,5 +5,6 @@ hub                 resolves hub ids to local folders, and pins revisions
 declared_tp_plan    what a transformers model declares: tensor-parallel plan, head, attention
 captured_outputs    tensors that transformers captures inside a block (router logits)
 peft_name_map       adapted models: names of base weights and adapters
+training_settings   turns off cache and checkpointing of a built model, and chooses its attention
 tokenizer_check     checks that the tokenizer fits the model's vocabulary
 """
