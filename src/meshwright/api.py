@@ -10,7 +10,6 @@ The command line calls the same functions; `meshwright.resolve_config` turns a c
 arguments.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +31,7 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
 from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.analysis.plan_for_model import plan_for_model
-from meshwright.model.loading.loader import Model, load_factory, with_weights
+from meshwright.model.loading.loader import Model, load_factory, load_module, with_weights
 from meshwright.model.loss.as_loss import LossInput, as_loss
 from meshwright.model.loss.loss_definition import Batch, check_loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
@@ -41,6 +40,7 @@ from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel, can_shard_vocab
@@ -84,9 +84,10 @@ def analyze(
     """
     if isinstance(model, AnalyzedModel):
         return model
-    name = type(model).__name__ if isinstance(model, nn.Module) else "model"
-    factory = (lambda: copy.deepcopy(model)) if isinstance(model, (nn.Module, Model)) else model
-    loaded = load_factory(factory, seed, name)
+    if isinstance(model, (nn.Module, Model)):
+        loaded = load_module(model, seed)
+    else:
+        loaded = load_factory(model, seed, "model")
     loaded = with_weights(loaded, Path(weights)) if weights else loaded
     stated = as_loss(loss) or find_model_loss(loaded, example_batch) or token_cross_entropy()
     return analyze_model(loaded, stated.prepare(example_batch), stated)
@@ -114,9 +115,11 @@ def default_strategies(mesh: Mesh, model_spec: ModelSpec) -> tuple[Strategy, ...
 
     dp_replicate and dp_shard split the batch; dp_replicate is DDP, dp_shard is ZeRO. tp is Megatron tensor
     parallelism, with vocabulary parallelism if the model allows it; pp is a 1F1B pipeline; cp is ring
-    attention.
+    attention. A model whose own activation checkpointing was on gets that of the plan.
     """
     strategies: tuple[Strategy, ...] = (Pipeline(),) if mesh.pp > 1 else ()
+    if model_spec.requests_checkpointing and len(model_spec.block_calls) > 1:
+        strategies += (ActivationCheckpointing(),)
     strategies += (TensorParallel(),) if mesh.tp > 1 else ()
     strategies += (VocabParallel(),) if mesh.tp > 1 and can_shard_vocab(model_spec, mesh.tp) else ()
     strategies += (RingAttention(),) if mesh.cp > 1 else ()

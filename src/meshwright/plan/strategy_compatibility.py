@@ -214,4 +214,8 @@ def global_batch_diagnostics(job: Job, sharding: ShardingPlan, micro_batch: int)
     loss_outputs = [output for output in sharding.model_spec.outputs if output.used_by_loss]
     if sharding.model_spec.needs_global_batch and not loss_outputs:
         text = "the loss of the whole batch uses none of the model's outputs"
-        yield Diagnostic(text, "compute it from the tensors that the forward returns", "loss")
+        yield Diagnostic(
+            text,
+            "compute it from the tensors that the forward returns, alone or in a tuple, dict or dataclass",
+            "loss",
+        )

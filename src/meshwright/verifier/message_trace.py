@@ -36,7 +36,7 @@ from meshwright.engine.runtime.rank_state import RankState, TrainedModule
 from meshwright.engine.step.executor import Executor
 from meshwright.model.loss.loss_definition import Batch, Loss
 from meshwright.model.rng.stateless_rng import DrawSites, StatelessRNG
-from meshwright.model.trial.fake_tensor_forward import depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import LossGuard
 from meshwright.plan.plan import Plan

@@ -1,5 +1,6 @@
 """Models that recompute their own blocks: exact where nothing is communicated, refused elsewhere."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,11 +8,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from meshwright.api import analyze, verify
+from meshwright.api import analyze, default_strategies, verify
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.data.zero import ZeRO
+from meshwright.parallel.memory.activation_checkpointing import ActivationCheckpointing
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.errors import PlanError
@@ -22,9 +25,19 @@ from tests.parallel.tensor.odd_llama import batches, llama, planned
 LAYERS = ("model.layers.0", "model.layers.1")
 
 
+class RecomputedLayer(LlamaDecoderLayer):
+    """A layer whose own code calls torch.utils.checkpoint, which no setting turns off."""
+
+    reentrant: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(super().forward, **kwargs), *args, use_reentrant=self.reentrant)
+
+
 def again(*, reentrant: bool) -> nn.Module:
     model: Any = llama()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for layer in model.model.layers:
+        layer.__class__, layer.reentrant = RecomputedLayer, reentrant
     return model
 
 
@@ -104,6 +117,29 @@ def test_a_block_recomputed_on_a_value_of_another_stage_is_refused_with_the_opti
     with pytest.raises(PlanError, match=said) as caught:
         verify(analyzed, plan, batches(1))
     assert "turn the model's own checkpointing off" in str(caught.value)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_checkpointing_of_transformers_is_left_to_the_strategy(reentrant: bool):
+    """Under tp its recomputation would repeat collectives: the setting is turned off, and the default
+    strategies recompute instead.
+    """
+    model: Any = llama()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    analyzed = analyze(model, batches(1)[0])
+    assert analyzed.model_spec.user_checkpointed_calls == ()
+    assert "own activation checkpointing is turned off" in analyzed.model_spec.notes[0]
+    assert model.is_activation_checkpointing
+    mesh = Mesh(tp=2)
+    strategies = default_strategies(mesh, analyzed.model_spec)
+    assert ActivationCheckpointing() in strategies
+    assert ActivationCheckpointing() not in default_strategies(
+        mesh, analyze(llama(), batches(1)[0]).model_spec
+    )
+    plan = planned(analyzed, mesh, strategies)[1]
+    assert {"F_CHECKPOINTED", "RECOMPUTE"} <= {action.kind for action in plan.actions}
+    verdict = verify(analyzed, plan, batches(2))
+    assert verdict.passed, verdict
 
 
 def test_models_without_checkpointing_have_no_user_checkpointed_calls():

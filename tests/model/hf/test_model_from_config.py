@@ -35,11 +35,10 @@ def test_a_folder_and_a_file_name_the_same_model(tmp_path: Path):
     assert shapes[0] == shapes[1]
 
 
-def test_parameters_are_float32_and_no_cache_is_kept(tmp_path: Path):
+def test_parameters_are_float32(tmp_path: Path):
     module = config_factory(written(tmp_path, LLAMA), {})()
     assert type(module).__name__ == "LlamaForCausalLM"
     assert {p.dtype for p in module.parameters()} == {torch.float32}
-    assert module.config.use_cache is False
 
 
 def test_a_config_is_read_without_a_model(tmp_path: Path):

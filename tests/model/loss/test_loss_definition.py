@@ -2,6 +2,8 @@
 number.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
@@ -13,7 +15,16 @@ from meshwright.model.loss.loss_definition import IGNORE_INDEX, Loss
 from meshwright.model.loss.token_cross_entropy import get_logits, token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from tests.engine.one_device import pair, sample_range
-from tests.tiny_model import analyzed_model, case_of, plan_of, tiny_job, token_samples, verdict_of
+from tests.tiny_model import (
+    VOCABULARY,
+    Tiny,
+    analyzed_model,
+    case_of,
+    plan_of,
+    tiny_job,
+    token_samples,
+    verdict_of,
+)
 
 LOGITS = torch.linspace(-2, 2, 2 * 3 * 5, dtype=torch.float64).view(2, 3, 5)
 LABELS = torch.tensor([[1, IGNORE_INDEX, 4], [IGNORE_INDEX, IGNORE_INDEX, 0]])
@@ -59,6 +70,34 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype):
 def test_logits_are_found_in_what_models_return():
     for outputs in (LOGITS, (LOGITS, None), [LOGITS], {"logits": LOGITS}, CausalLMOutput(logits=LOGITS)):
         assert get_logits(outputs) is LOGITS
+
+
+def test_logits_are_an_attribute_of_any_object_and_outputs_without_them_are_refused():
+    assert get_logits(SimpleNamespace(logits=LOGITS)) is LOGITS
+    with pytest.raises(PlanError, match=r"the model returns a SimpleNamespace\n.*return the"):
+        get_logits(SimpleNamespace(scores=LOGITS))
+    with pytest.raises(PlanError, match="returns a dict with scores, loss"):
+        get_logits({"scores": LOGITS, "loss": 0})
+
+
+class NamespaceOutputs(Tiny):
+    """Returns its loss and its logits in a plain object."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> SimpleNamespace:
+        logits = super().forward(input_ids)
+        if labels is None:
+            return SimpleNamespace(logits=logits)
+        flat = logits[:, :-1].reshape(-1, VOCABULARY)
+        return SimpleNamespace(loss=F.cross_entropy(flat, labels[:, 1:].reshape(-1)), logits=logits)
+
+
+def test_the_loss_of_a_model_that_returns_a_plain_object_is_its_own():
+    """Not found, its labels, a copy of the inputs, would count as aligned: it would train the identity."""
+    tokens = token_samples(4, uneven=False)["input_ids"]
+    analyzed = mw.analyze(NamespaceOutputs(), {"input_ids": tokens, "labels": tokens})
+    assert analyzed.loss.shifts_labels
+    verdict = mw.verify(analyzed, plan_of(analyzed, 2), [{"input_ids": tokens, "labels": tokens}])
+    assert verdict.passed, verdict
 
 
 WEIGHTED = {"labels": LABELS, "loss_weights": torch.tensor([[0.5, float("nan"), 0.0], [7.0, 7.0, 0.25]])}

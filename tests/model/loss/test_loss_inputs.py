@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs
@@ -58,6 +60,30 @@ def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():
         column.used_by_loss
         for column in loss_inputs(sum_of(lambda outputs, batch: outputs.nothing), BATCH, (PER_SAMPLE, SHARED))
     )
+
+
+@pytest.mark.parametrize("whole_batch", [False, True])
+def test_a_loss_that_fails_on_the_shapes_of_outputs_and_labels_is_refused(whole_batch: bool):
+    """Labels of another length than the outputs: the first step would end in a traceback."""
+    loss = sum_of(
+        lambda outputs, batch: F.cross_entropy(outputs["logits"].view(-1, 5), batch["labels"].view(-1)),
+        whole_batch=whole_batch,
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        outputs = {"logits": mode.from_tensor(torch.ones(3, 4, 5))}
+        with pytest.raises(PlanError) as refused:
+            loss_inputs(loss, BATCH, outputs)
+    said = str(refused.value)
+    assert "returns (logits [3, 4, 5]) and the batch (" in said
+    assert "labels [3, 2]): ValueError: Expected input batch_size (12) to match target batch_size (6)" in said
+    assert "repair: give a batch whose labels fit the outputs of the model" in said
+
+
+def test_a_loss_that_reads_values_is_not_refused():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        outputs = (mode.from_tensor(PER_SAMPLE),)
+        (found,) = loss_inputs(sum_of(lambda outputs, batch: outputs[0].max().item()), BATCH, outputs)
+    assert found.used_by_loss
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])

@@ -153,8 +153,8 @@ def test_glue_gathers_tensors_of_which_it_needs_all_tokens():
         (
             "gemma2",  # it caps its scores
             (
-                "model.layers.0.self_attn computes attention scores itself (matmul): transformers' "
-                "Gemma2Model supports no other attention implementation"
+                "model: attention takes 'softcap', which F.scaled_dot_product_attention does not support "
+                "(a model with attn_logit_softcapping = None in its config takes none)"
             ),
         ),
         ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),
@@ -164,6 +164,13 @@ def test_glue_gathers_tensors_of_which_it_needs_all_tokens():
 )
 def test_families_that_mix_tokens_are_named(name: str, message: str):
     assert reasons_not_sequence_parallel(family(name))[0].startswith(message)
+
+
+def test_a_model_without_sdpa_attends_by_the_same_interface_where_it_needs_no_more_than_torch_has():
+    build = factory_of("Gemma2", "ForCausalLM", **GROUPED, head_dim=4, attn_logit_softcapping=None)
+    tokens = analyze(build, batches("llama", 1)[0]).sequence_info
+    assert reasons_not_sequence_parallel(tokens) == []
+    assert len(tokens.attention_calls) == 2
 
 
 def test_attention_that_transformers_would_compute_itself_is_torch_s():

@@ -1,6 +1,7 @@
 """Operations inside a block: which process each token by itself, and how the others are named."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,13 +239,26 @@ def test_tokens_that_are_no_block_input_are_refused():
     class Behind(Layers):
         def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
             self.layers[0].positions = torch.linspace(0, 1, input_ids.shape[1])[:, None].expand(-1, WIDTH)
-            return super().forward(input_ids)
+            return super().forward(input_ids).expand(len(input_ids), -1, -1)
 
     def found(rule: Rule) -> str:
         return tokens_of(lambda: Behind(rule)).block_calls[1].not_sequence_parallel
 
     assert "'mul' with tokens that were not among its inputs" in found(lambda self, x: x * self.positions)
     assert "returns tokens that were not among its inputs" in found(lambda self, x: self.positions)
+
+
+def test_tokens_that_a_block_returns_inside_an_object_are_refused_by_name():
+    """They would reach the next block as they are, on each rank with other tokens."""
+
+    class Boxed(Layers):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layers[0](self.embed(input_ids)).hidden)
+
+    tokens = tokens_of(lambda: Boxed(lambda self, x: SimpleNamespace(hidden=self.linear(x))))
+    assert tokens.block_calls[1].not_sequence_parallel == (
+        "layers.0 returns tokens inside a SimpleNamespace: return a tensor, tuple, dict or dataclass"
+    )
 
 
 def test_tensors_that_glue_takes_from_inside_a_block_are_refused():

@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright.model.blocks.discovery import find_blocks
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
-    depends_on_values,
     make_fake,
     param_block_calls,
     run_trial,

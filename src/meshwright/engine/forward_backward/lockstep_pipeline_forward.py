@@ -34,8 +34,8 @@ from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.pipeline.forward_graph import ValueRef
 from meshwright.model.tensors.call_description import is_constant
 from meshwright.model.tensors.clear_fake_caches import clear_caches_with_fakes, lru_caches
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import map_leaves, replace_tensors, tree_tensors, value_leaves
-from meshwright.model.trial.fake_tensor_forward import depends_on_values
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.plan import Plan

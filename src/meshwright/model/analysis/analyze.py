@@ -43,11 +43,11 @@ from meshwright.model.sequence_analysis.same_ops_on_shards import SequenceShardC
 from meshwright.model.tensor_parallel.layer_pairs import UNKNOWN_SPLIT
 from meshwright.model.tensor_parallel.layer_roles import find_layer_roles, hidden_matrices
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.float64_mode import run_in_float64
 from meshwright.model.trial.fake_tensor_forward import (
     PROBE_BATCH,
     TrialFindings,
-    depends_on_values,
     make_fake,
     param_block_calls,
     run_trial,
@@ -288,9 +288,10 @@ def _build_model_spec(
         tuple(findings.output_numel),
         tuple(findings.flops),
         writes_in_place=findings.writes_in_place,
-        notes=(*_model_notes(in_one_block, params, findings), *divisible.notes),
+        notes=(*loaded_model.notes, *_model_notes(in_one_block, params, findings), *divisible.notes),
         pretrained_source=plan.pretrained_source,
         saved_numel=tuple(findings.saved_numel),
+        requests_checkpointing=loaded_model.requests_checkpointing,
         user_checkpointed_calls=tuple(dict.fromkeys(findings.user_checkpointed_calls)),
         layer_calls=divisible.calls,
         logits=divisible.logits,

@@ -9,7 +9,8 @@ from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.model_loss import OWN_LOSS_FIX, label_keys, read_model_loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, depends_on_values, make_fake
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
 from meshwright.plan.job.errors import PlanError
 
 # `loss_type` of transformers' models -> whether labels are shifted, for forwards that need values
@@ -38,8 +39,10 @@ def find_model_loss(loaded_model: LoadedModel, example: Example) -> Loss | None:
         raise
     except Exception as error:
         if not depends_on_values(error):
-            text = f"the forward of the model fails with labels: {type(error).__name__}: {error}"
-            raise PlanError(text, fix=OWN_LOSS_FIX, location="loss") from error
+            given = ", ".join(f"{key} {list(value.shape)}" for key, value in samples.items())
+            text = f"the forward of the model fails with labels ({given}): {type(error).__name__}: {error}"
+            fix = f"correct the batch: the model must compute its own loss of it; or {OWN_LOSS_FIX}"
+            raise PlanError(text, fix=fix, location="loss") from error
         return _by_loss_type(module, error)
     finally:
         clear_fake_caches(module)

@@ -28,7 +28,8 @@ from meshwright.model.pipeline.forward_recorder import record_forward
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.plan.job.errors import PlanError
 
 # one of 32 layers takes about 0.2 MB; recording it again takes as long as several steps

@@ -38,8 +38,8 @@ from meshwright.model.blocks.block_forward_backward import (
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.rng.stateless_dropout import record_draw_sites
 from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.tensors.pytree import storage_id
-from meshwright.model.trial.fake_tensor_forward import depends_on_values
 from meshwright.model.trial.op_counter import CAUSAL_ARGUMENTS, OpCounter
 from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.op_sizes_and_memory import (

@@ -27,7 +27,8 @@ from meshwright.model.sequence_analysis.analyze_sequence import (
 from meshwright.model.tensor_parallel.residual_stream_trace import trace_residual_stream
 from meshwright.model.tensor_parallel.shared_sum_trace import FusedAllReduces
 from meshwright.model.tensor_parallel.split_proposal import SplitProposal
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, depends_on_values, make_fake
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
 from meshwright.model.trial.shardable_layers import ProposeSplits
 from meshwright.model.trial.weight_slice_trial import try_on_slices
 from meshwright.plan.model_spec.model_spec import ModelSpec

@@ -41,8 +41,12 @@ SUPPORTED_ATTENTION = ("sdpa", "eager")  # both compute the same function
 # code that compares the name itself takes another branch for another name
 SDPA_IN_CODE = re.compile(r"""["']sdpa["']""")
 BIAS_FLAG = "has_relative_attention_bias"  # whether a module computes the bias or makes zeros
-# arguments of other attention functions of transformers
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "cache")
+# arguments of other attention functions of transformers -> the model without it
+UNSUPPORTED_ARGUMENTS = {
+    "softcap": " (a model with attn_logit_softcapping = None in its config takes none)",
+    "s_aux": "",
+    "cache": "",
+}
 
 # (number of queries, number of keys) -> shards; None: all tokens are local
 GetShards = Callable[[int, int], tuple[TokenShard, TokenShard] | None]
@@ -114,9 +118,9 @@ def sharded_attention(
     Returns [samples, tokens, heads, head dim] and None. Raises PlanError for arguments that torch's function
     does not support.
     """
-    for name in UNSUPPORTED_ARGUMENTS:
+    for name, setting in UNSUPPORTED_ARGUMENTS.items():
         if more.get(name) is not None:
-            text = f"attention takes '{name}', which F.scaled_dot_product_attention does not support"
+            text = f"attention takes '{name}', which F.scaled_dot_product_attention does not support{setting}"
             raise PlanError(
                 text, fix="set mesh.cp = 1: no strategy shards the sequences of this model", location="model"
             )
@@ -254,9 +258,10 @@ def _pluggable(device_type: type[Any]) -> bool:
         each for each in device_type.__mro__ if each.__module__.startswith("transformers.")
     )
     source = inspect.getsource(sys.modules[has_attributes.__module__])
-    return bool(
-        device_type._supports_sdpa and has_attributes._can_set_attn_implementation()
-    ) and not SDPA_IN_CODE.search(source)
+    # a model without sdpa attends by the registered function too, if it takes flex attention
+    takes_it = device_type._supports_sdpa or device_type._supports_attention_backend
+    can_set = takes_it and has_attributes._can_set_attn_implementation()
+    return can_set and not SDPA_IN_CODE.search(source)
 
 
 def _register_attention() -> None:

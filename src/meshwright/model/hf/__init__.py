@@ -6,4 +6,5 @@ declared_tp_plan    what a transformers model declares: tensor-parallel plan, he
 captured_outputs    tensors that transformers captures inside a block (router logits)
 peft_name_map       adapted models: names of base weights and adapters
 tokenizer_files     the tokenizer in a model's folder: which files it has, whether its ids fit the model
+training_settings   turns off cache and checkpointing of a built model, and chooses its attention
 """

@@ -93,7 +93,7 @@ def sdpa_advice(module: nn.Module, module_name: str) -> str:
         return "call F.scaled_dot_product_attention"
     kind: Any = next(each for each in type(inner[-1]).__mro__ if each.__module__.startswith("transformers."))
     if not kind._supports_sdpa:
-        return f"transformers' {kind.__name__} supports no other attention implementation"
+        return f"transformers' {kind.__name__} cannot attend by F.scaled_dot_product_attention"
     if config_of(inner[-1])._attn_implementation == "sdpa":
         return "it does so in addition to F.scaled_dot_product_attention, or where that is not possible"
     return "set attn_implementation = 'sdpa' in its config"

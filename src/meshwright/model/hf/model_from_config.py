@@ -1,9 +1,8 @@
 """Builds a transformers model from its config: architecture and sizes, without weights.
 
-The config is read as JSON, because three of its fields must not take effect: the dtype (parameters are
-float32 whatever the published weights were), `auto_map` (code from a repository) and `use_cache` (training
-needs no key-value cache). Overrides replace fields before the config is made, so that what transformers
-derives from a field follows it.
+The config is read as JSON, because two of its fields must not take effect: the dtype (parameters are
+float32 whatever the published weights were) and `auto_map` (code from a repository). Overrides replace
+fields before the config is made, so that what transformers derives from a field follows it.
 
 `repository_factory` is the one place where code from a hub repository is imported. It is reached only with
 `model.trust_remote_code` and a commit, so that the code that runs is the code that was reviewed. transformers
@@ -60,8 +59,6 @@ def repository_factory(
         raise PlanError(
             text, fix="install what it needs, or choose another commit: model.revision", location=CONFIG_KEY
         ) from error
-    if "use_cache" in config.to_dict():
-        config.use_cache = False
     return lambda: model_class(copy.deepcopy(config))
 
 
@@ -94,9 +91,6 @@ def config_factory(
     if trust_remote_code and isinstance(auto_map, dict):
         return repository_factory(Path(source), raw, auto_map, overrides)
     config = _build_config(source, raw, auto_map, overrides)
-    for part in (config, config.get_text_config()):
-        if "use_cache" in part.to_dict():
-            part.use_cache = False
     names = raw.get("architectures") or []
     if not names:
         return lambda: transformers.AutoModelForCausalLM.from_config(

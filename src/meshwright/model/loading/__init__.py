@@ -1,6 +1,7 @@
 """From a model source to a module: deferred initialization and pretrained weights.
 
 loader              loads a model from a config, a hub id or a Python factory
+compiled_modules    takes torch.compile off a module and its submodules
 deferred_init       deferred initialization: a module on the meta device, values made on demand
 init_recorder       records what a constructor does to its parameters
 init_tape           the recorded operations, and their replay for one parameter or some of its rows

@@ -9,6 +9,7 @@ The factory is called once, with deferred initialization, so that even a model l
 loaded.
 """
 
+import copy
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,17 @@ from meshwright.model.hf.hub import is_hub_id, resolve_path
 from meshwright.model.hf.model_from_config import config_factory, is_quantized, read_config, text_limits
 from meshwright.model.hf.peft_name_map import is_adapted, suggest_fix, unload_adapters
 from meshwright.model.hf.tokenizer_files import check_tokenizer
+from meshwright.model.hf.training_settings import (
+    disable_activation_checkpointing,
+    disable_key_value_cache,
+    use_torch_attention,
+)
+from meshwright.model.loading.compiled_modules import (
+    compile_notes,
+    find_compiled,
+    remove_compile,
+    remove_wrapper,
+)
 from meshwright.model.loading.deferred_init import DeferredInit, defer_init, logical_names
 from meshwright.model.loading.pretrained_weights import find_weights
 from meshwright.model.tensor_parallel.layer_roles import check_roles, find_layer_roles
@@ -58,7 +70,11 @@ class Model:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to be planned: its deferred initialization, and what its factory declares."""
+    """A model that is ready to be planned: its deferred initialization, and what its factory declares.
+
+    `notes` say which of its settings were changed; `requests_checkpointing`: its own activation checkpointing
+    was on, and is now left to the strategy.
+    """
 
     name: str
     deferred_init: DeferredInit
@@ -67,6 +83,8 @@ class LoadedModel:
     loss: object | None = None
     layer_roles: dict[str, str] | None = None
     callbacks: tuple[object, ...] = ()
+    notes: tuple[str, ...] = ()
+    requests_checkpointing: bool = False
 
 
 def load_model(source: ModelConfig, seed: int) -> LoadedModel:
@@ -150,21 +168,79 @@ def load_factory(
 
     Parameters with a name, or tied name, that matches a pattern of `frozen` are not trained.
     """
-    returned: list[Model] = []
 
-    def build() -> nn.Module:
-        returned.append(_check_model(_call_factory(factory, name), name))
-        freeze(returned[0].module, frozen)
-        return returned[0].module
+    def build() -> tuple[Model, nn.Module]:
+        model = _check_model(_call_factory(factory, name), name)
+        return model, model.module
 
-    deferred_init = defer_init(build, seed)
-    model = returned[0]
-    example = None if model.example is None else dict(model.example)
-    blocks = None if model.blocks is None else tuple(model.blocks)
+    return _load(build, seed, name, frozen)
+
+
+def load_module(given: nn.Module | Model, seed: int) -> LoadedModel:
+    """Returns a copy of `given` with deferred initialization and its values."""
+    name = "model" if isinstance(given, Model) else type(remove_wrapper(given)).__name__
+    model = _check_model(given, name)
+    return _load(lambda: (model, copy.deepcopy(model.module)), seed, name, ())
+
+
+def _load(
+    build: Callable[[], tuple[Model, nn.Module]], seed: int, name: str, frozen: Sequence[str]
+) -> LoadedModel:
+    """Returns the loaded model; `build` returns what is declared, and the module or a copy of it."""
+    returned: list[tuple[Model, PreparedModule]] = []
+
+    def prepare() -> nn.Module:
+        model, module = build()
+        prepared = _prepare_for_training(module, find_compiled(model.module))
+        returned.append((model, prepared))
+        freeze(prepared.module, frozen)
+        return prepared.module
+
+    deferred_init = defer_init(prepare, seed)
+    model, prepared = returned[0]
     layer_roles = None if model.layer_roles is None else dict(model.layer_roles)
     if layer_roles:
         find_layer_roles(deferred_init.instantiate(), layer_roles)  # refuses patterns without a match
-    return LoadedModel(name, deferred_init, example, blocks, model.loss, layer_roles, tuple(model.callbacks))
+    return LoadedModel(
+        name,
+        deferred_init,
+        None if model.example is None else dict(model.example),
+        None if model.blocks is None else tuple(model.blocks),
+        model.loss,
+        layer_roles,
+        tuple(model.callbacks),
+        prepared.notes,
+        prepared.requests_checkpointing,
+    )
+
+
+@dataclass(frozen=True)
+class PreparedModule:
+    """A module with the settings that training needs, and what was changed for them."""
+
+    module: nn.Module
+    notes: tuple[str, ...]
+    requests_checkpointing: bool
+
+
+def _prepare_for_training(module: nn.Module, compiled: Sequence[str]) -> PreparedModule:
+    """Changes the settings of `module`, in place; `compiled` are the modules that were compiled before it was
+    copied.
+    """
+    module = remove_compile(module)
+    notes = list(compile_notes(compiled))
+    disable_key_value_cache(module)
+    if requests_checkpointing := disable_activation_checkpointing(module):
+        notes.append(
+            "the model's own activation checkpointing is turned off: the strategy 'activation_checkpointing' "
+            "recomputes its blocks, if it is among the strategies (by default it is)"
+        )
+    if attention := use_torch_attention(module):
+        notes.append(
+            f"attention runs by attn_implementation = '{attention[1]}' instead of '{attention[0]}', which "
+            "cannot run on fake tensors"
+        )
+    return PreparedModule(module, tuple(notes), requests_checkpointing)
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:

@@ -4,7 +4,8 @@ A loss that needs the samples of several ranks makes outputs travel, so the plan
 anything runs. They are read off the trial. A tensor is *per sample* if its first dim is that of the batch;
 two trials of different size make that certain, with one it rests on the prime batch size. The used outputs
 are found by running the loss on the trial's outputs and the targets, and recording which outputs take part in
-an operation; a loss that cannot run like this is assumed to use all of them.
+an operation; a loss that cannot run like this is assumed to use all of them. A loss in which an operation of
+torch fails on these shapes would fail in the first step: it is refused.
 
     outputs   image_B*   text_B*   scale        two tensors per sample, and one that is not
     the loss  takes image_B*, text_B*, scale    image_B* text_*B in the model would compare one rank's samples
@@ -18,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.model.blocks.saved_activations import SavedActivations
 from meshwright.model.loss.loss_definition import Loss
-from meshwright.model.tensors.pytree import tree_tensors
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.tensors.pytree import named_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
@@ -41,8 +43,8 @@ def loss_inputs(
     """Returns the `distinct_tensors` of a trial on `batch`; `other_outputs` are those with another batch
     size.
 
-    Raises PlanError if a loss of the whole batch takes a tensor that compares samples, and if such a loss
-    reads more than its targets.
+    Raises PlanError if the loss fails on the shapes of outputs and targets, if a loss of the whole batch
+    takes a tensor that compares samples, and if such a loss reads more than its targets.
     """
     num_rows, used_indices = len(next(iter(batch.values()))), _used_outputs(loss, outputs, batch)
     tensors, others = [], None if other_outputs is None else distinct_tensors(other_outputs)
@@ -102,7 +104,9 @@ def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | No
             )
             raise PlanError(text, fix=fix, location="loss") from error
         return None
-    except Exception:
+    except Exception as error:
+        if error is recorder.error and not depends_on_values(error):
+            raise _failed_loss_error(error, outputs, loss_batch) from error
         return (
             None  # it needs values, or other outputs than these; if it is wrong, the first step shows where
         )
@@ -116,6 +120,20 @@ def _rows_per_sample(tensor: torch.Tensor, larger: torch.Tensor, num_samples: in
     rows, rest = divmod(tensor.shape[0], num_samples)
     grows = not rest and rows > 0 and not larger.shape[0] % rows
     return rows if grows and tensor.shape[1:] == larger.shape[1:] else 0
+
+
+def _failed_loss_error(error: Exception, outputs: Any, batch: TensorBatch) -> PlanError:
+    returned = ", ".join(f"{name or 'output'} {list(t.shape)}" for name, t in named_tensors(outputs))
+    read = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in batch.items())
+    text = (
+        f"the loss fails on what the model returns ({returned}) and the batch ({read}): "
+        f"{type(error).__name__}: {error}"
+    )
+    fix = (
+        "give a batch whose labels fit the outputs of the model; a model of transformers that makes the "
+        "inputs of its decoder from labels does so where no loss is stated"
+    )
+    return PlanError(text, fix=fix, location="loss")
 
 
 def _cross_sample_error(name: str, shape: list[int], larger_shape: list[int]) -> PlanError:
@@ -132,6 +150,7 @@ class _UseRecorder(TorchFunctionMode):
         super().__init__()
         self._places = indices
         self.used: set[int] = set()
+        self.error: Exception | None = None  # of an operation, not of the code around it
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -140,7 +159,11 @@ class _UseRecorder(TorchFunctionMode):
         self.used |= {
             self._places[id(tensor)] for tensor in tree_tensors((args, kwargs)) if id(tensor) in self._places
         }
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.error = error
+            raise
 
 
 def _dtype(tensor: torch.Tensor) -> str:

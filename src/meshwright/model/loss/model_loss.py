@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss
-from meshwright.model.loss.token_cross_entropy import LABELS_KEY, token_cross_entropy
+from meshwright.model.loss.token_cross_entropy import LABELS_KEY, get_logits, token_cross_entropy
 from meshwright.model.tensors.pytree import named_tensors, tree_tensors
 from meshwright.plan.job.errors import PlanError
 
@@ -95,7 +95,7 @@ def read_model_loss(
     if loss is None:
         return None
     with unset_fake_temporarily():
-        found = _Reading(recorder, dict(named_tensors(outputs)), probes, loss).state()
+        found = _Reading(recorder, _named_outputs(outputs), probes, loss).state()
     return _with_decoder_inputs(found, module, batch)
 
 
@@ -309,12 +309,16 @@ def _is_shifted(labels: torch.Tensor, target: torch.Tensor) -> bool | None:
 
 def _returned_loss(outputs: Any) -> torch.Tensor | None:
     """Returns the loss among the outputs of a model: `.loss`, or the first scalar of a tuple."""
-    if isinstance(outputs, Mapping):
-        return outputs.get("loss")
     if isinstance(outputs, (tuple, list, torch.Tensor)):
         scalars = [tensor for tensor in tree_tensors(outputs) if tensor.ndim == 0]
         return next((scalar for scalar in scalars if scalar.is_floating_point()), None)
-    return None
+    return _named_outputs(outputs).get("loss")
+
+
+def _named_outputs(outputs: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors among the outputs of a model by name; those of a plain object by attribute."""
+    is_plain = not isinstance(outputs, (tuple, list, dict, torch.Tensor)) and "__dict__" in dir(outputs)
+    return dict(named_tensors(dict(vars(outputs)) if is_plain else outputs))
 
 
 def _swap(value: Any, numbers: Mapping[int, torch.Tensor]) -> Any:
@@ -363,7 +367,7 @@ def _add_scalars(loss: Loss, factors: Mapping[str, float]) -> Loss:
     """Returns `loss` with scalars that the model returns added to the mean, each with its factor."""
 
     def total(outputs: Any, batch: Batch) -> torch.Tensor:
-        named = dict(named_tensors(outputs))
+        named = _named_outputs(outputs)
         added = sum(factor * named[name].reshape(()) for name, factor in factors.items())
         return loss.total(outputs, batch) + added * loss.count(batch)
 
@@ -371,7 +375,7 @@ def _add_scalars(loss: Loss, factors: Mapping[str, float]) -> Loss:
 
 
 def _element_total(outputs: Any, batch: Batch, function: Callable[..., torch.Tensor]) -> torch.Tensor:
-    logits = outputs["logits"] if isinstance(outputs, Mapping) else tree_tensors(outputs)[0]
+    logits = get_logits(outputs)
     return function(logits.reshape(-1), batch[LABELS_KEY].reshape(-1).to(logits.dtype), reduction="sum")
 
 
@@ -381,7 +385,7 @@ def _count_elements(batch: Batch) -> torch.Tensor:
 
 def _positions_total(outputs: Any, batch: Batch) -> torch.Tensor:
     sums = [
-        F.cross_entropy(outputs[logits], batch[key].reshape(-1), reduction="sum")
+        F.cross_entropy(_named_outputs(outputs)[logits], batch[key].reshape(-1), reduction="sum")
         for logits, key in zip(("start_logits", "end_logits"), POSITION_KEYS, strict=True)
     ]
     return sum(sums, start=torch.zeros((), dtype=sums[0].dtype, device=sums[0].device)) / 2

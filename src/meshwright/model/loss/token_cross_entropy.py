@@ -10,6 +10,7 @@ to 0 and the model learns nothing. So labels that are a copy of the inputs, wher
 refused, and so are aligned ones where they should be a copy.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -138,12 +139,21 @@ def _refuse_copied_labels(batch: Batch) -> None:
 
 
 def get_logits(outputs: Any) -> torch.Tensor:
-    """Returns the logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`."""
+    """Returns the logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`.
+
+    Raises PlanError for outputs without them.
+    """
     if isinstance(outputs, torch.Tensor):
         return outputs
-    if isinstance(outputs, (tuple, list)):
+    if isinstance(outputs, (tuple, list)) and outputs:
         return outputs[0]
-    return outputs["logits"]
+    try:
+        return outputs["logits"] if isinstance(outputs, Mapping) else outputs.logits
+    except (KeyError, AttributeError):
+        held = f" with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else ""
+        text = f"the loss reads logits, and the model returns a {type(outputs).__name__}{held}"
+        fix = "return the logits, or a dict or dataclass that has them under this name; or state the loss"
+        raise PlanError(text, fix=fix, location="loss") from None
 
 
 def _token_total(outputs: Any, batch: Batch, label_smoothing: float) -> torch.Tensor:

@@ -30,7 +30,8 @@ from meshwright.model.sequence_analysis.block_trace import BlockTrace
 from meshwright.model.sequence_analysis.glue_gather_trace import compare_gathers, rank_loss
 from meshwright.model.sequence_analysis.token_dims import MIN_PRIME, distinguishing_primes
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths, length_dependence
-from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
+from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH
 from meshwright.model.trial.weight_slice_trial import silence_fake_errors
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.sequence_info import BlockSequenceInfo, GlueGather, SequenceInfo

@@ -28,7 +28,8 @@ from meshwright.model.sequence_analysis.token_rules import (
 )
 from meshwright.model.sequence_analysis.trial_lengths import TrialLengths
 from meshwright.model.tensors.inplace_leaf_alias import make_alias
-from meshwright.model.tensors.pytree import tree_tensors, value_leaves
+from meshwright.model.tensors.pytree import opaque_tensors, tree_tensors, value_leaves
+from meshwright.plan.model_spec.model_spec import block_of
 from meshwright.plan.model_spec.sequence_info import AttentionMaskSpec, AttentionSpec
 
 LENGTH_ARGUMENT = "gets the number of tokens as an argument: a rank has some of them, so use their shape"
@@ -158,6 +159,20 @@ def _inner_token_dims(
     ):
         return [dim for dim in inputs_found if dim == 1]  # the hidden size may equal the length
     return inputs_found
+
+
+def note_opaque_outputs(block_call: TracedBlockCall, outputs: Any, prime_product: int) -> None:
+    """Notes that `block_call` cannot run on a shard if its `outputs` hold tokens in an object of a class that
+    is no container.
+    """
+    if any(find_token_dims(tensor, prime_product) for tensor in opaque_tensors(outputs)):
+        reason = (
+            f"returns tokens inside a {type(outputs).__name__}: return a tensor, tuple, dict or dataclass"
+        )
+        block_call.leaks_tokens = True
+        block_call.not_sequence_parallel = (
+            block_call.not_sequence_parallel or f"{block_of(block_call.name)} {reason}"
+        )
 
 
 def describe_shape(tensor: torch.Tensor, trial_lengths: TrialLengths) -> str:

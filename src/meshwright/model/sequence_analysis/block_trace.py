@@ -40,6 +40,7 @@ from meshwright.model.sequence_analysis.block_input_token_dims import (
     describe_shape,
     is_unrelated_to_tokens,
     note_module_call,
+    note_opaque_outputs,
 )
 from meshwright.model.sequence_analysis.captured_tokens import find_captured_tokens
 from meshwright.model.sequence_analysis.conv_rules import analyze_convolution, propagate_op
@@ -127,9 +128,7 @@ class BlockTrace(TorchFunctionMode):
         inner_ids = {id(part) for block in self.blocks.values() for part in block.modules()} - {
             id(each) for each in self.blocks.values()
         }
-        experts = {
-            layer_role.name for layer_role in find_layer_roles(self.module) if layer_role.kind == "experts"
-        }
+        experts = {each.name for each in find_layer_roles(self.module) if each.kind == "experts"}
         own_forwards = {name: block.__dict__.get("forward") for name, block in self.blocks.items()}
         get_shards = lambda queries, keys: (self._full_shard(queries), self._full_shard(keys))  # noqa: E731  what a name would say twice
         patched = patch_attention(self.module, get_shards, torch._C.DisableTorchFunction, self._note_bias)
@@ -245,6 +244,7 @@ class BlockTrace(TorchFunctionMode):
         finally:
             self._block_call = None
         captured = self._find_captured(block_call, side_channels)
+        note_opaque_outputs(block_call, outputs, self.prime_product)
         output_dims = tuple(self._output_token_dims(block_call, each) for each in tree_tensors(outputs))
         if block_call.attends_elsewhere and block_inputs.has_tokens:
             self._note(block_call, "attends to other tokens than its own")

@@ -3,6 +3,7 @@
 counter_rng           random numbers as a hash of (key, element index), without a generator state
 call_description      the name of a torch call, the line that makes it, its constant arguments
 clear_fake_caches     clears functools caches in which a model's code keeps fake tensors
+fake_tensor_limits    errors that say what fake tensors cannot do
 float64_mode          function mode that turns every cast to float32 into one to float64
 function_modes        function and dispatch modes over the code between blocks
 inplace_leaf_alias    non-leaf alias of a leaf, which may be written in place

@@ -17,13 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812  the field's name
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from meshwright.model.blocks.autograd_partition import split_graph
@@ -45,14 +39,6 @@ from meshwright.plan.model_spec.model_spec import ROOT, block_of
 
 PROBE_BATCH = 3
 ATTENTION_FUNCTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
-NEEDS_VALUES = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
-# Other messages of torch about fake tensors; the last is of grouped_mm, whose fake kernel is stricter.
-FAKE_TENSOR_LIMITS = ("tensor subclass", "not allocated", "fake impl", "Expected inputs of BF16 type")
 
 
 @dataclass
@@ -147,16 +133,6 @@ def make_fake(
 
 def _empty_parameter(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cpu"), parameter.requires_grad)
-
-
-def depends_on_values(error: BaseException) -> bool:
-    """Returns whether `error`, or its cause, says that the forward needs values or kernels that fake tensors
-    lack.
-    """
-    if isinstance(error, NEEDS_VALUES) or any(phrase in str(error) for phrase in FAKE_TENSOR_LIMITS):
-        return True
-    cause = error.__cause__ or error.__context__
-    return cause is not None and depends_on_values(cause)
 
 
 def _run_trial(

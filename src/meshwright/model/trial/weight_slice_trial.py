@@ -29,7 +29,7 @@ from meshwright.model.tensor_parallel.split_proposal import (
     local_size_attributes,
     take_local_heads,
 )
-from meshwright.model.trial.fake_tensor_forward import depends_on_values
+from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.plan.model_spec.param_dim_split import DimSplit
 from meshwright.plan.model_spec.tensor_parallel_layers import PerHeadInput, SizeAttribute
 

@@ -197,9 +197,10 @@ class ModelSpec:
     Per block call: `output_numel` (elements per sample of its output), `flops` (floating-point operations of
     its matrix products, per sample and forward) and `saved_numel` (elements per sample of the activations
     that its backward needs, without parameters; empty if unknown). `user_checkpointed_calls` are block calls
-    that the model itself recomputes in backward (torch.utils.checkpoint). `has_dropout`: training draws
-    random numbers; `writes_in_place`: the model writes into the output of a block; `notes`: what the analysis
-    could not decide, as text.
+    that the model itself recomputes in backward (torch.utils.checkpoint); `requests_checkpointing`: its
+    setting for that was on, and was turned off, because the strategy does the same. `has_dropout`: training
+    draws random numbers; `writes_in_place`: the model writes into the output of a block; `notes`: what the
+    analysis changed or could not decide, as text.
 
     `inputs` and `targets` are the batch, `outputs` what the forward returns to the loss.
     `needs_global_batch`: the loss is not a sum over samples and needs the outputs of the whole global batch.
@@ -228,6 +229,7 @@ class ModelSpec:
     pretrained_source: PretrainedSource | None = None
     saved_numel: tuple[int, ...] = ()
     user_checkpointed_calls: tuple[str, ...] = ()
+    requests_checkpointing: bool = False
     layer_calls: tuple[LayerCall, ...] = ()
     logits: LogitsSpec | None = None
     size_attributes: tuple[SizeAttribute, ...] = ()
