@@ -17,6 +17,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 
 OptimizerName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
 MOMENTUM_OPTIMIZERS = ("sgd", "muon")
+TRANSFORMERS_SCHEDULES = ("linear", "polynomial", "inverse_sqrt")
 # Their states lose a change below half of bfloat16's last digit.
 BFLOAT16_STATE_OPTIMIZERS = (
     "adamw_bf16",
@@ -100,14 +101,20 @@ class LRScheduleConfig:
 
     constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up,
     stable, decay): 1, then linear to `floor` over the last `decay` steps.
+
+    linear, polynomial (of degree `power`) and inverse_sqrt (1 / sqrt(steps after the warm-up / `timescale` +
+    1); timescale 0: the warm-up, or 10000) have the factors of transformers' schedules of these names, whose
+    first warm-up step has the factor 0; `floor` is the lowest factor of each.
     """
 
-    name: Literal["constant", "cosine", "wsd"] = "constant"
+    name: Literal["constant", "cosine", "wsd", "linear", "polynomial", "inverse_sqrt"] = "constant"
     warmup: int = field(default=0, metadata=at_least(0))
     decay: int = field(default=0, metadata=at_least(0))
     floor: float = field(
         default=0.0, metadata=in_range(0, 1, "write a fraction of optimizer.lr, from 0 to 1")
     )
+    power: float = field(default=1.0, metadata=above(0))
+    timescale: int = field(default=0, metadata=at_least(0))
 
     def diagnostics(self, steps: int) -> Iterator[Diagnostic]:
         """Yields every error in this schedule of `steps` steps."""
@@ -115,12 +122,15 @@ class LRScheduleConfig:
         if self.warmup + self.decay > max(0, steps):
             text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
             yield Diagnostic(text, "shorten them, or raise train.steps", "lr_schedule")
-        if self.decay and self.name != "wsd":
-            yield Diagnostic(
-                f"decay = {self.decay} with the {self.name} schedule, which has none",
-                'remove it, or set name = "wsd"',
-                "lr_schedule.decay",
-            )
+        owners = {"decay": "wsd", "power": "polynomial", "timescale": "inverse_sqrt"}
+        for key, owner in owners.items():
+            value = vars(self)[key]
+            if value != vars(LRScheduleConfig())[key] and self.name != owner:
+                yield Diagnostic(
+                    f"{key} = {value} with the {self.name} schedule, which has none",
+                    f'remove it, or set name = "{owner}"',
+                    f"lr_schedule.{key}",
+                )
 
 
 @dataclass(frozen=True)
