@@ -102,7 +102,11 @@ def test_linear_and_inverse_sqrt_stay_above_their_floor():
 
 
 def test_an_option_of_another_schedule_is_refused_with_the_schedule_that_has_it():
-    for key, value, owner in (("decay", 3, "wsd"), ("power", 2.0, "polynomial"), ("timescale", 5, "inverse_sqrt")):
+    for key, value, owner in (
+        ("decay", 3, "wsd"),
+        ("power", 2.0, "polynomial"),
+        ("timescale", 5, "inverse_sqrt"),
+    ):
         (found,) = LRScheduleConfig("cosine", **{key: value}).diagnostics(steps=10)
         assert found.location == f"lr_schedule.{key}"
         assert f'name = "{owner}"' in found.fix

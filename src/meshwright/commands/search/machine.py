@@ -20,7 +20,7 @@ from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.from_benchmark import with_measured_links
-from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.machine import Machine, on_assumed_host
 from meshwright.planner.machine.run_calibration import RunCalibration, apply_calibration
 from meshwright.planner.program_cost.network_time import RatedNetworkTime
 from meshwright.planner.search.max_fit import MAX_DEVICES
@@ -69,6 +69,8 @@ def search_machine(
     if links is not None:
         found, link_notes = with_measured_links(found, links)
         notes += link_notes
+    found, assumed = on_assumed_host(found)
+    notes += assumed
     found = with_host_links(found, hardware)
     profile = find_profile(hardware)
     if profile is not None and profile.kind == "cpu" and count > 1:

@@ -14,8 +14,8 @@ DataFormat = Literal["auto", "text", "jsonl", "datasets"]
 class MixturePart:
     """One source of a mixture: `weight` is its fraction of the samples, relative to the other parts.
 
-    The other fields are those of `DataConfig`; tokenizer, sequence length and epochs are those of the
-    mixture.
+    `source`, `format`, `include`, `exclude`, `column`, `chat` and `split` are those of [data] for this part;
+    tokenizer, sequence length and epochs are those of the mixture.
     """
 
     source: str
@@ -33,8 +33,8 @@ class MixturePart:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training data: a file, a folder, or a Hugging Face dataset; "example" repeats a model factory's
-    example batch.
+    """The training data: `source` is a file, a folder, or a Hugging Face dataset; "example" repeats a model
+    factory's example batch.
 
     `format` "auto" reads *.jsonl (also .gz) as one JSON object per line; *.parquet, *.csv, *.json, *.arrow
     and the output of `save_to_disk` as "datasets"; anything else as plain text. A dataset of the hub needs

@@ -27,8 +27,8 @@ BFLOAT16_STATE_OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class ParamGroupConfig:
-    """Parameters whose logical name matches `pattern` (fnmatch) use this learning-rate factor and weight
-    decay.
+    """Parameters whose logical name matches `pattern` (fnmatch) use `lr_factor` times the learning rate, and
+    this `weight_decay`.
 
     With a `name`, another optimizer than the job's updates them; `momentum` applies if `name` is "sgd" or
     "muon".
@@ -53,8 +53,10 @@ class ParamGroupConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer. The first of `groups` that matches a parameter wins; other norms and biases (1-D) have
-    no weight decay.
+    """The optimizer `name`, with the learning rate `lr`.
+
+    `weight_decay` is that of matrices: norms and biases (1-D) have none. The first of `groups` that matches a
+    parameter wins over all this.
 
     `betas` apply to adamw and lion, also with optimizer states of 16 and 8 bits, `eps` to adamw, `momentum`
     to sgd and muon. muon updates hidden matrices, and leaves embeddings, heads, norms and biases to adamw.
@@ -99,12 +101,14 @@ class OptimizerConfig:
 class LRScheduleConfig:
     """The learning rate as a factor of `optimizer.lr`, in global steps.
 
-    constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up,
-    stable, decay): 1, then linear to `floor` over the last `decay` steps.
+    `name` is the schedule after the warm-up. constant: 1. cosine: half a cosine from 1 to `floor` at the last
+    step. wsd (warm-up, stable, decay): 1, then linear to `floor`. linear, polynomial and inverse_sqrt have
+    the factors of transformers' schedules of these names.
 
-    linear, polynomial (of degree `power`) and inverse_sqrt (1 / sqrt(steps after the warm-up / `timescale` +
-    1); timescale 0: the warm-up, or 10000) have the factors of transformers' schedules of these names, whose
-    first warm-up step has the factor 0; `floor` is the lowest factor of each.
+    `warmup` is the number of first steps, in which the factor rises to 1; in those of transformers from 0.
+    `decay` is the number of last steps, in which wsd falls. `floor` is the lowest factor after the warm-up.
+    `power` is the degree of polynomial. `timescale` is the number of steps in which the square of
+    inverse_sqrt halves; 0: that of the warm-up, or 10000.
     """
 
     name: Literal["constant", "cosine", "wsd", "linear", "polynomial", "inverse_sqrt"] = "constant"
@@ -135,8 +139,10 @@ class LRScheduleConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The length of training: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0:
-    never).
+    """The length of training: `steps` global steps of `batch` samples each, clipped to a gradient norm of
+    `clip` (0: never).
+
+    `seed` decides initial values, the order of the data, and dropout.
 
     With `noise_scale`, metrics include the gradient noise scale, in samples: the batch size up to which more
     samples still help.
@@ -196,9 +202,9 @@ class EvalConfig:
 class LossGuard:
     """Handles a step whose loss or gradient norm is not finite, or far above the usual value.
 
+    `action` "skip" leaves the parameters unchanged and continues, "stop" ends the run, "off" does nothing.
     Far above: more than `factor` (0: only what is not finite) times its median over the last `window` good
-    steps, once there were so many. "skip" leaves the parameters unchanged and continues, "stop" ends the run,
-    "off" does nothing.
+    steps, once there were so many.
     """
 
     action: Literal["off", "skip", "stop"] = "off"

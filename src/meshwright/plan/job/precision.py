@@ -31,7 +31,7 @@ DEFAULT_LOSS_SCALE, DEFAULT_LOSS_SCALE_WINDOW = 65536.0, 2000
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """A dtype per role.
+    """A dtype per role: `parameters`, matrix products (`compute`), sent gradients (`reduce`), and so on.
 
     `master` and `gradients` default to the dtype of `parameters`, `optimizer_states` to that of `master`.
 
