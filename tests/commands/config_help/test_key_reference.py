@@ -1,6 +1,7 @@
 """The list of config keys: complete, from the schema, with a meaning for each."""
 
 import dataclasses
+from io import StringIO
 
 import pytest
 from rich.console import Console
@@ -12,9 +13,9 @@ from meshwright.plan.job.job import TrainConfig
 
 
 def shown(word: str) -> str:
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, file=StringIO())
     console.print(key_table(word))
-    return console.export_text()
+    return console.file.getvalue()
 
 
 def test_every_key_is_named_by_the_docstring_of_its_table():
@@ -51,11 +52,12 @@ def test_a_part_of_a_name_lists_the_keys_that_contain_it():
 
 
 def test_a_word_of_no_key_is_refused_with_the_nearest():
-    with pytest.raises(PlanError, match="no key contains 'warmpu'\\n  repair: did you mean 'warmup'?"):
+    with pytest.raises(PlanError, match=r"no key contains 'warmpu'\n  repair: did you mean 'warmup'\?"):
         key_table("warmpu")
 
 
-def test_the_meaning_is_the_first_sentence_that_names_the_key():
-    text = "A table.\n\nOf it `a` is one,\nand `b` another. `b` again."
-    assert key_meaning(text, "b") == "Of it `a` is one, and `b` another."
+def test_the_meaning_is_the_sentence_that_begins_with_the_key_or_else_names_it():
+    text = "A table.\n\nOf it `a` is one,\nand `b` another. `b` is the last."
+    assert key_meaning(text, "a") == "Of it `a` is one, and `b` another."
+    assert key_meaning(text, "b") == "`b` is the last."
     assert key_meaning(text, "c") == "A table."

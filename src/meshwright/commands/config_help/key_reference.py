@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -50,15 +51,17 @@ class ConfigTable:
 
 
 def key_meaning(text: str, name: str) -> str:
-    """Returns the first sentence of the docstring `text` that names the key in backticks; else the first
-    sentence.
+    """Returns the sentence of the docstring `text` that begins with the key in backticks, or else contains
+    it, or else the first one.
     """
     sentences = [
-        " ".join(sentence.split())
+        sentence
         for paragraph in text.split("\n\n")
         for sentence in SENTENCE_END.split(" ".join(paragraph.split()))
     ]
-    return next((sentence for sentence in sentences if f"`{name}`" in sentence), sentences[0])
+    beginning = (sentence for sentence in sentences if sentence.startswith(f"`{name}`"))
+    containing = (sentence for sentence in sentences if f"`{name}`" in sentence)
+    return next(chain(beginning, containing), sentences[0])
 
 
 TOP_LEVEL = ConfigTable(
