@@ -21,11 +21,9 @@ from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
-from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from meshwright.plan.strategy_interface import sort_by_phase
 from meshwright.planner.program_cost.prediction import StepPrediction
 from meshwright.report.terminal.action_table import plan_view
@@ -171,8 +169,6 @@ def _place_strategies(
     chosen = (
         default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
     )
-    field_errors = strategy_field_diagnostics(chosen)
-    chosen = tuple(map(with_valid_fields, chosen))
     asked = mesh.pp > 1 or any(
         strategy.phase == "shard" and not isinstance(strategy, BatchSplit) for strategy in chosen
     )
@@ -200,7 +196,7 @@ def _place_strategies(
         sharding,
         asked,
         [
-            *field_errors,
+            *request.strategy_diagnostics,
             *diagnostics,
             *(
                 diagnostic
