@@ -46,8 +46,8 @@ class DataConfig:
     "" uses bytes as tokens.
 
     In a folder, files whose path matches a pattern of `include` (empty: those of the format) and none of
-    `exclude` are read in sorted order. A sample has `sequence` tokens; `epochs` = 0 repeats the data until
-    the last step. `mixture` lists several sources instead of one.
+    `exclude` are read in sorted order. `sequence` is the number of tokens of a sample. `epochs` is how often
+    the data are read; 0 repeats them until the last step. `mixture` lists several sources instead of one.
     """
 
     source: str = ""

@@ -135,18 +135,19 @@ def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | N
 
 
 def _type_diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | None:
-    """The diagnostic of a value that is not the string, number, bool or tuple that its field is; else None."""
+    """The diagnostic of a value that is not the string, number, bool or tuple that its field is, or None."""
     given = f"{item.name} = {value!r}"
     if get_origin(item.type) is tuple and not isinstance(value, tuple):
         example = tuple(value) if isinstance(value, (list, set)) else (value,)
         return Diagnostic(f"{given}; needed is a tuple", f"write {item.name} = {example!r}", location)
     plain = next((each for each in get_args(item.type) if get_origin(item.type) is UnionType), item.type)
-    kind, needed = {
-        str: (str, "a string"),
+    kinds: dict[Any, tuple[tuple[type, ...], str]] = {
+        str: ((str,), "a string"),
         float: ((int, float), "a number"),
-        bool: (bool, "True or False"),
-    }.get(plain, (object, ""))
-    if isinstance(value, kind) and not (plain is float and isinstance(value, bool)):
+        bool: ((bool,), "True or False"),
+    }
+    accepted, needed = kinds.get(plain, ((object,), ""))
+    if isinstance(value, accepted) and not (plain is float and isinstance(value, bool)):
         return None
     has_default = item.default is not MISSING
     fix = f"write {item.name} = {item.default!r}, the default" if has_default else f"write {needed}"

@@ -53,10 +53,11 @@ class ParamGroupConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer `name`, with the learning rate `lr`.
+    """The optimizer and its options.
 
-    `weight_decay` is that of matrices: norms and biases (1-D) have none. The first of `groups` that matches a
-    parameter wins over all this.
+    `name` chooses the optimizer, and `lr` is its learning rate, before the schedule. `weight_decay` is that
+    of matrices: norms and biases (1-D) have none. The first of `groups` that matches a parameter wins over
+    all this.
 
     `betas` apply to adamw and lion, also with optimizer states of 16 and 8 bits, `eps` to adamw, `momentum`
     to sgd and muon. muon updates hidden matrices, and leaves embeddings, heads, norms and biases to adamw.
@@ -139,10 +140,11 @@ class LRScheduleConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The length of training: `steps` global steps of `batch` samples each, clipped to a gradient norm of
-    `clip` (0: never).
+    """The length of training.
 
-    `seed` decides initial values, the order of the data, and dropout.
+    `steps` is the number of optimizer steps. `batch` is the number of samples of one step, over all ranks.
+    `clip` is the gradient norm to which larger ones are clipped (0: never). `seed` decides initial values,
+    the order of the data, and dropout.
 
     With `noise_scale`, metrics include the gradient noise scale, in samples: the batch size up to which more
     samples still help.
