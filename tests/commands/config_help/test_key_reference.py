@@ -41,7 +41,7 @@ def test_every_field_of_a_table_and_of_every_strategy_is_listed():
 def test_a_key_has_its_type_default_and_the_sentence_that_names_it():
     text = shown("train.batch")
     assert "integer of at least 1; 8" in text
-    assert "global steps of batch samples each" in text
+    assert "the number of samples of one step" in text
     assert text.count("\n") == 2
 
 

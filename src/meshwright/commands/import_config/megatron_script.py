@@ -72,10 +72,9 @@ def _statements(text: str) -> tuple[list[list[str]], dict[str, list[str]]]:
             found = ASSIGNMENT.fullmatch(word) if not command and not array else None
             if found is not None:
                 name, appends, value = found.groups()
-                if not appends:
-                    variables[name] = []
-                array, word = (name, value[1:]) if value.startswith("(") else ("", value)
-                variables.setdefault(name, []).extend([] if array else [value])
+                scalar = [] if value.startswith("(") else [_expanded_text(value, variables)]
+                variables[name] = [*(variables.get(name, []) if appends else []), *scalar]
+                array, word = ("", value) if scalar else (name, value[1:])
             if array:
                 ends = word.count(")") > word.count("(")  # a value may have brackets of its own: ([0]*3+[1])
                 word = word[:-1] if ends else word
@@ -135,16 +134,17 @@ def _expanded_text(text: str, variables: dict[str, list[str]]) -> str:
             ),
             text,
         )
-        replaced = SUBSTITUTION.sub(_product, replaced)
+        replaced = SUBSTITUTION.sub(lambda found: _product(found, variables), replaced)
         if replaced == text:
             return text
         text = replaced
     return text
 
 
-def _product(found: re.Match[str]) -> str:
-    """The value of a product or quotient of whole numbers; anything else stays."""
-    numbers = re.fullmatch(r"(\d+)((?:[*/]\d+)*)", found[1].replace("(", "").replace(")", ""))
+def _product(found: re.Match[str], variables: dict[str, list[str]]) -> str:
+    """The value of a product or quotient of whole numbers and variables; anything else stays."""
+    named = re.sub(r"[A-Za-z_]\w*", lambda name: "".join(variables.get(name[0], [name[0]])), found[1])
+    numbers = re.fullmatch(r"(\d+)((?:[*/]\d+)*)", named.replace("(", "").replace(")", ""))
     if numbers is None:
         return found[0]
     factors = re.findall(r"([*/])(\d+)", numbers[2])
