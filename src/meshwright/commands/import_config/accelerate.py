@@ -124,7 +124,7 @@ def translate(config: Translation, devices: int) -> None:
     _write_precision(config, layout)
     checkpointing = {} if config.get(f"{FSDP}fsdp_activation_checkpointing", False) else None
     config.set("train.clip", config.get(f"{DS}gradient_clipping", 0.0))
-    if not config.given(f"{DS}gradient_clipping"):
+    if not config.is_given(f"{DS}gradient_clipping"):
         config.record_default("clip_grad_norm_ in the script", "none", "train.clip")
     config.map(f"{PC}sp_seq_length", "data.sequence")
     write_layout(config, layout, checkpointing)
@@ -147,10 +147,10 @@ def _layout(config: Translation, ranks: int) -> ParallelLayout:
     }
     model_ranks = size["tp"] * size["cp"] * size["sp"]
     data = max(1, ranks // model_ranks) if ranks else -1
-    kind_of_cp = "ulysses" if size["sp"] > 1 else "ring"
+    by_cp = {"name": "ulysses" if size["sp"] > 1 else "ring"}
     cp = size["cp"] * size["sp"]
-    common = ParallelLayout(cp=cp, tp=size["tp"], vocab_parallel=False, context_strategy=kind_of_cp)
-    if kind == "FSDP" or config.given(f"{PC}dp_shard_size"):
+    common = ParallelLayout(cp=cp, tp=size["tp"], vocab_parallel=False, context_strategy=by_cp)
+    if kind == "FSDP" or config.is_given(f"{PC}dp_shard_size"):
         return _fsdp_layout(config, size, data, common)
     if kind == "DEEPSPEED":
         stage = int(config.get(f"{DS}zero_stage", 2))

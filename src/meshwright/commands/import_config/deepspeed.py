@@ -216,7 +216,7 @@ def write_batch(config: Translation, devices: int) -> None:
             config.refuse("train_batch_size", text, "give --devices N, or set train.batch")
     elif batch is None:
         config.missing.append("train.batch")
-    elif not micro and config.given("gradient_accumulation_steps") and devices:
+    elif not micro and config.is_given("gradient_accumulation_steps") and devices:
         config.set("micro_batch", batch // (steps * num_data))
 
 
@@ -230,7 +230,7 @@ def layout_of(config: Translation, devices: int) -> ParallelLayout:
     if stage and mics > 0:
         sizes = {"dp_shard": mics, "dp_replicate": data // mics if devices else -1}
     return ParallelLayout(
-        tp=tp, cp=cp, zero_stage=stage, context_strategy="ulysses", vocab_parallel=False, **sizes
+        tp=tp, cp=cp, zero_stage=stage, context_strategy={"name": "ulysses"}, vocab_parallel=False, **sizes
     )
 
 
@@ -256,7 +256,7 @@ def _write_optimizer(config: Translation) -> None:
     if name in ("sgd", "muon"):
         config.map("optimizer.params.momentum", "optimizer.momentum", 0.95 if name == "muon" else None)
     config.map("optimizer.params.weight_decay", "optimizer.weight_decay", 0.0)
-    if config.given("optimizer.params.weight_decay"):
+    if config.is_given("optimizer.params.weight_decay"):
         decay_all_parameters(config)
 
 

@@ -1,5 +1,4 @@
-"""Imports the arguments of a Megatron-LM job (megatron/training/arguments.py, 2025), from a shell script or a
-list.
+"""Imports the arguments of a Megatron-LM job (those of 2025), from a shell script or a list.
 
 Megatron's defaults are written where they differ from those here: a linear decay to `--min-lr`, betas of 0.9
 and 0.999, weight decay of 0.01, a seed of 1234. The architecture becomes a transformers config
@@ -25,7 +24,6 @@ SCHEDULE_NAMES = {
     "inverse-square-root": "inverse_sqrt",
     "WSD": "wsd",
 }
-CONTEXT = {"p2p": "ring", "a2a": "ulysses", "a2a+p2p": "hybrid_context_parallel", "allgather": "ring"}
 
 RULES: dict[str, Rule] = {
     "tensor-model-parallel-size": mapped("mesh.tp"),
@@ -97,7 +95,7 @@ def translate(config: Translation, devices: int) -> None:
     say.
     """
     _refuse_variables(config)
-    if not devices and config.given("nproc_per_node"):
+    if not devices and config.is_given("nproc_per_node"):
         devices = config.get("nproc_per_node") * config.get("nnodes", 1)
     layout = _layout(config, devices)
     batch = _write_training(config, layout)
@@ -159,13 +157,6 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
     sizes: dict[str, Any] = {"dp_shard": data} if stage else {"dp_replicate": data}
     if stage and copies > 1:
         sizes = {"dp_replicate": copies, "dp_shard": data // copies if devices else -1}
-    kinds = config.get("cp-comm-type", "p2p")
-    kinds = set(kinds) if isinstance(kinds, list) else {kinds}
-    if len(kinds) > 1:
-        config.refuse(
-            "cp-comm-type", "all layers have one kind of context parallelism; written is ring", "choose one"
-        )
-    levels = config.get("hierarchical-context-parallel-sizes", [2])
     return ParallelLayout(
         pp=pp,
         cp=cp,
@@ -173,11 +164,24 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
         zero_stage=stage,
         gather="microbatch" if config.get("torch-fsdp2-no-reshard-after-forward", False) else "use",
         sequence_parallel=bool(config.get("sequence-parallel", False)),
-        context_strategy=CONTEXT.get(kinds.pop(), "ring") if len(kinds) == 1 else "ring",
-        ulysses_degree=int(levels[0]) if isinstance(levels, list) else levels,
+        context_strategy=_context_strategy(config),
         **_virtual_stages(config, pp),
         **sizes,
     )
+
+
+def _context_strategy(config: Translation) -> dict[str, Any]:
+    """The table of the strategy along cp."""
+    given = config.get("cp-comm-type", "p2p")
+    kinds = set(given) if isinstance(given, list) else {given}
+    if len(kinds) > 1:
+        text = "all layers have one kind of context parallelism; written is ring"
+        config.refuse("cp-comm-type", text, "choose one")
+        return {"name": "ring"}
+    levels = config.get("hierarchical-context-parallel-sizes", [2])
+    degree = int(levels[0]) if isinstance(levels, list) else levels
+    hybrid = {"name": "hybrid_context_parallel", "ulysses_degree": degree}
+    return {"a2a": {"name": "ulysses"}, "a2a+p2p": hybrid}.get(kinds.pop(), {"name": "ring"})
 
 
 def _virtual_stages(config: Translation, pp: int) -> dict[str, Any]:
@@ -206,7 +210,7 @@ def _write_training(config: Translation, layout: ParallelLayout) -> int:
         else:
             config.record_default("global-batch-size", batch, "train.batch")
     config.set("train.batch", batch)
-    if config.given("train-samples"):
+    if config.is_given("train-samples"):
         config.set("train.steps", max(1, config.get("train-samples") // batch))
     elif not config.map("train-iters", "train.steps"):
         config.missing.append("train.steps")
@@ -232,7 +236,7 @@ def _write_optimizer(config: Translation) -> None:
     if name != "sgd":
         betas = [config.get("adam-beta1", 0.9), config.get("adam-beta2", 0.999)]
         config.set("optimizer.betas", betas)
-        if not config.given("adam-beta2"):
+        if not config.is_given("adam-beta2"):
             config.record_default("adam-beta2", 0.999, "optimizer.betas")
         config.map("adam-eps", "optimizer.eps")
 
@@ -241,15 +245,15 @@ def _write_schedule(config: Translation, batch: int) -> None:
     steps, lr = config.document["train"].get("steps", 1000), config.get("lr")
     style = config.get("lr-decay-style", "linear")
     config.set("lr_schedule.name", SCHEDULE_NAMES.get(style, "constant"))
-    if not config.given("lr-decay-style"):
+    if not config.is_given("lr-decay-style"):
         config.record_default("lr-decay-style", style, "lr_schedule.name")
     decay = config.get("lr-decay-iters", config.get("lr-decay-samples", steps * batch) // batch)
     if decay != steps and style in ("linear", "cosine"):
-        option = "lr-decay-iters" if config.given("lr-decay-iters") else "lr-decay-samples"
+        option = "lr-decay-iters" if config.is_given("lr-decay-iters") else "lr-decay-samples"
         text = f"the {style} decay ends after {decay} steps, and here with training, after {steps}"
         config.refuse(option, text, 'make the two equal, or use lr_schedule.name = "wsd"')
     warmup = config.get("lr-warmup-iters", config.get("lr-warmup-samples", 0) // batch)
-    if config.given("lr-warmup-fraction"):
+    if config.is_given("lr-warmup-fraction"):
         warmup = round(config.get("lr-warmup-fraction") * decay)
     config.set("lr_schedule.warmup", min(warmup, steps))
     if config.get("min-lr", 0) and lr:
@@ -324,13 +328,13 @@ def _write_run(config: Translation) -> None:
     config.map("num-workers", "run.workers")
     if config.get("tokenizer-type") == "HuggingFaceTokenizer":
         config.map("tokenizer-model", "data.tokenizer")
-    elif config.given("tokenizer-model"):
+    elif config.is_given("tokenizer-model"):
         text = f"only tokenizers of Hugging Face are read, and this is a {config.get('tokenizer-type')}"
         config.refuse("tokenizer-model", text, "set data.tokenizer to its folder, or its name on the hub")
     trackers = [
         name
         for name, option in (("tensorboard", "tensorboard-dir"), ("wandb", "wandb-project"))
-        if config.given(option)
+        if config.is_given(option)
     ]
     if trackers:
         config.set("run.trackers", trackers)

@@ -73,7 +73,7 @@ def transformers_config(config: Translation, tp: int) -> dict[str, Any] | None:
     if config.get("use-rotary-position-embeddings", False):
         traits["position-embedding-type"] = "rope"
     sizes = ("num-layers", "hidden-size", "num-attention-heads")
-    lacking = [f"--{name}" for name in sizes if not config.given(name)]
+    lacking = [f"--{name}" for name in sizes if not config.is_given(name)]
     vocabulary = _vocabulary(config, tp)
     if lacking or not vocabulary:
         words = [*lacking, *(["--vocab-size"] if not vocabulary else [])]
@@ -93,7 +93,7 @@ def transformers_config(config: Translation, tp: int) -> dict[str, Any] | None:
 
 
 def _vocabulary(config: Translation, tp: int) -> int:
-    if config.given("padded-vocab-size"):
+    if config.is_given("padded-vocab-size"):
         return int(config.get("padded-vocab-size"))
     multiple = config.get("make-vocab-size-divisible-by", 128) * tp
     return ceil(config.get("vocab-size", 0) / multiple) * multiple

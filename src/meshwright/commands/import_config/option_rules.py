@@ -85,7 +85,7 @@ class Translation:
         value = self.options.get(option)
         return default if value is None or value == "auto" else value
 
-    def given(self, option: str) -> bool:
+    def is_given(self, option: str) -> bool:
         """Returns whether the file sets `option` to a value."""
         return self.get(option) is not None
 
@@ -105,7 +105,7 @@ class Translation:
         value = self.get(option, default)
         if value is not None:
             self.set(key, value)
-            if not self.given(option):
+            if not self.is_given(option):
                 self.record_default(option, value, key)
         return value
 
@@ -140,7 +140,7 @@ class Translation:
         return sorted(found, key=lambda each: order.index(each.verdict))
 
     def _by_rule(self, option: str, value: Any) -> ImportedOption:
-        rule, shown = self.rules.get(option), _shown(value)
+        rule, shown = self.rules.get(option), _short_text(value)
         if rule is None:
             near = suggest_name(option, self.rules)
             hint = f"; {near}" if near.startswith("did") else ""
@@ -188,7 +188,7 @@ def _is_harmless(value: Any, rule: Rule) -> bool:
     return value in rule.harmless
 
 
-def _shown(value: Any) -> str:
+def _short_text(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 40 else text[:37] + "..."
 

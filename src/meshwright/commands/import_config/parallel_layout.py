@@ -1,6 +1,7 @@
 """Writes the mesh, the strategies and the precision of an imported config, which all formats share."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshwright.commands.import_config.option_rules import Translation
@@ -11,7 +12,7 @@ class ParallelLayout:
     """The parallelism that another tool's options ask for.
 
     Sizes are numbers of ranks; of the two data-parallel ones one may be -1: what is left. `zero_stage` 0 is
-    DDP.
+    DDP. `context_strategy` is the table of the strategy along cp.
     """
 
     pp: int = 1
@@ -25,9 +26,7 @@ class ParallelLayout:
     vocab_parallel: bool = True
     schedule: str = "1f1b"
     virtual_stages: int = 0
-    context_strategy: str = "ring"
-    ulysses_degree: int = 0
-    load_balance: str = "zigzag"
+    context_strategy: Mapping[str, Any] = field(default_factory=lambda: {"name": "ring"})
 
     @property
     def num_model_ranks(self) -> int:
@@ -51,22 +50,13 @@ def write_layout(config: Translation, layout: ParallelLayout, checkpointing: dic
         if layout.vocab_parallel:
             config.add_strategy("vocab_parallel")
     if layout.cp > 1:
-        _add_context_strategy(config, layout)
+        config.add_strategy(**layout.context_strategy)
     if checkpointing is not None:
         config.add_strategy("activation_checkpointing", **checkpointing)
     for axis in ("dp_replicate", "dp_shard"):
         if vars(layout)[axis] != 1:
             config.add_strategy("batch_split", axis=axis)
     _add_storage_strategy(config, layout)
-
-
-def _add_context_strategy(config: Translation, layout: ParallelLayout) -> None:
-    fields: dict[str, Any] = {} if layout.load_balance == "zigzag" else {"load_balance": layout.load_balance}
-    if layout.context_strategy == "ulysses":
-        fields = {}
-    if layout.context_strategy == "hybrid_context_parallel":
-        fields["ulysses_degree"] = layout.ulysses_degree
-    config.add_strategy(layout.context_strategy, **fields)
 
 
 def _add_storage_strategy(config: Translation, layout: ParallelLayout) -> None:

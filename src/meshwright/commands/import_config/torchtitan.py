@@ -1,4 +1,4 @@
-"""Imports a torchtitan job config in TOML (torchtitan/config/job_config.py, 2024 and 2025).
+"""Imports a torchtitan job config in TOML (its JobConfig of 2024 and 2025).
 
 Options that were renamed in that time are known by both names. torchtitan's defaults are written where they
 differ from those here: bfloat16, a linear decay after 200 warm-up steps, selective activation checkpointing.
@@ -222,7 +222,7 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
         config.get(f"{P}data_parallel_replicate_degree", 1),
     )
     shard = config.get(f"{P}data_parallel_shard_degree", -1)
-    if not config.given(f"{P}data_parallel_shard_degree"):
+    if not config.is_given(f"{P}data_parallel_shard_degree"):
         config.record_default(f"{P}data_parallel_shard_degree", -1, "mesh.dp_shard")
     if shard == -1 and devices:
         shard = devices // (pp * tp * cp * replicate)
@@ -249,7 +249,10 @@ def _layout(config: Translation, devices: int) -> ParallelLayout:
         vocab_parallel=not config.get(f"{P}disable_loss_parallel", False),
         schedule=schedule or "1f1b",
         virtual_stages=2,
-        load_balance="zigzag" if balancer in ("headtail", "zigzag") else "contiguous",
+        context_strategy={
+            "name": "ring",
+            "load_balance": "zigzag" if balancer in ("headtail", "zigzag") else "contiguous",
+        },
     )
 
 
@@ -297,12 +300,12 @@ def _write_schedule(config: Translation) -> None:
     warmup = min(config.get("lr_scheduler.warmup_steps", old), steps)
     ratio, kind = config.get("lr_scheduler.decay_ratio"), config.get("lr_scheduler.decay_type", "linear")
     floor = config.get("lr_scheduler.min_lr_factor", config.get("lr_scheduler.lr_min", 0.0))
-    if not config.given("lr_scheduler.warmup_steps") and not config.given(f"{T}warmup_steps"):
+    if not config.is_given("lr_scheduler.warmup_steps") and not config.is_given(f"{T}warmup_steps"):
         config.set("lr_schedule.warmup", warmup)
         config.record_default("lr_scheduler.warmup_steps", warmup, "lr_schedule.warmup")
     decay = steps - warmup if ratio is None else min(steps - warmup, round(steps * ratio))
     config.set("lr_schedule", {"name": "wsd", "warmup": warmup, "decay": decay, "floor": floor})
-    if not config.given("lr_scheduler.decay_type"):
+    if not config.is_given("lr_scheduler.decay_type"):
         config.record_default("lr_scheduler.decay_type", kind, "lr_schedule.name", "lr_schedule.decay")
     if kind == "cosine" and decay == steps - warmup:
         config.set("lr_schedule", {"name": "cosine", "warmup": warmup, "floor": floor})
@@ -323,7 +326,7 @@ def _write_precision(config: Translation, layout: ParallelLayout) -> None:
             write_half_precision(config, "bfloat16", reduce=reduce)
         else:
             write_autocast(config, "bfloat16")
-        if not config.given(f"{T}mixed_precision_param"):
+        if not config.is_given(f"{T}mixed_precision_param"):
             config.record_default(
                 f"{T}mixed_precision_param", "bfloat16", "precision.parameters", "precision.compute"
             )
@@ -336,7 +339,7 @@ def _checkpointing(config: Translation) -> dict[str, Any] | None:
     if mode == "selective" and option == "2":
         return {"blocks": ["*[13579]"]}
     if mode != "none":
-        where = f"{A}selective_ac_option" if config.given(f"{A}selective_ac_option") else f"{A}mode"
+        where = f"{A}selective_ac_option" if config.is_given(f"{A}selective_ac_option") else f"{A}mode"
         text = f"selective checkpointing by '{option}' is not there; written is none"
         config.refuse(where, text, 'add [[strategies]] name = "activation_checkpointing", with keep_mb')
     return None
