@@ -88,7 +88,13 @@ RULES: dict[str, Rule] = {
         *(f"{ZERO}{name}" for name in ("mics_hierarchical_params_gather", "cpu_offload_use_pin_memory")),
         *("disable_allgather", "graph_harvesting", "use_node_local_storage", "compile"),
         *("bf16.immediate_grad_update", "optimizer.params.fused", "optimizer.params.torch_adam"),
-        *("fp16.auto_cast", "fp16.fused_mode", "optimizer.legacy_fusion", "seq_parallel_comm_data_type"),
+        *(
+            "fp16.auto_cast",
+            "fp16.fused_mode",
+            "optimizer.legacy_fusion",
+            "seq_parallel_comm_data_type",
+            "seq_parallel_communication_data_type",
+        ),
         *(
             "zero_allow_untested_optimizer",
             "zero_force_ds_cpu_optimizer",
@@ -111,7 +117,7 @@ RULES: dict[str, Rule] = {
         *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler"),
         *("comms_logger", "monitor_config", "csv_monitor", "comet", "tensorboard.output_path"),
         *("tensorboard.job_name", "wandb.group", "wandb.team", f"{ZERO}log_trace_cache_warnings"),
-        *(f"{ZERO}enable_sanity_checks", "autotuning", "eigenvalue"),
+        *(f"{ZERO}enable_sanity_checks", "autotuning", "eigenvalue", "timers"),
     ),
     **dropped("gradients are plain sums, never divided", "prescale_gradients", "gradient_predivide_factor"),
     **dropped("an unused parameter has a gradient of zero", f"{ZERO}ignore_unused_parameters"),
@@ -161,7 +167,13 @@ RULES: dict[str, Rule] = {
     **refused("the sequence length is fixed", "set data.sequence", "curriculum_learning", "data_efficiency"),
     **refused("experts are not distributed", "leave it out", "use_data_before_expert_parallelism", "moe"),
     **refused("the batch is fixed", "set train.batch", "elasticity"),
-    **refused("compression is not there", "train uncompressed", "compression_training", "quantize_training"),
+    **refused(
+        "compression is not there",
+        "train uncompressed",
+        "compression_training",
+        "quantize_training",
+        "weight_quantization",
+    ),
     **refused("RLHF's hybrid engine is not there", "train and generate apart", "hybrid_engine"),
     **refused(
         "activation memory of checkpointing is not partitioned or offloaded",

@@ -90,6 +90,9 @@ RULES: dict[str, Rule] = {
 }
 
 
+ALIASES = {"nproc-per-node": "nproc_per_node", "persistent-save-interval": "save-interval"}
+
+
 def translate(config: Translation, devices: int) -> None:
     """Fills `config` from Megatron-LM arguments; `devices` is the number of ranks, 0: as torchrun's arguments
     say.
@@ -112,11 +115,9 @@ def translate(config: Translation, devices: int) -> None:
 
 
 def typed_options(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns arguments with numbers as numbers."""
+    """Returns arguments with numbers as numbers, and of two names of an option the first."""
     found = {name: _number(value) if isinstance(value, str) else value for name, value in values.items()}
-    if "nproc-per-node" in found:
-        found["nproc_per_node"] = found.pop("nproc-per-node")
-    return found
+    return {ALIASES.get(name, name): value for name, value in found.items()}
 
 
 def _number(text: str) -> Any:

@@ -150,6 +150,7 @@ OTHER_RULES: dict[str, Rule] = {
     **dropped("data.tokenizer decides", "tokenizer-type", "legacy-tokenizer", "tokenizer-metadata"),
     **dropped("the scale is halved by each overflow, and is at least 1", "hysteresis", "min-loss-scale"),
     **dropped("the warm-up begins near 0", "lr-warmup-init"),
+    **dropped("of generation", "inference-dynamic-batching", "cache-mla-latents"),
     **dropped("only with --use-precision-aware-optimizer", "main-grads-dtype", "main-params-dtype"),
     **dropped("only with --use-precision-aware-optimizer", "exp-avg-dtype", "exp-avg-sq-dtype"),
     **dropped("only with selective recomputation", "recompute-modules"),
@@ -205,7 +206,7 @@ OTHER_RULES: dict[str, Rule] = {
     **refused(
         "documents of a sample are not told apart",
         "train on samples that are one document each",
-        *("reset-position-ids", "reset-attention-mask", "eod-mask-loss"),
+        *("reset-position-ids", "reset-attention-mask", "eod-mask-loss", "allow-ambiguous-pad-tokens"),
     ),
     **refused("every sample is read", "leave it out", "sample-rate", "iterations-to-skip", harmless=(1.0,)),
     **refused("only language models are imported", "leave it out", "mask-prob", "short-seq-prob", "sft"),
@@ -288,6 +289,7 @@ OTHER_RULES: dict[str, Rule] = {
     **refused(
         *OTHER_JOBS,
         *(
+            *("grpo-group-size", "langrl-env-config", "rl-partial-rollouts", "sft-tokenizer-prompt-format"),
             "vision-pretraining",
             "vision-backbone-type",
             "retro-add-retriever",

@@ -182,10 +182,11 @@ def _lookup(node: Any, path: list[str]) -> Iterator[Any]:
 
 
 def _is_harmless(value: Any, rule: Rule) -> bool:
-    """Whether the value turns nothing on; a table does if it is enabled, or names a device."""
+    """Whether the value turns nothing on; a table does not if neither enabled nor on a device."""
     if isinstance(value, Mapping) and ("enabled" in value or "device" in value):
         return value.get("enabled") in OFF and value.get("device") in OFF
-    return value in rule.harmless
+    # True equals 1 in Python, but a flag is on and a size of 1 is not
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in rule.harmless)
 
 
 def _short_text(value: Any) -> str:
