@@ -23,6 +23,7 @@ from docs.generator.config_page import config_page
 from docs.generator.essay import NOTE, PACKAGE, Essay, markdown
 from docs.generator.essay import essays as read_essays
 from docs.generator.model_page import model_page
+from docs.generator.reference_lists import reference_lists
 from docs.generator.technique_pages import SHARED, technique_pages, techniques
 
 ROOT = Path(__file__).parents[1]
@@ -59,7 +60,7 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     )
     made |= model_page(root, modules) | combination_page(root) | benchmark_page(root)
     # what follows from the package as it is imported, so not from another tree
-    return made | (api_pages() | cli_page() | config_page() if root == ROOT else {})
+    return made | (api_pages() | cli_page() | config_page() | reference_lists() if root == ROOT else {})
 
 
 def _collectives_page(modules: Iterable[Essay]) -> dict[str, str]:

@@ -36,7 +36,6 @@ from meshwright.plan.job.job import Job
 from meshwright.plan.job.precision import PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from meshwright.report.terminal.data_line import DataSummary
 from meshwright.run.config.config_and_plan_files import PlanRequest
 from meshwright.run.data.data_loader import (
@@ -124,7 +123,7 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
     diagnostics = [
         *job.diagnostics(),
         *request.run.diagnostics(),
-        *strategy_field_diagnostics(request.strategies or ()),
+        *request.strategy_diagnostics,
     ]
     world_size = world if world is not None or -1 in request.mesh.values() else None
     mesh = collect_diagnostics(diagnostics, Mesh.infer, request.mesh, world_size)
@@ -214,9 +213,7 @@ def _plan_request(
     analyzed = read_model(loaded, loss.prepare(example), loss)
     given = request.strategies
     strategies = default_strategies(mesh, analyzed.model_spec) if given is None else given
-    strategies, notes = choose_algorithms(
-        tuple(map(with_valid_fields, strategies)), mesh, request.cluster, Path(request.run.folder)
-    )
+    strategies, notes = choose_algorithms(strategies, mesh, request.cluster, Path(request.run.folder))
     if given is None and mesh.tp > 1:
         notes = [*notes, *unsharded_vocab_notes(analyzed.model_spec)]
     plan = make_plan(analyzed, job, mesh, strategies, request.micro_batch, request.run)

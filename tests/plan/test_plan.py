@@ -66,6 +66,8 @@ OTHER = {  # another value for every field of a job
     "lr_schedule.warmup": 2,
     "lr_schedule.decay": 3,
     "lr_schedule.floor": 0.1,
+    "lr_schedule.power": 2.0,
+    "lr_schedule.timescale": 7,
     "precision.parameters": "bfloat16",
     "precision.compute": "bfloat16",
     "precision.reduce": "bfloat16",

@@ -1,11 +1,15 @@
 """A strategy is a value; phases fix the order in which strategies apply."""
 
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass
 from itertools import permutations
 from typing import ClassVar
 
 import pytest
 
+import meshwright as mw
+from meshwright.parallel import STRATEGIES
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
@@ -61,3 +65,45 @@ def test_strategies_are_frozen_values_that_print_their_fields():
     assert str(Shard("cp")) == "shard it (axis cp)"
     with pytest.raises(FrozenInstanceError):
         Shard().axis = "pp"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: mw.ZeRO(stage=4), "strategies.zero.stage: stage = 4; needed is 1, 2 or 3\n  repair: "),
+        (lambda: mw.ZeRO(axis="tp"), "strategies.zero.axis: axis = 'tp'; needed is 'dp_replicate', "),
+        (
+            lambda: mw.DDP(bucket_mb=-1),
+            "strategies.ddp.bucket_mb: bucket_mb = -1; needed is a number above 0",
+        ),
+        (lambda: mw.DDP(bucket_mb="25"), "strategies.ddp.bucket_mb: bucket_mb = '25'; needed is a number\n"),
+        (
+            lambda: mw.ActivationCheckpointing(blocks="*.3"),
+            "strategies.activation_checkpointing.blocks: blocks = '*.3'; needed is a tuple\n"
+            "  repair: write blocks = ('*.3',)",
+        ),
+        (
+            lambda: mw.ChunkedLoss(num_chunks=1),
+            "strategies.chunked_loss.num_chunks: num_chunks = 1; needed is ",
+        ),
+        (
+            lambda: mw.RingAttention(load_balance="zag"),
+            "strategies.ring.load_balance: load_balance = 'zag'; ",
+        ),
+    ],
+)
+def test_a_constructor_refuses_a_wrong_value_with_the_repair(make: Callable[[], Strategy], message: str):
+    with pytest.raises(PlanError) as raised:
+        make()
+    assert str(raised.value).startswith(message)
+
+
+def test_a_constructor_reports_all_wrong_fields_at_once():
+    with pytest.raises(PlanError) as raised:
+        mw.ZeRO(axis="pp", keep_mb=-1.0, prefetch=-1)
+    assert len(raised.value.diagnostics) == 3
+
+
+def test_every_strategy_stands_at_the_top_of_the_package():
+    classes = {strategy for modes in STRATEGIES.values() for strategy in modes.values()}
+    assert classes == {vars(mw).get(each.__name__, getattr(mw, each.__name__)) for each in classes}

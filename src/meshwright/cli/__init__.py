@@ -20,6 +20,7 @@ command, or a rank that it started to verify or to measure, crashed; 130 after C
 
     report_export_import       report, export, import, convert
     bench                      bench network, bench device
+    config                     config, init, import-config
     launcher_env               the launcher's variables, signals, the local launcher
     error_output               errors and failures as a user sees them
     launch_and_doctor          launch, doctor
@@ -35,7 +36,7 @@ from typing import Annotated
 import typer
 
 from meshwright import __version__
-from meshwright.cli import bench, launch_and_doctor, plan_inspect_verify_train, report_export_import
+from meshwright.cli import bench, config, launch_and_doctor, plan_inspect_verify_train, report_export_import
 from meshwright.cli.error_output import CRASH_EXIT_CODE, show_crash
 from meshwright.cli.search import register_search
 
@@ -63,6 +64,7 @@ def options(
 
 plan_inspect_verify_train.register_plan_verify_train(app)
 register_search(app)
+config.register_config(app)
 report_export_import.register_report(app)
 launch_and_doctor.register_launch_doctor(app)
 bench.register_bench(app)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.config import print_hardware_list
 from meshwright.cli.error_output import console, exit_on_error, show_failure
 from meshwright.cli.launcher_env import current_rank, local_launcher
 from meshwright.cli.lazy_import import import_command
@@ -34,7 +35,12 @@ def plan(
         Path | None, typer.Option("--json", help="Write the predicted time, memory and bytes here.")
     ] = None,
     hardware: Annotated[
-        str, typer.Option(help="Predict the step time on h100, a100, or a file: my.toml, device.toml.")
+        str,
+        typer.Option(
+            help="Predict the step time on h100, a100, or a file: my.toml, device.toml; list: all known.",
+            callback=print_hardware_list,
+            is_eager=True,
+        ),
     ] = "",
     cluster: Annotated[str, typer.Option(help="Links measured by `bench network`: cluster.toml.")] = "",
 ) -> None:

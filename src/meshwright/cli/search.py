@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from meshwright.cli.config import print_hardware_list
 from meshwright.cli.error_output import console, exit_on_error, option_names
 from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
@@ -24,7 +25,12 @@ def search(
     ],
     devices: Annotated[int, typer.Option(help="The number of devices.", min=0)] = 0,
     hardware: Annotated[
-        str, typer.Option(help="The device: h100, a100, h100:32,a100:32, or a file: my.toml, device.toml.")
+        str,
+        typer.Option(
+            help="The device: h100, a100, h100:32,a100:32, or a file: my.toml, device.toml; list: all known.",
+            callback=print_hardware_list,
+            is_eager=True,
+        ),
     ] = "",
     batch: Annotated[int, typer.Option(help="Samples of a global step.", min=0)] = 0,
     sequence: Annotated[

@@ -15,11 +15,9 @@ from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
-from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
-from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from meshwright.plan.strategy_interface import sort_by_phase
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
@@ -80,8 +78,6 @@ def _place_strategies(
     chosen = (
         default_strategies(mesh, analyzed.model_spec) if request.strategies is None else request.strategies
     )
-    field_errors = strategy_field_diagnostics(chosen)
-    chosen = tuple(map(with_valid_fields, chosen))
     asked = mesh.pp > 1 or any(
         strategy.phase == "shard" and not isinstance(strategy, BatchSplit) for strategy in chosen
     )
@@ -109,7 +105,7 @@ def _place_strategies(
         sharding,
         asked,
         [
-            *field_errors,
+            *request.strategy_diagnostics,
             *diagnostics,
             *(
                 diagnostic

@@ -12,7 +12,7 @@ from meshwright.plan.hardware.measured_cluster import Cluster
 from meshwright.plan.plan import Plan
 from meshwright.planner.machine.device_profile import DeviceProfile
 from meshwright.planner.machine.from_benchmark import with_measured_links
-from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.machine import Machine, on_assumed_host
 from meshwright.planner.program_cost.device_time import ExecutionTarget, RatedDeviceTime
 from meshwright.planner.program_cost.network_time import (
     MeasuredNetworkTime,
@@ -94,12 +94,14 @@ def _on_devices(machine: Machine, profile: DeviceProfile | None, links: Cluster 
     if links is not None:
         machine, more = with_measured_links(machine, links)
         notes = (*notes, *more)
-    elif (
-        machine.device.link_rate
-        and machine.num_devices > 1
-        and (machine.device.nic_rate or machine.num_devices <= machine.devices_per_host)
-    ):
-        network, notes = RatedNetworkTime(machine), ()
+    else:
+        machine, assumed = on_assumed_host(machine)
+        if (
+            machine.device.link_rate
+            and machine.num_devices > 1
+            and (machine.device.nic_rate or machine.num_devices <= machine.devices_per_host)
+        ):
+            network, notes = RatedNetworkTime(machine), assumed
     device_time = RatedDeviceTime(machine) if profile is None else profile
     return ExecutionTarget(
         machine.device.name, device_time, network, peak_flops=machine.device.flops, notes=notes

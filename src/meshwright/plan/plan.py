@@ -13,7 +13,6 @@ from typing import Any
 
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import raise_diagnostics
-from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.job.job import Job, OptimizerConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.optimizer_per_param import depends_on_role, shard_alignment_of
@@ -33,7 +32,6 @@ from meshwright.plan.strategy_compatibility import (
     precision_diagnostics,
     sharding_diagnostics,
     strategy_choice_diagnostics,
-    strategy_field_diagnostics,
 )
 from meshwright.plan.strategy_interface import Strategy, sort_by_phase
 
@@ -84,11 +82,9 @@ class Plan:
         diagnostics = [
             *job.diagnostics(),
             *run.diagnostics(),
-            *strategy_field_diagnostics(ordered),
             *strategy_choice_diagnostics(ordered),
             *model_diagnostics(model_spec),
         ]
-        ordered = tuple(map(with_valid_fields, ordered))
         for strategy in ordered:
             diagnostics += strategy.check(job, sharding)
             sharding = strategy.place(sharding)

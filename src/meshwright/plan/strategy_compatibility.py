@@ -2,11 +2,10 @@
 itself.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from meshwright.plan.job.errors import Diagnostic
-from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.sharding.mesh import AXES
@@ -27,12 +26,6 @@ def model_diagnostics(model_spec: ModelSpec) -> Iterator[Diagnostic]:
     if not model_spec.trainable:
         text = f"none of the {len(model_spec.params)} parameters of {model_spec.name} is trained"
         yield Diagnostic(text, "set requires_grad on those to be trained", "model")
-
-
-def strategy_field_diagnostics(strategies: Iterable[Strategy]) -> Iterator[Diagnostic]:
-    """Yields wrong values of the strategies' fields."""
-    for strategy in strategies:
-        yield from field_diagnostics(strategy, f"strategies.{strategy.name}")
 
 
 def strategy_choice_diagnostics(strategies: tuple[Strategy, ...]) -> Iterator[Diagnostic]:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from meshwright.plan.job.errors import Diagnostic
+from meshwright.plan.job.errors import Diagnostic, raise_diagnostics
+from meshwright.plan.job.field_constraints import field_diagnostics
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.step.program import Action, Program
@@ -54,13 +55,19 @@ Handler = Callable[[Action], None]
 
 @dataclass(frozen=True)
 class Strategy(ABC):
-    """A technique as a value. By default a method changes nothing; a technique overrides what it needs."""
+    """A technique as a value. By default a method changes nothing; a technique overrides what it needs.
+
+    Raises PlanError at construction, with every field that has a wrong value.
+    """
 
     name: ClassVar[str]
     mode: ClassVar[str] = ""  # distinguishes strategies of the same name: the key `mode` of its table
     phase: ClassVar[StrategyPhase]
     exact: ClassVar[bool] = True
     needs_sequence_info: ClassVar[bool] = False  # whether it reads ModelSpec.sequence_info
+
+    def __post_init__(self) -> None:
+        raise_diagnostics(field_diagnostics(self, f"strategies.{self.name}"))
 
     def check(self, job: Job, sharding: ShardingPlan) -> Iterator[Diagnostic]:
         """Yields what is wrong with this technique on this job and mesh."""

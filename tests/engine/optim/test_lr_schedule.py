@@ -1,9 +1,16 @@
 """Learning-rate schedules: the factor at the steps where it changes."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
+from transformers import (
+    get_inverse_sqrt_schedule,
+    get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+)
 
 from meshwright.engine.optim.lr_schedule import lr_factor
 from meshwright.plan.job.job import LRScheduleConfig
@@ -50,3 +57,57 @@ def test_wsd_without_decay_stays_at_one_beyond_the_last_step():
 )
 def test_a_run_of_one_step_has_a_factor(schedule: LRScheduleConfig):
     assert 0 <= lr_factor(schedule, 0, 1) <= 1
+
+
+def transformers_factors(name: str, warmup: int, steps: int, **options: float) -> list[float]:
+    """The learning rates that a scheduler of transformers sets from a base of 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    if name == "linear":
+        scheduler = get_linear_schedule_with_warmup(optimizer, warmup, steps)
+    elif name == "polynomial":
+        scheduler = get_polynomial_decay_schedule_with_warmup(optimizer, warmup, steps, **options)
+    else:
+        scheduler = get_inverse_sqrt_schedule(optimizer, warmup, **options)
+    found = []
+    for _ in range(steps + 3):
+        found.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        (LRScheduleConfig("linear"), {}),
+        (LRScheduleConfig("polynomial", floor=0.1, power=2.0), {"lr_end": 0.1, "power": 2.0}),
+        (LRScheduleConfig("polynomial", floor=1e-7), {}),
+        (LRScheduleConfig("inverse_sqrt"), {}),
+        (LRScheduleConfig("inverse_sqrt", timescale=13), {"timescale": 13}),
+    ],
+)
+def test_schedules_of_transformers_have_its_factors_at_every_step_and_beyond(
+    warmup: int, schedule: LRScheduleConfig, options: dict[str, float]
+):
+    ours = replace(schedule, warmup=warmup)
+    found = [lr_factor(ours, step, 20) for step in range(23)]
+    assert found == pytest.approx(transformers_factors(schedule.name, warmup, 20, **options), rel=1e-12)
+
+
+def test_linear_and_inverse_sqrt_stay_above_their_floor():
+    assert lr_factor(LRScheduleConfig("linear", floor=0.25), 99, 10) == 0.25
+    assert lr_factor(LRScheduleConfig("linear", floor=0.5), 5, 10) == 0.75
+    assert lr_factor(LRScheduleConfig("inverse_sqrt", warmup=1, floor=0.25), 99, 100) == 0.25
+
+
+def test_an_option_of_another_schedule_is_refused_with_the_schedule_that_has_it():
+    for key, value, owner in (
+        ("decay", 3, "wsd"),
+        ("power", 2.0, "polynomial"),
+        ("timescale", 5, "inverse_sqrt"),
+    ):
+        (found,) = LRScheduleConfig("cosine", **{key: value}).diagnostics(steps=10)
+        assert found.location == f"lr_schedule.{key}"
+        assert f'name = "{owner}"' in found.fix
+        assert not list(LRScheduleConfig(owner, **{key: value}).diagnostics(steps=10))

@@ -12,7 +12,6 @@ from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.ddp import DDP
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import (
     NUM_SAMPLES,
     case,
@@ -135,10 +134,10 @@ def test_a_ring_of_the_wrong_neighbours_is_noticed(monkeypatch: pytest.MonkeyPat
 
 def test_invalid_options_are_refused() -> None:
     space = sharding_of(Mesh(cp=4), [case(3, 3, 8).attend])
-    strange = HybridContextParallel(ulysses_degree=3, load_balance="folded", comm_dtype="float8")
-    assert [
-        str(fault) for fault in (*strange.check(None, space), *strategy_field_diagnostics([strange]))
-    ] == [
+    with pytest.raises(PlanError) as raised:
+        HybridContextParallel(load_balance="folded", comm_dtype="float8")
+    strange = HybridContextParallel(ulysses_degree=3)
+    assert [str(fault) for fault in (*strange.check(None, space), *raised.value.diagnostics)] == [
         "strategies.hybrid_context_parallel.ulysses_degree: ulysses_degree = 3, and cp has 4 "
         "ranks, which are to be groups of so many "
         "neighbours\n"

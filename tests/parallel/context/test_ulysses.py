@@ -7,7 +7,6 @@ from meshwright.parallel.context import ulysses_all_to_all as exchange
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from tests.parallel.context.attention_answers import (
     NUM_SAMPLES,
     Case,
@@ -134,8 +133,11 @@ def test_heads_that_do_not_divide_are_refused_with_the_ring() -> None:
         "equal number\n"
         "  repair: use ring, which does not shard heads; or set mesh.cp to 1 or 2 or 3 or 6"
     )
-    (fault,) = strategy_field_diagnostics([Ulysses(axis="tp")])
-    assert str(fault) == "strategies.ulysses.axis: axis = 'tp'; needed is 'cp'\n  repair: write axis = \"cp\""
+    with pytest.raises(PlanError) as raised:
+        Ulysses(axis="tp")
+    assert str(raised.value) == (
+        "strategies.ulysses.axis: axis = 'tp'; needed is 'cp'\n  repair: write axis = \"cp\""
+    )
 
 
 def test_heads_unknown_to_the_plan_are_refused() -> None:

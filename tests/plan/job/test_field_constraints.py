@@ -16,6 +16,7 @@ from meshwright.plan.job.field_constraints import (
     not_empty,
     one_of,
     with_valid_fields,
+    without_wrong_values,
 )
 
 
@@ -99,3 +100,27 @@ def test_defaults_replace_wrong_values_and_a_field_without_one_keeps_its_value()
     assert with_valid_fields(Table("", size=0, share=0.3)) == Table("", size=4, share=0.3)
     valid = Table("a")
     assert with_valid_fields(valid) is valid
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": 3}, "job.text: text = 3; needed is a string\n  repair: write a string"),
+        ({"share": "0.5"}, "job.share: share = '0.5'; needed is a number\n  repair: write share = None"),
+        ({"names": "red"}, "job.names: names = 'red'; needed is a tuple\n  repair: write names = ('red',)"),
+        (
+            {"names": ["red", "green"]},
+            "job.names: names = ['red', 'green']; needed is a tuple\n  repair: write",
+        ),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_one_that_fits(changes: dict[str, Any], message: str):
+    (diagnostic,) = field_diagnostics(Table(**{"text": "a", **changes}), "job")
+    assert str(diagnostic).startswith(message)
+
+
+def test_wrong_values_are_taken_out_with_their_diagnostics_and_those_of_a_wrong_type_stay():
+    given = {"text": "", "size": 0, "axis": 3, "names": ["blue"], "other": 1}
+    kept, wrong = without_wrong_values(Table, given, "job")
+    assert kept == {"axis": 3, "other": 1}
+    assert [each.location for each in wrong] == ["job.text", "job.size", "job.names"]

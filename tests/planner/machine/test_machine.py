@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.plan.hardware.device_specs import DeviceSpec
 from meshwright.plan.job.errors import PlanError
-from meshwright.planner.machine.machine import Machine, make_machine, with_nic
+from meshwright.planner.machine.machine import Machine, make_machine, on_assumed_host, with_nic
 from meshwright.planner.machine.machine_rates import MachineRates
 
 
@@ -41,3 +41,11 @@ def test_an_oversubscribed_fabric_gives_half_at_its_number_of_hosts():
     assert with_nic(given, 100e9).nic_rate(32) == pytest.approx(25e9)
     assert given.link_rate == given.rates.link * 300e9
     assert given.nic_rate(10**6) == pytest.approx(given.nic_rate(1) / 7, rel=1e-4)
+
+
+def test_a_few_cards_without_a_number_per_host_are_assumed_to_share_one_host_and_a_note_says_so():
+    found, notes = on_assumed_host(make_machine("rtx4090", 4))
+    assert found.devices_per_host == 4
+    assert "the 4 devices are assumed to share one host, with 31.5 GB/s each" in notes[0]
+    for machine in (make_machine("rtx4090", 16), make_machine("h100", 4), make_machine("rtx4090", 1)):
+        assert on_assumed_host(machine) == (machine, ())

@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.commands.search.run_calibration import ShapeLookup, calibrate_from_run
 from meshwright.plan.job.errors import Diagnostic, PlanError, collect_diagnostics
 from meshwright.planner.machine.from_benchmark import with_measured_links
-from meshwright.planner.machine.machine import Machine
+from meshwright.planner.machine.machine import Machine, on_assumed_host
 from meshwright.planner.machine.run_calibration import apply_calibration
 from meshwright.planner.search.max_fit import MAX_DEVICES
 from meshwright.run.measure.cluster_file import read_cluster
@@ -35,6 +35,8 @@ def search_machine(
     if links is not None:
         found, link_notes = with_measured_links(found, links)
         notes += link_notes
+    found, assumed = on_assumed_host(found)
+    notes += assumed
     found = with_host_links(found, hardware)
     profile = find_profile(hardware)
     if profile is not None and profile.kind == "cpu" and count > 1:

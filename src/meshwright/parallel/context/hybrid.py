@@ -78,6 +78,8 @@ from meshwright.plan.strategy_interface import Handler, Runtime
 class HybridContextParallel(ContextParallel):
     """Shards the tokens of each sample along `axis`: an all-to-all between `ulysses_degree` neighbours, a
     ring between groups.
+
+    `load_balance` and `comm_dtype` are those of the ring.
     """
 
     name: ClassVar[str] = "hybrid_context_parallel"

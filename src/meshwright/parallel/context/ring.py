@@ -77,6 +77,8 @@ LoadBalance = Literal["zigzag", "contiguous", "striped"]
 class RingAttention(ContextParallel):
     """Shards the tokens of each sample along `axis`; keys and values travel round it, in `comm_dtype` if
     given.
+
+    `load_balance` gives all ranks equal work under a causal mask, except "contiguous".
     """
 
     name: ClassVar[str] = "ring"

@@ -61,8 +61,8 @@ STAGE_FIX = "write 1 (optimizer states), 2 (also gradients) or 3 (also weights);
 
 @dataclass(frozen=True)
 class ZeRO(Strategy):
-    """Shards optimizer states (stage 1), gradients too (2) and weights too (3) along `axis`; replicates along
-    `replicate_axis`.
+    """Shards optimizer states (`stage` 1), gradients too (2) and weights too (3) along `axis`; replicates
+    along `replicate_axis`.
 
     Ranks with other tokens of the same samples hold shards too. `gather`, `keep_mb` and `prefetch` are for
     stage 3 alone (see the module).

@@ -113,6 +113,7 @@ def _with_last_stage(
 class Pipeline(Strategy):
     """Puts runs of layers on the ranks along `axis`, `virtual_stages` on each, in the order of `schedule`.
 
+    The later stages begin at the blocks `split_points`; without any, stages of equal cost are formed.
     With `scatter`, of a value that several ranks of a stage hold alike each sends a chunk, and the next stage
     gathers it.
     """

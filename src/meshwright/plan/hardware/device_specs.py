@@ -24,7 +24,8 @@ class DeviceSpec:
     """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, and its number of
     compute units.
 
-    `pattern` matches the name that its driver, or a results table, uses.
+    A rate of 0, or 0 devices per host, is unknown. `pattern` matches the name that its driver, or a results
+    table, uses.
     """
 
     name: str
@@ -80,8 +81,8 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         memory=float(row["memory_gb"]) * 2**30,  # makers count memory in GiB
         memory_rate=float(row["memory_gb_s"]) * 1e9,
         link_rate=float(row["link_gb_s"]) * 1e9,
-        nic_rate=float(row["nic_gb_s"]) * 1e9,
-        devices_per_host=int(row["per_host"]),
+        nic_rate=float(row["nic_gb_s"] or 0) * 1e9,
+        devices_per_host=int(row["per_host"] or 0),
         num_compute_units=int(row["units"]),
         source=row["source"],
     )

@@ -14,9 +14,10 @@ TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 class RunConfig:
     """Options that change no result: where the run writes, how often it saves, what it shows.
 
-    A checkpoint is saved every `save_every` steps (0: only at the end), and the newest `keep` are kept. With
-    `keep_best`, one more is saved after each evaluation that is the best so far, and kept until a better one
-    is saved. After the last step, `sample_tokens` tokens are generated from `sample_prompt`.
+    `folder` is where the run writes. A checkpoint is saved every `save_every` steps (0: only at the end), and
+    the newest `keep` are kept. With `keep_best`, one more is saved after each evaluation that is the best so
+    far, and kept until a better one is saved. After the last step, `sample_tokens` tokens are generated from
+    `sample_prompt`.
 
     `trackers` (tensorboard, wandb, trackio, mlflow) receive every line of metrics, under the folder's name in
     `tracker_project`. `workers` threads prepare the batches of coming steps (0: each batch is made when its

@@ -15,8 +15,8 @@ BYTES = "bytes"  # the name of the tokenizer whose tokens are bytes; a folder of
 class MixturePart:
     """One source of a mixture: `weight` is its fraction of the samples, relative to the other parts.
 
-    The other fields are those of `DataConfig`; tokenizer, sequence length and epochs are those of the
-    mixture.
+    `source`, `format`, `include`, `exclude`, `column`, `chat` and `split` are those of [data] for this part;
+    tokenizer, sequence length and epochs are those of the mixture.
     """
 
     source: str
@@ -34,8 +34,8 @@ class MixturePart:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The training data: a file, a folder, or a Hugging Face dataset; "example" repeats a model factory's
-    example batch.
+    """The training data: `source` is a file, a folder, or a Hugging Face dataset; "example" repeats a model
+    factory's example batch.
 
     `format` "auto" reads *.jsonl (also .gz) as one JSON object per line; *.parquet, *.csv, *.json, *.arrow
     and the output of `save_to_disk` as "datasets"; anything else as plain text. A dataset of the hub needs
@@ -49,8 +49,8 @@ class DataConfig:
     the model; without one, a model of at most 256 tokens reads bytes. A plan contains what was taken.
 
     In a folder, files whose path matches a pattern of `include` (empty: those of the format) and none of
-    `exclude` are read in sorted order. A sample has `sequence` tokens; `epochs` = 0 repeats the data until
-    the last step. `mixture` lists several sources instead of one.
+    `exclude` are read in sorted order. `sequence` is the number of tokens of a sample. `epochs` is how often
+    the data are read; 0 repeats them until the last step. `mixture` lists several sources instead of one.
     """
 
     source: str = ""

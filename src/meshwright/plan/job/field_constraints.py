@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from math import inf
+from types import UnionType
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from meshwright.plan.job.errors import Diagnostic, suggest_choice
@@ -99,10 +100,30 @@ def with_valid_fields(config: Config) -> Config:
     return replace(config, **wrong) if wrong else config  # type: ignore[type-var]  # a dataclass
 
 
+def without_wrong_values(
+    config: type, values: Mapping[str, Any], location: str
+) -> tuple[dict[str, Any], list[Diagnostic]]:
+    """Returns `values` for the fields of `config` without those that a constraint refuses, and the
+    diagnostics of these.
+
+    Values of a wrong type stay: whoever converts them reports them.
+    """
+    wrong: dict[str, Diagnostic] = {}
+    for item in (item for item in fields(config) if item.name in values and "constraint" in item.metadata):
+        value = values[item.name]
+        value = tuple(value) if isinstance(value, list) else value
+        diagnostic = _diagnostic(item, value, f"{location}.{item.name}")
+        if diagnostic is not None and _type_diagnostic(item, value, location) is None:
+            wrong[item.name] = diagnostic
+    return {name: value for name, value in values.items() if name not in wrong}, list(wrong.values())
+
+
 def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | None:
-    constraint = constraint_of(item)
-    if constraint is None or value is None:
+    if value is None:
         return None
+    wrong_type, constraint = _type_diagnostic(item, value, location), constraint_of(item)
+    if wrong_type is not None or constraint is None:
+        return wrong_type
     for each in value if isinstance(value, tuple) else (value,):
         if (item.type is int and not isinstance(each, int)) or not constraint.allows(each):
             given = f"{item.name} = {each!r}" if each is value else f"{item.name} contains {each!r}"
@@ -111,6 +132,26 @@ def _diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | N
             fix = constraint.fix or _fix(item, constraint, each, needed)
             return Diagnostic(f"{given}; needed is {needed}", fix, location)
     return None
+
+
+def _type_diagnostic(item: "Field[Any]", value: Any, location: str) -> Diagnostic | None:
+    """The diagnostic of a value that is not the string, number, bool or tuple that its field is, or None."""
+    given = f"{item.name} = {value!r}"
+    if get_origin(item.type) is tuple and not isinstance(value, tuple):
+        example = tuple(value) if isinstance(value, (list, set)) else (value,)
+        return Diagnostic(f"{given}; needed is a tuple", f"write {item.name} = {example!r}", location)
+    plain = next((each for each in get_args(item.type) if get_origin(item.type) is UnionType), item.type)
+    kinds: dict[Any, tuple[tuple[type, ...], str]] = {
+        str: ((str,), "a string"),
+        float: ((int, float), "a number"),
+        bool: ((bool,), "True or False"),
+    }
+    accepted, needed = kinds.get(plain, ((object,), ""))
+    if isinstance(value, accepted) and not (plain is float and isinstance(value, bool)):
+        return None
+    has_default = item.default is not MISSING
+    fix = f"write {item.name} = {item.default!r}, the default" if has_default else f"write {needed}"
+    return Diagnostic(f"{given}; needed is {needed}", fix, location)
 
 
 def _fix(item: "Field[Any]", constraint: Constraint, wrong: Any, needed: str) -> str:

@@ -17,6 +17,7 @@ from meshwright.plan.job.precision import PrecisionConfig
 
 OptimizerName = Literal["adamw", "sgd", "adamw_bf16", "adamw_8bit", "lion", "lion_bf16", "adafactor", "muon"]
 MOMENTUM_OPTIMIZERS = ("sgd", "muon")
+TRANSFORMERS_SCHEDULES = ("linear", "polynomial", "inverse_sqrt")
 # Their states lose a change below half of bfloat16's last digit.
 BFLOAT16_STATE_OPTIMIZERS = (
     "adamw_bf16",
@@ -26,8 +27,8 @@ BFLOAT16_STATE_OPTIMIZERS = (
 
 @dataclass(frozen=True)
 class ParamGroupConfig:
-    """Parameters whose logical name matches `pattern` (fnmatch) use this learning-rate factor and weight
-    decay.
+    """Parameters whose logical name matches `pattern` (fnmatch) use `lr_factor` times the learning rate, and
+    this `weight_decay`.
 
     With a `name`, another optimizer than the job's updates them; `momentum` applies if `name` is "sgd" or
     "muon".
@@ -52,8 +53,11 @@ class ParamGroupConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer. The first of `groups` that matches a parameter wins; other norms and biases (1-D) have
-    no weight decay.
+    """The optimizer and its options.
+
+    `name` chooses the optimizer, and `lr` is its learning rate, before the schedule. `weight_decay` is that
+    of matrices: norms and biases (1-D) have none. The first of `groups` that matches a parameter wins over
+    all this.
 
     `betas` apply to adamw and lion, also with optimizer states of 16 and 8 bits, `eps` to adamw, `momentum`
     to sgd and muon. muon updates hidden matrices, and leaves embeddings, heads, norms and biases to adamw.
@@ -98,16 +102,24 @@ class OptimizerConfig:
 class LRScheduleConfig:
     """The learning rate as a factor of `optimizer.lr`, in global steps.
 
-    constant: 1 after the warm-up. cosine: half a cosine from 1 to `floor` at the last step. wsd (warm-up,
-    stable, decay): 1, then linear to `floor` over the last `decay` steps.
+    `name` is the schedule after the warm-up. constant: 1. cosine: half a cosine from 1 to `floor` at the last
+    step. wsd (warm-up, stable, decay): 1, then linear to `floor`. linear, polynomial and inverse_sqrt have
+    the factors of transformers' schedules of these names.
+
+    `warmup` is the number of first steps, in which the factor rises to 1; in those of transformers from 0.
+    `decay` is the number of last steps, in which wsd falls. `floor` is the lowest factor after the warm-up.
+    `power` is the degree of polynomial. `timescale` is the number of steps in which the square of
+    inverse_sqrt halves; 0: that of the warm-up, or 10000.
     """
 
-    name: Literal["constant", "cosine", "wsd"] = "constant"
+    name: Literal["constant", "cosine", "wsd", "linear", "polynomial", "inverse_sqrt"] = "constant"
     warmup: int = field(default=0, metadata=at_least(0))
     decay: int = field(default=0, metadata=at_least(0))
     floor: float = field(
         default=0.0, metadata=in_range(0, 1, "write a fraction of optimizer.lr, from 0 to 1")
     )
+    power: float = field(default=1.0, metadata=above(0))
+    timescale: int = field(default=0, metadata=at_least(0))
 
     def diagnostics(self, steps: int) -> Iterator[Diagnostic]:
         """Yields every error in this schedule of `steps` steps."""
@@ -115,18 +127,24 @@ class LRScheduleConfig:
         if self.warmup + self.decay > max(0, steps):
             text = f"{self.warmup} warm-up and {self.decay} decay steps do not fit into {steps} steps"
             yield Diagnostic(text, "shorten them, or raise train.steps", "lr_schedule")
-        if self.decay and self.name != "wsd":
-            yield Diagnostic(
-                f"decay = {self.decay} with the {self.name} schedule, which has none",
-                'remove it, or set name = "wsd"',
-                "lr_schedule.decay",
-            )
+        owners = {"decay": "wsd", "power": "polynomial", "timescale": "inverse_sqrt"}
+        for key, owner in owners.items():
+            value = vars(self)[key]
+            if value != vars(LRScheduleConfig())[key] and self.name != owner:
+                yield Diagnostic(
+                    f"{key} = {value} with the {self.name} schedule, which has none",
+                    f'remove it, or set name = "{owner}"',
+                    f"lr_schedule.{key}",
+                )
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The length of training: global steps of `batch` samples each, clipped to a gradient norm of `clip` (0:
-    never).
+    """The length of training.
+
+    `steps` is the number of optimizer steps. `batch` is the number of samples of one step, over all ranks.
+    `clip` is the gradient norm to which larger ones are clipped (0: never). `seed` decides initial values,
+    the order of the data, and dropout.
 
     With `noise_scale`, metrics include the gradient noise scale, in samples: the batch size up to which more
     samples still help.
@@ -186,9 +204,9 @@ class EvalConfig:
 class LossGuard:
     """Handles a step whose loss or gradient norm is not finite, or far above the usual value.
 
+    `action` "skip" leaves the parameters unchanged and continues, "stop" ends the run, "off" does nothing.
     Far above: more than `factor` (0: only what is not finite) times its median over the last `window` good
-    steps, once there were so many. "skip" leaves the parameters unchanged and continues, "stop" ends the run,
-    "off" does nothing.
+    steps, once there were so many.
     """
 
     action: Literal["off", "skip", "stop"] = "off"

@@ -9,14 +9,14 @@ from meshwright.plan.job.errors import Diagnostic
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model: a transformers config (a folder, a .json file, a hub id), or `file.py:factory` that returns
-    an `nn.Module`.
+    """The model that is trained.
 
-    `weights` are its initial values: a folder with safetensors, one such file, or a hub id; "" draws them
-    from the seed. With weights, `source` may be left out: it is then the same. Parameters that match a
-    pattern of `skip` are not loaded and start from the seed. `revision` is the branch, tag or commit of a hub
-    id; a plan holds the commit. Code from a hub repository runs only with `trust_remote_code`, and only that
-    of a commit.
+    `source` is a transformers config (a folder, a .json file, a hub id), or `file.py:factory` that returns an
+    `nn.Module`. `weights` are the initial values: a folder with safetensors, one such file, or a hub id; ""
+    draws them from the seed. With weights, source may be left out: it is then the same. Parameters that match
+    a pattern of `skip` are not loaded and start from the seed. `revision` is the branch, tag or commit of a
+    hub id; a plan holds the commit. Code from a hub repository runs only with `trust_remote_code`, and only
+    that of a commit.
 
     `overrides` replaces fields of a transformers config, for example {num_hidden_layers = 2}. Parameters
     whose logical name matches a pattern of `frozen` (fnmatch), for example "model.embed_tokens.*", are not

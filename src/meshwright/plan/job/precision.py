@@ -32,7 +32,9 @@ DEFAULT_LOSS_SCALE, DEFAULT_LOSS_SCALE_WINDOW = 65536.0, 2000
 class PrecisionConfig:
     """A dtype per role.
 
-    `master` and `gradients` default to the dtype of `parameters`, `optimizer_states` to that of `master`.
+    `parameters` is that of the weights in the blocks, `compute` that of matrix products (bfloat16 with
+    float32 parameters is autocast). `reduce` is that in which gradients are sent. `master` and `gradients`
+    default to the dtype of `parameters`, `optimizer_states` to that of `master`.
 
     If something is float16, the loss is multiplied by a scale that begins with `loss_scale`, doubles after
     `loss_scale_window` steps without an overflow, and is halved by an overflow.

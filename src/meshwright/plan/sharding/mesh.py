@@ -31,6 +31,10 @@ SIZE = at_least(
 class Mesh:
     """The sizes of the axes; an axis of size 1 is unused. In a config, one size may be -1: the
     number of ranks decides it.
+
+    `pp` counts pipeline ranks. `dp_replicate` counts full copies of the parameters. `dp_shard` counts ranks
+    that have other samples and share one copy. `cp` counts the ranks that share the tokens of a sample. `tp`
+    counts the ranks that share each matrix. `tp_depth` is the third axis of 3-D tensor parallelism.
     """
 
     pp: int = field(default=1, metadata=SIZE)

@@ -17,6 +17,7 @@ from meshwright.planner.machine.machine_rates import MachineRates, load_rates
 
 # hosts at most on a link of a fabric's upper levels, however many there are: those of arXiv 2407.21783, 3.3.1
 MAX_FABRIC_CONTENTION = 7.0
+MAX_ASSUMED_HOST = 8  # devices that one host has slots for, of a kind whose maker does not say how many
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,18 @@ def make_machine(device_name: str, num_devices: int, host_size_override: int = 0
         )
         raise PlanError(text, fix=fix, location="--hardware")
     return Machine(device, num_devices, load_rates(device.name), host_size_override)
+
+
+def on_assumed_host(machine: Machine) -> tuple[Machine, tuple[str, ...]]:
+    """Returns `machine` with all devices on one host if their kind has links but no number per host, and a
+    note that says so; else the machine as it is.
+    """
+    device, count = machine.device, machine.num_devices
+    if machine.devices_per_host or not device.link_rate or not 1 < count <= MAX_ASSUMED_HOST:
+        return machine, ()
+    note = f"the {count} devices are assumed to share one host, with {device.link_rate / 1e9:.3g} GB/s each: "
+    note += f"{device.name} has no number per host (per_host in a [device] table)"
+    return replace(machine, host_size_override=count), (note,)
 
 
 def with_nic(machine: Machine, bytes_per_s: float) -> Machine:

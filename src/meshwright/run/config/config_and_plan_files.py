@@ -60,7 +60,7 @@ from meshwright.plan.job.errors import (
     refuse_write_errors,
     suggest_name,
 )
-from meshwright.plan.job.field_constraints import field_diagnostics
+from meshwright.plan.job.field_constraints import field_diagnostics, without_wrong_values
 from meshwright.plan.job.job import Job
 from meshwright.plan.sharding.mesh import AXES, Mesh, unknown_axis_diagnostic
 from meshwright.plan.strategy_interface import Strategy
@@ -188,7 +188,8 @@ class PlanRequest:
     """The contents of a config or plan file. `mesh` has the sizes as written; `strategies` is None when the
     file lists none.
 
-    `cluster` is the path of a cluster.toml for algorithm = "auto", or "".
+    `cluster` is the path of a cluster.toml for algorithm = "auto", or "". `strategy_diagnostics` are wrong
+    values of strategies, in whose place their defaults stand: they are reported with all other diagnostics.
     """
 
     job: Job = field(default_factory=Job)
@@ -198,6 +199,7 @@ class PlanRequest:
     strategies: tuple[Strategy, ...] | None = None
     extra: dict[str, str] = field(default_factory=dict)
     cluster: str = ""
+    strategy_diagnostics: tuple[Diagnostic, ...] = ()
 
 
 def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable) -> PlanRequest:
@@ -217,7 +219,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
         **dict.fromkeys(EXTRA_KEYS, str),
     }
     check = SchemaCheck(str(path), overridden, tables, diagnostics)
-    chosen = _strategies(document.pop("strategies", None), strategies, check, path.parent)
+    chosen, wrong = _strategies(document.pop("strategies", None), strategies, check, path.parent)
     for key in (key for key in document if key not in hints):
         check.add_unknown_key(key, (*hints, "strategies"), (key,))
     values = {
@@ -225,7 +227,7 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
     }
     for axis in (axis for axis in values.get("mesh") or () if axis not in AXES):
         diagnostics.append(unknown_axis_diagnostic(axis, check.describe_path(("mesh", axis))))
-    raise_diagnostics([*diagnostics, *_field_diagnostics(values, chosen)] if diagnostics else ())
+    raise_diagnostics([*diagnostics, *_field_diagnostics(values), *wrong] if diagnostics else ())
     job = Job(**{item.name: values[item.name] for item in fields(Job) if item.name in values})
     return PlanRequest(
         job=_with_absolute_sources(job, path.parent, overridden),
@@ -237,15 +239,15 @@ def read_request(path: Path, overrides: Sequence[str], strategies: StrategyTable
             values.get("cluster", ""), _search_folders(path.parent, is_override=("cluster",) in overridden)
         ),
         extra={key: values[key] for key in EXTRA_KEYS if key in values},
+        strategy_diagnostics=tuple(wrong),
     )
 
 
-def _field_diagnostics(values: Mapping[str, Any], chosen: Sequence[Strategy] | None) -> list[Diagnostic]:
+def _field_diagnostics(values: Mapping[str, Any]) -> list[Diagnostic]:
     diagnostics: list[Diagnostic] = []
     sizes = {axis: size for axis, size in (values.get("mesh") or {}).items() if axis in AXES and size != -1}
     collect_diagnostics(diagnostics, Mesh.infer, sizes)
-    named = [(f"strategies.{each.name}", each) for each in chosen or () if each is not None]
-    for key, table in (*values.items(), *named):
+    for key, table in values.items():
         diagnostics += field_diagnostics(table, key) if is_dataclass(table) else ()
     return diagnostics
 
@@ -358,17 +360,18 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Plan
 
 def _strategies(
     listed: Any, known: StrategyTable, check: SchemaCheck, folder: Path
-) -> tuple[Strategy, ...] | None:
+) -> tuple[tuple[Strategy, ...] | None, list[Diagnostic]]:
+    """The strategies, with defaults in place of wrong values, and the diagnostics of these."""
     if listed is None:
-        return None
+        return None, []
     path = ("strategies",)
     if not isinstance(listed, list) or not all(isinstance(table, dict) for table in listed):
         fix = '[[strategies]] in double brackets, then name = "ddp"; one such table for each technique'
         check.diagnostics.append(
             Diagnostic("strategies is not a list of tables", fix, check.describe_path(path))
         )
-        return None
-    chosen = []
+        return None, []
+    chosen, wrong = [], list[Diagnostic]()
     for i, table in enumerate(listed):
         name = table.get("name")
         if not isinstance(name, str):
@@ -405,8 +408,10 @@ def _strategies(
             chooses = ("name", "mode") if len(modes) > 1 else ("name",)
             values = {key: _file(value, places) for key, value in table.items() if key not in chooses}
             strategy_class = modes[mode] if len(modes) > 1 else next(iter(modes.values()))
+            values, found = without_wrong_values(strategy_class, values, f"strategies.{name}")
+            wrong += found
             chosen.append(check.convert(values, strategy_class, (*path, name)))
-    return tuple(chosen)
+    return tuple(chosen), wrong
 
 
 def _file(value: Any, folders: Sequence[Path]) -> Any:

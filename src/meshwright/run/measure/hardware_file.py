@@ -41,7 +41,7 @@ from meshwright.run.measure.profile_files import parse_measurements, read_profil
 DEFAULT_NUM_UNITS = 100
 LINKS_FIX = (
     "measure links: meshwright bench network, then --cluster cluster.toml; or set it in a [device] table "
-    "with `measured`"
+    "with `like` or `measured`"
 )
 DEVICE_FIX = (
     "write a [device] table (docs/howto/choose_a_plan.md), or measure: meshwright bench device "

@@ -1,0 +1,156 @@
+"""DeepSpeed JSON: options become keys, defaults of DeepSpeed are written, the rest is said."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.import_config.imported import imported, planned, row, strategies, verdicts
+
+ZERO_3: dict[str, Any] = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 3, "overlap_comm": True, "stage3_max_live_parameters": 1e9},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.98], "weight_decay": 0.05}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": 10, "total_num_steps": 100, "warmup_type": "linear"},
+    },
+    "steps_per_print": 10,
+}
+
+
+def test_a_zero_3_config_becomes_a_plan_of_the_same_batch_precision_and_optimizer(tmp_path: Path):
+    plan = planned(tmp_path, "ds.json", ZERO_3, devices=2)
+    job = plan.job
+    assert str(plan.mesh) == "dp_shard 2"
+    assert (job.train.batch, plan.micro_batch, job.train.clip, job.train.steps) == (16, 2, 0.5, 100)
+    assert (job.optimizer.lr, job.optimizer.betas, job.optimizer.weight_decay) == (3e-4, (0.9, 0.98), 0.05)
+    assert (job.lr_schedule.name, job.lr_schedule.warmup) == ("linear", 10)
+    assert (job.precision.parameters, job.precision.master, job.precision.reduce) == (
+        *("bfloat16", "float32"),
+        "bfloat16",
+    )
+    zero = next(each for each in plan.strategies if each.name == "zero")
+    assert zero.as_dict()["stage"] == 3
+
+
+def test_every_option_of_the_file_has_a_verdict_and_nothing_is_left_to_do(tmp_path: Path):
+    result = imported(tmp_path, "ds.json", ZERO_3, devices=2)
+    assert result.is_complete
+    assert len([each for each in result.options if "(default)" not in each.option]) == 17
+    assert row(result, "zero_optimization.stage") == "mapped: mesh.dp_shard = 2; zero.stage = 3"
+    assert row(result, "steps_per_print").startswith("dropped: changes what is logged")
+    assert result.missing == ("model.source", "data.source", "data.sequence")
+
+
+def test_what_deepspeed_does_without_being_told_is_written(tmp_path: Path):
+    result = imported(tmp_path, "ds.json", {"train_batch_size": 4, "optimizer": {"type": "Adam"}}, devices=2)
+    assert result.document["train"]["clip"] == 0.0
+    assert result.document["optimizer"] == {
+        **{"name": "adamw", "lr": 1e-3},
+        **{"betas": [0.9, 0.999], "weight_decay": 0.0},
+    }
+    assert row(result, "gradient_clipping (default)") == "mapped: train.clip = 0.0"
+    assert strategies(result) == ["batch_split", "ddp"]
+
+
+def test_weight_decay_applies_to_norms_and_biases_as_in_one_parameter_group(tmp_path: Path):
+    result = imported(tmp_path, "ds.json", ZERO_3, devices=2)
+    assert result.document["optimizer"]["groups"] == [{"pattern": "*", "weight_decay": 0.05}]
+
+
+@pytest.mark.parametrize(
+    ("change", "option", "message"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer",
+            "refused: offload is not there -> shard more",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "none"}}},
+            "zero_optimization.offload_param",
+            "dropped: this value turns nothing on",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stag": 1}},
+            "zero_optimization.stag",
+            "unknown: this importer does not",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}},
+            "optimizer.type",
+            "refused: the optimizer OneBitAdam is not there",
+        ),
+        (
+            {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}},
+            "optimizer.params.lr",
+            "refused: transformers'",
+        ),
+        (
+            {"scheduler": {"type": "OneCycle"}},
+            "scheduler.type",
+            "refused: the scheduler OneCycle is not there",
+        ),
+        (
+            {"scheduler": {"type": "WarmupLR"}},
+            "scheduler.params.warmup_type",
+            "refused: the warm-up is logarithmic",
+        ),
+        ({"amp": {"enabled": False}}, "amp", "dropped: this value turns nothing on"),
+        ({"amp": {"enabled": True}}, "amp", "refused: apex amp is not there"),
+        (
+            {"fp16": {"enabled": True, "loss_scale": 128}},
+            "fp16.loss_scale",
+            "refused: the loss scale is always",
+        ),
+        (
+            {"bf16": {"enabled": True}},
+            "data_types.grad_accum_dtype",
+            "refused: gradients of parameters that are not",
+        ),
+    ],
+)
+def test_an_option_that_changes_results_is_refused_with_the_repair(
+    tmp_path: Path, change: dict[str, Any], option: str, message: str
+):
+    result = imported(tmp_path, "ds.json", {"train_batch_size": 4, **change}, devices=2)
+    assert row(result, option).startswith(message)
+
+
+def test_a_batch_that_depends_on_the_number_of_ranks_asks_for_it(tmp_path: Path):
+    given = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    result = imported(tmp_path, "ds.json", given)
+    assert "give --devices N" in row(result, "train_batch_size")
+    known = imported(tmp_path, "ds.json", given, devices=4)
+    assert known.document["train"]["batch"] == 24
+    assert "train_batch_size" not in verdicts(known)
+
+
+def test_float16_has_the_loss_scale_of_the_file(tmp_path: Path):
+    given = {
+        "train_batch_size": 4,
+        "fp16": {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500},
+    }
+    plan = planned(tmp_path, "ds.json", {**given, "zero_optimization": {"stage": 1}}, devices=2)
+    precision = plan.job.precision
+    assert (precision.parameters, precision.loss_scale, precision.loss_scale_window) == (
+        "float16",
+        4096.0,
+        500,
+    )
+
+
+def test_mics_and_ulysses_and_autotp_become_axes(tmp_path: Path):
+    zero = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}, "train_batch_size": 8}
+    result = imported(tmp_path, "ds.json", zero, devices=8)
+    assert result.document["mesh"] == {"dp_replicate": 4, "dp_shard": 2}
+    assert result.document["strategies"][-1]["replicate_axis"] == "dp_replicate"
+    ulysses = {"train_batch_size": 8, "sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}
+    result = imported(tmp_path, "ds.json", ulysses, devices=8)
+    assert result.document["mesh"] == {"dp_replicate": 2, "cp": 2, "tp": 2}
+    assert "ulysses" in strategies(result)
