@@ -6,6 +6,9 @@ parallelism does not divide, a square mesh with unequal sides): otherwise most p
 few reasons. One plan in `PERTURBED_ONE_IN` is perturbed on purpose: a strategy is left out or added, or an
 axis or the batch gets another size. Such a plan may be refused, with a repair, or it matches like the others.
 
+Half of the plans of the model with two inputs have a contrastive loss, which takes the whole batch at once,
+and then one microbatch and no guard.
+
 Some plans have an incomplete last batch, as the last one of an epoch may be (`num_missing_samples`). Some
 have a loss guard, and a last step whose loss is multiplied, so that the guard must skip it.
 
@@ -86,6 +89,7 @@ MULTI_DIM_TENSOR_PARALLEL: Mapping[str, Callable[[Random], Strategy]] = MappingP
         "tensor_parallel 3d": lambda rng: TensorParallel3D(),
     }
 )
+WHOLE_BATCH: Mapping[str, str] = MappingProxyType({"two inputs": "two inputs, contrastive"})
 TECHNIQUES: Mapping[str, str] = (
     MappingProxyType(  # techniques that a plan may combine -> kind; a plan has at most one of each kind
         {
@@ -109,6 +113,7 @@ TECHNIQUES: Mapping[str, str] = (
                 name: name
                 for name in ("chunked_loss", "tiled_mlp", "dropout", "loss guard", "incomplete batch")
             },
+            "whole-batch loss": "whole-batch loss",
         }
     )
 )
@@ -171,6 +176,7 @@ class Draw:
         found += ["microbatches"] if self.num_microbatches > 1 else []
         found += ["clipping"] if self.clip else []
         found += ["dropout"] if MODELS[self.model].has_dropout else []
+        found += ["whole-batch loss"] if MODELS[self.model].whole_batch else []
         found += ["loss guard"] if self.guard else []
         found += ["incomplete batch"] if self.num_missing_samples else []
         return tuple(dict.fromkeys(found))
@@ -203,7 +209,7 @@ def draw(seed: int, number: int) -> Draw:
     """Returns the random plan `number` of `seed`."""
     rng = Random(f"{seed}/{number}")
     while True:
-        model = rng.choice(tuple(MODELS.values()))
+        model = rng.choice([model for model in MODELS.values() if not model.whole_batch])
         tensor_parallel = rng.choices(
             ("", "tensor_parallel 1d", *MULTI_DIM_TENSOR_PARALLEL),
             (3, 4, *((4, 3, 4) if model.square_mesh else (0, 0, 0))),
@@ -224,9 +230,18 @@ def draw(seed: int, number: int) -> Draw:
     drawn = Draw(
         seed, number, model.name, mesh, tuple(strategies), num_microbatches, micro_batch, clip, guard=guard
     )
+    if model.name in WHOLE_BATCH and Random(f"{seed}/{number}/loss").random() < 0.5:
+        drawn = _with_whole_batch_loss(drawn)
     if rng.random() < 0.25 and drawn.num_samples > 1:
         drawn = replace(drawn, num_missing_samples=rng.randint(1, drawn.num_samples - 1))
     return _perturbed(rng, drawn) if rng.randrange(PERTURBED_ONE_IN) == 0 else drawn
+
+
+def _with_whole_batch_loss(drawn: Draw) -> Draw:
+    """Returns `drawn` with a loss of the whole batch, unless its schedule needs several microbatches."""
+    if any(isinstance(each, Pipeline) and each.schedule == "dualpipe" for each in drawn.strategies):
+        return drawn
+    return replace(drawn, model=WHOLE_BATCH[drawn.model], num_microbatches=1, guard=False)
 
 
 def _sizes(rng: Random, model: RandomModel, tensor_parallel: str) -> Sizes:

@@ -8,6 +8,7 @@ and in sizes for square meshes.
                          3 x 3 ranks; 12 tokens (T5: 12 and 8)
     gpt2, dropout        the first gpt2, with dropout; its head is tied to its embedding, as in the others
     two inputs           CLIP: text and images, two chains of blocks that meet in the loss
+    .., contrastive      the same with a loss of the whole batch: each text is compared with all images
 
 Each has four layers (T5 and CLIP two and two), so that a pipeline can have several stages. Some labels are
 ignored: in every sample another number, and in every seventh sample all.
@@ -20,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  the field's name
 import transformers
 from torch import nn
 
@@ -44,7 +46,8 @@ class RandomModel:
     shard; `max_stages`: the most pipeline stages; `max_tp`: the most ranks of 1-D tensor parallelism;
     `vocab_parallel`: whether embedding and head are shardable by vocabulary; `square_mesh`: whether tensor
     parallelism in 2, 2.5 and 3 dimensions divides its sizes; `num_heads`: the number of heads that context
-    parallelism may exchange, 0 if tokens are never sharded along cp.
+    parallelism may exchange, 0 if tokens are never sharded along cp. `whole_batch`: the loss takes the whole
+    batch at once.
     """
 
     name: str
@@ -58,6 +61,7 @@ class RandomModel:
     square_mesh: bool = False
     has_dropout: bool = False
     num_heads: int = 0
+    whole_batch: bool = False
 
     def batches(self, count: int, num_samples: int) -> list[Samples]:
         """Returns `count` global batches of random numbers, `num_samples` samples each."""
@@ -110,6 +114,32 @@ def _even(family: str, lengths: tuple[int, ...], **more: Any) -> RandomModel:
     )
 
 
+def _contrastive_loss() -> Loss:
+    """Cross-entropy of the similarities of each text with all images, and of each image with all texts."""
+
+    def total(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        scores = 10 * outputs.text_embeds @ outputs.image_embeds.T + batch["target"]
+        own = torch.arange(len(scores))
+        return sum(F.cross_entropy(each, own, reduction="sum") for each in (scores, scores.T))
+
+    return Loss(total, lambda batch: torch.tensor(len(batch["target"])), ("target",), whole_batch=True)
+
+
+def _two_inputs(name: str, loss: Callable[[], Loss], *, whole_batch: bool = False) -> RandomModel:
+    samples = find_model("two inputs").samples
+    return RandomModel(
+        name,
+        partial(clip, 4),
+        samples,
+        (8, 10),
+        4,
+        2,
+        loss,
+        vocab_parallel=False,
+        whole_batch=whole_batch,
+    )
+
+
 MODELS: Mapping[str, RandomModel] = MappingProxyType(
     {
         model.name: model
@@ -119,16 +149,8 @@ MODELS: Mapping[str, RandomModel] = MappingProxyType(
             _odd("gpt2, dropout", "gpt2", (9,), n_layer=4, has_dropout=True, **DROPOUT),
             _odd("t5", "t5", (9, 6), num_layers=2),
             _odd("t5, alike", "t5", (9, 9), num_layers=2),
-            RandomModel(
-                "two inputs",
-                partial(clip, 4),
-                find_model("two inputs").samples,
-                (8, 10),
-                4,
-                2,
-                find_model("two inputs").loss,
-                vocab_parallel=False,
-            ),
+            _two_inputs("two inputs", find_model("two inputs").loss),
+            _two_inputs("two inputs, contrastive", _contrastive_loss, whole_batch=True),
             _even("llama", (12,), **LAYERS),
             _even("gpt2", (12,), n_layer=4),
             _even("t5", (12, 8), num_layers=2),

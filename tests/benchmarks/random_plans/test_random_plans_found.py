@@ -29,6 +29,22 @@ def drawn(model: str, mesh: Mesh, *strategies: Strategy) -> Draw:
     return Draw(0, 0, model, mesh, strategies, num_microbatches=2, micro_batch=1, clip=0.5)
 
 
+def test_a_loss_of_the_whole_batch_leaves_alone_what_its_stage_has_not_received():
+    plan = Draw(
+        0,
+        0,
+        "two inputs, contrastive",
+        Mesh(pp=3, dp_shard=2),
+        (SPLIT, Pipeline(), ZeRO()),
+        num_microbatches=1,
+        micro_batch=2,
+        clip=0.5,
+        num_missing_samples=1,
+    )
+    row = try_plan(plan, 50.0)
+    assert row.get("error", 1.0) < TOLERANCE, row
+
+
 @pytest.mark.parametrize("split_point", ["transformer.h.2", "lm_head"])
 def test_glue_of_a_later_stage_that_reads_the_hidden_size_gets_that_of_the_slice(split_point: str):
     pipeline = Pipeline(split_points=(split_point,))

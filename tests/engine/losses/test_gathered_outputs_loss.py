@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
-from meshwright.api import parallelize, select_local_batch, trace, verify
+from meshwright.api import analyze, make_plan, parallelize, select_local_batch, trace, verify
 from meshwright.comm.collectives.group import World
 from meshwright.engine.losses.gathered_outputs_loss import GlobalBatchLoss
 from meshwright.engine.runtime.rank_state import Metrics
@@ -33,7 +34,7 @@ from tests.engine.two_tower_model import (
     pairs,
     towers_plan,
 )
-from tests.tiny_model import edited, tiny_job
+from tests.tiny_model import TOKENS, edited, tiny_job, token_samples
 
 ANALYZED = analyzed_towers()
 MESHES = [Mesh(dp_replicate=2), Mesh(dp_replicate=3), Mesh(dp_replicate=4), Mesh(dp_shard=3)]
@@ -67,6 +68,51 @@ def test_a_parameter_that_the_model_returns_gets_its_part_of_the_gradient(count:
     passed(
         verify(analyzed, towers_plan(analyzed, Mesh(dp_replicate=3)), global_batches(count), loss=CONTRASTIVE)
     )
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2, dp_replicate=2), Mesh(pp=2, dp_shard=3)], ids=str)
+@pytest.mark.parametrize("count", [24, 17])
+def test_the_last_stage_of_a_pipeline_gathers_the_samples_of_all_data_ranks(mesh: Mesh, count: int):
+    plan = towers_plan(ANALYZED, mesh)
+    assert static_checks(plan) == []
+    gathering = [
+        plan.mesh.coordinate(rank)["pp"]
+        for rank in range(mesh.world_size)
+        if any(action.kind == "GATHER" for action in plan.for_rank(rank).actions)
+    ]
+    assert set(gathering) == {1}
+    passed(verify(ANALYZED, plan, global_batches(count), loss=CONTRASTIVE))
+
+
+class Merged(nn.Module):
+    """Returns a row per token, of all samples one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Embedding(13, 6), nn.Linear(6, 6)])
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.layers[1](self.layers[0](input_ids)).flatten(0, 1)
+
+
+def test_rows_of_samples_and_tokens_are_refused_where_ranks_gather_samples_and_only_there():
+    loss = Loss(
+        lambda outputs, batch: (outputs @ outputs.T).logsumexp(1).sum() / len(batch["labels"]),
+        lambda batch: torch.tensor(len(batch["labels"])),
+        whole_batch=True,
+    )
+    batch = token_samples(12)
+    analyzed = analyze(Merged, batch, loss=loss)
+    (output,) = analyzed.model_spec.outputs
+    assert (output.shape, output.rows_per_sample) == ((6,), TOKENS)
+    passed(verify(analyzed, make_plan(analyzed, tiny_job(), Mesh(pp=2)), [batch, batch], loss=loss))
+    for mesh in (Mesh(dp_replicate=2), Mesh(dp_shard=3), Mesh(pp=2, dp_replicate=2)):
+        with pytest.raises(
+            PlanError,
+            match=rf"output0 of the model has {TOKENS} rows of shape \[6\] along dim 0 for each sample"
+            r"(?s:.*)repair: return it with samples along dim 0: x\.unflatten",
+        ):
+            make_plan(analyzed, tiny_job(), mesh)
 
 
 def on_a_process(world: World) -> tuple[list[Metrics], dict[str, torch.Tensor]]:
@@ -179,11 +225,26 @@ class Pooling(Towers):
 
     def forward(self, image: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, ...]:
         first, second, scale = super().forward(image, text)
-        return first, second, scale + first.mean()
+        return first, second, scale + self.mean(first)
+
+    def mean(self, first: torch.Tensor) -> torch.Tensor:
+        return first.mean()
+
+
+class PoolingWithoutGradient(Pooling):
+    """Hands out a mean that no trial can tell from a learned scale."""
+
+    def mean(self, first: torch.Tensor) -> torch.Tensor:
+        return first.detach().mean()
+
+
+def test_an_output_that_is_computed_over_all_samples_is_refused_by_the_plan():
+    with pytest.raises(PlanError, match=r"the loss takes outputs\[2\], which the model computes over all"):
+        towers_plan(analyzed_towers(model=Pooling), Mesh(dp_replicate=3))
 
 
 def test_an_output_that_is_not_per_sample_and_differs_between_ranks_is_refused():
-    analyzed = analyzed_towers(model=Pooling)
+    analyzed = analyzed_towers(model=PoolingWithoutGradient)
     with pytest.raises(
         PlanError,
         match=r"(?s)takes an output that is not per sample, and the ranks do not hold the same.*repair:",

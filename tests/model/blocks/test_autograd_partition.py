@@ -10,7 +10,6 @@ from torch import nn
 from meshwright.model.blocks.autograd_partition import (
     GraphPartition,
     backward_nodes,
-    check_auxiliary_loss,
     is_leaf_node,
     split_graph,
 )
@@ -164,26 +163,6 @@ def test_a_loss_that_reaches_a_parameter_or_a_block_graph_directly_is_refused():
     with pytest.raises(PlanError, match="bypasses the outputs of the block '1': it reaches the loss"):
         found.check_loss(outputs.sum() + kept[0].sum(), {})
     found.check_loss(outputs.detach().sum(), names)
-
-
-def test_a_scalar_of_captured_tensors_is_refused_on_a_part_of_the_batch_and_a_value_per_sample_is_not():
-    router = nn.Linear(6, 3)
-
-    def run_model() -> dict[str, torch.Tensor]:
-        logits = router(X["x"])
-        return {"aux_loss": logits.mean(0).square().sum(), "per_sample": logits.square().sum(1)}
-
-    driver = ForwardDriver({"router": router})
-    outputs, final_call, forward_pass = driver.forward(lambda block_call: None, run_model)
-    ((_, leaf),) = forward_pass.block_calls["router"].outputs
-    forward_pass.side_channels[id(leaf)] = "router_logits"  # as if transformers had captured them
-    auxiliary, per_sample = 2 * outputs["aux_loss"], outputs["per_sample"].sum()
-    with pytest.raises(
-        PlanError, match=r"^loss: the loss adds outputs\.aux_loss, .* router_logits .* in 3 parts"
-    ):
-        check_auxiliary_loss(auxiliary, outputs, forward_pass, final_call, num_parts=3)
-    check_auxiliary_loss(auxiliary, outputs, forward_pass, final_call, num_parts=1)
-    check_auxiliary_loss(per_sample, outputs, forward_pass, final_call, num_parts=3)
 
 
 def test_graph_nodes_are_visited_once():

@@ -1,6 +1,7 @@
 """Values that transformers captures inside a block are outputs of it; any other side channel is refused."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import transformers
 from torch import nn
 
 from meshwright.api import analyze, make_plan, verify
+from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.hf.captured_outputs import capture_marks
 from meshwright.model.loading.loader import Model
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.sharding.mesh import Mesh
+from meshwright.verifier.parity import TOLERANCE
 from tests.model.block_backward import Driven, both_ways
 from tests.tiny_model import tiny_job
 
@@ -65,11 +68,14 @@ def test_an_auxiliary_loss_reaches_the_routers_through_what_was_captured(family:
     assert not torch.allclose(done.gradients[router], without.gradients[router])
 
 
+def build_llama() -> nn.Module:
+    sizes = {key: value for key, value in SIZES.items() if "router" not in key}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, output_hidden_states=True))
+
+
 def test_captured_hidden_states_are_outputs_too():
-    sizes = {**SIZES, "output_router_logits": False, "output_hidden_states": True}
-    config = transformers.LlamaConfig(**{key: value for key, value in sizes.items() if "router" not in key})
     done = both_ways(
-        lambda: transformers.LlamaForCausalLM(config),
+        build_llama,
         {"input_ids": TOKENS},
         total=lambda outputs: sum(state.sin().sum() for state in outputs.hidden_states),
     )
@@ -80,30 +86,99 @@ def test_nothing_is_marked_when_nothing_is_captured():
     assert capture_marks() == ()
 
 
-def verdict(total: Callable[[Any, Any], torch.Tensor], ranks: int, micro_batch: int = 0) -> bool:
-    loss = Loss(total, USUAL.count)
-    analyzed = analyze(lambda: Model(build(), loss=loss), EXAMPLE_BATCH, loss=loss)
-    plan = make_plan(analyzed, tiny_job(6), Mesh(dp_replicate=ranks), micro_batch=micro_batch)
-    return verify(analyzed, plan, [EXAMPLE_BATCH, EXAMPLE_BATCH], loss=loss).passed
+@cache
+def analyzed(loss: str, family: str = "Mixtral") -> AnalyzedModel:
+    """Returns the analysis with that loss; "own" is the one that the model computes itself."""
+    if loss == "own":
+        return analyze(lambda: build(family), {"input_ids": TOKENS, "labels": TOKENS})
+    return analyze(lambda: build(family), EXAMPLE_BATCH, loss=LOSSES[loss])
 
 
-def test_a_sum_over_router_logits_trains_exactly_on_three_ranks():
-    assert verdict(with_z, 3)
+LOSSES = {
+    "stated": Loss(with_auxiliary, USUAL.count),
+    "z": Loss(with_z, USUAL.count),
+    "without": USUAL,
+}
 
 
-def test_the_models_own_auxiliary_loss_trains_exactly_where_the_batch_is_whole():
-    assert verdict(with_auxiliary, 1)
+def max_error(loss: str, mesh: Mesh, micro_batch: int = 0) -> float:
+    """Returns the largest error of two steps, the second of which has an incomplete batch."""
+    model = analyzed(loss)
+    batch = {"input_ids": TOKENS, "labels": TOKENS} if loss == "own" else EXAMPLE_BATCH
+    plan = make_plan(model, tiny_job(6), mesh, micro_batch=micro_batch)
+    verdict = verify(model, plan, [batch, {key: value[:4] for key, value in batch.items()}])
+    assert verdict.passed, str(verdict)
+    return max(verdict.max_errors.values())
 
 
-@pytest.mark.parametrize(("ranks", "micro_batch", "parts"), [(3, 0, 3), (1, 2, 3)])
-def test_the_models_own_auxiliary_loss_is_refused_on_a_part_of_the_batch(
-    ranks: int, micro_batch: int, parts: int
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(tp=3), Mesh(cp=2), Mesh(cp=3), Mesh(pp=2, cp=2)], ids=str)
+@pytest.mark.parametrize("loss", ["own", "stated"])
+def test_an_auxiliary_loss_equals_one_device_where_the_batch_is_one_part(loss: str, mesh: Mesh):
+    assert max_error(loss, mesh) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("mesh", "micro_batch"),
+    [(Mesh(dp_replicate=3), 0), (Mesh(cp=3), 0), (Mesh(pp=2, cp=3), 2), (Mesh(dp_shard=2, cp=2), 0)],
+    ids=str,
+)
+@pytest.mark.parametrize("loss", ["z", "without"])
+def test_a_sum_over_router_logits_and_a_loss_without_them_run_in_parts(
+    loss: str, mesh: Mesh, micro_batch: int
 ):
-    with pytest.raises(
-        PlanError,
-        match=rf"^loss: the loss adds outputs\.aux_loss, .* router_logits .* in {parts} parts(?s:.*)z-loss",
-    ):
-        verdict(with_auxiliary, ranks, micro_batch)
+    assert max_error(loss, mesh, micro_batch) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("mesh", "micro_batch", "parts", "repair"),
+    [
+        (Mesh(pp=2), 2, r"data ranks: 1, microbatches: 3", r"micro_batch = 0 \(pp"),
+        (Mesh(pp=2, dp_shard=2), 0, r"data ranks: 2, microbatches: 1", r"mesh\.dp_shard = 1 \(pp"),
+        (Mesh(dp_replicate=3), 1, r"3, microbatches: 2", r"micro_batch = 0, mesh\.dp_replicate = 1 \(pp"),
+    ],
+    ids=["microbatches", "data ranks", "both"],
+)
+def test_an_auxiliary_loss_is_refused_by_the_plan_that_runs_the_batch_in_parts(
+    family: str, mesh: Mesh, micro_batch: int, parts: str, repair: str
+):
+    says = rf"^loss: the loss takes outputs\.aux_loss, .* from the router_logits of its blocks .*{parts}"
+    model = analyzed("own", family)
+    with pytest.raises(PlanError, match=rf"{says}(?s:.*)repair: run the batch in one part: {repair}"):
+        make_plan(model, tiny_job(6), mesh, micro_batch=micro_batch)
+    make_plan(model, tiny_job(6), Mesh(pp=mesh.pp))
+
+
+def test_the_repair_without_an_auxiliary_loss_works():
+    def silent() -> nn.Module:
+        model = build()
+        model.config.output_router_logits = False  # as model.overrides.output_router_logits = false does
+        return model
+
+    model = analyze(silent, {"input_ids": TOKENS, "labels": TOKENS})
+    assert model.num_captured == {}
+    make_plan(model, tiny_job(6), Mesh(dp_replicate=3), micro_batch=1)
+
+
+def test_another_loss_than_that_of_the_analysis_that_takes_an_auxiliary_loss_is_refused():
+    model, loss = analyzed("without"), LOSSES["stated"]
+    plan = make_plan(model, tiny_job(6), Mesh(dp_replicate=3))
+    with pytest.raises(PlanError, match=r"takes outputs\.aux_loss, which the loss of the analysis did not"):
+        verify(model, plan, [EXAMPLE_BATCH], loss=loss)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_loss_on_captured_hidden_states_equals_one_device_on_token_shards(place: int, ranks: int):
+    """A hook outside of its forward captures the first ones: an input of the first layer."""
+
+    def total(outputs: Any, batch: Any) -> torch.Tensor:
+        states = outputs.hidden_states[place]
+        return USUAL.total(outputs, batch) + 10 * states.mean(1).square().sum()
+
+    model = analyze(build_llama, EXAMPLE_BATCH, loss=Loss(total, USUAL.count))
+    verdict = verify(model, make_plan(model, tiny_job(6), Mesh(cp=ranks)), [EXAMPLE_BATCH] * 2)
+    assert verdict.passed, str(verdict)
 
 
 def test_a_hook_of_ones_own_is_refused_by_the_name_of_the_block():

@@ -55,6 +55,24 @@ def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length(
     assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
 
 
+@pytest.mark.parametrize(
+    ("smaller", "larger", "rows"), [((12, 2), (20, 2), 4), ((6, 3, 2), (6, 5, 2), 0), ((9, 2), (25, 2), 0)]
+)
+def test_rows_along_the_first_dim_are_counted_per_sample(
+    smaller: tuple[int, ...], larger: tuple[int, ...], rows: int
+):
+    (found,) = loss_inputs(
+        sum_of(lambda outputs, batch: outputs[0].sum()), BATCH, (torch.ones(smaller),), (torch.ones(larger),)
+    )
+    assert (found.rows_per_sample, found.shape) == (rows, smaller[1:])
+    says = "does not have samples along dim 0" if not rows else "has 4 rows of shape [2] along dim 0"
+    assert says in next(found.diagnostics("loss")).problem
+    whole = sum_of(lambda outputs, batch: outputs[0].sum(), whole_batch=True)
+    if not rows:
+        with pytest.raises(PlanError, match="compares the samples of one rank with each other"):
+            loss_inputs(whole, BATCH, (torch.ones(smaller),), (torch.ones(larger),))
+
+
 def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():
     assert all(
         column.used_by_loss

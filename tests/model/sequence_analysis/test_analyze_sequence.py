@@ -11,8 +11,15 @@ from torch import nn
 
 from meshwright.api import analyze
 from meshwright.model.loading.loader import Model
+from meshwright.model.loss.loss_definition import Loss
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.model.sequence_analysis import token_rules
-from meshwright.plan.model_spec.sequence_info import AttentionSpec, GlueGather, SequenceInfo
+from meshwright.plan.model_spec.sequence_info import (
+    AttentionSpec,
+    CapturedTokens,
+    GlueGather,
+    SequenceInfo,
+)
 from tests.model.sequence_analysis.test_token_rules import (
     ALONE,
     LENGTH,
@@ -159,7 +166,6 @@ def test_glue_gathers_tensors_of_which_it_needs_all_tokens():
         ),
         ("mamba", "backbone.layers.0.mixer takes some of the tokens (indexing)"),
         ("rwkv", "rwkv.blocks.0.attention.time_shift pads tokens"),
-        ("mixtral, shown", "model.layers.0 passes router_logits on outside its outputs"),
     ],
 )
 def test_families_that_mix_tokens_are_named(name: str, message: str):
@@ -171,6 +177,21 @@ def test_a_model_without_sdpa_attends_by_the_same_interface_where_it_needs_no_mo
     tokens = analyze(build, batches("llama", 1)[0]).sequence_info
     assert reasons_not_sequence_parallel(tokens) == []
     assert len(tokens.attention_calls) == 2
+
+
+@pytest.mark.parametrize("loss", [None, token_cross_entropy()], ids=["the model's own", "without them"])
+def test_router_logits_that_are_captured_are_gathered_and_get_a_gradient_where_the_loss_reads_them(
+    loss: Loss | None,
+):
+    tokens = analyze(MORE["mixtral, shown"], batches("mixtral, shown", 1)[0], loss=loss).sequence_info
+    assert tokens is not None
+    assert reasons_not_sequence_parallel(tokens) == []
+    captured = {each.block_call: each.captured for each in tokens.block_calls if each.captured}
+    router = CapturedTokens(0, TOKENS, is_merged=True, needs_grad=loss is None)
+    assert captured == {f"model.layers.{layer}": (router,) for layer in range(2)}
+    back = ("",) if loss is None else ()
+    gathers = [each for each in tokens.gathers if each.block_call]
+    assert gathers == [GlueGather(name, 4 * TOKENS, TOKENS, backward_calls=back) for name in captured]
 
 
 def test_attention_that_transformers_would_compute_itself_is_torch_s():

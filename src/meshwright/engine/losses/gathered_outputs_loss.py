@@ -55,9 +55,11 @@ class GlobalBatchLoss:
         ]
         self._collective = gathers[0].transfer.collective if gathers and gathers[0].transfer else "all_gather"
         self._axes = gathers[0].transfer.axes if gathers and gathers[0].transfer else ()
+        # a stage may not have received the others
         self._outputs = {
             batch_column.name: output_index
             for output_index, batch_column in enumerate(plan.model_spec.outputs)
+            if batch_column.used_by_loss
         }
         self._columns = {
             batch_column.name: batch_column
