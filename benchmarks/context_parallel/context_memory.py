@@ -36,6 +36,7 @@ from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.oom_advice import OutOfMemory
 from meshwright.parallel.context.hybrid import HybridContextParallel
 from meshwright.parallel.context.ring import RingAttention
@@ -109,7 +110,7 @@ def _analyzed(tokens: int) -> AnalyzedModel:
         max_position_embeddings=2**16,
         use_cache=False,
     )
-    return analyze(lambda: LlamaForCausalLM(config), random_sample(tokens))
+    return analyze(lambda: LlamaForCausalLM(config), random_sample(tokens), loss=token_cross_entropy())
 
 
 def random_sample(tokens: int) -> dict[str, torch.Tensor]:

@@ -113,7 +113,7 @@ def random_samples(count: int) -> dict[str, torch.Tensor]:
 @cache
 def analyzed_model(model: str, *, tied: bool = False) -> AnalyzedModel:
     """Returns the analyzed model of that size."""
-    return analyze(lambda: llama(model, tied=tied), random_samples(2))
+    return analyze(lambda: llama(model, tied=tied), random_samples(2), loss=token_cross_entropy())
 
 
 def make_executor(

@@ -45,6 +45,7 @@ from meshwright.comm.rendezvous import RendezvousEndpoint
 from meshwright.comm.world import init_world
 from meshwright.engine.runtime.step_profiler import ISSUE, WAIT, ProfilerSpan, StepProfiler
 from meshwright.engine.step.executor import Executor
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.data_config import DataConfig
@@ -139,7 +140,7 @@ def step(
     opened = ExitStack()
     mesh, spec, batches = Mesh(dp_shard=size), WORKLOADS["large"], Batches(WORKLOADS["large"])
     world = opened.enter_context(init_world(mesh, rank, endpoint=endpoint, timeout_s=120))
-    analyzed = analyze(spec.model(), Batches(spec).next())
+    analyzed = analyze(spec.model(), Batches(spec).next(), loss=token_cross_entropy())
     job = Job(
         ModelConfig("llama"),
         DataConfig("stdlib", sequence=spec.sequence),

@@ -33,6 +33,7 @@ from meshwright.api import analyze, make_plan, parallelize, single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.data.batch_split import BatchSplit as SplitBatch
 from meshwright.parallel.data.zero import ZeRO
 from meshwright.plan.job.data_config import DataConfig
@@ -138,7 +139,7 @@ def _engine(
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    analyzed = analyze(spec.model(), Batches(spec).next())
+    analyzed = analyze(spec.model(), Batches(spec).next(), loss=token_cross_entropy())
     train = TrainConfig(batch=spec.batch)
     data, precision = DataConfig("stdlib", sequence=spec.sequence), precision or PrecisionConfig()
     job = Job(ModelConfig("llama"), data, train, OPTIMIZER, precision=precision)

@@ -28,6 +28,7 @@ from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups
 from meshwright.engine.runtime.step_profiler import ProfilerSpan, StepProfiler
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.pipeline.pipeline_strategy import Pipeline
 from meshwright.parallel.pipeline.schedules.registry import SCHEDULES
 from meshwright.parallel.pipeline.schedules.schedule import Schedule, StageCosts
@@ -287,9 +288,8 @@ def _engine(
     torch.set_num_threads(1)
     spec, mesh = WORKLOADS[workload], Mesh(pp=size)
     virtual_stages = VIRTUAL_STAGES.get(schedule, SCHEDULES[schedule].num_virtual_stages)
-    analyzed = analyze(
-        spec.model, Batches(spec).next()
-    )  # a function, because a ready `nn.Module` would stay in memory beside its stages
+    # a function, because a ready `nn.Module` would stay in memory beside its stages
+    analyzed = analyze(spec.model, Batches(spec).next(), loss=token_cross_entropy())
     data = DataConfig("stdlib", sequence=spec.sequence)
     job = Job(ModelConfig("llama"), data, TrainConfig(batch=spec.batch), OPTIMIZER)
     pipeline = Pipeline(

@@ -18,6 +18,7 @@ from benchmarks.models.llama_steps import OPTIMIZER, join
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.world import TorchWorld
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.context.ulysses import Ulysses
 from meshwright.parallel.data.batch_split import BatchSplit
@@ -132,7 +133,7 @@ def analyze_and_plan(case: Case) -> tuple[AnalyzedModel, Plan]:
         model, config = config_of(case.family)
         return model(config)
 
-    analyzed = analyze(make, batch_of(case.family))
+    analyzed = analyze(make, batch_of(case.family), loss=token_cross_entropy())
     job = Job(
         ModelConfig(case.family),
         DataConfig("example", sequence=TOKENS),

@@ -31,6 +31,7 @@ from meshwright.comm.collectives.comm_volume import sent_nbytes
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.make_optimizers import make_param_groups
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
@@ -165,7 +166,7 @@ def _engine(workload: str, world: World, tensor_parallel: TensorParallel) -> Ste
     torch.set_num_threads(1)
     spec = WORKLOADS[workload]
     batches = Batches(spec)
-    analyzed = analyze(spec.model, Batches(spec).next())
+    analyzed = analyze(spec.model, Batches(spec).next(), loss=token_cross_entropy())
     job = Job(
         ModelConfig("llama"),
         DataConfig("stdlib", sequence=spec.sequence),

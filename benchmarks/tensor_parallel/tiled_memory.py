@@ -26,6 +26,7 @@ from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.parallel.context.ring import RingAttention
 from meshwright.parallel.data.ddp import DDP
 from meshwright.parallel.memory.chunked_loss import ChunkedLoss
@@ -115,7 +116,7 @@ def analyzed_model(wide: bool) -> AnalyzedModel:
         "num_attention_heads": 4,
     }
     config = LlamaConfig(vocab_size=VOCAB_SIZES[wide], num_key_value_heads=4, use_cache=False, **sizes)
-    return analyze(lambda: LlamaForCausalLM(config), batch(wide))
+    return analyze(lambda: LlamaForCausalLM(config), batch(wide), loss=token_cross_entropy())
 
 
 def batch(wide: bool) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from benchmarks.harness.result import Result
 from meshwright.api import analyze, make_plan, parallelize
 from meshwright.comm.collectives.group import World
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.model.tensors.counter_rng import CHUNK_NUMEL
 from meshwright.plan.job.data_config import DataConfig
 from meshwright.plan.job.job import Job, TrainConfig
@@ -98,7 +99,7 @@ def _analyzed_model(case: Case) -> AnalyzedModel:
         tie_word_embeddings=case.tied,
         use_cache=False,
     )
-    return analyze(lambda: LlamaForCausalLM(config), case.batch())
+    return analyze(lambda: LlamaForCausalLM(config), case.batch(), loss=token_cross_entropy())
 
 
 @dataclass(frozen=True)
