@@ -97,6 +97,7 @@ CAUSAL = (
     _causal("OPTForCausalLM", **TEXT, ffn_dim=INNER, word_embed_proj_dim=WIDTH),
     _causal("BloomForCausalLM", **WORDS, hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS),
     _causal("MambaForCausalLM", **WORDS, hidden_size=WIDTH, num_hidden_layers=LAYERS, state_size=4),
+    _causal("BartForCausalLM", **PAIRS),
 )
 MASKED = (
     _masked("BertForMaskedLM", **TEXT),
@@ -212,6 +213,7 @@ MIXTURES = (
         },
     ),
 )
+# losses that are no sum over tokens or samples of logits
 OTHERS = (
     Head(
         "Wav2Vec2ForCTC",

@@ -38,6 +38,7 @@ CLAIM = (
     "tensor, pipeline and context parallelism on 2 and on 3 ranks they equal one device, or are refused when "
     "the plan is made"
 )
+LEARNING_RATE = 2.0**10  # so large that a gradient follows from a parameter before and after the step
 MICRO_BATCH = 2  # samples of a pipeline's micro-batch: three of them
 PLANS = {f"{axis} {ranks}": (axis, ranks) for axis in ("dp_replicate", "tp", "pp", "cp") for ranks in (2, 3)}
 # the model gets the whole batch, labels too, and its loss is taken as it is
@@ -62,7 +63,7 @@ def one_device_error(analyzed: mw.AnalyzedModel, batch: Batch) -> float:
     """Returns the largest error of the loss and the gradients of one step, against the model's own."""
     job = mw.Job(
         train=mw.TrainConfig(batch=len(TEXTS), steps=1, clip=0),
-        optimizer=mw.OptimizerConfig("sgd", lr=1.0, weight_decay=0.0),
+        optimizer=mw.OptimizerConfig("sgd", lr=LEARNING_RATE, weight_decay=0.0),
         precision=mw.PrecisionConfig("float64", "float64", "float64"),
     )
     plan = mw.make_plan(analyzed, job)
@@ -72,7 +73,10 @@ def one_device_error(analyzed: mw.AnalyzedModel, batch: Batch) -> float:
     with mw.parallelize(analyzed, plan) as trainer:
         metrics = trainer.step(trainer.local_batch(batch_in_float64(batch)))
         after = trainer.executor.gather_parameters()
-        gradients = {name: own.initial_values[name] - after[name].detach() for name in own.steps[0].gradients}
+        gradients = {
+            name: (own.initial_values[name] - after[name].detach()) / LEARNING_RATE
+            for name in own.steps[0].gradients
+        }
     loss_error = abs(metrics.loss - own.steps[0].loss) / abs(own.steps[0].loss)
     return max(loss_error, _gradient_error(gradients, own))
 

@@ -7,6 +7,7 @@ import torch
 
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
@@ -51,6 +52,11 @@ def test_a_second_size_tells_a_dim_of_the_batch_from_another_of_the_same_length(
         (torch.ones(5, 3), three),
     )
     assert [(column.shape, column.per_sample) for column in found] == [((3,), True), ((3, 3), False)]
+
+
+def test_cross_entropy_of_a_model_without_logits_is_refused():
+    with pytest.raises(PlanError, match=r"returns text_embeds, scale, and the loss is cross-entropy"):
+        loss_inputs(token_cross_entropy(), BATCH, {"text_embeds": PER_SAMPLE, "scale": SHARED})
 
 
 def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():

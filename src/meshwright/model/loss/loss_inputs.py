@@ -100,6 +100,8 @@ def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | No
             )
             raise PlanError(text, fix=fix, location="loss") from error
         return None
+    except PlanError:
+        raise
     except Exception:
         return (
             None  # it needs values, or other outputs than these; if it is wrong, the first step shows where

@@ -130,19 +130,29 @@ def _refuse_copied_labels(batch: Batch) -> None:
         raise PlanError(
             "labels are a copy of input_ids, and this loss takes them as they are: the model would learn to "
             "repeat its input",
-            fix="for a causal language model leave the loss out, so that its own is used, or pass "
-            "loss=meshwright.token_cross_entropy(shift_labels=True); a masked language model takes inputs "
-            "with masked tokens",
+            fix="for a causal language model pass loss=meshwright.token_cross_entropy(shift_labels=True), or "
+            "leave the loss out if the model shifts labels itself; a masked language model takes inputs with "
+            "masked tokens",
             location="batch.labels",
         )
 
 
 def get_logits(outputs: Any) -> torch.Tensor:
-    """Returns the logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`."""
+    """Returns the logits among a model's outputs: the tensor itself, the first of a tuple, or `.logits`.
+
+    Raises PlanError for outputs without logits.
+    """
     if isinstance(outputs, torch.Tensor):
         return outputs
     if isinstance(outputs, (tuple, list)):
         return outputs[0]
+    if "logits" not in outputs:
+        raise PlanError(
+            f"the model returns {', '.join(outputs) or 'nothing'}, and the loss is cross-entropy of logits",
+            fix="pass loss=meshwright.Loss(total=..., count=...) of what it returns (whole_batch=True if it "
+            "compares samples), or use a class of the model with a head",
+            location="loss",
+        )
     return outputs["logits"]
 
 
