@@ -16,6 +16,7 @@ import torch
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss
+from meshwright.model.loss.model_loss import LABEL_KEYS
 from meshwright.model.loss.token_cross_entropy import LABELS_KEY
 from meshwright.plan.job.errors import PlanError
 from meshwright.verifier.verdict_and_cause import Verdict
@@ -32,7 +33,7 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
 
     None where the model computes none, or one that cannot be stated.
     """
-    if loss.whole_batch or LABELS_KEY not in batch:
+    if loss.whole_batch or not any(key in batch for key in LABEL_KEYS):
         return None
     try:
         own = find_model_loss(analyzed.loaded_model, {key: value[:1] for key, value in batch.items()})
@@ -40,12 +41,12 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
         return None
     if own is None:
         return None
-    labels = batch[LABELS_KEY]
     raw = dict(batch)
     if own.shifts_labels:
+        labels = batch[LABELS_KEY]
         labels = torch.cat([labels[..., :-1], torch.full_like(labels[..., :1], IGNORE_INDEX)], dim=-1)
         raw[LABELS_KEY] = labels.roll(1, dims=-1)
-    batch = {**batch, LABELS_KEY: labels}
+        batch = {**batch, LABELS_KEY: labels}
     weight = loss.count_weight_and_tokens(batch)[0]
     if not weight:
         return None
