@@ -41,3 +41,16 @@ def test_a_loss_that_is_not_the_models_is_seen():
 def test_aligned_labels_are_compared_without_the_last_one():
     aligned = {"input_ids": TOKENS, "labels": torch.cat([TOKENS[:, 1:], TOKENS[:, :1]], dim=1)}
     assert "the same" in str(verdict_of(aligned, mw.token_cross_entropy()))
+
+
+def test_start_and_end_positions_have_a_loss_of_the_model_too():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    model = tf.BertForQuestionAnswering(tf.BertConfig(**sizes, num_attention_heads=2))
+    places = torch.arange(6)
+    batch = {"input_ids": TOKENS, "start_positions": places, "end_positions": places + 2}
+    analyzed = mw.analyze(model, batch)
+    job = mw.Job(train=mw.TrainConfig(batch=6, steps=1))
+    verdict = mw.verify(analyzed, mw.make_plan(analyzed, job, mw.Mesh(dp_replicate=2)), [batch])
+    assert verdict.has_model_loss
+    assert abs(verdict.loss - model.eval()(**batch).loss.item()) < 1e-6

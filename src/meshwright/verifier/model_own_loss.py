@@ -8,7 +8,6 @@ twice or never, an auxiliary loss that was dropped, a mean in place of a sum.
     labels of the model   - b c d     it shifts them itself, so the last one is left out on both sides
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -16,6 +15,7 @@ import torch
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.loss.loss_definition import IGNORE_INDEX, Batch, Loss
+from meshwright.model.loss.model_loss import LABEL_KEYS, returned_loss
 from meshwright.model.loss.token_cross_entropy import LABELS_KEY
 from meshwright.plan.job.errors import PlanError
 from meshwright.verifier.verdict_and_cause import Verdict
@@ -32,7 +32,7 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
 
     None where the model computes none, or one that cannot be stated.
     """
-    if loss.whole_batch or LABELS_KEY not in batch:
+    if loss.whole_batch or not any(key in batch for key in LABEL_KEYS):
         return None
     try:
         own = find_model_loss(analyzed.loaded_model, {key: value[:1] for key, value in batch.items()})
@@ -40,12 +40,12 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
         return None
     if own is None:
         return None
-    labels = batch[LABELS_KEY]
     raw = dict(batch)
     if own.shifts_labels:
+        labels = batch[LABELS_KEY]
         labels = torch.cat([labels[..., :-1], torch.full_like(labels[..., :1], IGNORE_INDEX)], dim=-1)
         raw[LABELS_KEY] = labels.roll(1, dims=-1)
-    batch = {**batch, LABELS_KEY: labels}
+        batch = {**batch, LABELS_KEY: labels}
     weight = loss.count_weight_and_tokens(batch)[0]
     if not weight:
         return None
@@ -53,5 +53,5 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
     with torch.no_grad():
         outputs = module(**raw)
         stated = loss.total(module(**loss.model_inputs(batch)), batch) / weight
-    returned = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-    return float(stated), float(returned)
+    returned = returned_loss(outputs)
+    return None if returned is None else (float(stated), float(returned))

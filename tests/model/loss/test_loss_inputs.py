@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.loss_inputs import batch_columns, loss_inputs
+from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.model_spec.model_spec import BatchTensor
 
@@ -71,6 +72,13 @@ def test_rows_along_the_first_dim_are_counted_per_sample(
     if not rows:
         with pytest.raises(PlanError, match="compares the samples of one rank with each other"):
             loss_inputs(whole, BATCH, (torch.ones(smaller),), (torch.ones(larger),))
+
+
+def test_cross_entropy_of_a_model_without_logits_is_refused():
+    with pytest.raises(
+        PlanError, match=r"the loss reads logits, and the model returns a dict with text_embeds, scale"
+    ):
+        loss_inputs(token_cross_entropy(), BATCH, {"text_embeds": PER_SAMPLE, "scale": SHARED})
 
 
 def test_a_loss_that_cannot_be_run_is_assumed_to_use_all_outputs():

@@ -32,6 +32,9 @@ IMAGES = torch.randn(3, 3, 16, 16, generator=GENERATOR)
 CLASSES = torch.tensor([2, 0, 1])
 
 
+SHIFTED = ("causal", "causal, capped logits", "experts")
+
+
 def bert(head: str, **fields: Any) -> Callable[[], nn.Module]:
     return lambda: attrgetter(f"BertFor{head}")(tf)(tf.BertConfig(**SIZES, **fields))
 
@@ -61,6 +64,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
     "encoder and decoder": (
         lambda: tf.BartForConditionalGeneration(tf.BartConfig(**SEQ2SEQ, max_position_embeddings=64)),
         PAIRS,
+    ),
+    "a decoder alone, beside a model that makes its inputs from labels": (
+        lambda: tf.BartForCausalLM(tf.BartConfig(**SEQ2SEQ, max_position_embeddings=64)),
+        MASKED,
+    ),
+    "classes, by a forward that reads the values of tokens": (
+        lambda: tf.BartForSequenceClassification(
+            tf.BartConfig(**SEQ2SEQ, max_position_embeddings=64, num_labels=3)
+        ),
+        {"input_ids": torch.cat([TOKENS, torch.full((3, 1), 2)], dim=1), "labels": CLASSES},
     ),
     "speech": (
         lambda: tf.WhisperForConditionalGeneration(
@@ -101,7 +114,7 @@ def test_it_equals_what_the_forward_returns(name: str):
     build, batch = MODELS[name]
     loss = own_loss(build, batch)
     assert loss is not None
-    assert loss.shifts_labels == (name.startswith("causal") or name == "experts")
+    assert loss.shifts_labels == (name in SHIFTED)
     torch.manual_seed(0)
     module = build().eval()
     expected = module(**batch).loss
@@ -138,6 +151,14 @@ def test_labels_that_are_cut_are_shifted_labels_and_smoothing_is_kept():
     assert torch.allclose(mean, module(TOKENS, PADDED)[0], rtol=1e-6)
 
 
+class EmbedsLabels(OwnHead):
+    """A model whose decoder reads labels, shifted in a way of its own."""
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = self.head(self.embed(input_ids) + self.embed(labels.roll(1, dims=1).clamp(min=0)))
+        return self.loss(logits, labels, self), logits
+
+
 def reversed_labels(logits: torch.Tensor, labels: torch.Tensor, module: nn.Module) -> torch.Tensor:
     return F.cross_entropy(logits.view(-1, 64), labels.flip(1).reshape(-1))
 
@@ -168,6 +189,21 @@ def with_hidden_term(logits: torch.Tensor, labels: torch.Tensor, module: nn.Modu
 def test_a_loss_that_cannot_be_stated_is_refused(loss: Callable[..., torch.Tensor], reason: str):
     with pytest.raises(PlanError, match=rf"{reason}\n.*pass loss=meshwright\.Loss"):
         own_loss(lambda: OwnHead(loss), TEXT)
+
+
+def test_decoder_inputs_that_are_made_of_labels_in_an_unknown_way_are_refused():
+    build = lambda: EmbedsLabels(shifted)  # noqa: E731
+    with pytest.raises(PlanError, match=r"inputs of its decoder from labels(.|\n)*DataCollatorForSeq2Seq"):
+        own_loss(build, TEXT)
+
+
+def test_the_message_names_the_function_of_a_loss_that_cannot_be_stated():
+    def alignment(logits: torch.Tensor, labels: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        lengths = torch.full((3,), 10), torch.full((3,), 4)
+        return F.ctc_loss(logits.transpose(0, 1).log_softmax(-1), labels[:, :4], *lengths)
+
+    with pytest.raises(PlanError, match=r"computes itself \(ctc_loss\) is not one mean"):
+        own_loss(lambda: OwnHead(alignment), TEXT)
 
 
 def test_a_model_that_takes_no_labels_has_no_loss_of_its_own():

@@ -1,20 +1,18 @@
 """Finds the loss of a model for which none was given: the one that it computes itself, if it takes labels."""
 
-from torch import nn
+import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.sharding_trials import Example, make_trial_module, repeat_samples
+from meshwright.model.hf.model_from_config import use_eager_experts
+from meshwright.model.loading.deferred_init import DeferredInit
 from meshwright.model.loading.loader import LoadedModel
 from meshwright.model.loss.loss_definition import Loss
 from meshwright.model.loss.model_loss import OWN_LOSS_FIX, label_keys, read_model_loss
-from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.model.tensors.clear_fake_caches import clear_fake_caches
 from meshwright.model.tensors.fake_tensor_limits import depends_on_values
 from meshwright.model.trial.fake_tensor_forward import PROBE_BATCH, make_fake
 from meshwright.plan.job.errors import PlanError
-
-# `loss_type` of transformers' models -> whether labels are shifted, for forwards that need values
-SHIFTS_LABELS = {"ForCausalLM": True, "ForMaskedLM": False, "ForTokenClassification": False}
 
 
 def find_model_loss(loaded_model: LoadedModel, example: Example) -> Loss | None:
@@ -27,30 +25,45 @@ def find_model_loss(loaded_model: LoadedModel, example: Example) -> Loss | None:
     deferred_init = loaded_model.deferred_init
     if not label_keys(deferred_init.instantiate(), example):
         return None
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = make_trial_module(deferred_init)
-    make_fake(module, mode)
     samples = {key: repeat_samples(value, PROBE_BATCH) for key, value in example.items()}
     try:
-        with mode:
-            batch = {key: mode.from_tensor(value) for key, value in samples.items()}
-            return read_model_loss(module, batch, lambda batch: module(**batch))
+        return _on_fake_tensors(deferred_init, samples)
     except PlanError:
         raise
     except Exception as error:
         if not depends_on_values(error):
-            given = ", ".join(f"{key} {list(value.shape)}" for key, value in samples.items())
-            text = f"the forward of the model fails with labels ({given}): {type(error).__name__}: {error}"
-            fix = f"correct the batch: the model must compute its own loss of it; or {OWN_LOSS_FIX}"
-            raise PlanError(text, fix=fix, location="loss") from error
-        return _by_loss_type(module, error)
+            raise _forward_error(error, samples) from error
+    try:
+        return _on_values(deferred_init, samples)
+    except PlanError:
+        raise
+    except Exception as error:
+        raise _forward_error(error, samples) from error
+
+
+def _on_fake_tensors(deferred_init: DeferredInit, samples: Example) -> Loss | None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    module = make_trial_module(deferred_init)
+    make_fake(module, mode)
+    try:
+        with mode:
+            batch = {key: mode.from_tensor(value) for key, value in samples.items()}
+            return read_model_loss(module, batch, lambda batch: module(**batch))
     finally:
         clear_fake_caches(module)
 
 
-def _by_loss_type(module: nn.Module, error: Exception) -> Loss:
-    shifts = SHIFTS_LABELS.get(str(vars(module).get("loss_type") or vars(type(module)).get("loss_type")))
-    if shifts is None:
-        text = f"the loss that the model computes itself depends on the values of tensors: {error}"
-        raise PlanError(text, fix=OWN_LOSS_FIX, location="loss") from error
-    return token_cross_entropy(shift_labels=shifts)
+def _on_values(deferred_init: DeferredInit, samples: Example) -> Loss | None:
+    """Reads the loss of a model whose forward looks at the values of tensors: it is made in full."""
+    module = make_trial_module(deferred_init)
+    use_eager_experts(module)
+    deferred_init.materialize(module)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return read_model_loss(module, samples, lambda batch: module(**batch))
+
+
+def _forward_error(error: Exception, samples: Example) -> PlanError:
+    given = ", ".join(f"{key} {list(value.shape)}" for key, value in samples.items())
+    text = f"the forward of the model fails with labels ({given}): {type(error).__name__}: {error}"
+    fix = f"correct the batch: the model must compute its own loss of it; or {OWN_LOSS_FIX}"
+    return PlanError(text, fix=fix, location="loss")

@@ -104,6 +104,8 @@ def _used_outputs(loss: Loss, outputs: Any, batch: TensorBatch) -> set[int] | No
             )
             raise PlanError(text, fix=fix, location="loss") from error
         return None
+    except PlanError:
+        raise
     except Exception as error:
         if error is recorder.error and not depends_on_values(error):
             raise _failed_loss_error(error, outputs, loss_batch) from error

@@ -80,7 +80,7 @@ def read_model_loss(
 ) -> Loss | None:
     """Returns the loss that `module` computes of `batch` itself; None if it computes none.
 
-    `batch` holds fake tensors; `forward(batch)` runs the module on them, labels included.
+    `batch` holds fake tensors, or real ones; `forward(batch)` runs the module on them, labels included.
 
     Raises PlanError for a loss that cannot be stated as a sum and a count.
     """
@@ -91,12 +91,12 @@ def read_model_loss(
     recorder = _LossRecorder({key: (batch[key], probes[key]) for key in keys})
     with recorder:
         outputs = forward(batch)
-    loss = _returned_loss(outputs)
+    loss = returned_loss(outputs)
     if loss is None:
         return None
     with unset_fake_temporarily():
         found = _Reading(recorder, _named_outputs(outputs), probes, loss).state()
-    return _with_decoder_inputs(found, module, batch)
+    return _with_decoder_inputs(found, module) if recorder.embeds_labels else found
 
 
 class _Reading:
@@ -189,12 +189,14 @@ class _Reading:
 class _LossRecorder(TorchFunctionMode):
     """Follows labels, copies of tensors, and sums of scalars through a forward.
 
-    `labels` holds by key the tensor of the forward and the numbers that stand for it.
+    `labels` holds by key the tensor of the forward and the numbers that stand for it. `embeds_labels`: the
+    model makes the inputs of its decoder from them.
     """
 
     labels: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     calls: list[LossCall] = field(default_factory=list)
     functions: list[str] = field(default_factory=list)
+    embeds_labels: bool = False
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -227,11 +229,14 @@ class _LossRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.__name__
+        if name.endswith("_loss") or name in LOSS_FUNCTIONS:
+            self.functions.append(name)
         operands = tree_tensors((args, kwargs))
         if operands and all(id(each) in self._numbers for each in operands):
             self._follow_labels(func, args, kwargs, result)
+        elif name == "embedding":
+            self.embeds_labels |= any(id(each) in self._numbers for each in operands)
         elif name in LOSS_FUNCTIONS and isinstance(result, torch.Tensor):
-            self.functions.append(name)
             self._record_call(func, name, args, kwargs, result)
         elif isinstance(result, torch.Tensor) and result.ndim == 0 and result.is_floating_point():
             self._add_terms(name, args, result)
@@ -307,7 +312,7 @@ def _is_shifted(labels: torch.Tensor, target: torch.Tensor) -> bool | None:
     return True if torch.equal(flat, cut.flatten()) or torch.equal(flat, padded.flatten()) else None
 
 
-def _returned_loss(outputs: Any) -> torch.Tensor | None:
+def returned_loss(outputs: Any) -> torch.Tensor | None:
     """Returns the loss among the outputs of a model: `.loss`, or the first scalar of a tuple."""
     if isinstance(outputs, (tuple, list, torch.Tensor)):
         scalars = [tensor for tensor in tree_tensors(outputs) if tensor.ndim == 0]
@@ -331,11 +336,16 @@ def _swap(value: Any, numbers: Mapping[int, torch.Tensor]) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _with_decoder_inputs(loss: Loss, module: nn.Module, batch: Batch) -> Loss:
-    """Returns `loss` with inputs of the decoder made from the labels, where the model makes them so."""
+def _with_decoder_inputs(loss: Loss, module: nn.Module) -> Loss:
+    """Returns `loss` with inputs of the decoder made from the labels, as the model makes them.
+
+    Raises PlanError if no function for it is found.
+    """
     make = _decoder_inputs_maker(module)
-    if make is None or LABELS_KEY not in batch or any(key in batch for key in DECODER_INPUT_KEYS):
-        return loss
+    if make is None:
+        text = f"{type(module).__name__} makes the inputs of its decoder from labels in an unknown way"
+        fix = f"put {DECODER_INPUT_KEYS[0]} into the batch: DataCollatorForSeq2Seq(tokenizer, model=model)"
+        raise PlanError(text, fix=fix, location="batch")
     return replace(loss, prepare=partial(_add_decoder_inputs, prepare=loss.prepare, make=make))
 
 

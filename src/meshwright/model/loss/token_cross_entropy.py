@@ -131,9 +131,9 @@ def _refuse_copied_labels(batch: Batch) -> None:
         raise PlanError(
             "labels are a copy of input_ids, and this loss takes them as they are: the model would learn to "
             "repeat its input",
-            fix="for a causal language model leave the loss out, so that its own is used, or pass "
-            "loss=meshwright.token_cross_entropy(shift_labels=True); a masked language model takes inputs "
-            "with masked tokens",
+            fix="for a causal language model pass loss=meshwright.token_cross_entropy(shift_labels=True), or "
+            "leave the loss out if the model shifts labels itself; a masked language model takes inputs with "
+            "masked tokens",
             location="batch.labels",
         )
 

@@ -53,7 +53,8 @@ class VocabFlow(TorchDispatchMode):
     heads.
 
     `used_elsewhere` are layers whose weights other code uses, `not_shardable` gives the reason by layer,
-    `logits_modified_by` the first operation that changes the logits of an LM head.
+    `logits_modified_by` the first operation that changes the logits of an LM head, `first_dims` the sizes of
+    dim 0 of what layers are called with.
     """
 
     def __init__(self, module: nn.Module, layers: Mapping[str, str]) -> None:
@@ -66,13 +67,17 @@ class VocabFlow(TorchDispatchMode):
         self.used_elsewhere: set[str] = set()
         self.not_shardable: dict[str, str] = {}
         self.logits_modified_by: dict[str, str] = {}
+        self.first_dims: dict[str, set[int]] = {}
         for name in layers:
             for weight in module.get_submodule(name).parameters(recurse=False):
                 self._owners.setdefault(storage_id(weight), set()).add(name)
 
-    def enter_layer(self, name: str) -> None:
-        """Starts the layer `name`."""
+    def enter_layer(self, name: str, args: tuple[Any, ...]) -> None:
+        """Starts the layer `name`, called with `args`."""
         self._open_layers.append(name)
+        self.first_dims.setdefault(name, set()).update(
+            each.shape[0] for each in tree_tensors(args[:1]) if each.ndim
+        )
 
     def leave_layer(self, name: str, output: Any) -> None:
         """Ends the layer `name` with its output."""
@@ -155,12 +160,13 @@ def find_vocab_splits(
     vocab_flow: VocabFlow,
     called_layers: Sequence[str],
     outputs: Any,
+    num_samples: int,
 ) -> VocabSplit:
     """Returns `roles` by layer, with embeddings and LM heads that cannot be split along the vocabulary marked
     as unsharded.
 
-    `vocab_flow` is what the trial recorded, `called_layers` are the layers it called, in order, `outputs`
-    its outputs.
+    `vocab_flow` is what the trial of `num_samples` recorded, `called_layers` are the layers it called, in
+    order, `outputs` its outputs.
     """
     split_loss = loss.vocab_parallel
     loss_logits = None if split_loss is None else _loss_logits(split_loss, outputs)
@@ -175,7 +181,7 @@ def find_vocab_splits(
     reasons |= {
         name: reason
         for name in embeddings
-        if (reason := _why_table_unsharded(module, vocab_flow, name, vocab_sizes))
+        if (reason := _why_table_unsharded(module, vocab_flow, name, vocab_sizes, num_samples))
     }
     reasons |= {
         name: f"tied to {other}: {reasons[other]}"
@@ -196,11 +202,7 @@ def find_vocab_splits(
     head = next((name for name in heads_of_inputs if name not in reasons), None)
     if head is None or loss_logits is None or split_loss is None:
         return VocabSplit(kept_roles, param_reasons, None)
-    vocab_size, num_samples, modified_by = (
-        loss_logits.shape[-1],
-        len(loss_logits),
-        vocab_flow.logits_modified_by.get(head, ""),
-    )
+    vocab_size = loss_logits.shape[-1]
     weight = next(name for name, each in module.named_parameters() if each is _weight(module, head))
     return VocabSplit(
         kept_roles,
@@ -209,9 +211,9 @@ def find_vocab_splits(
             head,
             weight,
             vocab_size,
-            loss_logits.numel() // vocab_size // num_samples,
+            loss_logits.numel() // vocab_size // len(loss_logits),
             split_loss.num_token_stats,
-            modified_by,
+            vocab_flow.logits_modified_by.get(head, ""),
         ),
     )
 
@@ -243,10 +245,15 @@ def _why_head_unsharded(
     return "its weight is used elsewhere too" if name in vocab_flow.used_elsewhere else ""
 
 
-def _why_table_unsharded(module: nn.Module, vocab_flow: VocabFlow, name: str, vocab_sizes: set[int]) -> str:
+def _why_table_unsharded(
+    module: nn.Module, vocab_flow: VocabFlow, name: str, vocab_sizes: set[int], num_samples: int
+) -> str:
     layer = module.get_submodule(name)
     if not isinstance(layer, nn.Embedding) or layer.num_embeddings not in vocab_sizes:
         return "its rows are not the vocabulary of an LM head"
+    # a table of positions may have as many rows as the vocabulary
+    if any(size % num_samples for size in vocab_flow.first_dims.get(name, ())):
+        return "it is looked up once for all samples"
     unsupported = [key for key in ("max_norm", "scale_grad_by_freq", "sparse") if vars(layer)[key]]
     if unsupported:
         return f"{unsupported[0]} needs more than the rows of one rank"

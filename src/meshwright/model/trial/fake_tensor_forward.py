@@ -254,7 +254,7 @@ class _TrialObserver(TorchFunctionMode):
 
 
 def _enter_layer(vocab_flow: VocabFlow, name: str, layer: nn.Module, args: tuple[Any, ...]) -> None:
-    vocab_flow.enter_layer(name)
+    vocab_flow.enter_layer(name, args)
 
 
 def _record_use(

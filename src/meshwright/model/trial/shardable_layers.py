@@ -241,7 +241,7 @@ def find_shardable_layers(
         proposal.roles
     )
     vocab_splits = find_vocab_splits(
-        module, proposed_roles, loss, findings.vocab_flow, uses, findings.outputs
+        module, proposed_roles, loss, findings.vocab_flow, uses, findings.outputs, PROBE_BATCH
     )
     single_layers = {
         layer.name
