@@ -46,6 +46,7 @@ from meshwright.run.data.data_loader import (
     open_local_batches,
 )
 from meshwright.run.data.eval_samples import EvalSamples, eval_source, split_held_out
+from meshwright.run.data.streaming import TokenStream
 from meshwright.run.data.tokenizer import ByteTokenizer, Tokenizer
 from meshwright.run.measure.resolve_auto_allreduce import choose_algorithms
 from meshwright.run.telemetry.callbacks import Callback
@@ -66,6 +67,12 @@ class ResolvedRun:
     eval_dataset: Dataset | None = None
     callbacks: tuple[Callback, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def num_samples(self) -> int | None:
+        """The number of training samples, without the held-out ones; None: a stream, which has no number."""
+        kept = split_held_out(self.dataset, self.plan.job.evaluate)[0]
+        return None if isinstance(kept, TokenStream) else len(kept)
 
     def local_batches(self, plan: Plan, rank: int) -> LocalBatches:
         """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without

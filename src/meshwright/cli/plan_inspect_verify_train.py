@@ -29,7 +29,9 @@ def plan(
     config: ConfigArgument,
     out: Annotated[Path | None, typer.Option(help="Write the resolved plan here.")] = None,
     world: WorldOption = None,
-    all_actions: Annotated[bool, typer.Option("--all-actions", help="Show one line per action.")] = False,
+    actions: Annotated[
+        bool, typer.Option("--actions", help="Show every action, and all of dtypes, memory, stages.")
+    ] = False,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the predicted time, memory and bytes here.")
     ] = None,
@@ -46,7 +48,7 @@ def plan(
             command.resolve_config(config, context.args, world), hardware, cluster
         )
         prediction = command.predict_step(resolved)
-        console.print(command.resolved_view(resolved, prediction, all_actions=all_actions))
+        console.print(command.resolved_view(resolved, prediction, actions=actions))
         if as_json is not None:
             command.write_prediction(resolved, prediction, as_json)
         if out is not None:

@@ -20,6 +20,7 @@ from meshwright.model.analysis.plan_for_model import model_spec_for
 from meshwright.model.loading.loader import load_model
 from meshwright.parallel import STRATEGIES
 from meshwright.parallel.data.batch_split import BatchSplit
+from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.plan.job.field_constraints import with_valid_fields
 from meshwright.plan.model_spec.model_spec import FLOAT_NBYTES
@@ -28,9 +29,10 @@ from meshwright.plan.sharding.sharding_plan import ShardingPlan
 from meshwright.plan.strategy_compatibility import strategy_field_diagnostics
 from meshwright.plan.strategy_interface import sort_by_phase
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.report.terminal.action_table import plan_view
+from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.explain_model import model_report_dict, model_report_view
 from meshwright.report.terminal.params_table import param_rows, params_view
+from meshwright.report.terminal.plan_overview import PlanOverview, data_line
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, factory_loss, resolve_request, zero_tokens
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, write_request
@@ -120,14 +122,19 @@ def predict_step(resolved: ResolvedRequest) -> StepPrediction | None:
 
 
 def resolved_view(
-    resolved: ResolvedRequest, prediction: StepPrediction | None, *, all_actions: bool
+    resolved: ResolvedRequest, prediction: StepPrediction | None, *, actions: bool
 ) -> RenderableType:
-    """Returns the plan as a table, its prediction, and the choices that were made for it."""
+    """Returns the plan on one screen, or with `actions` in full; with its prediction, and the choices that
+    were made for it.
+    """
     plan, notes = resolved[1].plan, resolved[1].notes
+    if not actions:
+        line = data_line(plan.job, resolved[1].num_samples)
+        hardware = plan.run.hardware
+        device = None if is_hardware_file(hardware) else find_device(hardware)
+        return PlanOverview(plan, line, prediction, NOT_PREDICTED, device, notes)
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
-    return Group(
-        plan_view(plan, show_all=all_actions), "", taken, *(Text(note, style="green") for note in notes)
-    )
+    return Group(plan_details(plan), "", taken, *(Text(note, style="green") for note in notes))
 
 
 def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | None, path: Path) -> None:

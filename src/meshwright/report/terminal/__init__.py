@@ -1,6 +1,8 @@
 """Tables and text for the terminal.
 
-action_table                   a plan as a table of its actions, and a verdict as a table of its findings
+plan_overview                  a plan on one screen: mesh, data, memory, bytes sent, predicted step
+action_table                   a plan in full, with all its actions, and a verdict as a table of its findings
+fold_repeated_lines            lines that repeat with other numbers as loops
 dtype_balance_staleness_notes  the dtype of each role, the sharding of sequences, and the staleness of weights
 memory_and_sent_bytes          state bytes by category, and bytes sent per step by kind of action
 params_table                   every parameter: its role, its sharding, and its bytes on a rank
