@@ -42,6 +42,7 @@ from meshwright.plan.job.errors import (
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.machine.machine import Machine
+from meshwright.planner.search.data_parallel_first import compare_data_parallel, put_first
 from meshwright.planner.search.heterogeneous import (
     search_each_kind,
     search_heterogeneous,
@@ -50,8 +51,9 @@ from meshwright.planner.search.heterogeneous import (
 from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_fit
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult, search
+from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
-from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict
+from meshwright.report.search.search_result import SearchAlternatives, search_dict
 from meshwright.report.search.search_result import search_view as result_view
 
 
@@ -132,7 +134,11 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     )
     if not found.best:
         raise no_result_error(request, found)
-    return SearchOutcome(options, request, found, _find_alternatives(request, kinds, found), notes=notes)
+    choice = compare_data_parallel(request, found) if len(kinds) == 1 else None
+    if choice is not None and choice.candidate is not None and choice.is_first:
+        found = put_first(found, choice.candidate, options.num_kept)
+    comparison = replace(_find_alternatives(request, kinds, found), data_parallel=choice)
+    return SearchOutcome(options, request, found, comparison, notes=notes)
 
 
 def find_machines(
@@ -284,7 +290,7 @@ def _find_alternatives(
     """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
-    faster = 0.999 * best.seconds
+    faster = 0.999 * min(each.seconds for each in found.best)
     roomy = (
         next(iter(search(replace(request, machine=endless), 1, max_seconds=faster).best), None)
         if len(kinds) == 1
