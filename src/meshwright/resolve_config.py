@@ -90,14 +90,17 @@ class ResolvedRun:
         return parallelize(self.analyzed, self.plan, loss=self.loss, world=world)
 
 
-def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedRun:
+def resolve_request(
+    request: PlanRequest, world: int | None = None, *, needs_data: bool = True
+) -> ResolvedRun:
     """Resolves `request`; `world` is the number of ranks if known.
 
-    Raises PlanError with the diagnostics of job, mesh, model, data, strategies and plan together.
+    Without `needs_data`, a request that names no data is planned with a sample of zeros. Raises PlanError
+    with the diagnostics of job, mesh, model, data, strategies and plan together.
     """
     job, cache = request.job, token_cache_folder(request.run)
     diagnostics = [
-        *job.diagnostics(),
+        *job.diagnostics(needs_data=needs_data),
         *request.run.diagnostics(),
         *strategy_field_diagnostics(request.strategies or ()),
     ]
@@ -112,8 +115,12 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         if not diagnostics:
             raise  # as it is: its cause may be an error in the user's own file
         diagnostics += error.diagnostics
-    data = collect_diagnostics(diagnostics, _open_data, job.data, loaded, cache, tuple(diagnostics))
-    if loaded is not None and data is not None:
+    is_absent = not needs_data and not job.data.is_named
+    if is_absent:
+        data = None if loaded is None else _absent_data(loaded, job.data)
+    else:
+        data = collect_diagnostics(diagnostics, _open_data, job.data, loaded, cache, tuple(diagnostics))
+    if loaded is not None and data is not None and not is_absent:
         kept, more = _eval_dataset(job, data, loaded.example, cache)
         diagnostics += more
     try:
@@ -128,6 +135,11 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         raise RuntimeError(
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
+    if (
+        is_absent and loaded is not None and loaded.example is None
+    ):  # sequences of a text, not an example batch
+        plan = resolved.plan
+        resolved = replace(resolved, plan=replace(plan, job=replace(plan.job, data=job.data)))
     return replace(resolved, eval_dataset=kept)
 
 
@@ -176,6 +188,11 @@ def _plan_request(
         return None
     callbacks = factory_callbacks(loaded.callbacks)
     return ResolvedRun(plan, analyzed, data, loss, callbacks=callbacks, notes=tuple(notes))
+
+
+def _absent_data(loaded: LoadedModel, source: DataConfig) -> Dataset:
+    """Returns one sample as the data will have: that of the model's factory, or zeros."""
+    return ExampleDataset(loaded.example or zero_tokens(loaded, with_valid_fields(source)))
 
 
 def zero_tokens(loaded: LoadedModel, source: DataConfig) -> dict[str, torch.Tensor]:

@@ -63,14 +63,17 @@ class ModelExplanation:
         return FLOAT_NBYTES[self.param_dtype]
 
 
-def resolve_config(config: Path, overrides: Sequence[str], world: int | None) -> ResolvedRequest:
-    """Returns the resolved request of `config`, and its run. Raises PlanError if the static checks of the
-    program fail.
+def resolve_config(
+    config: Path, overrides: Sequence[str], world: int | None, *, needs_data: bool = True
+) -> ResolvedRequest:
+    """Returns the resolved request of `config`, and its run; without `needs_data` it may name no data yet.
+
+    Raises PlanError if the static checks of the program fail.
     """
     request = read_request(config, overrides, STRATEGIES)
     if request.run.hardware and not request.run.cluster:
         request = replace(request, run=replace(request.run, cluster=request.cluster))
-    ready = resolve_request(request, world)
+    ready = resolve_request(request, world, needs_data=needs_data)
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
     if request.extra.get("plan_hash") not in (None, plan.hash) and not overrides:
@@ -129,7 +132,7 @@ def resolved_view(
     """
     plan, notes = resolved[1].plan, resolved[1].notes
     if not actions:
-        line = data_line(plan.job, resolved[1].num_samples)
+        line = data_line(resolved[0].job, resolved[1].num_samples)
         hardware = plan.run.hardware
         device = None if is_hardware_file(hardware) else find_device(hardware)
         return PlanOverview(plan, line, prediction, NOT_PREDICTED, device, notes)

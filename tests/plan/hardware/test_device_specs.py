@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshwright.plan.hardware.device_specs import peak_flops
+from meshwright.plan.hardware.device_specs import find_device, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,18 @@ def test_known_devices_have_the_peak_of_their_maker(device: str, dtype: str, tfl
 )
 def test_what_is_not_in_the_table_has_no_peak(device: str, dtype: str):
     assert peak_flops(device, dtype) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "watts"), [("NVIDIA A100-SXM4-80GB", 400), ("NVIDIA H100 80GB HBM3", 700), ("AMD MI300X", 750)]
+)
+def test_known_devices_have_the_power_of_their_data_sheet(device: str, watts: float):
+    found = find_device(device)
+    assert found is not None
+    assert found.watts == watts
+
+
+def test_a_power_that_no_source_states_is_unknown():
+    found = find_device("H100 96GB")
+    assert found is not None
+    assert found.watts == 0

@@ -2,7 +2,7 @@
 
 A model that fits on one device needs no tensor, pipeline or context parallelism. They can still be faster by
 the estimate, because each rank then launches fewer kernels or reduces fewer gradients. A lead below the error
-of the estimate is no reason to use them: what is simpler comes first, and DDP before ZeRO.
+of the estimate is no reason to use them: what is simpler comes first.
 
 `ESTIMATE_ERROR` is the mean error of step times on published runs (docs/concepts/cost_model.md).
 """
@@ -19,7 +19,7 @@ DATA_PARALLEL_ALONE = {"tp": 1, "pp": 1, "cp": 1}
 
 @dataclass(frozen=True)
 class DataParallelChoice:
-    """Data parallelism alone, the simplest that is not clearly slower, compared with the fastest of all.
+    """Data parallelism alone (its fastest configuration), compared with the fastest of all.
 
     `candidate` is None if it has no configuration: the batch does not divide by the devices (`batch_divides`
     is False), or nothing of it fits.
@@ -32,7 +32,10 @@ class DataParallelChoice:
     @property
     def is_first(self) -> bool:
         """Whether it comes first."""
-        return self.candidate is not None and _is_close(self.candidate, self.fastest)
+        return (
+            self.candidate is not None
+            and self.candidate.seconds <= (1 + ESTIMATE_ERROR) * self.fastest.seconds
+        )
 
 
 def fits_on_one_device(request: SearchRequest) -> bool:
@@ -51,23 +54,9 @@ def compare_data_parallel(request: SearchRequest, result: SearchResult) -> DataP
     )
     if is_excluded or request.machine.num_devices == 1 or not fits_on_one_device(request):
         return None
-    divides, fastest = request.batch % request.machine.num_devices == 0, result.best[0]
-    by_stage = [
-        found
-        for stage in ((request.fixed["zero_stage"],) if "zero_stage" in request.fixed else range(4))
-        for found in search(_alone(request, stage), 1).best
-    ]
-    simplest = next((each for each in by_stage if _is_close(each, fastest)), None)
-    quickest = min(by_stage, key=lambda each: each.seconds, default=None)
-    return DataParallelChoice(simplest or quickest, fastest, divides)
-
-
-def _alone(request: SearchRequest, zero_stage: int) -> SearchRequest:
-    return replace(request, fixed={**request.fixed, **DATA_PARALLEL_ALONE, "zero_stage": zero_stage})
-
-
-def _is_close(candidate: Candidate, fastest: Candidate) -> bool:
-    return candidate.seconds <= (1 + ESTIMATE_ERROR) * fastest.seconds
+    alone = search(replace(request, fixed={**request.fixed, **DATA_PARALLEL_ALONE}), 1).best
+    divides = request.batch % request.machine.num_devices == 0
+    return DataParallelChoice(alone[0] if alone else None, result.best[0], divides)
 
 
 def put_first(result: SearchResult, candidate: Candidate, num_kept: int) -> SearchResult:

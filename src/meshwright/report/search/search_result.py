@@ -190,7 +190,7 @@ def ranking_reasons(
         f"{'is the fastest' if is_fastest else 'comes first'}: {_time_shares(best)}."
     )
     if choice is not None:
-        yield from _data_parallel_reason(request, choice)
+        yield from data_parallel_reason(request, choice)
     for number, other in enumerate(result.best[1:4], start=2):
         text = f"{number}. {config_text(other)} takes {_longer(other, best)}"
         yield f"{text}: {_differences(best, other)}."
@@ -228,8 +228,8 @@ def _longer(other: Candidate, best: Candidate) -> str:
     return f"{abs(more):.1f} % {'longer' if more > 0 else 'less'}" if abs(more) >= 0.05 else "as long"
 
 
-def _data_parallel_reason(request: SearchRequest, choice: DataParallelChoice) -> Iterator[str]:
-    """The reason why data parallelism alone comes first, or why it does not."""
+def data_parallel_reason(request: SearchRequest, choice: DataParallelChoice) -> Iterator[str]:
+    """Yields the reason why data parallelism alone comes first, or why it does not."""
     found, fastest, error = choice.candidate, choice.fastest, f"{100 * ESTIMATE_ERROR:.0f} %"
     if found is not None and choice.is_first:
         if fastest.seconds < found.seconds:
