@@ -228,7 +228,7 @@ def write_config(outcome: SearchOutcome, path: Path) -> None:
     """
     options, best = outcome.options, outcome.result.best[0]
     source = _absolute_source(options.model)
-    if is_shape_text(model):
+    if is_shape_text(options.model):
         file = path.with_name(f"{path.stem}-model.json")
         text = json.dumps(sizes_to_model_config(outcome.request.shape), indent=1) + "\n"
         _write(file, text, "--out")
