@@ -75,12 +75,12 @@ def test_a_round_of_an_interleaved_schedule_counts_in_its_own_step():
 def test_no_line_is_lost_or_changed():
     """Random programs, with loops in loops, unfold to their lines."""
     for seed in range(200):
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         lines = [
-            f"{dice.choice('FB')} layers.{layer} {batch}"
-            for batch in range(dice.randint(1, 5))
-            for layer in range(dice.randint(1, 5))
-            for _ in range(dice.randint(0, 2))
+            f"{rng.choice('FB')} layers.{layer} {batch}"
+            for batch in range(rng.randint(1, 5))
+            for layer in range(rng.randint(1, 5))
+            for _ in range(rng.randint(0, 2))
         ]
         items = [Line(("", line)) for line in lines]
         folded = fold_repeated_lines([("", line) for line in lines])

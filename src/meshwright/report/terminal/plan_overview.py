@@ -11,7 +11,7 @@ What does not fit is shortened in this order: the timeline, explanations, notes.
 (action_table.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -96,11 +96,14 @@ class PlanOverview:
         def lines(*parts: RenderableType) -> list[list[Segment]]:
             return [line for part in parts for line in console.render_lines(part, options, pad=False)]
 
-        head = lines(self._head(console, options))
-        figures = lines(*self._memory(), *self._sent(), *self._step())
+        known, more = self._head_texts(), self._explanations()
+        column = max(map(len, (*known, *more)))
+        width = max(1, options.max_width - COLUMN_GAP - column)
+        head = lines(_pairs({name: _cut(text, console, width) for name, text in known.items()}, column))
+        figures = lines(*self._memory_bars(), *self._sent_bars(), *self._step_bars())
         chart = timeline_view(self.plan)
         timeline = [] if chart is None else lines("", chart)
-        explanations = lines(Table.of_pairs(self._explanations())) if self._explanations() else []
+        explanations = lines(_pairs(more, column)) if more else []
         notes = lines(*self._notes())
         room = MAX_LINES - len(head) - len(figures) - len(lines(MORE))
         if len(notes) + len(explanations) + len(timeline) > room:
@@ -112,9 +115,9 @@ class PlanOverview:
             yield Segment.line()
         yield Text(MORE, style="dim")
 
-    def _head(self, console: Console, options: ConsoleOptions) -> Table:
+    def _head_texts(self) -> dict[str, str]:
         plan, summary = self.plan, plan_summary(self.plan)
-        values = {
+        return {
             "model": summary["model"],
             "mesh": mesh_text(plan.mesh),
             "strategies": ", ".join(map(strategy_text, plan.strategies)) or "none",
@@ -123,11 +126,10 @@ class PlanOverview:
             "precision": summary["precision"],
             "plan": summary["plan"],
         }
-        width = max(1, options.max_width - COLUMN_GAP - max(map(len, values)))
-        return Table.of_pairs({name: _cut(text, console, width) for name, text in values.items()})
 
-    def _explanations(self) -> list[tuple[str, str]]:
-        return [pair for pair in plan_summary(self.plan).items() if pair[0] not in SHOWN_ABOVE]
+    def _explanations(self) -> dict[str, str]:
+        summary = plan_summary(self.plan)
+        return {name: text for name, text in summary.items() if name not in SHOWN_ABOVE}
 
     def _notes(self) -> Iterator[RenderableType]:
         too_large = self.device is not None and self._fullest()[1] > self.device.memory
@@ -140,7 +142,7 @@ class PlanOverview:
         yield from [""] if found else []
         yield from (Text(f"note: {note}", style=style) for note, style in found)
 
-    def _memory(self) -> Iterator[RenderableType]:
+    def _memory_bars(self) -> Iterator[RenderableType]:
         rank, total = self._fullest()
         categories = peak_nbytes_by_category(self.plan, rank)
         where = f"of rank {rank}, the fullest" if self.plan.mesh.world_size > 1 else "of the device"
@@ -168,7 +170,7 @@ class PlanOverview:
         rank = max(peaks, key=peaks.__getitem__)
         return rank, peaks[rank]
 
-    def _sent(self) -> Iterator[RenderableType]:
+    def _sent_bars(self) -> Iterator[RenderableType]:
         rows = _sent_rows(self.plan)
         if not rows:
             return
@@ -183,7 +185,7 @@ class PlanOverview:
             ],
         )
 
-    def _step(self) -> Iterator[RenderableType]:
+    def _step_bars(self) -> Iterator[RenderableType]:
         if self.prediction is None:
             yield Text("\n").append("step: ", style="bold").append(self.not_predicted)
             return
@@ -225,7 +227,7 @@ def batch_text(plan: Plan) -> str:
     """Returns the global batch: over data-parallel ranks, micro-batches and their sequences."""
     job, has_tokens = plan.job, plan.job.data.source != "example"
     unit = "sequence" if has_tokens else "sample"
-    length = f" of {job.data.sequence} tokens" if has_tokens else ""
+    length = f" of {job.data.sequence:,} tokens" if has_tokens else ""
     parts = [
         *([_count(plan.num_data, "data-parallel rank")] if plan.num_data > 1 else []),
         _count(plan.num_microbatches, "micro-batch"),
@@ -246,7 +248,7 @@ def data_line(job: Job, num_samples: int | None) -> str:
     read = f"{_count(job.train.steps, 'step')} read {_count(needed, 'sequence')}"
     if num_samples is None:
         return f"{source}, {tokens}, streamed; {read}"
-    size = f"{_count(num_samples, 'sequence')} of {data.sequence} ({num_samples * data.sequence:,} tokens)"
+    size = f"{_count(num_samples, 'sequence')} of {data.sequence:,} ({num_samples * data.sequence:,} tokens)"
     return f"{source}, {tokens}: {size}; {read}, {needed / max(1, num_samples):.3g} epochs"
 
 
@@ -279,6 +281,11 @@ def _bar(share: float, columns: int) -> Text:
     eighths = round(8 * columns * share)
     last = "" if eighths % 8 == 0 else chr(FULL_BLOCK + 8 - eighths % 8)
     return Text(chr(FULL_BLOCK) * (eighths // 8) + last, style="cyan")
+
+
+def _pairs(values: Mapping[str, object], column: int) -> Table:
+    """A table of names, `column` wide, and values."""
+    return Table.of_pairs({name.ljust(column): value for name, value in values.items()})
 
 
 def _cut(text: str, console: Console, width: int) -> Text:
