@@ -229,7 +229,7 @@ def test_what_cannot_work_is_refused_in_words(config, forks, monkeypatch, words,
 
 
 def test_the_plan_shows_stages_boundaries_and_schedule_and_warns_of_few_micro_batches(config, forks):
-    out = forks("plan", config)[1]
+    out = forks("plan", config, "--actions")[1]
     assert "stage  rank  blocks" in out
     assert "0 | 1 layers.0 0 > 1 3 x 16 x 16 float32" in " ".join(out.split())
     drawn = out[out.index("planned, by FLOPs: ") :].splitlines()
@@ -238,4 +238,4 @@ def test_the_plan_shows_stages_boundaries_and_schedule_and_warns_of_few_micro_ba
     assert "microbatches for 3 pipeline stages" not in out
     few = forks("plan", config, "--micro_batch", 6)[1]
     assert "2 microbatches for 3 pipeline stages: bubble" in few
-    assert len(forks("plan", config, "--all-actions")[1].splitlines()) > len(out.splitlines())
+    assert "planned, by FLOPs: " in forks("plan", config)[1]

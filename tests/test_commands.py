@@ -46,13 +46,15 @@ def test_a_plan_is_a_table_of_what_will_happen(config, say):
     folded = " ".join(out.split())
     for word in (
         "build: ",
-        "dp_replicate 2 (2 ranks)",
-        "12 samples = 2 ranks x 1 microbatch of 6; 16 tokens each",
-        "REDUCE",
+        "2 ranks: 2 data-parallel replicas (dp_replicate)",
+        "12 sequences of 16 tokens = 2 data-parallel ranks x 1 micro-batch x 6 sequences",
+        "bytes as tokens: ",
+        "gradients all_reduce over dp_replicate",
     ):
         assert word in folded
     assert max(map(len, out.splitlines())) <= 80
-    every = say("plan", config, "--all-actions")[1]
+    assert len(out.splitlines()) <= 40
+    every = say("plan", config, "--actions")[1]
     assert len(every.splitlines()) > len(out.splitlines())
 
 

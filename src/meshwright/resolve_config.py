@@ -61,7 +61,8 @@ class ResolvedRun:
     """A resolved request: its plan, the analyzed model, data and loss.
 
     `eval_dataset` are the samples of a separate evaluation source, `callbacks` those of the model's factory,
-    `notes` the choices that were made for the plan, with reasons.
+    `notes` the choices that were made for the plan, with reasons. Without `has_data` the config names no data
+    yet, and one sample stands for them.
     """
 
     plan: Plan
@@ -71,6 +72,7 @@ class ResolvedRun:
     eval_dataset: Dataset | None = None
     callbacks: tuple[Callback, ...] = ()
     notes: tuple[str, ...] = ()
+    has_data: bool = True
 
     def local_batches(self, plan: Plan, rank: int) -> LocalBatches:
         """Returns the samples of `rank` under `plan` (this one, or the same job on another mesh), without
@@ -86,6 +88,8 @@ class ResolvedRun:
     def data_summary(self) -> DataSummary:
         """Returns what the run reads: tokenizer, samples, tokens, epochs, and repeats within a batch."""
         job, dataset = self.plan.job, self.dataset
+        if not self.has_data:
+            return DataSummary("", job.train.batch, is_absent=True)
         tokenizer = _short_name(dataset.tokenizer.name) if isinstance(dataset, TokenDataset) else ""
         if isinstance(dataset, TokenStream):
             return DataSummary(tokenizer, job.train.batch)
@@ -114,14 +118,17 @@ class ResolvedRun:
         return parallelize(self.analyzed, self.plan, loss=self.loss, world=world)
 
 
-def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedRun:
+def resolve_request(
+    request: PlanRequest, world: int | None = None, *, needs_data: bool = True
+) -> ResolvedRun:
     """Resolves `request`; `world` is the number of ranks if known.
 
-    Raises PlanError with the diagnostics of job, mesh, model, data, strategies and plan together.
+    Without `needs_data`, a request that names no data is planned with a sample of zeros. Raises PlanError
+    with the diagnostics of job, mesh, model, data, strategies and plan together.
     """
     job, cache = request.job, token_cache_folder(request.run)
     diagnostics = [
-        *job.diagnostics(),
+        *job.diagnostics(needs_data=needs_data),
         *request.run.diagnostics(),
         *request.strategy_diagnostics,
     ]
@@ -136,11 +143,15 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         if not diagnostics:
             raise  # as it is: its cause may be an error in the user's own file
         diagnostics += error.diagnostics
-    trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
-    job = trained or job
-    readable = loaded if trained else None
-    data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
-    if loaded is not None and data is not None:
+    is_absent = not needs_data and not job.data.is_named
+    if is_absent:
+        data = None if loaded is None else _absent_data(loaded, job.data)
+    else:
+        trained = None if loaded is None else collect_diagnostics(diagnostics, _with_tokenizer, job, loaded)
+        job = trained or job
+        readable = loaded if trained else None
+        data = collect_diagnostics(diagnostics, _open_data, job.data, readable, cache, tuple(diagnostics))
+    if loaded is not None and data is not None and not is_absent:
         kept, more = _eval_dataset(job, data, loaded.example, cache)
         diagnostics += more
     try:
@@ -155,7 +166,12 @@ def resolve_request(request: PlanRequest, world: int | None = None) -> ResolvedR
         raise RuntimeError(
             "a model and data were neither found nor refused; this is a bug: report the config file"
         )
-    return replace(resolved, eval_dataset=kept)
+    if (
+        is_absent and loaded is not None and loaded.example is None
+    ):  # sequences of a text, not an example batch
+        plan = resolved.plan
+        resolved = replace(resolved, plan=replace(plan, job=replace(plan.job, data=job.data)))
+    return replace(resolved, eval_dataset=kept, has_data=not is_absent)
 
 
 def _short_name(tokenizer: str) -> str:
@@ -222,6 +238,11 @@ def _plan_request(
         return None
     callbacks = factory_callbacks(loaded.callbacks)
     return ResolvedRun(plan, analyzed, data, loss, callbacks=callbacks, notes=tuple(notes))
+
+
+def _absent_data(loaded: LoadedModel, source: DataConfig) -> Dataset:
+    """Returns one sample as the data will have: that of the model's factory, or zeros."""
+    return ExampleDataset(loaded.example or zero_tokens(loaded, with_valid_fields(source)))
 
 
 def zero_tokens(loaded: LoadedModel, source: DataConfig) -> dict[str, torch.Tensor]:

@@ -94,7 +94,7 @@ def test_a_forward_that_needs_other_inputs_is_explained_and_then_refused(config:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--devices", "8"], "choose a plan with `meshwright search MODEL`"),
+        (["--batch", "8"], "choose a plan with `meshwright search MODEL`"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(config: Path, options: list[str], message: str):

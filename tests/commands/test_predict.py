@@ -101,7 +101,7 @@ def test_a_plan_says_what_a_step_takes_on_the_hardware_that_is_named(folder: Pat
 
 
 def test_without_hardware_a_plan_says_how_to_get_seconds_and_keeps_bytes(folder: Path):
-    assert "seconds      not predicted" in run(folder / "config.toml", "--json", folder / "said.json")
+    assert "seconds are not predicted" in run(folder / "config.toml", "--json", folder / "said.json")
     assert "step_s" not in json.loads((folder / "said.json").read_text())
 
 

@@ -18,7 +18,19 @@ from meshwright.run.launch.signals import stop_flag
 
 EXTRA_ARGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-WorldOption = Annotated[int | None, typer.Option(help="The number of ranks, for a mesh axis of -1.", min=1)]
+WorldOption = Annotated[
+    int | None,
+    typer.Option("--world", "--devices", help="The number of ranks, for a mesh axis of -1.", min=1),
+]
+DevicesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--devices",
+        "--world",
+        help="The number of devices (ranks): infers a mesh axis of -1, or chooses a mesh if there is none.",
+        min=1,
+    ),
+]
 ConfigArgument = Annotated[
     Path,
     typer.Argument(help="A config or plan file (TOML). Keys after it (--train.steps 100) replace its own."),
@@ -29,8 +41,10 @@ def plan(
     context: typer.Context,
     config: ConfigArgument,
     out: Annotated[Path | None, typer.Option(help="Write the resolved plan here.")] = None,
-    world: WorldOption = None,
-    all_actions: Annotated[bool, typer.Option("--all-actions", help="Show one line per action.")] = False,
+    devices: DevicesOption = None,
+    actions: Annotated[
+        bool, typer.Option("--actions", help="Show every action, and all of dtypes, memory, stages.")
+    ] = False,
     as_json: Annotated[
         Path | None, typer.Option("--json", help="Write the predicted time, memory and bytes here.")
     ] = None,
@@ -48,11 +62,14 @@ def plan(
     with exit_on_error(context):
         _refuse_search_args(config, context.args)
         command = import_command("plan")
-        resolved = command.with_hardware(
-            command.resolve_config(config, context.args, world), hardware, cluster
-        )
+        if devices is None:
+            resolved = command.resolve_config(config, context.args, None, needs_data=False)
+        else:
+            resolve = import_command("search.plan_for_devices").resolve_for_devices
+            resolved = resolve(config, context.args, devices, hardware, cluster)
+        resolved = command.with_hardware(resolved, hardware, cluster)
         prediction = command.predict_step(resolved)
-        console.print(command.resolved_view(resolved, prediction, all_actions=all_actions))
+        console.print(command.resolved_view(resolved, prediction, actions=actions))
         if as_json is not None:
             command.write_prediction(resolved, prediction, as_json)
         if out is not None:

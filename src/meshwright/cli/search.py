@@ -12,7 +12,7 @@ from meshwright.cli.lazy_import import import_command
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 
 SEARCH_ONLY_OPTIONS = (
-    *("--devices", "--batch", "--sequence", "--set", "--tokens", "--price", "--fit", "--plot"),
+    *("--batch", "--sequence", "--set", "--tokens", "--price", "--fit", "--plot"),
     "--calibrate-from",
 )
 
@@ -79,7 +79,8 @@ def search(
         console.print(command.search_view(result))
         if out is not None:
             command.write_config(result, out)
-            console.print(f"config written to {out}", soft_wrap=True)
+            console.print(f"\nconfig written to {out}", soft_wrap=True)
+        console.print(f"next: {command.next_command(out)}", soft_wrap=True)
         if plot is not None:
             import_command("search.plot").write_plot(result, plot)
             console.print(f"plot written to {plot}", soft_wrap=True)

@@ -11,10 +11,12 @@ from rich.text import Text
 import meshwright
 from meshwright.commands.predict import NOT_PREDICTED, predict_plan
 from meshwright.parallel import STRATEGIES
+from meshwright.plan.hardware.device_specs import find_device
 from meshwright.plan.job.errors import PlanError, raise_diagnostics, refuse_write_errors
 from meshwright.planner.program_cost.prediction import StepPrediction
-from meshwright.report.terminal.action_table import plan_view
+from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.data_line import data_view
+from meshwright.report.terminal.plan_overview import PlanOverview
 from meshwright.report.terminal.prediction import prediction_dict, prediction_view
 from meshwright.resolve_config import ResolvedRun, resolve_request
 from meshwright.run.config.config_and_plan_files import PlanRequest, read_request, write_request
@@ -24,14 +26,17 @@ from meshwright.verifier.static_checks import static_checks
 ResolvedRequest = tuple[PlanRequest, ResolvedRun]
 
 
-def resolve_config(config: Path, overrides: Sequence[str], world: int | None) -> ResolvedRequest:
-    """Returns the resolved request of `config`, and its run. Raises PlanError if the static checks of the
-    program fail.
+def resolve_config(
+    config: Path, overrides: Sequence[str], world: int | None, *, needs_data: bool = True
+) -> ResolvedRequest:
+    """Returns the resolved request of `config`, and its run; without `needs_data` it may name no data yet.
+
+    Raises PlanError if the static checks of the program fail.
     """
     request = read_request(config, overrides, STRATEGIES)
     if request.run.hardware and not request.run.cluster:
         request = replace(request, run=replace(request.run, cluster=request.cluster))
-    ready = resolve_request(request, world)
+    ready = resolve_request(request, world, needs_data=needs_data)
     plan = ready.plan
     raise_diagnostics(static_checks(plan))
     if request.extra.get("plan_hash") not in (None, plan.hash) and not overrides:
@@ -84,18 +89,20 @@ def predict_step(resolved: ResolvedRequest) -> StepPrediction | None:
 
 
 def resolved_view(
-    resolved: ResolvedRequest, prediction: StepPrediction | None, *, all_actions: bool
+    resolved: ResolvedRequest, prediction: StepPrediction | None, *, actions: bool
 ) -> RenderableType:
-    """Returns the plan as a table, its prediction, and the choices that were made for it."""
+    """Returns the plan on one screen, or with `actions` in full; with its prediction, and the choices that
+    were made for it.
+    """
     plan, notes = resolved[1].plan, resolved[1].notes
+    summary = resolved[1].data_summary()
+    if not actions:
+        hardware = plan.run.hardware
+        device = None if is_hardware_file(hardware) else find_device(hardware)
+        return PlanOverview(plan, summary, prediction, NOT_PREDICTED, device, notes)
     taken = Text(NOT_PREDICTED) if prediction is None else prediction_view(plan, prediction)
-    return Group(
-        plan_view(plan, show_all=all_actions),
-        "",
-        data_view(resolved[1].data_summary()),
-        taken,
-        *(Text(note, style="green") for note in notes),
-    )
+    notes_view = (Text(note, style="green") for note in notes)
+    return Group(plan_details(plan), "", data_view(summary), taken, *notes_view)
 
 
 def write_prediction(resolved: ResolvedRequest, prediction: StepPrediction | None, path: Path) -> None:

@@ -28,8 +28,8 @@ ATTENTION_BLOCK_KEYS = (
     512  # keys per block of torch's CPU kernel: shorter sequences are computed fully, whatever the mask
 )
 NOT_PREDICTED = (
-    "seconds      not predicted: measure this machine (meshwright bench device, bench network), then "
-    "--hardware device.toml"
+    "seconds are not predicted without a device: --hardware h100, or --hardware device.toml, a file of "
+    "`meshwright bench device`"
 )
 UNMEASURED_LINKS = (
     "the links between ranks are unknown, so messages take no time here: measure "

@@ -7,7 +7,8 @@
     REDUCE    2 KiB
 
 Texts are shown as they are: brackets are no markup of rich, and the page escapes them. In a narrow terminal
-a cell continues on the next line, so nothing is cut off.
+a cell continues on the next line, so nothing is cut off. It continues at a space: a word is broken only where
+the words of all columns do not fit beside each other, and then in the column with the longest one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,12 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table as RichTable
 from rich.text import Text
+
+COLUMN_GAP = 2  # spaces between two columns
 
 
 @dataclass(frozen=True)
@@ -70,22 +74,25 @@ class Table:
         pairs = list(values.items()) if isinstance(values, Mapping) else values
         return cls([Column(style="bold"), Column()], pairs)
 
-    def __rich__(self) -> RenderableType:
-        """Returns the table for the terminal."""
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yields the title, the table and the notes for the terminal."""
         columns, cells = self._columns(), self._cells()
         heads = any(column.name for column in columns)
-        table = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=heads)
-        for column in columns:
+        table = RichTable(box=None, padding=(0, COLUMN_GAP, 0, 0), pad_edge=False, show_header=heads)
+        for column, width in zip(columns, _widths(columns, cells, options.max_width), strict=True):
             table.add_column(
                 Text(column.name),
                 justify="right" if column.format else "left",
                 overflow="fold",
                 style=column.style,
+                width=width,
             )
         for row, values in zip(cells, self.rows, strict=False):
             table.add_row(*row, style=self.row_style(values) if self.row_style else "")
-        title = [Text(f"\n{self.title}", style="bold")] if self.title else []
-        return Group(*title, table, *(Text(note, style="dim") for note in self._notes()))
+        if self.title:
+            yield Text(f"\n{self.title}", style="bold")
+        yield table
+        yield from (Text(note, style="dim") for note in self._notes())
 
     def html(self) -> str:
         """Returns the table as HTML, with the classes of the pages of this package: wide, number, note."""
@@ -122,3 +129,25 @@ class Table:
             *([self.more.format(num_hidden)] if num_hidden > 0 else []),
             *([self.note] if self.note else []),
         ]
+
+
+def _widths(columns: Sequence[Column], cells: Sequence[Sequence[Text]], max_width: int) -> list[int]:
+    """The width of each column: that of its longest text, or if they do not fit, first that of its longest
+    word, and then an equal share of the rest.
+    """
+    texts = [[column.name, *(row[number].plain for row in cells)] for number, column in enumerate(columns)]
+    lines = [max(cell_len(line) for text in each for line in text.split("\n")) for each in texts]
+    words = [max((cell_len(word) for text in each for word in text.split()), default=0) for each in texts]
+    room = max(max_width - COLUMN_GAP * (len(columns) - 1), len(columns))
+    widths = _fair_shares(words, room)
+    more = _fair_shares([line - width for line, width in zip(lines, widths, strict=True)], room - sum(widths))
+    return [max(1, width + extra) for width, extra in zip(widths, more, strict=True)]
+
+
+def _fair_shares(wanted: Sequence[int], room: int) -> list[int]:
+    """Shares `room`: those that want least get all they want, the others equal parts of the rest."""
+    shares = [0] * len(wanted)
+    for served, number in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        shares[number] = min(wanted[number], room // (len(wanted) - served))
+        room -= shares[number]
+    return shares

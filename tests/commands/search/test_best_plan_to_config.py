@@ -131,7 +131,7 @@ def test_uneven_stages_of_heterogeneous_devices_are_cuts_that_plan_accepts(tmp_p
 def test_choices_that_a_config_cannot_state_are_reported():
     shape = "m: layers 24 hidden 2048 heads 16"
     assert "split_points" not in str(
-        winner_config(run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",))))
+        winner_config(run_search(SearchOptions(shape, 0, "h100:8,a100:8", 64, constraints=("pp=2",))), "m")
     )
     told = [
         str(each)

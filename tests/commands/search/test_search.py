@@ -19,7 +19,7 @@ from meshwright.commands.search.search import (
 )
 from meshwright.parallel import STRATEGIES
 from meshwright.plan.job.errors import PlanError
-from meshwright.report.search.search_result import TrainingBudget
+from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.run.config.config_and_plan_files import read_request
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
@@ -68,7 +68,6 @@ def test_the_winner_is_a_config_that_resolves(tmp_path: Path):
     assert (best.tp, best.pp) == (4, 2)
     path = tmp_path / "plan.toml"
     write_config(chosen, path)
-    path.write_text(path.read_text() + '\n[model]\nsource = "a"\n')
     request = read_request(path, ["--data.source", "b"], STRATEGIES)
     assert (request.mesh["tp"], request.mesh["pp"]) == (4, 2)
     assert {"pipeline", "tensor_parallel", "sequence_parallel", "vocab_parallel"} <= {
@@ -86,8 +85,9 @@ def test_what_is_shown_is_there_as_plain_values():
     assert first["step_s"] == pytest.approx(sum(first["seconds"].values()))
     assert first["days"] == pytest.approx(1e12 / first["tokens_per_s"] / 86400)
     assert first["cost"] == pytest.approx(first["days"] * 24 * 8 * 3.0)
+    assert first["energy_kwh"] == pytest.approx(first["days"] * 24 * 8 * 0.7)
     assert 0 < first["mfu"] < 1
-    assert len(winner_config(chosen)["strategies"]) >= 1
+    assert len(winner_config(chosen, "m")["strategies"]) >= 1
 
 
 def test_a_model_that_fits_nowhere_is_reported_with_the_missing_memory():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.error_output import console
 from tests.command_line import forget_ranks, invoke
 
 SMALL = "small: layers 24 hidden 2048 heads 16 gated vocab 32000"
@@ -51,8 +52,32 @@ def test_a_plot_is_written_and_fixed_choices_are_obeyed(tmp_path: Path, capsys: 
     assert (tmp_path / "plot.html").read_text().startswith("<!DOCTYPE html>")
     text = " ".join(out.split())
     assert "ZeRO 2" in text
-    assert "x 4 samples" in text
-    assert "cost waiting" in text
+    assert "x 4 sequences" in text
+    assert "cost of waiting" in text
+    assert "energy, kWh" in text
+
+
+def test_what_is_assumed_and_the_next_command_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["--hardware", "h100", "--devices", 16, "--batch", 64]
+    code, out, _ = invoke(capsys, "search", SMALL, *words)
+    assert code == 0
+    text = " ".join(out.split())
+    assert "precision parameters and gradients in bfloat16, float32 master weights and AdamW states" in text
+    assert "8 on a host" in text
+    assert "bubble % exposed comm % configuration" in text
+    assert "next: add --out job.toml" in text
+    path = tmp_path / "my job.toml"
+    assert f"next: meshwright plan '{path}'" in invoke(capsys, "search", SMALL, *words, "--out", path)[1]
+
+
+def test_no_word_of_a_search_is_broken_at_80_columns(capsys: pytest.CaptureFixture[str]):
+    words = ["--hardware", "h100", "--devices", 64, "--batch", 512, "--tokens", 1e12, "--price", 2]
+    narrow = invoke(capsys, "search", SMALL, *words)[1]
+    assert max(map(len, narrow.splitlines())) <= 80
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(console, "_width", 1000)
+        wide = invoke(capsys, "search", SMALL, *words)[1]
+    assert set(narrow.split()) <= set(wide.split())
 
 
 def test_sizes_alone_are_not_enough(capsys: pytest.CaptureFixture[str]):

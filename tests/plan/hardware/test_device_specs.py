@@ -88,3 +88,18 @@ def test_every_device_has_a_source_and_is_found_by_its_own_name():
     for device in known_devices():
         assert device.source
         assert find_device(device.name) is device
+
+
+@pytest.mark.parametrize(
+    ("device", "watts"), [("NVIDIA A100-SXM4-80GB", 400), ("NVIDIA H100 80GB HBM3", 700), ("AMD MI300X", 750)]
+)
+def test_known_devices_have_the_power_of_their_data_sheet(device: str, watts: float):
+    found = find_device(device)
+    assert found is not None
+    assert found.watts == watts
+
+
+def test_a_power_that_no_source_states_is_unknown():
+    found = find_device("H100 96GB")
+    assert found is not None
+    assert found.watts == 0

@@ -40,9 +40,8 @@ from meshwright.plan.model_spec.tensor_parallel_layers import LayerCall
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FIRST_ROLE
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.report.terminal.action_table import KIND_TEXTS, plan_view
+from meshwright.report.terminal.action_table import KIND_TEXTS, plan_details
 from tests.paper_model import SyntheticModel
 from tests.parallel.tensor.even_llama import even_llama
 from tests.parallel.tensor.odd_llama import planned
@@ -87,10 +86,10 @@ def deep_model_spec() -> ModelSpec:
     )
 
 
-def shown(plan: Plan, width: int = 80, *, every: bool = False) -> str:
+def shown(plan: Plan, width: int = 80) -> str:
     console = Console(width=width, color_system=None)
     with console.capture() as capture:
-        console.print(plan_view(plan, show_all=every))
+        console.print(plan_details(plan))
     return capture.get()
 
 
@@ -99,15 +98,14 @@ def words(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-@pytest.mark.parametrize("every", [False, True])
 @pytest.mark.parametrize(
     "model_spec",
     [SyntheticModel().model_spec, SyntheticModel(layers=40).model_spec, deep_model_spec()],
     ids=["small", "tall", "deep"],
 )
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_nothing_is_cut_off_at_80_columns(store: Strategy, model_spec: ModelSpec, every: bool):
-    text = shown(plan_of(store, model_spec), every=every)
+def test_nothing_is_cut_off_at_80_columns(store: Strategy, model_spec: ModelSpec):
+    text = shown(plan_of(store, model_spec))
     assert "\u2026" not in text
     assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
 
@@ -121,11 +119,10 @@ def columns(text: str) -> list[str]:
 
 
 def test_long_names_are_folded_not_lost():
-    text = shown(plan_of(NaiveDDP(), deep_model_spec()), every=True)
+    text = shown(plan_of(NaiveDDP(), deep_model_spec()))
     _, actions, details = columns(text)
-    for block_call in DEEP:
-        assert f"forwardof{block_call}" in details
-        assert f"REDUCE{block_call}.weight" in actions
+    assert f"forwardof{DEEP[0]}..{DEEP[2]}" in details
+    assert f"REDUCE{DEEP[0].replace('.0.', '.[m].')}.weight" in actions
     assert words(deep_model_spec().notes[0]) in words(text)
 
 
@@ -134,11 +131,9 @@ def test_names_in_brackets_are_names_not_markup():
     block_calls = ("experts.[red]", "experts.[/b]")
     weights = tuple(ParamSpec(f"{block_call}.weight", (10,), (block_call,)) for block_call in block_calls)
     model_spec = ModelSpec("[bold]", block_calls, weights, (1, 1), (1, 1), notes=("see [/i]",))
-    text = shown(plan_of(NaiveDDP(), model_spec), 200, every=True)
-    assert all(
-        f"REDUCE {block_call}.weight" in text and f"forward of {block_call}" in text
-        for block_call in block_calls
-    )
+    text = shown(plan_of(NaiveDDP(), model_spec), 200)
+    assert all(f"REDUCE {block_call}.weight" in text for block_call in block_calls)
+    assert f"forward of {block_calls[0]} .. {block_calls[1]}" in text
     assert "[bold]: 20 parameters" in text
     assert "see [/i]" in text
 
@@ -257,31 +252,28 @@ def test_every_kind_of_action_has_a_meaning():
     "plan", all_programs(), ids=lambda plan: " ".join(strategy.name for strategy in plan.strategies)
 )
 def test_every_action_is_drawn_with_its_meaning(plan: Plan):
-    text = words(shown(plan, 300, every=True))  # wide enough for names of what goes from part to part
+    text = words(shown(plan, 300))  # wide enough for names of what goes from part to part
     for action in listed(plan):
         assert action.kind in text
         assert words(KIND_TEXTS[action.kind]) in text
 
 
-def test_one_row_per_action_or_one_per_run_of_blocks():
-    plan = plan_of(model_spec=SyntheticModel(layers=40).model_spec)
-    assert len(shown(plan, 200, every=True).splitlines()) > len(plan.program.actions(FIRST_ROLE))
-    assert len(shown(plan, 200).splitlines()) < 50
-    assert "F x40 microbatch 0" in shown(plan, 200)
-    assert "backward of layer39 .. layer0" in shown(plan, 200)
-    assert "PACK x40" in shown(plan, 200)
+def test_equal_blocks_are_one_row_or_a_loop():
+    text = shown(plan_of(STORES["many buckets"], model_spec=SyntheticModel(layers=40).model_spec), 200)
+    assert len(text.splitlines()) < 60
+    assert "F x40 microbatch 0" in text
+    assert re.search(r"40 times, m = 39 .. 0: *\n.*backward of layer\[m\]", text)
+    assert re.search(r"40 times, m = 0 .. 39: *\n.*backward of layer\[39-m\].*\n.*REDUCE m", text)
 
 
-def test_what_is_gathered_and_scattered_for_each_block_stands_in_one_row_too():
+def test_equal_microbatches_are_a_loop_with_the_layers_of_each_inside():
     paper = SyntheticModel(layers=40, numel=2**20)
-    plan = Plan.make(
-        JOB, Mesh(dp_shard=3), paper.model_spec, (BatchSplit(axis="dp_shard"), ZeRO(gather="microbatch")), 2
-    )
-    text = shown(plan, 200)
-    assert len(text.splitlines()) < 80
-    for kind, number in (("UNSHARD", 38), ("REDUCE", 40), ("RESHARD", 39)):
-        assert re.search(rf"{kind} x{number} microbatch 0", text), kind
-    assert re.search(r"F x40 microbatch 0 .*allocates", text)
+    job = replace(JOB, train=TrainConfig(batch=48))
+    strategies = (BatchSplit(axis="dp_shard"), ZeRO(gather="microbatch"))
+    text = shown(Plan.make(job, Mesh(dp_shard=3), paper.model_spec, strategies, 2), 200)
+    assert len(text.splitlines()) < 140
+    assert re.search(r"5 times, m = 2 .. 6: *\n.*37 times, n = 37 .. 1:", text)
+    assert "REDUCE microbatch m layer[n]" in text
 
 
 def test_bytes_are_those_of_the_program():

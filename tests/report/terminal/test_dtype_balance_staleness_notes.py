@@ -9,7 +9,7 @@ from rich.console import Console
 from meshwright.plan.job.job import OptimizerConfig, PrecisionConfig
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
-from meshwright.report.terminal.action_table import plan_view
+from meshwright.report.terminal.action_table import plan_details
 from meshwright.report.terminal.dtype_balance_staleness_notes import precision_table, precision_text
 from tests.paper_model import SyntheticModel
 from tests.tiny_model import tiny_job
@@ -52,7 +52,7 @@ def test_the_table_has_a_row_for_each_role():
 )
 def test_a_line_lists_the_roles_by_dtype(precision: PrecisionConfig, message: str):
     assert precision_text(synthetic_plan(precision)) == message
-    assert message in shown(plan_view(synthetic_plan(precision)))
+    assert message in shown(plan_details(synthetic_plan(precision)))
 
 
 def test_optimizer_states_are_shown_in_the_dtype_of_the_optimizer():

@@ -23,7 +23,7 @@ from meshwright.report.terminal.memory_and_sent_bytes import (
     states_table,
     states_text,
 )
-from meshwright.report.timeline.pipeline_stages import stages_view
+from meshwright.report.timeline.pipeline_stages import stages_view, timeline_view
 from tests.tiny_model import analyzed_model, tiny_job
 
 
@@ -92,7 +92,11 @@ def test_rows_are_stages_where_several_ranks_run_the_same_program():
 def test_the_drawing_is_as_wide_as_the_terminal_and_whole_when_asked_for():
     plan = planned(Mesh(pp=2), Pipeline())
     assert max(len(line) for line in shown(stages_view(plan), 60).splitlines()) <= 60
-    assert "F11" in shown(stages_view(plan, show_all=True), 60)
+    assert "F11" in shown(stages_view(plan), 60)
+    line = shown(timeline_view(plan), 60)
+    assert max(map(len, line.splitlines())) <= 60
+    assert "F11" not in line
+    assert "mem" not in line
 
 
 def test_every_rank_holds_what_its_own_list_takes():

@@ -9,28 +9,49 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from meshwright.plan.job.job import Job
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.search.search import Candidate
 
+MAX_WARMUP_STEPS = 2000
+
 
 def config_tables(
-    model: str, batch: int, sequence: int, best: Candidate, layers: Sequence[str]
+    model: str, batch: int, sequence: int, steps: int, best: Candidate, layers: Sequence[str]
 ) -> dict[str, Any]:
-    """Returns the tables of a config; `model` "": without a model. `layers` names the model's blocks, for
-    unequal stages.
+    """Returns the tables of a config for `steps` steps.
+
+    `layers` names the model's blocks, for unequal stages. The data have no source yet.
     """
-    named = {"model": {"source": model}} if model else {}
-    dtype = best.config.dtype
+    dtype, job = best.config.dtype, Job()
     roles = {"parameters": dtype, "compute": dtype, "reduce": dtype, "master": "float32", "gradients": dtype}
+    train = {"steps": steps, "batch": batch, "clip": job.train.clip, "seed": job.train.seed}
+    optimizer = {
+        "name": job.optimizer.name,
+        "lr": job.optimizer.lr,
+        "weight_decay": job.optimizer.weight_decay,
+    }
     return {
         "micro_batch": int(best.config.micro_batch),
-        **named,
+        "model": {"source": model},
+        "data": {"source": job.data.source, "sequence": sequence},
+        "train": train,
+        "optimizer": optimizer,
+        "lr_schedule": {"name": "cosine", "warmup": min(MAX_WARMUP_STEPS, steps // 10), "floor": 0.1},
         "precision": roles,
-        "data": {"sequence": sequence},
-        "train": {"batch": batch},
-        "mesh": dict(_mesh(best.config)),
-        "strategies": list(_strategies(best, layers)),
+        "mesh": mesh_sizes(best.config),
+        "strategies": strategy_tables(best, layers),
     }
+
+
+def mesh_sizes(config: ParallelConfig) -> dict[str, int]:
+    """Returns the axes of the mesh of `config` that have several ranks."""
+    return dict(_mesh(config))
+
+
+def strategy_tables(best: Candidate, layers: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Returns the strategies of `best`, as tables of a config."""
+    return list(_strategies(best, layers))
 
 
 def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
@@ -45,10 +66,7 @@ def unwritten_notes(best: Candidate, layers: Sequence[str]) -> Iterator[str]:
         yield f"Ranks use devices in their order: start them on the {', then on the '.join(kinds)}."
         if not layers:
             counts = ", ".join(str(count) for _, count in best.layer_assignment)
-            yield (
-                f"The model is given by its sizes only: the split points of its layers "
-                f"({counts}) are not written."
-            )
+            yield f"The split points of the layers ({counts}) are not written: their names are not known."
 
 
 def _mesh(config: ParallelConfig) -> Iterator[tuple[str, int]]:

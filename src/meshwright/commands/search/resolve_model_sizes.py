@@ -65,7 +65,9 @@ def model_shape(model: str, sequence: int) -> ModelShape:
 
 def model_size(model: str, sequence: int) -> ModelSize:
     """Returns what is known of `model`, with samples of `sequence` tokens (0: its own length)."""
-    known = ModelSize(parse_shape(model)) if is_shape_text(model) else _of_config(model, sequence)
+    if not is_shape_text(model):
+        return config_size(ModelConfig(model), sequence)
+    known = ModelSize(parse_shape(model))
     return replace(known, shape=replace(known.shape, sequence=sequence)) if sequence else known
 
 
@@ -119,14 +121,19 @@ def _num_learned_positions(module: Any, positions: object) -> int:
     return 0
 
 
-def _of_config(source: str, sequence: int) -> ModelSize:
+def config_size(model: ModelConfig, sequence: int) -> ModelSize:
+    """Returns what is known of the model of a config, with samples of `sequence` tokens (0: its own length).
+
+    Raises PlanError for a model that is missing, that is not searched, or whose sizes are not known.
+    """
+    source = model.source
     raise_diagnostics(_missing_source_diagnostics(source))
-    config = read_source_config(ModelConfig(source))
+    config = read_source_config(model)
     if config is not None:
         raise_diagnostics(
             _unsearched(source, config)
         )  # to make a model of many experts, which is refused, takes minutes
-    loaded = load_model(ModelConfig(source), seed=0)
+    loaded = load_model(model, seed=0)
     module = loaded.deferred_init.instantiate()
     config = config_of(module)
     if config is None:

@@ -4,23 +4,24 @@ not exist here.
 MODEL is sizes as text ("175b: layers 96 hidden 12288 heads 96") or a transformers config, whose model is
 made without weights to count its parameters. Devices may be of several kinds (h100:32,a100:32). `--fit`
 searches a limit: the largest batch, sequence or model, or the fewest devices. The best plan is written as a
-config for `verify` and `train` (`config_tables`).
+commented config for `plan`, `verify` and `train` (`write_config`).
 """
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
-import tomli_w
 from rich.console import Group, RenderableType
 from rich.text import Text
 from torch import nn
 
 from meshwright.commands.search.best_plan_to_config import config_tables, unwritten_notes
+from meshwright.commands.search.commented_config import commented_config, sizes_to_model_config
 from meshwright.commands.search.constraints import base_config, parse_constraints
 from meshwright.commands.search.machine import search_machine
 from meshwright.commands.search.no_result import no_result_error
@@ -31,6 +32,7 @@ from meshwright.commands.search.resolve_model_sizes import (
     size_warnings,
 )
 from meshwright.model.loading.loader import load_model
+from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import (
     Diagnostic,
     PlanError,
@@ -39,9 +41,11 @@ from meshwright.plan.job.errors import (
     refuse_write_errors,
     suggest_name,
 )
+from meshwright.plan.job.job import TrainConfig
 from meshwright.plan.job.model_config import ModelConfig
 from meshwright.planner.analytic.closed_form_step_time import step_time
 from meshwright.planner.machine.machine import Machine
+from meshwright.planner.search.data_parallel_first import compare_data_parallel, put_first
 from meshwright.planner.search.heterogeneous import (
     search_each_kind,
     search_heterogeneous,
@@ -50,8 +54,9 @@ from meshwright.planner.search.heterogeneous import (
 from meshwright.planner.search.max_fit import FIT_QUANTITIES, MaxFit, find_max_fit
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import SearchResult, search
+from meshwright.report.search.assumptions_and_cost import TrainingBudget
 from meshwright.report.search.max_fit import max_fit_dict, max_fit_view
-from meshwright.report.search.search_result import SearchAlternatives, TrainingBudget, search_dict
+from meshwright.report.search.search_result import SearchAlternatives, result_row, search_dict
 from meshwright.report.search.search_result import search_view as result_view
 
 
@@ -132,7 +137,11 @@ def run_search(options: SearchOptions) -> SearchOutcome:
     )
     if not found.best:
         raise no_result_error(request, found)
-    return SearchOutcome(options, request, found, _find_alternatives(request, kinds, found), notes=notes)
+    choice = compare_data_parallel(request, found) if len(kinds) == 1 else None
+    if choice is not None and choice.candidate is not None and choice.is_first:
+        found = put_first(found, choice.candidate, options.num_kept)
+    comparison = replace(_find_alternatives(request, kinds, found), data_parallel=choice)
+    return SearchOutcome(options, request, found, comparison, notes=notes)
 
 
 def find_machines(
@@ -213,8 +222,61 @@ def outcome_as_dict(outcome: SearchOutcome) -> dict[str, Any]:
 
 
 def write_config(outcome: SearchOutcome, path: Path) -> None:
-    """Writes the best plan as a config. Raises PlanError when the file cannot be written."""
-    _write(path, tomli_w.dumps(winner_config(outcome)), "--out")
+    """Writes the best plan as a commented config, and beside it the model of one that is given by its sizes.
+
+    Raises PlanError when a file cannot be written.
+    """
+    options, best = outcome.options, outcome.result.best[0]
+    source = _absolute_source(options.model)
+    if is_shape_text(options.model):
+        file = path.with_name(f"{path.stem}-model.json")
+        text = json.dumps(sizes_to_model_config(outcome.request.shape), indent=1) + "\n"
+        _write(file, text, "--out")
+        source = file.name
+    tables = {**winner_config(outcome, source), "run": _run_table(options, path)}
+    shown = result_row(outcome.request, best, options.budget, outcome.comparison.machines)
+    head = [
+        f"Chosen by `{search_command(options)}`",
+        f"{shown['name']}: {shown['step_s']:.3g} s a step, {shown['tokens_per_s']:,.0f} tokens/s, "
+        f"{shown['peak_bytes'] / 2**30:.1f} GiB on the fullest device (estimates)",
+        *unwritten_notes(best, _blocks(outcome)),
+        f"Next: {next_command(path)}",
+    ]
+    _write(path, commented_config(tables, head), "--out")
+
+
+def search_command(options: SearchOptions) -> str:
+    """Returns the command line of `options`."""
+    words: list[object] = ["meshwright", "search", options.model]
+    for flag, value in {
+        "--devices": options.devices,
+        "--hardware": options.hardware,
+        "--batch": options.batch,
+        "--sequence": options.sequence,
+        "--cluster": options.cluster,
+        "--calibrate-from": options.calibration_run,
+        "--fit": options.max_fit,
+    }.items():
+        words += [flag, value] if value else []
+    for constraint in options.constraints:
+        words += ["--set", constraint]
+    return shlex.join(map(str, words))
+
+
+def next_command(config: Path | None) -> str:
+    """Returns what to do after a search: with its config, or how to get one."""
+    if config is None:
+        return "add --out job.toml to write the first configuration as a config"
+    return f"meshwright plan {shlex.quote(str(config))}"
+
+
+def _run_table(options: SearchOptions, path: Path) -> dict[str, Any]:
+    """The folder of the run; of one kind of device also the hardware, for predictions."""
+    known = "," not in options.hardware
+    hardware = options.hardware.partition(":")[0] if known else ""
+    files = {"hardware": hardware, "cluster": options.cluster}
+    values = {key: _absolute_source(value) for key, value in files.items() if value}
+    return {"folder": f"runs/{path.stem}", "save_every": RunConfig().save_every, **values}
 
 
 def write_json(outcome: SearchOutcome, path: Path) -> None:
@@ -227,13 +289,12 @@ def _write(path: Path, text: str, flag: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
-def winner_config(outcome: SearchOutcome) -> dict[str, Any]:
-    """Returns the best plan as the tables of a config: [model] if it can be built, [mesh], [[strategies]],
-    [train].
-    """
-    model = "" if is_shape_text(outcome.options.model) else _absolute_source(outcome.options.model)
+def winner_config(outcome: SearchOutcome, source: str) -> dict[str, Any]:
+    """Returns the best plan as the tables of a config, for the model that `source` names."""
     best, request = outcome.result.best[0], outcome.request
-    return config_tables(model, request.batch, request.shape.sequence, best, _blocks(outcome))
+    tokens = request.batch * request.shape.sequence
+    steps = ceil(outcome.options.budget.num_tokens / tokens) or TrainConfig().steps
+    return config_tables(source, request.batch, request.shape.sequence, steps, best, _blocks(outcome))
 
 
 def _absolute_source(source: str) -> str:
@@ -284,7 +345,7 @@ def _find_alternatives(
     """
     best = found.best[0]
     endless = replace(request.machine, device=replace(request.machine.device, memory=inf))
-    faster = 0.999 * best.seconds
+    faster = 0.999 * min(each.seconds for each in found.best)
     roomy = (
         next(iter(search(replace(request, machine=endless), 1, max_seconds=faster).best), None)
         if len(kinds) == 1

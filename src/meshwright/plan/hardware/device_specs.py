@@ -21,8 +21,8 @@ DTYPES = ("float16", "bfloat16", "float8", "float4", "float32")
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, and its number of
-    compute units.
+    """A kind of device: `memory` in bytes, FLOP/s by operand dtype, rates in bytes/s, its number of
+    compute units, and the most power that it takes (`watts`, of its maker's data sheet; 0: unknown).
 
     A rate of 0, or 0 devices per host, is unknown. `pattern` matches the name that its driver, or a results
     table, uses.
@@ -38,6 +38,7 @@ class DeviceSpec:
     devices_per_host: int
     num_compute_units: int
     source: str
+    watts: float = 0.0
 
     def peak(self, dtype: str) -> float | None:
         """Returns the peak FLOP/s on operands of `dtype`; None if the device does not support it."""
@@ -85,4 +86,5 @@ def _device(row: Mapping[str, str]) -> DeviceSpec:
         devices_per_host=int(row["per_host"] or 0),
         num_compute_units=int(row["units"]),
         source=row["source"],
+        watts=float(row["watts"] or 0),
     )

@@ -68,10 +68,18 @@ class DataConfig:
     streaming: bool = False
     mixture: tuple[MixturePart, ...] = ()
 
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in the data source by itself, the parts of a mixture included."""
+    @property
+    def is_named(self) -> bool:
+        """Whether there is a source; a plan can be made before there is one."""
+        return bool(self.source or self.mixture)
+
+    def diagnostics(self, *, is_needed: bool = True) -> Iterator[Diagnostic]:
+        """Yields every error in the data source by itself, the parts of a mixture included.
+
+        A source that is missing is an error if it `is_needed`.
+        """
         yield from field_diagnostics(self, "data")
-        if not self.source and not self.mixture:
+        if is_needed and not self.is_named:
             yield Diagnostic("no data is named", "set data.source to a text file or a folder", "data.source")
         for chat in dict.fromkeys(each.chat for each in (self, *self.mixture) if each.chat):
             fix = "set data.tokenizer to one that has a chat template: a folder, or a name on the hub"

@@ -227,10 +227,10 @@ class Job:
     evaluate: EvalConfig = field(default_factory=EvalConfig)
     guard: LossGuard = field(default_factory=LossGuard)
 
-    def diagnostics(self) -> Iterator[Diagnostic]:
-        """Yields every error in the job by itself."""
+    def diagnostics(self, *, needs_data: bool = True) -> Iterator[Diagnostic]:
+        """Yields every error in the job by itself; without `needs_data` it may name no data yet."""
         yield from self.model.diagnostics()
-        yield from self.data.diagnostics()
+        yield from self.data.diagnostics(is_needed=needs_data)
         yield from field_diagnostics(self.train, "train")
         yield from self.optimizer.diagnostics()
         yield from self.lr_schedule.diagnostics(self.train.steps)

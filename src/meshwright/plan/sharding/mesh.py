@@ -102,9 +102,11 @@ class Mesh:
         mesh = cls(**sizes)
         if world_size is not None and mesh.world_size != world_size:
             text = f"the mesh {mesh} has {mesh.world_size} ranks and {world_size} were started"
-            raise_diagnostics(
-                [Diagnostic(text, f"start {mesh.world_size} ranks, or set one axis to -1", "mesh")]
+            fix = (
+                f"start {mesh.world_size} ranks, set one axis to -1, or leave the mesh out and let "
+                f"`meshwright plan CONFIG --devices {world_size} --out plan.toml` choose it"
             )
+            raise_diagnostics([Diagnostic(text, fix, "mesh")])
         return mesh
 
     def size(self, axis: str) -> int:

@@ -1,9 +1,10 @@
 """Searches for the best parallel configuration of a model on a machine.
 
-request          what is searched for, what is fixed, and what is invalid in it
-candidates       every configuration that a request allows
-search           the best configurations, in order of step time
-lower_bounds     lower bounds on step time, to skip most configurations
-heterogeneous    devices of several kinds
-max_fit          the largest batch, sequence or model that fits, the fewest devices
+request              what is searched for, what is fixed, and what is invalid in it
+candidates           every configuration that a request allows
+search               the best configurations, in order of step time
+lower_bounds         lower bounds on step time, to skip most configurations
+data_parallel_first  data parallelism alone before what is hardly faster
+heterogeneous        devices of several kinds
+max_fit              the largest batch, sequence or model that fits, the fewest devices
 """

@@ -12,8 +12,16 @@ from meshwright.planner.analytic.closed_form_memory import MemoryEstimate, estim
 from meshwright.planner.analytic.model_shape import ModelShape
 from meshwright.planner.analytic.parallel_config import ParallelConfig
 from meshwright.planner.machine.machine import Machine
+from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, DataParallelChoice
 from meshwright.planner.search.request import USABLE_MEMORY_FRACTION, SearchRequest
 from meshwright.planner.search.search import Candidate, SearchResult
+from meshwright.report.search.assumptions_and_cost import (
+    TrainingBudget,
+    assumptions,
+    cost_table,
+    cost_text,
+    cost_values,
+)
 from meshwright.report.table import Column, Table
 
 # categories of step time, and their texts
@@ -38,14 +46,6 @@ MEMORY_CATEGORIES = {
 
 
 @dataclass(frozen=True)
-class TrainingBudget:
-    """The cost of training on `num_tokens`, at `price_per_device_hour`; 0: not asked for."""
-
-    num_tokens: float = 0.0
-    price_per_device_hour: float = 0.0
-
-
-@dataclass(frozen=True)
 class SearchAlternatives:
     """Configurations that the best one is compared with.
 
@@ -55,12 +55,14 @@ class SearchAlternatives:
         swapped_placement_s: seconds of the best configuration, with tensor-parallel instead of data-parallel
             ranks across hosts, or the reverse.
         single_kind: the best configuration on the devices of one kind alone, per kind; None if nothing fits.
+        data_parallel: data parallelism alone, for a model that fits on one device; None: not compared.
     """
 
     machines: tuple[Machine, ...] = ()
     without_memory_limit: Candidate | None = None
     swapped_placement_s: float | None = None
     single_kind: Sequence[tuple[Machine, Candidate | None]] = field(default_factory=tuple)
+    data_parallel: DataParallelChoice | None = None
 
 
 NO_ALTERNATIVES = SearchAlternatives()
@@ -80,11 +82,12 @@ def search_view(
     """Returns the whole result for the terminal."""
     values = search_dict(request, result, budget, alternatives)
     rows = values["configurations"]
-    model = f"{request.shape.name}: {request.shape.numel / 1e9:.3g} B parameters"
-    cost = [Text("\n" + _cost_text(rows[0], budget)), _cost_table(rows, budget)] if budget.num_tokens else []
+    model = f"{request.shape.name}: {_numel_text(request.shape.numel)} parameters"
+    cost = [Text("\n" + cost_text(rows[0], budget)), cost_table(rows, budget)] if budget.num_tokens else []
     return Group(
         Text(f"{model} on {_devices(request, alternatives)}", style="bold"),
         Text(values["scenario"]),
+        Table.of_pairs(values["assumptions"]),
         "",
         _ranking(rows),
         _memory_table(rows),
@@ -107,6 +110,7 @@ def search_dict(
         "devices": request.machine.num_devices,
         "batch": request.batch,
         "scenario": memory_scenario(request, alternatives.machines),
+        "assumptions": dict(assumptions(request, alternatives.machines or [request.machine], budget)),
         "reasons": list(ranking_reasons(request, result, alternatives)),
         "num_estimated": result.num_estimated,
         "configurations": [result_row(request, each, budget, alternatives.machines) for each in result.best],
@@ -178,16 +182,18 @@ def _oversized_parts(shape: ModelShape, memory: MemoryEstimate, most: float) -> 
 def ranking_reasons(
     request: SearchRequest, result: SearchResult, alternatives: SearchAlternatives = NO_ALTERNATIVES
 ) -> Iterator[str]:
-    """Yields lines that say where the time of the best configuration goes, and what costs the others more."""
-    best = result.best[0]
+    """Yields lines: the time of the first configuration by category, and what costs the others more."""
+    best, choice = result.best[0], alternatives.data_parallel
+    is_fastest = choice is None or not choice.is_first or choice.fastest.seconds >= best.seconds
     yield (
-        f"{result.num_estimated} configurations were estimated. {config_text(best)} is the fastest: "
-        f"{_time_shares(best)}."
+        f"{result.num_estimated} configurations were estimated. {config_text(best)} "
+        f"{'is the fastest' if is_fastest else 'comes first'}: {_time_shares(best)}."
     )
+    if choice is not None:
+        yield from data_parallel_reason(request, choice)
     for number, other in enumerate(result.best[1:4], start=2):
-        more = 100 * (other.seconds / best.seconds - 1)
-        longer = f"{more:.1f} % longer" if more >= 0.05 else "as long"
-        yield f"{number}. {config_text(other)} takes {longer}: {_differences(best, other)}."
+        text = f"{number}. {config_text(other)} takes {_longer(other, best)}"
+        yield f"{text}: {_differences(best, other)}."
     if alternatives.without_memory_limit is not None:
         faster = alternatives.without_memory_limit
         yield (
@@ -215,6 +221,36 @@ def ranking_reasons(
                 f"{text} take {other.seconds:.3g} s, "
                 f"{100 * (other.seconds / best.seconds - 1):.0f} % longer: {config_text(other)}."
             )
+
+
+def _longer(other: Candidate, best: Candidate) -> str:
+    more = 100 * (other.seconds / best.seconds - 1)
+    return f"{abs(more):.1f} % {'longer' if more > 0 else 'less'}" if abs(more) >= 0.05 else "as long"
+
+
+def data_parallel_reason(request: SearchRequest, choice: DataParallelChoice) -> Iterator[str]:
+    """Yields the reason why data parallelism alone comes first, or why it does not."""
+    found, fastest, error = choice.candidate, choice.fastest, f"{100 * ESTIMATE_ERROR:.0f} %"
+    if found is not None and choice.is_first:
+        if fastest.seconds < found.seconds:
+            yield (
+                f"Data parallelism alone comes first: {config_text(fastest)} takes "
+                f"{_longer(fastest, found)}, and estimates are off by {error}."
+            )
+        return
+    text = "Data parallelism alone does not come first, although the model fits on one device"
+    if found is not None:
+        yield (
+            f"{text}: {config_text(found)} takes {_longer(found, fastest)}, more than the {error} that "
+            f"estimates are off by: {_differences(fastest, found)}."
+        )
+    elif not choice.batch_divides:
+        yield (
+            f"{text}: a batch of {request.batch:,} sequences does not divide by "
+            f"{request.machine.num_devices:,} devices."
+        )
+    else:
+        yield f"{text}: nothing of it fits as it is fixed."
 
 
 def category_seconds(candidate: Candidate, category: str) -> float:
@@ -262,7 +298,7 @@ def axis_texts(config: ParallelConfig) -> list[str]:
 
 
 def config_text(candidate: Candidate) -> str:
-    """Returns a configuration as one line: axes, techniques, schedule, microbatches x samples."""
+    """Returns a configuration as one line: axes, techniques, schedule, micro-batches x sequences."""
     config = candidate.config
     words = axis_texts(config)
     words += [_attention(config)] if config.cp > 1 else []
@@ -286,8 +322,18 @@ def config_text(candidate: Candidate) -> str:
         {"none": "", "attention": "recompute attention", "layers": "recompute layers"}[config.recompute]
     ]
     words += [_layer_assignment_text(candidate)] if candidate.layer_assignment else []
-    words += [f"{config.num_microbatches:g} x {config.micro_batch:g} samples"]
+    words += [
+        f"{_count(config.num_microbatches, 'micro-batch', 'es')} x {_count(config.micro_batch, 'sequence')}"
+    ]
     return ", ".join(word for word in words if word)
+
+
+def _count(number: float, noun: str, plural: str = "s") -> str:
+    return f"{number:g} {noun}{'' if number == 1 else plural}"
+
+
+def _numel_text(numel: float) -> str:
+    return f"{numel / 1e9:.3g} B" if numel >= 1e8 else f"{numel / 1e6:.3g} M"
 
 
 def _attention(config: ParallelConfig) -> str:
@@ -313,7 +359,7 @@ def result_row(
 ) -> dict[str, Any]:
     """Returns a configuration as plain values: seconds, bytes, shares of the step.
 
-    With a budget also days and cost.
+    With a budget also days, cost and energy.
     """
     tokens = request.batch * request.shape.sequence
     peak = sum(
@@ -334,11 +380,8 @@ def result_row(
         "peak_bytes": candidate.memory.total,
     }
     if budget.num_tokens:
-        hours = budget.num_tokens / row["tokens_per_s"] / 3600
-        row["days"] = hours / 24
-        row["hours_waiting"] = hours * (row["waiting"] + row["exposed"])
-        row["cost"] = hours * request.machine.num_devices * budget.price_per_device_hour
-        row["cost_of_waiting"] = row["cost"] * (row["waiting"] + row["exposed"])
+        idle_share = row["waiting"] + row["exposed"]
+        row |= cost_values(row["tokens_per_s"], idle_share, machines or [request.machine], budget)
     return row
 
 
@@ -349,8 +392,7 @@ def _ranking(rows: Sequence[Mapping[str, Any]]) -> Table:
             "tokens_per_s": Column("tokens/s", "{:,.0f}"),
             "mfu": Column("mfu %", _percent),
             "waiting": Column("bubble %", _percent),
-            "exposed": Column("comm %", _percent),
-            "peak_bytes": Column("GiB", _gib),
+            "exposed": Column("exposed comm %", _percent),
             "name": Column("configuration"),
         },
         rows,
@@ -366,13 +408,6 @@ def _memory_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     )
 
 
-def _cost_table(rows: Sequence[Mapping[str, Any]], budget: TrainingBudget) -> Table:
-    columns = {"days": Column("days", "{:,.1f}"), "hours_waiting": Column("hours waiting", "{:,.1f}")}
-    if budget.price_per_device_hour:
-        columns |= {"cost": Column("cost", "{:,.0f}"), "cost_of_waiting": Column("cost waiting", "{:,.0f}")}
-    return _number_rows(columns, rows)
-
-
 def _number_rows(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], title: str = "") -> Table:
     cells = [(number, *(row[key] for key in columns)) for number, row in enumerate(rows, start=1)]
     return Table([Column("", "{}"), *columns.values()], cells, title=title)
@@ -384,12 +419,3 @@ def _percent(fraction: float) -> str:
 
 def _gib(nbytes: float) -> str:
     return f"{to_gib(nbytes):.1f}"
-
-
-def _cost_text(row: Mapping[str, Any], budget: TrainingBudget) -> str:
-    text = f"{budget.num_tokens:.3g} tokens take {row['days']:,.1f} days"
-    waiting = f"{row['hours_waiting']:,.0f} hours"
-    if budget.price_per_device_hour:
-        text += f" and cost {row['cost']:,.0f}"
-        waiting += f" and {row['cost_of_waiting']:,.0f} of the cost"
-    return f"{text}; waiting ({waiting}) is the pipeline bubble and exposed communication."

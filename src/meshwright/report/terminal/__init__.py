@@ -1,6 +1,8 @@
 """Tables and text for the terminal.
 
-action_table                   a plan as a table of its actions
+plan_overview                  a plan on one screen: mesh, data, memory, bytes sent, predicted step
+action_table                   a plan in full, with all its actions
+fold_repeated_lines            lines that repeat with other numbers as loops
 verdict_table                  the verdict of a verification as a table of errors, or of what was sent
 dtype_balance_staleness_notes  the dtype of each role, the sharding of sequences, and the staleness of weights
 memory_and_sent_bytes          state bytes by category, and bytes sent per step by kind of action

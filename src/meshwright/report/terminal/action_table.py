@@ -1,7 +1,7 @@
-"""Shows a plan as a table of its actions.
+"""Shows a plan in full: dtypes, memory, transfers, stages and every action.
 
-Equal actions on consecutive blocks are one row; waits for another stream, bytes sent and memory are named in
-the row.
+Forwards, or backwards, of neighbouring blocks are one row, and equal microbatches and layers are one loop
+(fold_repeated_lines.py). Waits for another stream, bytes sent and memory are named in the row.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from meshwright.comm.collectives.comm_volume import min_max_sent_nbytes
 from meshwright.plan.job.errors import format_nbytes
 from meshwright.plan.plan import Plan
 from meshwright.plan.step.program import Action
-from meshwright.plan.step.single_device_program import FORWARD_KINDS, PARAM_USE_KINDS
+from meshwright.plan.step.single_device_program import PARAM_USE_KINDS
 from meshwright.report.table import Table
 from meshwright.report.terminal.dtype_balance_staleness_notes import (
     precision_table,
@@ -23,6 +23,7 @@ from meshwright.report.terminal.dtype_balance_staleness_notes import (
     sequence_sharding_text,
     staleness_text,
 )
+from meshwright.report.terminal.fold_repeated_lines import folded_rows
 from meshwright.report.terminal.memory_and_sent_bytes import (
     busiest_rank,
     sent_table,
@@ -79,18 +80,6 @@ KINDS_WITH_SUBJECT = (
     *("UNSHARD", "WAIT", "RESHARD", "REDUCE_TIED", "GATHER_GRAD", "SCATTER_PARAM"),
     *("SEND", "RECV", "SEND_GRAD", "RECV_GRAD", "CONCAT", "CONCAT_GRAD"),
 )
-MAX_ROWS_PER_ROLE = 10  # rows of a list, where there are several roles
-DIRECTION_OF_KIND = {
-    **dict.fromkeys(FORWARD_KINDS, "forward"),
-    **dict.fromkeys(("RECOMPUTE", "B", "I", "W", "PACK"), "backward"),
-}
-INTERLEAVED_KINDS = (
-    "UNSHARD",
-    "RESHARD",
-    "WAIT",
-    "ACCUMULATE",
-    "GRAD_SQNORM",
-)  # actions between those of two blocks, and a REDUCE that scatters
 
 
 def format_flops(flops: float) -> str:
@@ -102,35 +91,13 @@ def format_flops(flops: float) -> str:
     return f"{flops:.3g} PFLOP"
 
 
-def plan_view(plan: Plan, *, show_all: bool = False) -> RenderableType:
-    """Returns the summary of `plan`, its dtypes, memory, transfers and actions.
-
-    `show_all`: one row per action.
-    """
-    tables = [
-        precision_table(plan),
-        states_table(plan),
-        sent_table(plan),
-        stages_view(plan, show_all=show_all),
-    ]
+def plan_details(plan: Plan) -> RenderableType:
+    """Returns the summary of `plan`, its dtypes, memory, transfers, stages and actions."""
+    tables = [precision_table(plan), states_table(plan), sent_table(plan), stages_view(plan)]
     shown = (part for table in tables if table is not None for part in ("", table))
-    return Group(_summary(plan), *shown, *_action_tables(plan, show_all=show_all))
-
-
-def _action_tables(plan: Plan, *, show_all: bool) -> Iterator[RenderableType]:
-    """The actions of the one role.
-
-    Of several the beginning of the first one's, or with `show_all` all of them.
-    """
-    if len(plan.program.roles) == 1:
-        yield from ("", _action_table(plan.actions, show_all=show_all))
-        return
-    if show_all:
-        yield from (_action_table(each, show_all=True, title=role) for role, each in plan.program.roles)
-        return
-    (role, actions), num_roles = plan.program.roles[0], len(plan.program.roles)
-    title = f"{role}, of {num_roles} roles"
-    yield _action_table(actions, show_all=False, title=title, max_rows=MAX_ROWS_PER_ROLE)
+    several = len(plan.program.roles) > 1
+    actions = [_action_table(each, title=role if several else "") for role, each in plan.program.roles]
+    return Group(_summary(plan), *shown, *([] if several else [""]), *actions)
 
 
 def _summary(plan: Plan) -> Table:
@@ -195,28 +162,36 @@ def _pretrained_text(plan: Plan) -> dict[str, str]:
     }
 
 
-def _action_table(
-    actions: tuple[Action, ...], *, show_all: bool, title: str = "", max_rows: int | None = None
-) -> Table:
+def _action_table(actions: tuple[Action, ...], *, title: str) -> Table:
     streams = {action.name: action.stream for action in actions}
+    lines = [
+        (run[0].stream, _row_label(run), "; ".join(_row_details(run, streams)))
+        for run in _action_runs(actions)
+    ]
     return Table(
         ["stream", "action", "what happens"],
-        [
-            (run[0].stream, _row_label(run), "; ".join(_row_details(run, streams)))
-            for run in _action_rows(actions, show_all=show_all)
-        ],
+        list(folded_rows(lines, lambda head: ("", head, ""))),
         title=title,
-        row_style=lambda row: "" if row[0] == "compute" else "cyan",
-        max_rows=max_rows,
-        more="and {} more rows (--all-actions shows them, and those of all roles)",
+        row_style=lambda row: "" if row[0] == "compute" else "cyan" if row[0] else "bold",
     )
+
+
+def _action_runs(actions: tuple[Action, ...]) -> Iterator[list[Action]]:
+    """The actions in order; those of one kind and microbatch on neighbouring blocks together."""
+
+    def key(numbered: tuple[int, Action]) -> tuple[object, ...]:
+        number, action = numbered
+        return (action.kind, action.microbatch) if action.kind in PARAM_USE_KINDS else (number,)
+
+    for _, run in groupby(enumerate(actions), key=key):
+        yield [action for _, action in run]
 
 
 def _row_label(run: list[Action]) -> str:
     first = run[0]
     microbatch = "" if first.microbatch is None else f" microbatch {first.microbatch}"
     number = f" x{len(run)}" if len(run) > 1 else ""
-    name = first.subject if first.kind in KINDS_WITH_SUBJECT and len(run) == 1 else ""
+    name = first.subject if first.kind in KINDS_WITH_SUBJECT else ""
     return f"{first.kind}{number}{microbatch} {name}".rstrip()
 
 
@@ -245,27 +220,3 @@ def _row_details(run: list[Action], streams: Mapping[str, str]) -> Iterator[str]
     waits = [wait for wait in first.waits if streams.get(wait) != first.stream]
     if waits:
         yield f"waits for {waits[-1]}" + (f" and {len(waits) - 1} more" if len(waits) > 1 else "")
-
-
-def _action_rows(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[list[Action]]:
-    for _, stretch in groupby(
-        zip(_row_groups(actions, show_all=show_all), actions, strict=True), key=lambda pair: pair[0]
-    ):
-        in_rows = sorted((action for _, action in stretch), key=lambda action: action.kind)
-        for _, row in groupby(in_rows, key=lambda action: (action.kind, action.microbatch)):
-            yield list(row)
-
-
-def _row_groups(actions: tuple[Action, ...], *, show_all: bool) -> Iterator[str | int]:
-    """For each action the name of its group of rows; a number: a row of its own."""
-    now: str | int = ""
-    for i, action in enumerate(actions):
-        scatters = action.transfer is not None and action.transfer.collective == "reduce_scatter"
-        if not show_all and action.kind in DIRECTION_OF_KIND:
-            now = DIRECTION_OF_KIND[action.kind]
-            yield now
-        elif not show_all and now and (action.kind in INTERLEAVED_KINDS or scatters):
-            yield now
-        else:
-            now = now if action.transfer is not None else ""
-            yield i

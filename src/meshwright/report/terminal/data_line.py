@@ -20,6 +20,7 @@ class DataSummary:
     padding, where it is not known. `padding` and `ignored` are fractions of the places for tokens and labels.
     `epochs` has one number per source of a mixture, and none for a stream. The most frequent sample occurs
     `num_repeats` times in the first batch of `batch`, and is one of `num_candidates` (its part of a mixture).
+    `is_absent`: the config names no data yet.
     """
 
     tokenizer: str
@@ -32,14 +33,27 @@ class DataSummary:
     epochs: tuple[float, ...] = ()
     num_repeats: int = 1
     num_candidates: int = 0
+    is_absent: bool = False
 
 
 def data_view(summary: DataSummary) -> Text:
     """Returns the data line, and below it a warning if a batch contains a sample several times."""
-    view = Text(f"data  {', '.join(_facts(summary))}")
-    if summary.num_repeats > 1:
-        view.append(f"\nwarning: {_repeat_warning(summary)}", style="yellow")
+    view = Text(f"data  {data_text(summary)}")
+    for warning in data_warnings(summary):
+        view.append(f"\nwarning: {warning}", style="yellow")
     return view
+
+
+def data_text(summary: DataSummary) -> str:
+    """Returns the facts of the data in one line."""
+    if summary.is_absent:
+        return "none yet: `verify` and `train` need data.source, a text file, a folder or a dataset"
+    return ", ".join(_facts(summary))
+
+
+def data_warnings(summary: DataSummary) -> tuple[str, ...]:
+    """Returns a warning if a batch contains a sample several times."""
+    return (_repeat_warning(summary),) if summary.num_repeats > 1 else ()
 
 
 def _facts(summary: DataSummary) -> list[str]:

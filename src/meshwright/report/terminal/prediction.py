@@ -37,20 +37,25 @@ def prediction_dict(plan: Plan, prediction: StepPrediction | None) -> dict[str, 
 
 def prediction_view(plan: Plan, prediction: StepPrediction) -> RenderableType:
     """Returns the seconds of a step, in all and by category for each role."""
+    return Group(
+        Text(prediction_head(plan, prediction), style="bold"),
+        _table(prediction),
+        *(Text(f"  {note}") for note in prediction.notes),
+    )
+
+
+def prediction_head(plan: Plan, prediction: StepPrediction) -> str:
+    """Returns the seconds of a step on its devices, and the tokens and FLOPs per second."""
     tokens = plan.job.train.batch * (1 if plan.job.data.source == "example" else plan.job.data.sequence)
     unit = "samples" if plan.job.data.source == "example" else "tokens"
     speed = (
-        f"{tokens / prediction.step_s:,.4g} {unit} per second, "
+        f"{tokens / prediction.step_s:,.0f} {unit} per second, "
         f"{prediction.flops / prediction.step_s / 1e9:,.4g} GFLOP/s"
     )
     share = "" if prediction.mfu is None else f", {100 * prediction.mfu:.1f} % of the peak"
-    head = (
+    return (
         f"a step takes {format_seconds(prediction.step_s)} on {plan.mesh.world_size} x "
-        f"{prediction.target_name}: "
-        f"{speed}{share}"
-    )
-    return Group(
-        Text(head, style="bold"), _table(prediction), *(Text(f"  {note}") for note in prediction.notes)
+        f"{prediction.target_name}: {speed}{share}"
     )
 
 

@@ -1,7 +1,7 @@
 """Shows the stages of a pipelined plan: their blocks, the values sent across each boundary, the schedule."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -21,8 +21,6 @@ from meshwright.report.timeline.stage_actions import (
 )
 
 AMOUNT_COLUMNS = 14  # columns for an amount at the end of a line
-MAX_ROWS = 12  # rows of a table, unless all are asked for
-MORE_ROWS = "and {} more (--all-actions shows them)"
 FLOP_PREFIXES = ("", "K", "M", "G", "T", "P")
 
 
@@ -31,30 +29,38 @@ def stage_block_calls(plan: Plan) -> BlockCallsByStage:
     return [stage.block_calls for stage in plan.sharding.stages] or [plan.model_spec.block_calls]
 
 
-def stages_view(plan: Plan, *, show_all: bool = False) -> RenderableType | None:
-    """Returns the stages of `plan`, the values between them and the schedule; None without a pipeline.
-
-    `show_all` shows all rows, and the chart with every label.
+def stages_view(plan: Plan) -> RenderableType | None:
+    """Returns the stages of `plan`, the values between them and the schedule with every label; None without
+    a pipeline.
     """
     if not plan.sharding.block_calls_by_pp_rank or plan.model_spec.stage_boundaries is None:
         return None
     return Group(
-        *_idle_warning(plan),
-        _stages_table(plan, show_all=show_all),
+        *(Text(f"{warning}\n", style="yellow") for warning in idle_warnings(plan)),
+        _stages_table(plan),
         "",
-        _values_table(plan, plan.model_spec.stage_boundaries, show_all=show_all),
+        _values_table(plan, plan.model_spec.stage_boundaries),
         "",
-        _ScheduleDrawing(plan, show_all),
+        _ScheduleDrawing(plan, is_complete=True),
     )
+
+
+def timeline_view(plan: Plan) -> RenderableType | None:
+    """Returns the schedule of `plan` in one width of the terminal; None without a pipeline."""
+    if not plan.sharding.block_calls_by_pp_rank or plan.model_spec.stage_boundaries is None:
+        return None
+    return _ScheduleDrawing(plan, is_complete=False)
 
 
 @dataclass(frozen=True)
 class _ScheduleDrawing:
     plan: Plan
-    show_all: bool
+    is_complete: bool
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         found = simulated_spans(self.plan)
+        if not self.is_complete:
+            found = [[replace(span, memory=0.0, memory_after=0.0) for span in row] for row in found]
         end = max((span.end for row in found for span in row), default=0.0)
         known = any(self.plan.model_spec.flops)
         units = DrawingUnits(
@@ -66,7 +72,7 @@ class _ScheduleDrawing:
             {"planned, by FLOPs" if known else "planned": found},
             options.max_width - AMOUNT_COLUMNS,
             units,
-            draw_all=self.show_all,
+            draw_all=self.is_complete,
         )
 
 
@@ -80,7 +86,8 @@ def row_label(world: int, roles: int) -> str:
     return "rank" if world == roles else "pp rank"
 
 
-def _idle_warning(plan: Plan) -> Iterator[Text]:
+def idle_warnings(plan: Plan) -> Iterator[str]:
+    """Yields a warning if a pipeline has fewer microbatches than stages."""
     ranks = len(plan.sharding.block_calls_by_pp_rank)
     if plan.num_microbatches < ranks:
         found = simulated_spans(plan)
@@ -89,11 +96,10 @@ def _idle_warning(plan: Plan) -> Iterator[Text]:
             f"{plan.num_microbatches} microbatch{'es' if plan.num_microbatches > 1 else ''} "
             f"for {ranks} pipeline stages: {bubble}. "
         )
-        text += (
+        yield text + (
             f"With a smaller micro_batch (now {plan.micro_batch}), or a larger train.batch, "
             f"the bubble is smaller"
         )
-        yield Text(f"{text}\n", style="yellow")
 
 
 def _format_flops(end: float, flops: float) -> str:
@@ -108,7 +114,7 @@ def _format_amount(amount: float) -> str:
     return format_nbytes(round(amount))
 
 
-def _stages_table(plan: Plan, *, show_all: bool) -> Table:
+def _stages_table(plan: Plan) -> Table:
     spec, pp_ranks = plan.model_spec, plan.sharding.block_calls_by_pp_rank
     flops = dict(zip(spec.block_calls, spec.flops, strict=True))
     rows = []
@@ -138,12 +144,10 @@ def _stages_table(plan: Plan, *, show_all: bool) -> Table:
             *(Column("parameters", "{:,}"), Column("FLOPs", "{:.1f} %"), Column("in flight", "{}")),
         ],
         rows,
-        max_rows=None if show_all else MAX_ROWS,
-        more=MORE_ROWS,
     )
 
 
-def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) -> Table:
+def _values_table(plan: Plan, boundaries: StageBoundaries) -> Table:
     """The values that cross each boundary; skips over several stages are listed at each boundary."""
     stage_of = {
         block_call: number for number, stage in enumerate(stage_block_calls(plan)) for block_call in stage
@@ -160,8 +164,6 @@ def _values_table(plan: Plan, boundaries: StageBoundaries, *, show_all: bool) ->
             for number, cut in enumerate(plan.sharding.split_points, start=1)
             for value in boundaries.live_values(cut)
         ],
-        max_rows=None if show_all else MAX_ROWS,
-        more=MORE_ROWS,
     )
 
 

@@ -15,11 +15,12 @@
         nic_gb_s = 25                    1e9 bytes per second out of its host, one way
         per_host = 8                     devices on a host
         units = 100                      multiprocessors, compute units, or cores
+        watts = 600                      the most power that a device takes
 
         [rates]                          the fractions of these peaks that it reaches, where you know them
 
-Without `like` and `measured` all keys up to per_host are needed; `units` has a usual default. All
-diagnostics of a file are reported at once.
+Without `like` and `measured` all keys up to per_host are needed; `units` has a usual default, and
+without `watts` no energy is shown. All diagnostics of a file are reported at once.
 """
 
 import re
@@ -78,6 +79,7 @@ MAX_VALUES = {  # larger values are in another unit
     "nic_gb_s": (1e4, "1e9 bytes per second: 50 for an H100"),
     "per_host": (1e6, "the devices of one host: 8"),
     "units": (1e7, "multiprocessors, compute units or cores: 132 for an H100"),
+    "watts": (1e5, "watts: 700 for an H100"),
 }
 UNIT_SCALES = {"memory_gb": 2**30, "memory_gb_s": 1e9, "link_gb_s": 1e9, "nic_gb_s": 1e9}
 DEVICE_FIELDS = {
@@ -102,6 +104,7 @@ class DeviceTable:
     nic_gb_s: float = 0.0
     per_host: int = 0
     units: int = 0
+    watts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -258,6 +261,7 @@ def _device(table: DeviceTable, base: DeviceSpec, path: Path) -> DeviceSpec:
         given,
         devices_per_host=table.per_host or given.devices_per_host,
         num_compute_units=table.units or given.num_compute_units,
+        watts=table.watts or given.watts,
     )
 
 
@@ -268,9 +272,8 @@ def _empty_device_spec() -> DeviceSpec:
 def _file_diagnostics(file: _File, keys: Iterable[str]) -> Iterator[Diagnostic]:
     table = file.device
     if not table.like and not table.measured:
-        lacking = [
-            each.name for each in fields(DeviceTable) if each.name not in ("like", "measured", "units")
-        ]
+        optional = ("like", "measured", "units", "watts")
+        lacking = [each.name for each in fields(DeviceTable) if each.name not in optional]
         for key in lacking:
             if not vars(table)[key] and (key not in keys or key in ("name", "tflops")):
                 yield Diagnostic(

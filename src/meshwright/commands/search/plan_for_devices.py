@@ -1,0 +1,187 @@
+"""`plan CONFIG --devices N`: a plan for N devices, also of a config that names no mesh.
+
+    the config has a mesh       its axis of -1 is inferred; other sizes must be N ranks
+    no mesh, no hardware        data parallelism: dp_shard = N
+    no mesh, with hardware      a search: data parallelism alone, or what the program of its plan shows to be
+                                clearly faster
+
+The search knows the sizes of a model only, the plan knows the model. So a configuration of the search can be
+refused here, because a layer does not divide, or the peak does not fit; the reason is a note of the plan.
+What was chosen is part of the plan that `--out` writes.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.commands.plan import ResolvedRequest, resolve_config
+from meshwright.commands.predict import predict_plan
+from meshwright.commands.search.best_plan_to_config import mesh_sizes, strategy_tables
+from meshwright.commands.search.constraints import SearchConstraints, base_config
+from meshwright.commands.search.machine import search_machine
+from meshwright.commands.search.no_result import no_result_error
+from meshwright.commands.search.resolve_model_sizes import config_size, model_shape
+from meshwright.parallel import STRATEGIES
+from meshwright.plan.job.errors import PlanError
+from meshwright.planner.program_cost.rank_memory import peak_nbytes
+from meshwright.planner.search.data_parallel_first import ESTIMATE_ERROR, compare_data_parallel
+from meshwright.planner.search.request import SearchRequest
+from meshwright.planner.search.search import Candidate, search
+from meshwright.report.search.search_result import config_text, data_parallel_reason, to_gib
+from meshwright.report.terminal.memory_and_sent_bytes import first_ranks
+from meshwright.report.terminal.prediction import format_seconds
+from meshwright.run.config.config_and_plan_files import PlanRequest, read_request
+
+NUM_TRIED = 8
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Overrides of a config that set mesh, strategies and micro-batch; `text` describes them."""
+
+    overrides: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class _Allowed:
+    """A choice whose plan is allowed; `seconds` of a step, 0 without hardware."""
+
+    choice: _Choice
+    resolved: ResolvedRequest
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Devices:
+    """Devices that a config is planned for; `hardware` and `cluster` are "" if they are not known."""
+
+    config: Path
+    overrides: Sequence[str]
+    count: int
+    hardware: str
+    cluster: str
+
+    def resolve(self, choice: _Choice) -> ResolvedRequest:
+        """Returns the resolved request under `choice`. Raises PlanError."""
+        return resolve_config(self.config, [*self.overrides, *choice.overrides], self.count, needs_data=False)
+
+
+def resolve_for_devices(
+    config: Path, overrides: Sequence[str], count: int, hardware: str, cluster: str
+) -> ResolvedRequest:
+    """Returns the resolved request of `config` on `count` devices.
+
+    Raises PlanError for a mesh of another size, and if no plan for so many devices is allowed.
+    """
+    request = read_request(config, overrides, STRATEGIES)
+    if count == 1 or _has_mesh(request):
+        return resolve_config(config, overrides, count, needs_data=False)
+    run = request.run
+    devices = _Devices(config, overrides, count, hardware or run.hardware, cluster or run.cluster)
+    dp_shard = _Choice(("--mesh.dp_shard", str(count)), f"dp_shard {count}, data parallelism with ZeRO 3")
+    why, notes = "", list[str]()
+    if not devices.hardware:
+        why = "; --hardware h100 searches the fastest"
+        allowed = _Allowed(dp_shard, devices.resolve(dp_shard), 0.0)
+    else:
+        try:
+            allowed = _search_plan(request, devices, notes)
+        except PlanError as error:
+            if error.diagnostics[0].location != "MODEL":
+                raise
+            why = f", because {error.diagnostics[0].problem}"
+            allowed = _Allowed(dp_shard, devices.resolve(dp_shard), 0.0)
+    resolved, ready = allowed.resolved
+    notes.insert(0, f"the config names no mesh; chosen: {allowed.choice.text}{why}")
+    return resolved, replace(ready, notes=(*ready.notes, *notes))
+
+
+def _has_mesh(request: PlanRequest) -> bool:
+    """Whether `request` says how ranks are used: by axes, by strategies, or because it is a plan."""
+    return bool(
+        any(size != 1 for size in request.mesh.values())
+        or request.strategies is not None
+        or "plan_hash" in request.extra
+    )
+
+
+def _search_plan(request: PlanRequest, devices: _Devices, notes: list[str]) -> _Allowed:
+    """The best plan of a search; appends to `notes` what was refused, and why."""
+    wanted = _search_request(request, devices)
+    found = search(wanted, NUM_TRIED)
+    if not found.best:
+        raise no_result_error(wanted, found)
+    comparison = compare_data_parallel(wanted, found)
+    alone = comparison.candidate if comparison is not None else None
+    if comparison is not None and alone is None:
+        notes += data_parallel_reason(wanted, comparison)
+    errors: list[PlanError] = []
+    first = _first_allowed([alone] if alone else [], devices, wanted.usable_memory, notes, errors)
+    others = [each for each in found.best if alone is None or each.config != alone.config]
+    second = _first_allowed(others, devices, wanted.usable_memory, notes, errors)
+    if first is None or second is None:
+        only = first or second
+        if only is None:
+            raise errors[0]
+        return only
+    difference = f"{format_seconds(first.seconds)} against {format_seconds(second.seconds)} a step"
+    if first.seconds <= (1 + ESTIMATE_ERROR) * second.seconds:
+        notes.append(f"not chosen: {second.choice.text}, not clearly faster ({difference})")
+        return first
+    notes.append(f"not chosen: {first.choice.text}, data parallelism alone is slower ({difference})")
+    return second
+
+
+def _search_request(request: PlanRequest, devices: _Devices) -> SearchRequest:
+    job = request.job
+    size = config_size(job.model, job.data.sequence)
+    machine, _ = search_machine(devices.hardware, devices.count, devices.cluster, "", model_shape)
+    config = replace(base_config(machine.device.flops), dtype=job.precision.compute)
+    sizes = {"micro_batch": request.micro_batch} if request.micro_batch else {}
+    wanted = SearchRequest(
+        size.shape, machine, job.train.batch, max_positions=size.max_positions, base_config=config
+    )
+    return SearchConstraints(sizes).apply(wanted)
+
+
+def _first_allowed(
+    candidates: Iterable[Candidate],
+    devices: _Devices,
+    usable_memory: float,
+    notes: list[str],
+    errors: list[PlanError],
+) -> _Allowed | None:
+    for candidate in candidates:
+        choice = _Choice(_overrides(candidate), config_text(candidate))
+        try:
+            resolved = devices.resolve(choice)
+        except PlanError as error:
+            errors.append(error)
+            notes.append(f"not chosen: {choice.text}, because {error.diagnostics[0].problem}")
+            continue
+        plan = resolved[1].plan
+        peak = max(peak_nbytes(plan, rank) for rank in (*first_ranks(plan), plan.mesh.world_size - 1))
+        if peak <= usable_memory:
+            prediction = predict_plan(plan, devices.hardware, devices.cluster)
+            return _Allowed(choice, resolved, 0.0 if prediction is None else prediction.step_s)
+        text = f"{choice.text} needs {to_gib(peak):.1f} GiB, and {to_gib(usable_memory):.1f} are usable"
+        fix = "give more devices, shorter sequences, or a mesh of your own with activation_checkpointing"
+        errors.append(PlanError(text, fix=fix, location="--devices"))
+        notes.append(f"not chosen: {text}")
+    return None
+
+
+def _overrides(candidate: Candidate) -> tuple[str, ...]:
+    words = [
+        word for axis, size in mesh_sizes(candidate.config).items() for word in (f"--mesh.{axis}", str(size))
+    ]
+    tables = ", ".join(map(_inline_table, strategy_tables(candidate)))
+    return *words, "--strategies", f"[{tables}]", "--micro_batch", f"{candidate.config.micro_batch:g}"
+
+
+def _inline_table(table: Mapping[str, Any]) -> str:
+    """Returns a table of TOML in one line; names, numbers and texts are written as in JSON."""
+    return "{" + ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items()) + "}"
