@@ -70,6 +70,11 @@ def test_strategies_are_frozen_values_that_print_their_fields():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: mw.Pipeline(axis="tp"), "strategies.pipeline.axis: axis = 'tp'; needed is 'pp'\n"),
+        (
+            lambda: mw.DataParallelMaster(axis="cp"),
+            "strategies.data_parallel_master.axis: axis = 'cp'; needed is 'dp_replicate' or 'dp_shard'\n",
+        ),
         (lambda: mw.ZeRO(stage=4), "strategies.zero.stage: stage = 4; needed is 1, 2 or 3\n  repair: "),
         (lambda: mw.ZeRO(axis="tp"), "strategies.zero.axis: axis = 'tp'; needed is 'dp_replicate', "),
         (

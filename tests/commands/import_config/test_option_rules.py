@@ -118,12 +118,12 @@ def test_every_option_of_the_source_has_a_rule(kind: str, options: list[str]):
 
 
 def test_an_option_is_mapped_with_its_value_dropped_refused_or_unknown():
-    config = Translation(RULES, {"size": 4, "count": 3, "color": "red", "magic": 2, "sise": 1})
+    config = Translation(RULES, {"size": 4, "count": 3, "color": "red", "magic": 2, "sizes": 1})
     config.map("size", "train.batch")
     config.map("count", "train.steps")
     assert [(each.option, each.verdict, each.text) for each in config.outcome()] == [
         ("magic", "refused", "not there"),
-        ("sise", "unknown", "this importer does not know it; did you mean 'size'?"),
+        ("sizes", "unknown", "this importer does not know it; did you mean 'size'?"),
         ("color", "dropped", "not needed"),
         ("size", "mapped", "train.batch = 4"),
         ("count", "mapped", "train.steps = 3; in steps"),

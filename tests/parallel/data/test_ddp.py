@@ -1,5 +1,6 @@
 """The program of DDP: bytes by the law, buckets, position of its actions, and refusals."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 
@@ -239,45 +240,48 @@ def test_its_program_passes_the_static_checks(
     ("store", "message"),
     [
         (
-            DDP("tp"),
+            lambda: DDP("tp"),
             (
                 "strategies.ddp.axis: axis = 'tp'; needed is 'dp_replicate', 'dp_shard' or 'cp'\n"
                 "  repair: choose one of: dp_rep"
             ),
         ),
         (
-            DDP("dp_shard"),
+            lambda: DDP("dp_shard"),
             (
                 'no strategy splits the batch there\n  repair: add [[strategies]] name = "batch_split", '
                 'axis = "dp_shard"'
             ),
         ),
         (
-            DDP(bucket_mb=0.0),
+            lambda: DDP(bucket_mb=0.0),
             (
                 "strategies.ddp.bucket_mb: bucket_mb = 0.0; needed is a number above 0\n"
                 "  repair: write bucket_mb = 25.0"
             ),
         ),
-        (DDP(bucket_mb=float("nan")), "strategies.ddp.bucket_mb: bucket_mb = nan; needed is a number"),
         (
-            DDP(algorithm="rng"),
+            lambda: DDP(bucket_mb=float("nan")),
+            "strategies.ddp.bucket_mb: bucket_mb = nan; needed is a number",
+        ),
+        (
+            lambda: DDP(algorithm="rng"),
             "strategies.ddp.algorithm: there is no all_reduce algorithm 'rng'\n  repair: did you",
         ),
         (
-            DDP(algorithm="hierarchical/2"),
+            lambda: DDP(algorithm="hierarchical/2"),
             "strategies.ddp.algorithm: hierarchical/2: 3 ranks are not a whole number of",
         ),
         (
-            DDP(algorithm="auto"),
+            lambda: DDP(algorithm="auto"),
             "strategies.ddp.algorithm: auto needs the measured cost of the links\n  repair: run `mesh",
         ),
     ],
     ids=["no data axis", "not split", "size", "nan", "algorithm", "hosts", "auto"],
 )
-def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: DDP, message: str):
+def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: Callable[[], DDP], message: str):
     with pytest.raises(PlanError) as caught:
-        plan_of(analyzed, 3, (BatchSplit(), store))
+        plan_of(analyzed, 3, (BatchSplit(), store()))
     assert message in str(caught.value)
 
 

@@ -1,5 +1,6 @@
 """naive_ddp: one all-reduce per parameter, which is the reference for the buckets of DDP."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -76,18 +77,18 @@ def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
     ("store", "message"),
     [
         (
-            NaiveDDP("tp"),
+            lambda: NaiveDDP("tp"),
             (
                 "strategies.naive_ddp.axis: axis = 'tp'; needed is 'dp_replicate', 'dp_shard' or 'cp'\n"
                 "  repair: choose one of: dp_replicate"
             ),
         ),
         (
-            NaiveDDP("dp_shard"),
+            lambda: NaiveDDP("dp_shard"),
             "strategies.naive_ddp: the replicas along dp_shard would all see the same samples: no strategy",
         ),
         (
-            NaiveDDP(algorithm="tree <= 1 KiB"),
+            lambda: NaiveDDP(algorithm="tree <= 1 KiB"),
             (
                 "strategies.naive_ddp.algorithm: the rule 'tree <= 1 KiB' does not say what larger "
                 "messages take\n  repair: let it end"
@@ -95,9 +96,9 @@ def test_it_equals_ddp_after_ten_steps(analyzed: AnalyzedModel):
         ),
     ],
 )
-def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: NaiveDDP, message: str):
+def test_an_invalid_field_is_refused(analyzed: AnalyzedModel, store: Callable[[], NaiveDDP], message: str):
     with pytest.raises(PlanError) as caught:
-        plan_of(analyzed, 3, (BatchSplit(), store))
+        plan_of(analyzed, 3, (BatchSplit(), store()))
     assert message in str(caught.value)
 
 

@@ -329,11 +329,6 @@ REFUSED = {
         (SHARDED,),
         "stay partial sums over cp\n  repair: add a strategy that reduces them along cp",
     ),
-    "data_parallel_master": (
-        Mesh(cp=2),
-        (SHARDED, DataParallelMaster(axis=CP)),
-        "strategies.data_parallel_master.axis: axis = 'cp'; needed is 'dp_replicate' or 'dp_shard'",
-    ),
     "masters": (
         Mesh(dp_replicate=2, cp=2),
         (BatchSplit(), SHARDED, DataParallelMaster()),

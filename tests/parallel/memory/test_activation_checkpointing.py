@@ -2,6 +2,7 @@
 refusals.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -177,26 +178,27 @@ def test_a_pattern_selects_all_calls_of_a_block():
     ("mine", "model", "text"),
     [
         (
-            ActivationCheckpointing(blocks=("layers.*",)),
+            lambda: ActivationCheckpointing(blocks=("layers.*",)),
             None,
             r"strategies\.activation_checkpointing\.blocks: 'layers\.\*' matches no block of paper",
         ),
         (
-            ActivationCheckpointing(),
+            lambda: ActivationCheckpointing(),
             SyntheticModel(1).model_spec,
             r"one block, 'layer0', whose backward follows its forward at once(?s:.*)declare its layers",
         ),
         (
-            ActivationCheckpointing(keep_mb=-1.0),
+            lambda: ActivationCheckpointing(keep_mb=-1.0),
             None,
             r"keep_mb = -1\.0; .*\n.*write a number from 0 up",
         ),
     ],
-    ids=str,
 )
-def test_invalid_options_are_refused(mine: ActivationCheckpointing, model: ModelSpec | None, text: str):
+def test_invalid_options_are_refused(
+    mine: Callable[[], ActivationCheckpointing], model: ModelSpec | None, text: str
+):
     with pytest.raises(PlanError, match=text):
-        synthetic_plan(mine, model=model)
+        synthetic_plan(mine(), model=model)
 
 
 def without(kind: str) -> Plan:

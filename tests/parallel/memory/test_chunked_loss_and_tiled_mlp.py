@@ -1,5 +1,7 @@
 """The programs of the chunked loss and the tiled MLP, and refusals before anything runs."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -194,20 +196,23 @@ def test_a_loss_of_the_whole_batch_is_refused():
     ("strategy", "text"),
     [
         (
-            ChunkedLoss(num_chunks=1),
+            lambda: ChunkedLoss(num_chunks=1),
             r"num_chunks = 1; needed is a whole number of at least 2(?s:.*)remove the strategy",
         ),
-        (ChunkedLoss(num_chunks=0), r"num_chunks = 0"),
+        (lambda: ChunkedLoss(num_chunks=0), r"num_chunks = 0"),
         (
-            TiledMLP(num_tiles=1),
+            lambda: TiledMLP(num_tiles=1),
             r"num_tiles = 1; needed is a whole number of at least 2(?s:.*)remove the strategy",
         ),
-        (TiledMLP(num_tiles=2), r"no module between colwise and rowwise(?s:.*)remove the strategy tiled_mlp"),
+        (
+            lambda: TiledMLP(num_tiles=2),
+            r"no module between colwise and rowwise(?s:.*)remove the strategy tiled_mlp",
+        ),
     ],
 )
-def test_invalid_numbers_of_chunks_and_tiles_are_refused(strategy: Strategy, text: str):
+def test_invalid_numbers_of_chunks_and_tiles_are_refused(strategy: Callable[[], Strategy], text: str):
     with pytest.raises(PlanError, match=text):
-        planned(strategy)
+        planned(strategy())
 
 
 def test_tensor_parallel_mlps_and_heads_in_2d_are_refused():

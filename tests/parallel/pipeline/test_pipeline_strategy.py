@@ -157,7 +157,6 @@ def test_a_gradient_that_is_not_sent_back_is_noticed():
         ),
         (Pipeline(split_points=("model.layer.1",)), 2, "'model.layer.1' is not a block call"),
         (Pipeline(), 1, "a pipeline of one rank"),
-        (Pipeline(axis="tp"), 2, "axis = 'tp'; needed is 'pp'"),
         (Pipeline(), 8, "set mesh.pp to 7 at most$"),
         (
             Pipeline(schedule="zb_v"),
