@@ -34,9 +34,9 @@ as one block, with the same numbers and nothing to overlap its backward with:
 Router logits that transformers captures inside blocks (`output_router_logits = true`) are outputs of their
 block, so a loss that sums over them (a z-loss) trains exactly, on any number of ranks. `outputs.aux_loss` is
 different: it multiplies means over the samples of a batch, and the product of the whole does not follow from
-the means of its microbatches. It is exact where the batch runs at once, on one device, and refused by name
-where it is split. Any other use of a block's inside in the loss, past its outputs, is refused by the name of
-the block.
+the means of its microbatches. It is exact where one forward has the whole batch (one data rank, one
+microbatch, any pipeline, tensor and context parallelism), and refused by the plan elsewhere. Any other use of
+a block's inside in the loss, past its outputs, is refused by the name of the block.
 
 Limits: batch norms are refused on a split batch; TorchScript modules are refused; a state that persists from
 call to call (caches, recurrent states kept in the module) is not carried between steps.

@@ -13,7 +13,7 @@ is wrong as soon as ranks hold different numbers of valid tokens.
 
 A contrastive loss compares samples with each other, so it is no such sum. Then one GATHER per input tensor of
 the loss collects the samples of all ranks on every rank, and every rank computes the same loss on all of
-them.
+them. In a pipeline, those are the ranks of the last stage.
 
     after    TOKEN_COUNT  F F F  GATHER(facts) GATHER(output0) GATHER(output1)  LOSS  B B B  LOSS_SUM  STEP
 
