@@ -82,3 +82,31 @@ def test_a_cell_that_is_too_long_continues_on_the_next_line():
 def test_a_row_has_a_value_for_every_column():
     with pytest.raises(ValueError, match="zip"):
         Table(["a", "b"], [("x",)]).html()
+
+
+def test_lines_are_broken_between_words_where_words_fit_beside_each_other():
+    """The widest column is not the one with the longest word."""
+    table = Table(
+        ["action", "what happens", "waits"],
+        [("UNSHARD model.language_model.layers.10.mlp", "gathers " * 12, "F(model.language_model.norm)")],
+    )
+    lines = shown(table, 76)
+    assert max(map(len, lines)) <= 76
+    found = " ".join(lines).split()
+    assert "model.language_model.layers.10.mlp" in found
+    assert "F(model.language_model.norm)" in found
+    assert found.count("gathers") == 12
+
+
+def test_the_longest_words_are_broken_where_they_do_not_fit():
+    lines = shown(Table(["a", "b"], [("x" * 30, "y" * 8)]), 20)
+    assert max(map(len, lines)) <= 20
+    assert "y" * 8 in " ".join(lines).split()
+    assert "".join(lines).count("x") == 30
+
+
+@pytest.mark.parametrize("width", [7, 10, 25, 60])
+def test_no_letter_is_lost_in_any_width(width: int):
+    table = Table(["kind", Column("sent", "{}"), "what"], [("alpha beta", 12345, "gamma delta epsilon")])
+    letters = "".join("".join(shown(table, width)).split())
+    assert sorted(letters) == sorted("kindsentwhatalphabeta12345gammadeltaepsilon")

@@ -90,6 +90,20 @@ def test_what_is_shown_is_there_as_plain_values():
     assert len(winner_config(chosen, "m")["strategies"]) >= 1
 
 
+def test_data_parallelism_comes_first_for_a_model_that_fits_or_the_reason_is_said():
+    tiny = "3m: layers 4 hidden 256 heads 8 vocab 256 sequence 1024 gated"
+    found = run_search(SearchOptions(tiny, 8, "h100", 64))
+    first, second = found.result.best[:2]
+    assert (first.config.dp, first.config.tp, first.config.pp) == (8, 1, 1)
+    assert second.seconds < first.seconds
+    text = " ".join(outcome_as_dict(found)["reasons"])
+    assert "Data parallelism alone comes first: dp 2, pp 4" in text
+    assert "% less, and estimates are off by 5 %" in text
+    assert "Too large for the memory" not in text
+    odd = " ".join(outcome_as_dict(run_search(SearchOptions(tiny, 8, "h100", 4)))["reasons"])
+    assert "a batch of 4 sequences does not divide by 8 devices" in odd
+
+
 def test_a_model_that_fits_nowhere_is_reported_with_the_missing_memory():
     with pytest.raises(PlanError) as raised:
         run_search(SearchOptions("175b: layers 96 hidden 12288 heads 96", 8, "v100", 64))

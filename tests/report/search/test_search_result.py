@@ -8,6 +8,7 @@ import pytest
 from meshwright.planner.analytic.model_shape import parse_shape
 from meshwright.planner.analytic.parallel_config import ScheduleProfile
 from meshwright.planner.machine.machine import make_machine
+from meshwright.planner.search.data_parallel_first import DataParallelChoice
 from meshwright.planner.search.request import SearchRequest
 from meshwright.planner.search.search import search
 from meshwright.report.search.search_result import (
@@ -57,6 +58,16 @@ def test_a_faster_layout_that_does_not_fit_is_named_with_its_memory():
     ]
     assert len(lines) == 1
     assert lines[0].endswith("mostly activations.")
+
+
+def test_data_parallelism_that_is_clearly_slower_is_named_with_its_difference():
+    found = FOUND.best[0]
+    step = replace(found.step, compute=1.2 * found.step.compute)
+    alone = replace(found, step=step, config=replace(found.config, dp=32, tp=1, pp=1))
+    choice = DataParallelChoice(alone, found, batch_divides=True)
+    text = " ".join(ranking_reasons(REQUEST, FOUND, SearchAlternatives(data_parallel=choice)))
+    assert "Data parallelism alone does not come first, although the model fits on one device: dp 32" in text
+    assert "% longer, more than the 5 % that estimates are off by: computation +" in text
 
 
 def test_days_and_cost_are_said_only_where_they_are_asked_for():
