@@ -25,7 +25,7 @@ from meshwright.plan.strategy_interface import Strategy
 from meshwright.testing.ranks import run_on_threads
 from tests.engine.one_device import sample_range
 from tests.parallel.tensor import model_families
-from tests.parallel.tensor.odd_llama import analyzed_llama, batches
+from tests.parallel.tensor.odd_llama import HEADS, SIZES, analyzed_llama, batches
 from tests.tiny_model import VOCABULARY, WIDTH, tiny_job, token_samples
 
 SHARD = BatchSplit(axis="dp_shard")
@@ -204,6 +204,41 @@ def test_a_block_that_reads_values_and_gets_a_cache_is_refused_by_name():
         match=r"block 'layers\.1' reads values that another rank holds (?s:.*)is given a DynamicCache",
     ):
         use_after_step(analyzed, Mesh(pp=2), (Pipeline(),), use, DATA)
+
+
+def test_ranks_refuse_a_call_together_before_one_waits_for_another():
+    """The rank that owns the block could run it: it would wait for a rank that has raised."""
+    analyzed = analyze(Choosy, sample_range(DATA, 0, 2))
+    plan = make_plan(analyzed, tiny_job(), Mesh(pp=3), (Pipeline(),), 2)
+
+    def rank(world: World) -> str:
+        with parallelize(analyzed, plan, world=world) as engine, engine.full_params() as module:
+            try:
+                module(DATA["input_ids"], kept=transformers.DynamicCache())
+            except PlanError as error:
+                return str(error)
+        return ""
+
+    for said in run_on_threads(rank, plan.mesh):
+        assert "the block 'layers.1' " in said
+        assert "is given a DynamicCache\n  repair: pass use_cache=False" in said
+
+
+def test_experts_of_another_rank_fill_a_cache():
+    """They read which token goes to which of them, and gather weights by token instead on fake tensors."""
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**SIZES, **HEADS, **experts)
+    analyzed = analyze(transformers.MixtralForCausalLM(config), batches(1)[0])
+
+    def use(module: nn.Module) -> list[torch.Tensor]:
+        module.eval()
+        tokens = module.generate(IDS, use_cache=True, max_new_tokens=3, do_sample=False, pad_token_id=0)
+        module.train()
+        return [tokens]
+
+    ((truth, _),) = use_after_step(analyzed, Mesh(), (), use)
+    for found, _ in use_after_step(analyzed, Mesh(pp=2), (Pipeline(),), use):
+        assert torch.equal(found, truth)
 
 
 def test_what_is_sent_is_in_the_ledger_block_by_block():

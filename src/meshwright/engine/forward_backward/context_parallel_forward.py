@@ -29,7 +29,7 @@ from meshwright.model.context_parallel.attention_call import (
 )
 from meshwright.model.context_parallel.block_input_sharding import SequenceLengths, ShardedForward
 from meshwright.model.context_parallel.conv_call import Conv1dImpl, Conv1dMode
-from meshwright.model.context_parallel.patch_hf_attention import patch_attention
+from meshwright.model.context_parallel.patch_hf_attention import PatchedAttention, patch_attention
 from meshwright.model.context_parallel.sharded_activation import OutputShards, wrap_block_outputs
 from meshwright.model.context_parallel.token_shard import TokenShard
 from meshwright.model.loss.loss_definition import Batch
@@ -97,6 +97,10 @@ class FullSequenceRunner:
         """
         return self._state.loss.total(outputs, batch)
 
+    def full_sequences(self) -> AbstractContextManager[object]:
+        """Returns a context in which forwards run as on one device, on all tokens on every rank."""
+        return nullcontext()
+
     def shard_blocks_of(self, driver: ForwardDriver) -> None:
         """Makes the blocks of `driver` run on this rank's tokens within `forward_context`."""
 
@@ -126,12 +130,7 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         self._convolution_fn: Conv1dImpl | None = None
         self._recomputed_call, self._in_own_kernel = "", False
         self._num_calls: dict[str, int] = {}
-        self._attention_patch = patch_attention(
-            state.trained_module.module,
-            lambda queries, keys: (
-                self.next_attention_shards(self._current_call) if self._is_sharded_call() else None
-            ),
-        )
+        self._attention_patch = self._patch_attention()
         self._driver: ForwardDriver | None = None
 
     def set_attention(self, attention_fn: AttentionImpl) -> None:
@@ -171,6 +170,15 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         finally:
             self.lengths, self._recomputed_call, self._num_attention_calls, self._num_conv_calls = before
 
+    @contextmanager
+    def full_sequences(self) -> Iterator[None]:
+        # the attention of shards knows no cache, and expects biases and masks of shards
+        self._attention_patch.restore()
+        try:
+            yield
+        finally:
+            self._attention_patch = self._patch_attention()
+
     def sharded_forward(self) -> ShardedForward | None:
         return self
 
@@ -205,6 +213,14 @@ class ShardedSequenceRunner(ShardedForward, FullSequenceRunner):
         shards_by_length = {None if each is None else each[1].length: each for each in read}
         (shard,) = shards_by_length.values() if len(shards_by_length) == 1 else (None,)
         return None if shard is None else shard[1]
+
+    def _patch_attention(self) -> PatchedAttention:
+        return patch_attention(
+            self._state.trained_module.module,
+            lambda queries, keys: (
+                self.next_attention_shards(self._current_call) if self._is_sharded_call() else None
+            ),
+        )
 
     @contextmanager
     def _override_layers(self) -> Iterator[None]:

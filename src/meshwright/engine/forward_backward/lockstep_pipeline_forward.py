@@ -14,9 +14,9 @@ known of the forward beforehand.
 
 Cost: ranks work one after the other, as they must where each token needs the last one; a block on fake
 tensors takes of the order of ten milliseconds, while its owner computes.
-Limits: a block that looks at numbers inside (experts that gather their tokens), or that takes slices of the
-residual stream, cannot run on fake tensors. Its outputs are then known from the trial, its effect on a cache
-is not: that is refused by name.
+Limits: a block that looks at numbers inside, or that takes slices of the residual stream, cannot run on fake
+tensors. Its outputs are then known from the trial, its effect on a cache is not: the ranks find that out
+together at the first such call of the block, and all refuse it by name.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from meshwright.engine.runtime.rank_state import RankState
 from meshwright.model.blocks.block_forward_backward import ForwardDriver
 from meshwright.model.hf.captured_outputs import capture_marks
+from meshwright.model.hf.model_from_config import batched_experts
 from meshwright.model.pipeline.forward_graph import ValueRef
 from meshwright.model.tensors.call_description import is_constant
 from meshwright.model.tensors.clear_fake_caches import clear_caches_with_fakes, lru_caches
@@ -61,6 +62,7 @@ class PipelinedForward:
             self._owners |= {block_of(block_call): index for block_call in stage}
         # a single mode, because a cache may outlive a forward
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._calls_agreed_on = set[tuple[str, str]]()  # name of a block, class of a cache that it is given
         self._caches = lru_caches(state.trained_module.module)
         self._fake_weights_by_block: dict[str, list[dict[str, Any]]] = {}
         self._full_shapes = {
@@ -93,7 +95,12 @@ class PipelinedForward:
             return run(*args, **kwargs)
         capturing, inputs = capture_marks(), tree_tensors((args, kwargs))
         is_owner = owner == group.index
-        outputs = run(*args, **kwargs) if is_owner else self._fake_outputs(name, run, args, kwargs)
+        outputs, refusal = None, None
+        try:
+            outputs = run(*args, **kwargs) if is_owner else self._fake_outputs(name, run, args, kwargs)
+        except PlanError as error:
+            refusal = error
+        self._refuse_together(name, _opaque_kind((args, kwargs)), refusal)
         captured = [mark.added_tensors for mark in capturing]
         output_tensors = tree_tensors([outputs, *captured])
         ledger_name = f"{action}({name})"
@@ -125,6 +132,21 @@ class PipelinedForward:
             mark.replace(replace_tensors(each, new))
         return replace_tensors(outputs, new)
 
+    def _refuse_together(self, name: str, kind: str, refusal: PlanError | None) -> None:
+        """Raises on every rank if one of them refuses a call of a block, which is the first with such
+        arguments: the others would wait for it.
+        """
+        if (name, kind) not in self._calls_agreed_on:
+            refusals = torch.tensor([int(refusal is not None)], device=self._state.world.device)
+            with self._state.world.ledger.pause_recording():
+                self._state.world.group(("pp",)).all_reduce(refusals, action=f"AGREE({name})").wait()
+            self._calls_agreed_on.add((name, kind))
+            if refusal is None and refusals.item():
+                given = f", and is given a {kind}" if kind else ""
+                refusal = _lockstep_error(f"the block '{name}' cannot run on another rank{given}")
+        if refusal is not None:
+            raise refusal
+
     def _fake_outputs(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Returns the outputs of a block of another rank, without numbers."""
         if self._takes_slices:
@@ -140,7 +162,8 @@ class PipelinedForward:
         # in place, so that writes of the block into lists and dicts stay
         inputs = replace_tensors((args, kwargs), fakes)
         try:
-            with self._mode, self._fake_weights(name):
+            block = self._state.trained_module.blocks[name]
+            with self._mode, self._fake_weights(name), batched_experts(block):
                 return run(*inputs[0], **inputs[1])
         except Exception as error:
             if not depends_on_values(error):
@@ -194,19 +217,10 @@ class PipelinedForward:
 
         Raises PlanError where its arguments may change.
         """
-        unknown = [
-            type(leaf).__name__
-            for leaf in value_leaves(inputs)
-            if not is_constant(leaf) and not isinstance(leaf, torch.Tensor)
-        ]
-        if unknown or self._state.trained_module.forward_graphs is None:
-            what = f"and is given a {unknown[0]}" if unknown else "and nothing is known of its outputs"
-            text = f"the block '{name}' {reason}, {what}"
-            raise PlanError(
-                text,
-                fix="pass use_cache=False, or call the model under a plan without a pipeline",
-                location="model",
-            ) from error
+        kind = _opaque_kind(inputs)
+        if kind or self._state.trained_module.forward_graphs is None:
+            what = f"and is given a {kind}" if kind else "and nothing is known of its outputs"
+            raise _lockstep_error(f"the block '{name}' {reason}, {what}") from error
         dummy_inputs = self._state.loss.model_inputs(self._state.trained_module.dummy_batch)
         with ThreadPoolExecutor(1) as executor:  # this thread has modes and collectors of a forward under way
             forward_graph = executor.submit(
@@ -221,6 +235,23 @@ class PipelinedForward:
                 for captured in listed
             )
         return map_leaves(stub.outputs, _empty_placeholder)
+
+
+def _opaque_kind(inputs: Any) -> str:
+    """Returns the class of an object among the inputs of a block that is no tensor, container or constant
+    (a cache); "" without any.
+    """
+    opaque = (
+        type(leaf).__name__
+        for leaf in value_leaves(inputs)
+        if not is_constant(leaf) and not isinstance(leaf, torch.Tensor)
+    )
+    return next(opaque, "")
+
+
+def _lockstep_error(text: str) -> PlanError:
+    fix = "pass use_cache=False, or call the model under a plan without a pipeline"
+    return PlanError(text, fix=fix, location="model")
 
 
 def _empty_placeholder(leaf: Any) -> Any:

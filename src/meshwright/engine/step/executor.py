@@ -247,6 +247,7 @@ class Executor:
             full_logits,
             lockstep,
             self._chunked_loss.full_logits(),
+            self._sequence_runner.full_sequences(),
         ):
             yield
 

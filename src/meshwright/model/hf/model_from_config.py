@@ -63,6 +63,7 @@ def repository_factory(
 
 
 CONFIG_KEY = "model.source"
+BATCHED_EXPERTS = "batched_mm"
 FIXED_FIELDS = ("model_type", "architectures", "transformers_version", "dtype", "use_cache")
 PER_LAYER_FIELDS = ("layer_types", "mlp_layer_types")
 
@@ -200,7 +201,23 @@ def use_eager_experts(module: nn.Module) -> None:
 def use_batched_experts(module: nn.Module) -> None:
     """Makes a transformers mixture of experts gather weights by token, which works on fake tensors."""
     if config_of(module) is not None:
-        cast(Any, module).set_experts_implementation("batched_mm")
+        cast(Any, module).set_experts_implementation(BATCHED_EXPERTS)
+
+
+@contextmanager
+def batched_experts(block: nn.Module) -> Iterator[None]:
+    """Makes the transformers experts in `block` gather weights by token meanwhile, which works on fake
+    tensors.
+    """
+    configs = {id(config): config for part in block.modules() if (config := config_of(part)) is not None}
+    before = {key: config._experts_implementation for key, config in configs.items()}
+    for config in configs.values():
+        config._experts_implementation_internal = BATCHED_EXPERTS
+    try:
+        yield
+    finally:
+        for key, config in configs.items():
+            config._experts_implementation_internal = before[key]
 
 
 def _make_config(config_class: Any, raw: dict[str, Any], overrides: dict[str, Any]) -> Any:
