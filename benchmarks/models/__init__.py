@@ -1,6 +1,9 @@
 """The models of the benchmarks, and training steps of some of them.
 
 custom_models   a model file as a user would write it, for models that do not take plain text
+head_batches    batches of the collators of transformers
+head_families   the models with a head of `hf_defaults`
+hf_defaults     models with a head and no loss stated: their own loss, and every plan
 llama_steps     training steps of small Llamas: plain loop, DDP, FSDP2, DeepSpeed, ours
 model_coverage  parity with one device for unmodified model families
 model_families  the families of `model_coverage`

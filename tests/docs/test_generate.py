@@ -157,6 +157,32 @@ def test_the_page_of_models_is_made_from_the_result_of_its_benchmark(root: Path)
     assert "It does NOT hold" in (root / "docs/reference/models.md").read_text()
 
 
+def test_the_page_of_models_has_the_heads_and_the_messages_of_refusals(root: Path):
+    for folder in ("benchmarks/results", "benchmarks/models", "src/meshwright/model/tensor_parallel"):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+    for module in ("model_coverage", "hf_defaults"):
+        (root / f"benchmarks/models/{module}.py").write_text(f'"""The essay of {module}."""\n')
+    (root / "benchmarks/results/model_coverage.json").write_text(measured(2.5e-16, holds=True))
+    common = {"kind": "causal", "collator": "causal"}
+    plans = {
+        "tp 2": 3e-16,
+        "cp 2": "refused: ring: no\n  repair: tp",
+        "cp 3": "refused: ring: no\n  repair: tp",
+    }
+    heads = [
+        {**common, "case": "Good", "one device": 2e-15, "plans": plans},
+        {**common, "case": "Bad", "refused": "loss: none\n  repair: state it"},
+    ]
+    result = {**json.loads(measured(2e-15, holds=True)), "detail": {"heads": heads}}
+    (root / "benchmarks/results/hf_defaults.json").write_text(json.dumps(result))
+    write(root)
+    page = (root / "docs/reference/models.md").read_text()
+    assert "The essay of hf\\_defaults." in page
+    assert "| `Good` | causal | causal | 2.0e-15 | 3.0e-16 | cp 2, cp 3 |" in page
+    assert "| `Good` | cp 2, cp 3 | ring: no |" in page
+    assert "| `Bad` | every plan | loss: none |" in page
+
+
 def test_the_page_of_collectives_is_the_docstring_of_the_group(root: Path):
     assert "docs/reference/collectives.md" not in write(root)
     (root / "src/meshwright/comm/collectives").mkdir(parents=True)
