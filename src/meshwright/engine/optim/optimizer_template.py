@@ -68,7 +68,7 @@ def optimizer_template(optimizer: torch.optim.Optimizer, module: nn.Module) -> O
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     kind, groups = type(optimizer), optimizer.param_groups
-    if optimizer.state:
+    if any(_has_stepped(state) for state in optimizer.state.values()):
         text = f"the {kind.__name__} has taken steps already, and their state would get lost"
         fix = "pass it before its first step; or continue from a checkpoint: trainer.load(folder)"
         raise PlanError(text, fix=fix, location="optimizer")
@@ -89,6 +89,11 @@ def optimizer_template(optimizer: torch.optim.Optimizer, module: nn.Module) -> O
         ),
         _attributes(optimizer),
     )
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Returns whether the state of a parameter is more than a constructor made (Adagrad's makes its sums)."""
+    return bool(state) and ("step" not in state or float(state["step"]) > 0)
 
 
 def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -242,6 +242,13 @@ class Executor:
         """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""
         load_model_state(self.state.trained_module, self.flat_params, state_dict)
 
+    def load_optimizer_state(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Loads the state of the optimizers alone from `state_dict`, full tensors by full name."""
+        subject = self.state.trained_module
+        dtypes = {name: parameter.dtype for name, parameter in subject.parameters.items()}
+        optimizer_state = strip_prefix("optimizer/", state_dict)
+        load_optimizer_state(self.optimizers, subject, self.flat_params, optimizer_state, dtypes)
+
     @contextmanager
     def full_params(self, action: str) -> Iterator[None]:
         """Makes forwards of the module find full parameters and return full outputs.

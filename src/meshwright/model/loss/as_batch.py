@@ -5,8 +5,8 @@
     (images, classes)                                                          forward(images), a target
 
 Tensors have one sample per row. Numbers are constants: the model gets the same with every batch. None is
-left out. A tuple says no names: its tensors are the forward's required arguments, in order, and then the targets
-of the loss; where that is not the only reading it is refused.
+left out. A tuple says no names: its tensors are the forward's required arguments, in order, and then the
+targets of the loss; where that is not the only reading it is refused.
 """
 
 import inspect

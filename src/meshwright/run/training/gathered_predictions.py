@@ -41,7 +41,8 @@ def gathered_predictions(
 ) -> Iterator[list[dict[str, torch.Tensor]]]:
     """Yields, for each of `batches`, what `predict` returns on each data rank that has samples, in order.
 
-    Each batch holds at most a microbatch of this rank's samples, prepared for the loss; None: it has none.
+    Each batch holds samples of this rank, prepared for the loss, and goes through the model at once; None:
+    the rank has none.
     All ranks pass equally many. `predict` returns the same names and numbers of dims on all ranks.
     """
     state, plan = executor.state, executor.plan
