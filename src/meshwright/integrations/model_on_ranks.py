@@ -152,19 +152,27 @@ class ModelOnRanks:
 
     def step(self, batches: list[object]) -> Metrics:
         """Trains one step on this rank's microbatches, with the numbers that the optimizer's groups have now."""
-        trainer, optimizer = self._opened()
-        groups = all_param_groups(trainer.executor.optimizers)
-        for group, source in zip(groups, optimizer.param_groups, strict=True):
-            group |= {key: value for key, value in source.items() if key not in PARAM_KEYS}
-        return trainer.step(batches or None)
+        return self._with_present_groups().step(batches or None)
+
+    def save(self, folder: Path) -> Path:
+        """Saves a checkpoint of the ranks into `folder`, and returns its path; all ranks call it."""
+        return self._with_present_groups().save(folder)
 
     def load(self, checkpoint: Path) -> None:
-        """Loads the checkpoint of `Trainer.save`, and the numbers of its groups into those of the optimizer."""
+        """Loads the checkpoint at `checkpoint`, and the numbers of its groups into those of the optimizer."""
         trainer, optimizer = self._opened()
         trainer.load(checkpoint)
         groups = all_param_groups(trainer.executor.optimizers)
         for group, target in zip(groups, optimizer.param_groups, strict=True):
-            target |= {key: value for key, value in group.items() if key not in PARAM_KEYS}
+            target |= _options(group)
+
+    def _with_present_groups(self) -> Trainer:
+        """Returns the trainer, whose groups have the numbers that a scheduler wrote into the optimizer's."""
+        trainer, optimizer = self._opened()
+        groups = all_param_groups(trainer.executor.optimizers)
+        for group, source in zip(groups, optimizer.param_groups, strict=True):
+            group |= _options(source)
+        return trainer
 
     def release(self) -> None:
         """Frees the memory of the user's model: the ranks have its values."""
@@ -233,6 +241,7 @@ class ModelOnRanks:
         if self.world is None:
             is_joined = dist.is_available() and dist.is_initialized()
             device = self.args.device
+            device = torch.device("cpu") if device.type == "cpu" else device  # accelerate says cpu:0
             self.world = TorchWorld(mesh, dist.get_rank(), device) if is_joined else single_rank_world(device)
         return self.world
 
@@ -245,3 +254,7 @@ class ModelOnRanks:
         if self.trainer is None or self._optimizer is None:
             raise ValueError("the ranks have no optimizer yet; call open(optimizer) first")
         return self.trainer, self._optimizer
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in PARAM_KEYS}

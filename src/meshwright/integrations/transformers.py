@@ -19,6 +19,7 @@ and what collators draw are functions of the seed and the sample (engine/rng, gl
 
 import logging
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -365,8 +366,10 @@ class MeshwrightTrainer(TransformersTrainer):
         return self.compute_metrics(prediction, **options)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        ranks = self._ranks()
-        ranks.open().save(Path(output_dir) / CHECKPOINT_FOLDER)
+        folder = Path(output_dir) / CHECKPOINT_FOLDER
+        if self.is_world_process_zero() and folder.exists():  # transformers replaces a checkpoint, too
+            shutil.rmtree(folder)
+        self._ranks().save(folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -22,6 +22,7 @@ from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig
 
 STATE_KEY = "lr_scheduler"
+STATE_NBYTES = 4096  # JSON is padded to a multiple of it, so that checkpoints of a run hold equal shapes
 
 
 class LRScheduler(Protocol):
@@ -184,4 +185,6 @@ def _to_bytes(state: object) -> torch.Tensor:
         fix = "use a scheduler whose state_dict holds numbers, lists and dicts"
         text = f"the state of the scheduler cannot be saved: {error}"
         raise PlanError(text, fix=fix, location="lr_scheduler") from error
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).clone()
+    encoded = text.encode()
+    padded = encoded.ljust(-(-len(encoded) // STATE_NBYTES) * STATE_NBYTES)
+    return torch.frombuffer(bytearray(padded), dtype=torch.uint8).clone()
