@@ -24,7 +24,7 @@ from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
 from meshwright.engine.optim.lr_schedule import LRSchedulerFactory, LRSchedulerInput, as_lr_scheduler_factory
-from meshwright.engine.optim.make_optimizers import OptimizerFactory, OptimizerMaker
+from meshwright.engine.optim.make_optimizers import OptimizerMaker
 from meshwright.engine.optim.optimizer_template import optimizer_template
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.cpu_allocator import retain_heap
@@ -66,7 +66,7 @@ from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 ModelInput = nn.Module | Model | AnalyzedModel | Callable[[], nn.Module | Model]
-OptimizerInput = OptimizerFactory | torch.optim.Optimizer
+OptimizerInput = OptimizerMaker | torch.optim.Optimizer
 
 
 def analyze(
@@ -84,9 +84,11 @@ def analyze(
     a dataclass, or a tuple of tensors. It contains the targets of `loss`: a sum and a count (`Loss`), or
     `nn.CrossEntropyLoss()`, `F.cross_entropy`, or `model.loss_function` of a transformers model. By default
     the loss is the one that the model computes itself of a batch with labels, or cross-entropy over labels
-    that are aligned with the logits if it computes none. A factory is called without allocating its parameters, and initial values come
-    from `seed`. An `nn.Module` is copied with its values and not changed. Values stored in `weights`, a
-    folder or a safetensors file, take precedence over both.
+    that are aligned with the logits if it computes none.
+
+    A factory is called without allocating its parameters, and initial values come from `seed`. An `nn.Module`
+    is copied with its values and not changed. Values stored in `weights`, a folder or a safetensors file,
+    take precedence over both.
     """
     if isinstance(model, AnalyzedModel):
         return model

@@ -181,7 +181,8 @@ def make_loader(
         drop_last=args.dataloader_drop_last,
     )
     batches.set_epoch(0)
-    return DataLoader(SeededBatches(dataset, collate, seed), batch_sampler=batches, **options)
+    options["batch_sampler"] = batches
+    return DataLoader(SeededBatches(dataset, collate, seed), **options)
 
 
 def first_batch(dataset: Any, collate: Collator, batch_size: int, seed: int) -> Samples:

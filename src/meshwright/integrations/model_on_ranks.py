@@ -8,7 +8,7 @@
 Outside of `release` and `restore` the user's model is the truth: `push_values` makes ranks read it again.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from meshwright.run.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class PlanRequest:
+class PlanChoice:
     """How the user asks for a plan: a mesh and strategies, or a plan; and the loss, None for the model's."""
 
     mesh: Mesh | None = None
@@ -55,7 +55,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class ExternalLRScheduler:
-    """Stands for the scheduler of transformers, which transformers itself steps; it is saved with the ranks."""
+    """Stands for the scheduler of transformers, which transformers steps; it is saved with the ranks."""
 
     scheduler: Callable[[], LRScheduler]
 
@@ -77,7 +77,7 @@ class ModelOnRanks:
 
     module: nn.Module
     args: TrainingArguments
-    request: PlanRequest
+    request: PlanChoice
     analyzed: AnalyzedModel | None = None
     plan: Plan | None = None
     trainer: Trainer | None = None
@@ -150,9 +150,9 @@ class ModelOnRanks:
         self._optimizer = optimizer
         return self.trainer
 
-    def step(self, batches: list[object]) -> Metrics:
-        """Trains one step on this rank's microbatches, with the numbers that the optimizer's groups have now."""
-        return self._with_present_groups().step(batches or None)
+    def step(self, batches: Sequence[object]) -> Metrics:
+        """Trains one step on this rank's microbatches, with the numbers of the optimizer's groups."""
+        return self._with_present_groups().step(list(batches) or None)
 
     def save(self, folder: Path) -> Path:
         """Saves a checkpoint of the ranks into `folder`, and returns its path; all ranks call it."""
@@ -209,7 +209,7 @@ class ModelOnRanks:
             self.trainer.executor.load_parameters(values)
 
     def load_optimizer_state(self, steps_done: int) -> None:
-        """Loads the state that the user's optimizer holds (a checkpoint of transformers) into the ranks' own."""
+        """Gives the ranks the state that the user's optimizer holds, read by transformers."""
         trainer, optimizer = self._opened()
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         values = {

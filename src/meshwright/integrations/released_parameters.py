@@ -18,8 +18,8 @@ from torch import nn
 from meshwright.plan.job.errors import PlanError
 
 RELEASED_FIX = (
-    "use `with trainer.full_params() as model: ...` on every rank, or trainer.save_model(folder), or wait for "
-    "the end of train()"
+    "use `with trainer.full_params() as model: ...` on every rank, or trainer.save_model(folder), or wait "
+    "for the end of train()"
 )
 
 

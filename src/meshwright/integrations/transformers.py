@@ -5,8 +5,8 @@
 
     transformers                                       here
     arguments, callbacks, logs, epochs, samplers       as they are
-    optimizer, parameter groups, lr scheduler          made by transformers; the groups are stepped on the ranks
-    training_step of the last microbatch               one step of the plan: forward, backward, sums, clip, update
+    optimizer, parameter groups, lr scheduler          made by transformers; ranks step the groups
+    training_step of the last microbatch               one step of the plan: forward to update
     evaluation_loop                                    the plan's forwards; every sample once
     checkpoint-N/model.safetensors, trainer_state      as they are
     checkpoint-N/meshwright/                           optimizer states, in shards: any plan resumes from them
@@ -31,10 +31,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers import Trainer as TransformersTrainer
-from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, denumpify_detensorize, has_length
 
+from meshwright.engine.optim.lr_schedule import LRScheduler
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.integrations.global_batches import (
     DataRank,
@@ -43,7 +44,7 @@ from meshwright.integrations.global_batches import (
     first_batch,
     make_loader,
 )
-from meshwright.integrations.model_on_ranks import ModelOnRanks, PlanRequest
+from meshwright.integrations.model_on_ranks import ModelOnRanks, PlanChoice
 from meshwright.integrations.prediction_loop import (
     GlobalBatch,
     PredictionArrays,
@@ -95,7 +96,7 @@ class MeshwrightTrainer(TransformersTrainer):
             raise PlanError(text, fix="pass plan=, or mesh= and strategies=", location="trainer")
         optimizer = (options.get("optimizers") or (None, None))[0] or options.get("optimizer_cls_and_kwargs")
         raise_diagnostics(argument_diagnostics(args, model, type(self), has_optimizer=optimizer is not None))
-        self._request = PlanRequest(
+        self._request = PlanChoice(
             mesh,
             None if strategies is None else tuple(strategies),
             plan,
@@ -121,7 +122,7 @@ class MeshwrightTrainer(TransformersTrainer):
             yield module
 
     def train(self, *positional: Any, **options: Any) -> TrainOutput:
-        """Trains, as transformers' Trainer does; the model that was passed has the trained values afterwards."""
+        """Trains, as transformers' Trainer does; the model that was passed has the new values afterwards."""
         # the strategy of that name does it, for the blocks of this rank
         self.args.activation_checkpointing = False
         try:
@@ -211,22 +212,23 @@ class MeshwrightTrainer(TransformersTrainer):
 
     def _ranks(self) -> ModelOnRanks:
         """Returns the model under its plan; another one if the model was replaced (model_init)."""
-        before = self._on_ranks
-        if before is None or before.module is not self.model:
+        before, model = self._on_ranks, self.model
+        if model is None:
+            raise ValueError("the trainer has no model; pass model or model_init")
+        if before is None or before.module is not model:
             loss = self._request.loss
             if loss is None:
                 smooth = self.label_smoother is not None
                 loss = loss_for(
-                    self.model,
+                    model,
                     self.compute_loss_func,
                     self.args.label_smoothing_factor if smooth else 0.0,
                     shifts=self._loss_shifts_labels,
                 )
             request = replace(self._request, loss=loss)
-            self._on_ranks = ModelOnRanks(
-                self.model, self.args, request, world=None if before is None else before.world
-            )
-        return self._on_ranks
+            world = None if before is None else before.world
+            before = self._on_ranks = ModelOnRanks(model, self.args, request, world=world)
+        return before
 
     def _prepare_ranks(self, dataset: Any) -> tuple[ModelOnRanks, Plan]:
         """Returns the model under its plan, made from the training dataset, or if there is none `dataset`."""
@@ -262,7 +264,7 @@ class MeshwrightTrainer(TransformersTrainer):
     def _set_signature_columns_if_needed(self) -> None:
         super()._set_signature_columns_if_needed()
         if type(self.data_collator).__module__.startswith("trl."):
-            self._signature_columns = list(dict.fromkeys([*self._signature_columns, *SFT_COLUMNS]))
+            self._signature_columns = list(dict.fromkeys([*(self._signature_columns or ()), *SFT_COLUMNS]))
 
     def _get_dataloader(
         self,
@@ -287,12 +289,12 @@ class MeshwrightTrainer(TransformersTrainer):
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
         if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            vars(self).update(lr_scheduler=None, _created_lr_scheduler=False)
         ranks = self._ranks()
         self._microbatches = []
-        ranks.open(self.create_optimizer(), lambda: self.lr_scheduler)
+        ranks.open(self.create_optimizer(), self._scheduler)
         self.create_scheduler(max_steps)
-        self.model_wrapped = self.model
+        self.model_wrapped = ranks.module
         if resume_from_checkpoint is not None:
             self._load_optimizer_and_scheduler(resume_from_checkpoint)
         ranks.release()
@@ -300,13 +302,18 @@ class MeshwrightTrainer(TransformersTrainer):
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         handler.train_dataloader = train_dataloader
-        return self.model, train_dataloader
+        return ranks.module, train_dataloader
 
-    def _run_epoch(self, **options: Any) -> None:
+    def _scheduler(self) -> LRScheduler:
+        if self.lr_scheduler is None:
+            raise ValueError("no scheduler yet; create_scheduler makes it before the first step")
+        return self.lr_scheduler
+
+    def _run_epoch(self, *positional: Any, **options: Any) -> None:
         loader = options["train_dataloader"]
         order = loader.dataset if isinstance(loader.dataset, LocalStream) else loader.batch_sampler
         order.set_epoch(options["epoch"])
-        super()._run_epoch(**options)
+        super()._run_epoch(*positional, **options)
 
     def _finalize_training(self, *positional: Any, **options: Any) -> TrainOutput:
         self._ranks().restore()
@@ -323,7 +330,7 @@ class MeshwrightTrainer(TransformersTrainer):
 
     def floating_point_ops(self, inputs: Samples) -> int:
         """Returns the operations of a microbatch, on one of the ranks that share it."""
-        return super().floating_point_ops(inputs) if inputs and self._counts_samples() else 0
+        return super().floating_point_ops(dict(inputs)) if inputs and self._counts_samples() else 0
 
     def _track_num_input_tokens(self, inputs: Samples) -> None:
         if self.args.include_num_input_tokens_seen == "no":
@@ -333,13 +340,17 @@ class MeshwrightTrainer(TransformersTrainer):
         self.state.num_input_tokens_seen += total.item()
 
     def _num_input_tokens(self, inputs: Samples) -> int:
-        tokens = inputs[self.model.main_input_name]
+        tokens = inputs[self._main_input_name()]
         if self.args.include_num_input_tokens_seen == "non_padding":
             if "attention_mask" in inputs:
                 return int(inputs["attention_mask"].sum())
-            if self.processing_class is not None and self.processing_class.pad_token_id is not None:
+            if isinstance(self.processing_class, PreTrainedTokenizerBase):
                 return int((tokens != self.processing_class.pad_token_id).sum())
         return tokens.numel()
+
+    def _main_input_name(self) -> str:
+        model = self.model
+        return model.main_input_name if isinstance(model, PreTrainedModel) else "input_ids"
 
     def _counts_samples(self) -> bool:
         """Returns whether this rank is the first of those that have the same samples."""
@@ -348,14 +359,15 @@ class MeshwrightTrainer(TransformersTrainer):
         return not any(coordinate[axis] for axis in AXES if axis not in plan.sharding.data_axes)
 
     def _prediction_options(self, ignore_keys: list[str] | None, *, loss_only: bool) -> PredictionOptions:
-        config = vars(self.model).get("config")
-        ignored = ["past_key_values"] if config is None else config.keys_to_ignore_at_inference
+        config: Any = self.model.config if isinstance(self.model, PreTrainedModel) else None
+        names_ignored = "keys_to_ignore_at_inference" in dir(config)
+        ignored = config.keys_to_ignore_at_inference if names_ignored else ["past_key_values"]
         keeps_inputs = "inputs" in self.args.include_for_metrics
         return PredictionOptions(
             tuple(self.label_names),
             tuple(ignored if ignore_keys is None else ignore_keys),
             loss_only,
-            self.model.main_input_name if keeps_inputs else None,
+            self._main_input_name() if keeps_inputs else None,
             self.preprocess_logits_for_metrics,
         )
 
@@ -380,7 +392,7 @@ class MeshwrightTrainer(TransformersTrainer):
             ranks.load(saved[0][1])
             return
         super()._load_optimizer_and_scheduler(checkpoint)
-        if not self.optimizer.state:
+        if self.optimizer is None or not self.optimizer.state:
             logger.warning("%s holds no optimizer state: it begins anew", checkpoint)
         ranks.load_optimizer_state(self.state.global_step)
 

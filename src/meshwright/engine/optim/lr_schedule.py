@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from meshwright.engine.optim.make_optimizers import all_param_groups
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import LRScheduleConfig
+from meshwright.plan.job.job import Job, LRScheduleConfig
 
 STATE_KEY = "lr_scheduler"
 STATE_NBYTES = 4096  # JSON is padded to a multiple of it, so that checkpoints of a run hold equal shapes
@@ -155,6 +155,15 @@ class TorchLRSchedule(LRSchedule):
                 key: tuple(value) if isinstance(group.get(key), tuple) else value
                 for key, value in options.items()
             }
+
+
+def make_lr_schedule(
+    job: Job, optimizers: Sequence[torch.optim.Optimizer], make: LRSchedulerFactory | None = None
+) -> LRSchedule:
+    """Returns the schedule of `job`, or that of the schedulers that `make` makes."""
+    if make is not None:
+        return TorchLRSchedule(make, optimizers)
+    return JobLRSchedule(job.lr_schedule, job.train.steps, optimizers)
 
 
 def as_lr_scheduler_factory(given: LRSchedulerInput) -> LRSchedulerFactory:

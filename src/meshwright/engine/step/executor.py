@@ -22,7 +22,7 @@ from meshwright.engine.forward_backward.lockstep_pipeline_forward import Pipelin
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.vocab_parallel_logits import VocabParallelLogits
-from meshwright.engine.optim.lr_schedule import JobLRSchedule, LRSchedulerFactory, TorchLRSchedule
+from meshwright.engine.optim.lr_schedule import LRSchedulerFactory, make_lr_schedule
 from meshwright.engine.optim.make_optimizers import (
     OptimizerMaker,
     make_optimizers,
@@ -95,11 +95,7 @@ class Executor:
         self.optimizers = make_optimizers(
             plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, alignments
         )
-        self.lr_schedule = (
-            JobLRSchedule(plan.job.lr_schedule, plan.job.train.steps, self.optimizers)
-            if lr_scheduler is None
-            else TorchLRSchedule(lr_scheduler, self.optimizers)
-        )
+        self.lr_schedule = make_lr_schedule(plan.job, self.optimizers, lr_scheduler)
         self._initial_group_numbers = param_group_numbers(self.optimizers)
         collectives = self._block_collectives = BlockCollectives(state)
         patches = self._module_patches = ModulePatches(state.trained_module.module)
