@@ -10,7 +10,8 @@ The command line calls the same functions; `meshwright.resolve_config` turns a c
 arguments.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from torch import nn
 from meshwright.comm.backends.threads import single_rank_world
 from meshwright.comm.collectives.group import World
 from meshwright.comm.world import TorchWorld
-from meshwright.engine.optim.make_optimizers import OptimizerFactory
+from meshwright.engine.optim.lr_schedule import LRSchedulerFactory, LRSchedulerInput, as_lr_scheduler_factory
+from meshwright.engine.optim.make_optimizers import OptimizerMaker
+from meshwright.engine.optim.optimizer_template import optimizer_template
 from meshwright.engine.runtime.build_module import make_stateless_rng, make_trained_module
 from meshwright.engine.runtime.cpu_allocator import retain_heap
 from meshwright.engine.runtime.mixed_precision import check_dtype_support
@@ -31,9 +34,10 @@ from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.analysis.analyze import analyze as analyze_model
 from meshwright.model.analysis.find_model_loss import find_model_loss
 from meshwright.model.analysis.plan_for_model import plan_for_model
-from meshwright.model.loading.loader import Model, load_factory, load_module, with_weights
+from meshwright.model.loading.loader import LoadedModel, Model, load_factory, load_module, with_weights
+from meshwright.model.loss.as_batch import parse_batch
 from meshwright.model.loss.as_loss import LossInput, as_loss
-from meshwright.model.loss.loss_definition import Batch, check_loss
+from meshwright.model.loss.loss_definition import check_loss
 from meshwright.model.loss.token_cross_entropy import token_cross_entropy
 from meshwright.oom_advice import OOMAdvisor
 from meshwright.parallel.context.ring import RingAttention
@@ -46,12 +50,12 @@ from meshwright.parallel.tensor.megatron_1d import TensorParallel
 from meshwright.parallel.tensor.vocab_parallel import VocabParallel, can_shard_vocab
 from meshwright.plan.job.checkpoint_logging_config import RunConfig
 from meshwright.plan.job.errors import PlanError
-from meshwright.plan.job.job import Job
+from meshwright.plan.job.job import Job, LRScheduleConfig
 from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 from meshwright.plan.sharding.mesh import Mesh
 from meshwright.plan.strategy_interface import Strategy
-from meshwright.run.training.trainer import Trainer, select_local_batch
+from meshwright.run.training.trainer import Trainer, batch_tensors, select_local_batch
 from meshwright.testing.ranks import run_on_threads
 from meshwright.verifier.float64_parity_setup import make_parity_case
 from meshwright.verifier.message_trace import DEFAULT_NUM_STEPS, TraceVerdict, sample_ranks
@@ -62,11 +66,12 @@ from meshwright.verifier.reference import run_reference
 from meshwright.verifier.verdict_and_cause import Verdict
 
 ModelInput = nn.Module | Model | AnalyzedModel | Callable[[], nn.Module | Model]
+OptimizerInput = OptimizerMaker | torch.optim.Optimizer
 
 
 def analyze(
     model: ModelInput,
-    example_batch: Batch,
+    example_batch: object,
     *,
     loss: LossInput | None = None,
     seed: int = 0,
@@ -75,12 +80,15 @@ def analyze(
     """Returns the analysis of `model`: blocks, parameters and operations, found on fake tensors shaped like
     `example_batch`.
 
-    `example_batch` contains the targets of `loss`: a sum and a count (`Loss`), or `nn.CrossEntropyLoss()`,
-    `F.cross_entropy`, or `model.loss_function` of a transformers model. By default the loss is the one that
-    the model computes itself of a batch with labels, or cross-entropy over labels that are aligned with the
-    logits if it computes none. A factory is called without allocating its parameters, and initial values come
-    from `seed`. An `nn.Module` is copied with its values and not changed. Values stored in `weights`, a
-    folder or a safetensors file, take precedence over both.
+    `example_batch` is a batch as a data loader yields it (model/loss/as_batch.py): a dict, a `BatchEncoding`,
+    a dataclass, or a tuple of tensors. It contains the targets of `loss`: a sum and a count (`Loss`), or
+    `nn.CrossEntropyLoss()`, `F.cross_entropy`, or `model.loss_function` of a transformers model. By default
+    the loss is the one that the model computes itself of a batch with labels, or cross-entropy over labels
+    that are aligned with the logits if it computes none.
+
+    A factory is called without allocating its parameters, and initial values come from `seed`. An `nn.Module`
+    is copied with its values and not changed. Values stored in `weights`, a folder or a safetensors file,
+    take precedence over both.
     """
     if isinstance(model, AnalyzedModel):
         return model
@@ -89,8 +97,22 @@ def analyze(
     else:
         loaded = load_factory(model, seed, "model")
     loaded = with_weights(loaded, Path(weights)) if weights else loaded
-    stated = as_loss(loss) or find_model_loss(loaded, example_batch) or token_cross_entropy()
-    return analyze_model(loaded, stated.prepare(example_batch), stated)
+    return analyze_loaded(loaded, example_batch, loss)
+
+
+def analyze_loaded(
+    loaded: LoadedModel, example_batch: object, loss: LossInput | None = None
+) -> AnalyzedModel:
+    """Returns the analysis of a model that is loaded already; see `analyze`."""
+    stated = as_loss(loss)
+    parameters = inspect.signature(loaded.deferred_init.instantiate().forward).parameters
+    targets = (stated or token_cross_entropy()).targets
+    example = parse_batch(example_batch, parameters, targets)
+    if example.constants:
+        loaded = replace(loaded, deferred_init=loaded.deferred_init.with_constants(example.constants))
+    stated = stated or find_model_loss(loaded, example.tensors) or token_cross_entropy()
+    analyzed = analyze_model(loaded, stated.prepare(example.tensors), stated)
+    return replace(analyzed, constants=example.constants)
 
 
 def make_plan(
@@ -139,17 +161,21 @@ def parallelize(
     model: ModelInput,
     plan: Plan,
     *,
-    optimizer: OptimizerFactory | None = None,
+    optimizer: OptimizerInput | None = None,
+    lr_scheduler: LRSchedulerInput | None = None,
     loss: LossInput | None = None,
     world: World | None = None,
-    example: Mapping[str, torch.Tensor] | None = None,
+    example: object = None,
 ) -> "Trainer":
     """Returns one rank of `plan`, ready to step.
 
     Args:
-        optimizer: makes a torch optimizer from parameter groups, or several that share them; by default the
-            optimizer of the job. The groups carry the job's learning rate and weight decay, which take
-            precedence over the optimizer's arguments.
+        optimizer: makes a torch optimizer from parameter groups, or several that share them (a class does);
+            by default the optimizer of the job. The groups carry the job's learning rate and weight decay,
+            which take precedence over the optimizer's arguments. An optimizer over the parameters of the
+            module `model` is made again, with its own groups and options, over what this rank steps.
+        lr_scheduler: makes a scheduler of torch from an optimizer, or maps a step to a factor of the learning
+            rate (LambdaLR); by default the schedule of the job.
         loss: see `analyze`; by default the one of the analysis.
         world: this rank in its mesh; by default torch.distributed if it is initialized, else one device.
         example: a batch, needed unless `model` is an `AnalyzedModel`.
@@ -162,7 +188,7 @@ def parallelize(
             fix="pass example=batch, or the AnalyzedModel that made the plan",
             location="parallelize",
         )
-    analyzed = analyze(model, example or {}, loss=loss, seed=plan.job.train.seed)
+    analyzed = analyze(model, example, loss=loss, seed=plan.job.train.seed)
     if analyzed.model_spec != replace(
         plan.model_spec, stage_boundaries=None, sequence_info=None, memory=None
     ):
@@ -188,13 +214,38 @@ def parallelize(
             analyzed, world.device, getattr(torch, plan.job.precision.parameters), plan=plan
         )
         oom_advisor.executor = Executor(
-            plan, RankState(module, world, loss), optimizer, make_stateless_rng(analyzed, plan)
+            plan,
+            RankState(module, world, loss),
+            _as_optimizer_maker(optimizer, model),
+            make_stateless_rng(analyzed, plan),
+            lr_scheduler=_lr_scheduler_factory(lr_scheduler, plan),
         )
     return Trainer(plan, oom_advisor.executor, world, analyzed, oom_advisor)
 
 
+def _as_optimizer_maker(optimizer: OptimizerInput | None, model: ModelInput) -> OptimizerMaker | None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if isinstance(model, nn.Module):
+        return optimizer_template(optimizer, model)
+    kind = type(optimizer).__name__
+    text = f"the {kind} is over parameters of a module, and the model passed is no module"
+    fix = f"pass the module in place of its analysis, or optimizer=lambda groups: {kind}(groups, ...)"
+    raise PlanError(text, fix=fix, location="optimizer")
+
+
+def _lr_scheduler_factory(given: LRSchedulerInput | None, plan: Plan) -> LRSchedulerFactory | None:
+    if given is None:
+        return None
+    if plan.job.lr_schedule != LRScheduleConfig():
+        text = f"an lr_scheduler, and the plan has the schedule '{plan.job.lr_schedule.name}'"
+        fix = "remove one of them: lr_schedule of the job, or lr_scheduler"
+        raise PlanError(text, fix=fix, location="lr_scheduler")
+    return as_lr_scheduler_factory(given)
+
+
 def verify(
-    analyzed: AnalyzedModel, plan: Plan, batches: Sequence[Batch], *, loss: LossInput | None = None
+    analyzed: AnalyzedModel, plan: Plan, batches: Sequence[object], *, loss: LossInput | None = None
 ) -> Verdict:
     """Compares `plan` with one device on `batches`, one global batch per step, and returns the verdict.
 
@@ -202,7 +253,7 @@ def verify(
     optimizer.
     """
     loss = as_loss(loss) or analyzed.loss
-    prepared = [loss.prepare(batch) for batch in batches]
+    prepared = [loss.prepare(batch_tensors(batch, analyzed)) for batch in batches]
     case = make_parity_case(
         analyzed,
         plan,

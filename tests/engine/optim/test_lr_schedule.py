@@ -6,13 +6,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 from transformers import (
     get_inverse_sqrt_schedule,
     get_linear_schedule_with_warmup,
     get_polynomial_decay_schedule_with_warmup,
 )
 
-from meshwright.engine.optim.lr_schedule import lr_factor
+from meshwright.engine.optim.lr_schedule import TorchLRSchedule, as_lr_scheduler_factory, lr_factor
+from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import LRScheduleConfig
 
 
@@ -111,3 +113,76 @@ def test_an_option_of_another_schedule_is_refused_with_the_schedule_that_has_it(
         assert found.location == f"lr_schedule.{key}"
         assert f'name = "{owner}"' in found.fix
         assert not list(LRScheduleConfig(owner, **{key: value}).diagnostics(steps=10))
+
+
+def optimizer_and_schedule(make: object) -> tuple[torch.optim.Optimizer, TorchLRSchedule]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0, momentum=0.9)
+    return optimizer, TorchLRSchedule(as_lr_scheduler_factory(make), [optimizer])  # type: ignore[arg-type]
+
+
+def learning_rates(optimizer: torch.optim.Optimizer, schedule: TorchLRSchedule, steps: int) -> list[float]:
+    rates = []
+    for step in range(steps):
+        rates.append(schedule.begin_step(step))
+        optimizer.step()
+        schedule.end_step()
+    return rates
+
+
+SCHEDULERS = {
+    "exponential": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.CosineAnnealingLR(optimizer, 8)],
+        [2],
+    ),
+    "lambda": lambda step: 1 / (1 + step),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_of_torch_goes_on_from_its_saved_state(name: str):
+    unbroken, schedule = optimizer_and_schedule(SCHEDULERS[name])
+    wanted = learning_rates(unbroken, schedule, 10)
+    assert len(set(wanted)) > 3
+    first, before = optimizer_and_schedule(SCHEDULERS[name])
+    assert learning_rates(first, before, 4) == wanted[:4]
+    second, after = optimizer_and_schedule(SCHEDULERS[name])
+    after.load_state_dict(before.state_dict())
+    assert learning_rates(second, after, 6) == wanted[4:]
+    group, end = second.param_groups[0], unbroken.param_groups[0]
+    assert {key: group[key] for key in ("lr", "momentum")} == {key: end[key] for key in ("lr", "momentum")}
+
+
+def test_a_plateau_is_told_a_metric_and_not_stepped():
+    optimizer, schedule = optimizer_and_schedule(
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    )
+    assert learning_rates(optimizer, schedule, 3) == [1.0, 1.0, 1.0]
+    for loss in (1.0, 2.0):
+        schedule.report_metric(loss)
+    assert schedule.begin_step(3) == pytest.approx(0.1)
+
+
+def test_a_scheduler_that_was_made_for_another_optimizer_is_refused():
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    with pytest.raises(PlanError, match="lr_scheduler is a ExponentialLR, made for an optimizer of your own"):
+        as_lr_scheduler_factory(lr_scheduler.ExponentialLR(other, 0.5))  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_without_a_scheduler_is_refused():
+    _, schedule = optimizer_and_schedule(SCHEDULERS["lambda"])
+    with pytest.raises(PlanError, match="holds no state of a scheduler, and lr_scheduler was passed"):
+        schedule.load_state_dict({})
+
+
+def test_state_that_is_not_plain_is_refused():
+    class Odd(lr_scheduler.LambdaLR):
+        def state_dict(self) -> dict:
+            return {"odd": object()}
+
+    _, schedule = optimizer_and_schedule(lambda optimizer: Odd(optimizer, lambda step: 1.0))
+    with pytest.raises(PlanError, match="the state of the scheduler cannot be saved"):
+        schedule.state_dict()

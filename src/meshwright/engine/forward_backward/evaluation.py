@@ -9,9 +9,9 @@ stages (forward_backward/pipelined_eval.py), and the rank of the last stage comp
 runs in eval mode and without gradients; its state is restored.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, repeat
 from math import exp, inf
 from typing import Any
@@ -39,11 +39,12 @@ EVALUATION_DRAW_SITE = (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A loss and its number of tokens (as in the metrics), the same on every rank."""
+    """A loss, its number of tokens (as in the metrics), and metrics of the user; the same on every rank."""
 
     loss: float
     tokens: int
     is_token_nll: bool = True
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float | None:
@@ -55,7 +56,7 @@ class Evaluation:
     def as_dict(self) -> dict[str, float]:
         """Returns the numbers by name; no perplexity where there is none."""
         perplexity = {} if self.perplexity is None else {"perplexity": self.perplexity}
-        return {"loss": self.loss, **perplexity, "tokens": self.tokens}
+        return {"loss": self.loss, **perplexity, "tokens": self.tokens, **self.metrics}
 
 
 def evaluate(
@@ -104,11 +105,15 @@ def evaluate(
     state.world.group(axes).all_reduce(sums, action=EVALUATION_ACTION).wait()
     total, count, tokens = sums.tolist()
     if not count > 0:
-        text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
-        raise PlanError(
-            text, fix="point evaluate.source at samples with labels, or hold out others", location="evaluate"
-        )
+        raise no_samples_error()
     return Evaluation(total / count, int(tokens), is_token_nll=state.loss.is_token_nll)
+
+
+def no_samples_error() -> PlanError:
+    """Returns the error of an evaluation in which nothing counts."""
+    text = "no token of the evaluation counts: all labels are ignored, or there are no samples"
+    fix = "point evaluate.source at samples with labels, or hold out others"
+    return PlanError(text, fix=fix, location="evaluate")
 
 
 def _microbatches(batches: Iterable[LocalBatch], plan: Plan, state: RankState) -> Iterator[EvalMicrobatch]:

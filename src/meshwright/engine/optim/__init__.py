@@ -1,7 +1,8 @@
 """Optimizers over sharded parameters, the optimizer step, and the saved state.
 
     make_optimizers        parameter groups, the optimizers of a job or of the user
-    lr_schedule            the factor of the learning rate at a step
+    optimizer_template     an optimizer of the user's module, made again over what a rank steps
+    lr_schedule            the learning rates of a step: schedules of the job, schedulers of torch
     abstract_optimizer     base class of our optimizers; which optimizers accept which shard alignment
     adafactor              Adafactor
     adamw_8bit             AdamW with optimizer states in 8 bits

@@ -19,6 +19,7 @@ from meshwright.engine.optim.adamw_8bit import AdamW8bit
 from meshwright.engine.optim.adamw_bf16_states import AdamWBF16
 from meshwright.engine.optim.lion import Lion
 from meshwright.engine.optim.muon import Muon
+from meshwright.engine.optim.optimizer_template import OptimizerTemplate
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.job.job import OptimizerConfig, OptimizerName
 from meshwright.plan.model_spec.model_spec import ParamSpec
@@ -54,6 +55,7 @@ OptimizerNumbers = dict[str, int | float]
 ParamSpecs = Mapping[str, ParamSpec]
 Optimizers = tuple[torch.optim.Optimizer, ...]
 OptimizerFactory = Callable[[OptimizerParamGroups], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+OptimizerMaker = OptimizerFactory | OptimizerTemplate
 RuleKey = tuple[OptimizerName, float]  # which rule steps a parameter, and its momentum
 
 
@@ -107,7 +109,7 @@ def _groups_by_rule(
 def make_optimizers(
     config: OptimizerConfig,
     parameters: Mapping[str, nn.Parameter],
-    optimizer_factory: OptimizerFactory | None = None,
+    optimizer_factory: OptimizerMaker | None = None,
     param_specs: ParamSpecs | None = None,
     shard_alignments: ShardAlignments | None = None,
 ) -> Optimizers:
@@ -126,7 +128,11 @@ def make_optimizers(
         raise PlanError(
             text, fix="remove `name` from the groups, or pass no optimizer", location="optimizer.groups"
         )
-    given = optimizer_factory(make_param_groups(config, parameters, param_specs))
+    given = (
+        optimizer_factory.make(parameters)
+        if isinstance(optimizer_factory, OptimizerTemplate)
+        else optimizer_factory(make_param_groups(config, parameters, param_specs))
+    )
     optimizers = (given,) if isinstance(given, torch.optim.Optimizer) else tuple(given)
     check_optimizers(optimizers, parameters)
     check_shard_alignments(optimizers, parameters, shard_alignments or {})

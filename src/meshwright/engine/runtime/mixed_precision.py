@@ -39,6 +39,7 @@ scaling); Rajbhandari et al. 2020, arXiv 1910.02054 (section 3.1, the 16 bytes).
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
 
 import torch
@@ -92,6 +93,14 @@ class LossScale:
         """Loads what `state_dict` returned; an empty dict changes nothing."""
         if "value" in state_dict:
             self.value, self._good = state_dict["value"].item(), int(state_dict["good"].item())
+
+
+def autocast(precision: PrecisionConfig, device: torch.device) -> AbstractContextManager:
+    """Returns the context of a forward in `precision.compute`."""
+    if precision.compute == precision.parameters:
+        return nullcontext()
+    # no cache: a cached cast would join the graphs of two blocks that share a weight
+    return torch.autocast(device.type, dtype=getattr(torch, precision.compute), cache_enabled=False)
 
 
 def total_norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,7 +4,7 @@ Forward, loss, packing, norms, clipping, step, and collectives.
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from math import isfinite
 
@@ -24,6 +24,7 @@ from meshwright.engine.params.flat_param_store import FlatParamStore
 from meshwright.engine.runtime.grad_bucket import GradBucket, bucket_actions
 from meshwright.engine.runtime.loss_guard import LossSpike, LossSpikeError, SpikeDetector
 from meshwright.engine.runtime.microbatches import LocalBatch, single_microbatch, split_microbatches
+from meshwright.engine.runtime.mixed_precision import autocast
 from meshwright.engine.runtime.rank_state import Metrics, RankState
 from meshwright.engine.step.spike_diagnosis import (
     FullModelReplay,
@@ -377,9 +378,4 @@ class ActionHandlers:
         self._step_is_open = False
 
     def _autocast(self) -> AbstractContextManager:
-        precision = self.plan.job.precision
-        if precision.compute == precision.parameters:
-            return nullcontext()
-        dtype = getattr(torch, precision.compute)
-        # no cache: a cached cast would join the graphs of two blocks that share a weight
-        return torch.autocast(self.state.world.device.type, dtype=dtype, cache_enabled=False)
+        return autocast(self.plan.job.precision, self.state.world.device)

@@ -22,10 +22,9 @@ from meshwright.engine.forward_backward.lockstep_pipeline_forward import Pipelin
 from meshwright.engine.forward_backward.stage_send_recv import make_stage_io
 from meshwright.engine.losses.chunked import ChunkedLossRuntime
 from meshwright.engine.losses.vocab_parallel_logits import VocabParallelLogits
-from meshwright.engine.optim.lr_schedule import lr_factor
+from meshwright.engine.optim.lr_schedule import LRSchedulerFactory, make_lr_schedule
 from meshwright.engine.optim.make_optimizers import (
-    OptimizerFactory,
-    all_param_groups,
+    OptimizerMaker,
     make_optimizers,
     param_group_numbers,
 )
@@ -78,15 +77,16 @@ class Executor:
         self,
         plan: Plan,
         state: RankState,
-        optimizer: OptimizerFactory | None = None,
+        optimizer: OptimizerMaker | None = None,
         stateless_rng: StatelessRNG | None = None,
         extra_handlers: Mapping[str, Callable[[Action, RankState], None]] | None = None,
+        lr_scheduler: LRSchedulerFactory | None = None,
     ) -> None:
         create_groups(plan, state.world)
         plan = plan.for_rank(state.world.rank)
         if plan.sharding.block_calls_by_pp_rank:
             state.trained_module = state.trained_module.restrict_to(plan.sharding.model_spec)
-        self.plan, self.state = plan, state
+        self.plan, self.state, self.loss = plan, state, state.loss  # this one of full logits
         self.steps_done, self._cursor, self._heap_warmup_left = 0, 0, HEAP_WARMUP_STEPS
         self.flat_params = FlatParamStore(plan, state)
         self._vocab_parallel_logits = VocabParallelLogits(plan, state)
@@ -95,7 +95,7 @@ class Executor:
         self.optimizers = make_optimizers(
             plan.job.optimizer, self.flat_params.optimizer_params(), optimizer, weights, alignments
         )
-        self._base_lrs = [group["lr"] for group in all_param_groups(self.optimizers)]
+        self.lr_schedule = make_lr_schedule(plan.job, self.optimizers, lr_scheduler)
         self._initial_group_numbers = param_group_numbers(self.optimizers)
         collectives = self._block_collectives = BlockCollectives(state)
         patches = self._module_patches = ModulePatches(state.trained_module.module)
@@ -152,7 +152,7 @@ class Executor:
         """
         step_actions, state = self._actions, self.state
         step_actions.begin_step(self.steps_done, batch, stop=stop)
-        lr = self._set_lr()
+        lr = self.lr_schedule.begin_step(self.steps_done)
         self._cursor, self._current_entries = (
             0,
             self._entries if profiler is None else wrap_with_profiler(self._entries, state.works, profiler),
@@ -179,7 +179,10 @@ class Executor:
         if self._heap_warmup_left and state.world.device.type == "cpu":
             trim_heap()
             self._heap_warmup_left -= 1
-        return step_actions.metrics(self.steps_done, lr)
+        metrics = step_actions.metrics(self.steps_done, lr)
+        if not metrics.is_skipped:
+            self.lr_schedule.end_step()
+        return metrics
 
     def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
         """Returns the loss over `batches`, exact over all ranks; each passes its own samples.
@@ -206,6 +209,7 @@ class Executor:
         scale = {} if self._update.loss_scale is None else self._update.loss_scale.state_dict()
         state = {f"guard/{name}": value for name, value in guard_state.items()} | noise
         state |= {f"loss_scale/{name}": value for name, value in scale.items()}
+        state |= self.lr_schedule.state_dict()
         local_state = (
             model_state_dict(subject, self.flat_params)
             | optimizer_state_dict(self.optimizers, subject, self.flat_params, self._initial_group_numbers)
@@ -229,7 +233,19 @@ class Executor:
         if guard_state and self._actions.spike_detector is not None:
             self._actions.spike_detector.load_state_dict(guard_state)
         self._gradient_noise.load_state_dict(strip_prefix("noise/", state_dict))
+        self.lr_schedule.load_state_dict(state_dict)
         self.steps_done = steps_done
+
+    def load_parameters(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Loads parameters and buffers alone from `state_dict`, full tensors by full name."""
+        load_model_state(self.state.trained_module, self.flat_params, state_dict)
+
+    def load_optimizer_state(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        """Loads the state of the optimizers alone from `state_dict`, full tensors by full name."""
+        subject = self.state.trained_module
+        dtypes = {name: parameter.dtype for name, parameter in subject.parameters.items()}
+        optimizer_state = strip_prefix("optimizer/", state_dict)
+        load_optimizer_state(self.optimizers, subject, self.flat_params, optimizer_state, dtypes)
 
     @contextmanager
     def full_params(self, action: str) -> Iterator[None]:
@@ -292,12 +308,6 @@ class Executor:
         self._driver.detach()
         self._sequence_runner.restore_model()
         self._module_patches.restore_forwards()
-
-    def _set_lr(self) -> float:
-        scale = lr_factor(self.plan.job.lr_schedule, self.steps_done, self.plan.job.train.steps)
-        for group, base in zip(all_param_groups(self.optimizers), self._base_lrs, strict=True):
-            group["lr"] = base * scale
-        return self._base_lrs[0] * scale
 
     def _before_block(self, microbatch: int) -> BeforeBlock:
         """Returns the hook that a block calls before it runs: it executes the list up to the block's F.

@@ -7,6 +7,7 @@ The model is run in training mode. A model that arrives in training mode keeps i
 in eval mode stays in eval mode.
 """
 
+import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -84,7 +85,7 @@ class AnalyzedModel:
     calls that call torch's attention, `num_captured` the number of tensors that leave blocks through each
     side channel, `unused_params` the trainable parameters that the trial did not use, `table_uses` the
     operations that couple all samples of a batch, and `untracked_write_lines` the source lines where glue may
-    write to memory that no hook sees.
+    write to memory that no hook sees. `constants` are passed to every forward.
     """
 
     deferred_init: DeferredInit
@@ -101,6 +102,7 @@ class AnalyzedModel:
     example_samples: Example = field(default_factory=dict, repr=False, compare=False)
     table_uses: tuple[TableUse, ...] = ()
     untracked_write_lines: tuple[str, ...] = ()
+    constants: Mapping[str, object] = field(default_factory=dict)
 
     def for_example(self, example: Example) -> "AnalyzedModel":
         """Returns the analysis of the same model for batches like `example`, whose sequences have another
@@ -126,6 +128,11 @@ class AnalyzedModel:
         """Checks that blocks run the same operations on a sequence shard as on full sequences."""
         inputs = {each.name: self.example_samples[each.name] for each in self.model_spec.inputs}
         return SequenceShardCheck(inputs, make_trial_factory(self.deferred_init, self.block_names))
+
+    @cached_property
+    def forward_parameters(self) -> Mapping[str, inspect.Parameter]:
+        """The parameters of the model's forward."""
+        return inspect.signature(self.deferred_init.instantiate().forward).parameters
 
     @cached_property
     def forward_graphs(self) -> dict[torch.dtype, "ForwardGraphCache"]:

@@ -25,9 +25,10 @@ computed before it is registered (`nn.Parameter(torch.randn(3) * 0.02)`) keeps i
 """
 
 import copy
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,8 +40,26 @@ from meshwright.model.tensors.pytree import storage_id
 from meshwright.plan.job.errors import Diagnostic, PlanError, raise_diagnostics, suggest_name
 from meshwright.plan.model_spec.model_spec import PretrainedSource
 
-if TYPE_CHECKING:
-    from meshwright.model.loading.pretrained_weights import PretrainedWeights
+
+class StoredValues(Protocol):
+    """Initial values that are stored somewhere, by name of the parameter."""
+
+    @property
+    def pretrained_source(self) -> PretrainedSource | None:
+        """Their location on disk, if they have one."""
+        ...
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def read(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+        rows: range | None = None,
+    ) -> torch.Tensor:
+        """Returns the value of `name`, or its `rows` along dim 0, in `dtype` (None: as stored)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -95,7 +114,7 @@ class DeferredInit:
         windows: dict[str, StorageWindow],
         tape: InitTape,
         seed: int,
-        weights: "PretrainedWeights | None" = None,
+        weights: StoredValues | None = None,
     ) -> None:
         self.logical_params = logical_params
         self._weights = weights
@@ -113,7 +132,7 @@ class DeferredInit:
         """The source of stored initial values; None if all are drawn from the seed."""
         return None if self._weights is None else self._weights.pretrained_source
 
-    def with_weights(self, weights: "PretrainedWeights") -> "DeferredInit":
+    def with_weights(self, weights: StoredValues) -> "DeferredInit":
         """Returns this deferred initialization with the stored `weights` as initial values of their
         parameters.
 
@@ -128,6 +147,12 @@ class DeferredInit:
                 if buffer is not None and name in weights:
                     owner._buffers[leaf] = weights.read(name, buffer.dtype)
         return DeferredInit(module, self.logical_params, self._windows, self._tape, self._seed, weights)
+
+    def with_constants(self, constants: Mapping[str, object]) -> "DeferredInit":
+        """Returns this deferred initialization of a module whose forward gets `constants` in every call."""
+        module = self.instantiate()
+        module.register_forward_pre_hook(partial(_add_constants, constants=dict(constants)), with_kwargs=True)
+        return DeferredInit(module, self.logical_params, self._windows, self._tape, self._seed, self._weights)
 
     def keeps_dtype(self, name: str) -> bool:
         """Returns whether the parameter `name` keeps the dtype of its constructor, whatever the dtype of the
@@ -260,7 +285,7 @@ class DeferredInit:
                 wanted.append(self._first_name(name))
         return list(dict.fromkeys(wanted)), owners
 
-    def _stale_diagnostics(self, weights: "PretrainedWeights") -> Iterator[Diagnostic]:
+    def _stale_diagnostics(self, weights: StoredValues) -> Iterator[Diagnostic]:
         names = {window.storage: name for name, window in self._windows.items()}
         for name, window in self._windows.items():
             if name not in weights:
@@ -287,6 +312,12 @@ class DeferredInit:
                 f"there is no parameter '{name}'", fix=suggest_name(name, self._first_names), location="model"
             )
         return self._first_names[name]
+
+
+def _add_constants(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], constants: Mapping[str, object]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, {**constants, **kwargs}
 
 
 def logical_names(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Training: the loop over steps, and one rank for loops of your own.
 
-trainer        Trainer: one rank of a plan
-sample_text    generates text with a trained model
-train_loop     feed, step, log, evaluate, save
+trainer               Trainer: one rank of a plan
+gathered_predictions  outputs of the model, and metrics of the user, gathered from all ranks
+sample_text           generates text with a trained model
+train_loop            feed, step, log, evaluate, save
 """

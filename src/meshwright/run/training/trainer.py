@@ -2,11 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from meshwright.comm.collectives.group import World
 from meshwright.engine.forward_backward.evaluation import Evaluation
@@ -15,14 +18,26 @@ from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
 from meshwright.engine.step.executor import Executor
 from meshwright.model.analysis.analyze import AnalyzedModel
+from meshwright.model.loss.as_batch import check_constants, parse_batch
 from meshwright.model.loss.loss_definition import Batch
 from meshwright.plan.job.errors import PlanError
 from meshwright.plan.plan import Plan
+from meshwright.plan.sharding.mesh import AXES
 from meshwright.run.checkpoint.distributed_checkpoint import open_tensors
 from meshwright.run.checkpoint.distributed_verification import consensus_for_load, verify_checkpoint
 from meshwright.run.checkpoint.resume import check_model
 from meshwright.run.export.hf_export import ExportableModel, ExportResult, export_model
+from meshwright.run.training.gathered_predictions import (
+    EvalMetric,
+    Predict,
+    evaluate_with_metrics,
+    gathered_predictions,
+)
 from meshwright.run.training.train_loop import save_checkpoint
+
+
+class LocalSamples(dict[str, torch.Tensor]):
+    """The samples of one rank: what `Trainer.local_batch` returns of a global batch."""
 
 
 class Trainer:
@@ -58,27 +73,51 @@ class Trainer:
         """The number of global steps taken, those before a resume included."""
         return self.executor.steps_done
 
-    def step(self, batch: LocalBatch, *, stop: bool = False) -> Metrics:
+    def step(self, batch: object, *, stop: bool = False) -> Metrics:
         """Trains one global step on this rank's samples (see `local_batch`); returns the same metrics on
         every rank.
 
-        A list contains microbatches: each has the plan's number of samples, the last one at most that, and
-        any sequence length. Raises OutOfMemory on a rank that runs out of memory.
+        A batch is a dict of tensors, or what a data loader yields (model/loss/as_batch.py). A list of batches
+        contains microbatches: each has the plan's number of samples, the last one at most that, and any
+        sequence length. None: this rank has no samples. Raises OutOfMemory on a rank that runs out of memory.
         """
         ledger = self.world.ledger
         ledger.phase, ledger.step = "first_step" if ledger.step is None else "step", self.steps_done + 1
         with self.oom_advisor:
             return self.executor.step(self._prepare(batch), stop=stop)
 
-    def evaluate(self, batches: Iterable[LocalBatch]) -> Evaluation:
-        """Returns the loss over `batches`, exact over all ranks; each rank passes its own samples (see
-        `local_batch`).
+    def evaluate(self, data: object, metrics: Mapping[str, EvalMetric] | None = None) -> Evaluation:
+        """Returns the loss over the samples of `data`, exact over all ranks, and the `metrics` of the user.
 
-        It runs in eval mode and without gradients, and does not change parameters, buffers, modes and random
-        states. Ranks with other pipeline stages, or other parts of the same samples, pass the same samples.
+        `data` are batches, such as a DataLoader, or a dataset; every rank passes the same, and each sample
+        counts once. Batches of `local_batch` contain this rank's samples already. Each of `metrics` is a
+        function of the model's outputs and a batch that returns a sum over samples and the count that
+        divides it. Evaluation runs in eval mode and without gradients, and does not change parameters,
+        buffers, modes and random states.
         """
+        batches = self._eval_batches(data)
         with self.oom_advisor:
-            return self.executor.evaluate(self._prepare(batch) for batch in batches)
+            if not metrics:
+                found = self.executor.evaluate(batches)
+            else:
+                found = evaluate_with_metrics(self.executor, self._single_microbatches(batches), metrics)
+        self.executor.lr_schedule.report_metric(found.loss)
+        return found
+
+    def predict(self, data: object, select: Predict) -> dict[str, torch.Tensor]:
+        """Returns what `select` takes of the model's outputs and each batch, by name: of all samples, once
+        each, in the order of `data`, on every rank.
+
+        `data` as for `evaluate`; `select(outputs, batch)` returns tensors with one sample per row.
+        """
+        pieces: dict[str, list[torch.Tensor]] = {}
+        with self.oom_advisor:
+            rows = self._single_microbatches(self._eval_batches(data))
+            for row in gathered_predictions(self.executor, rows, select):
+                for piece in row:
+                    for name, tensor in piece.items():
+                        pieces.setdefault(name, []).append(tensor)
+        return {name: torch.cat(tensors) for name, tensors in pieces.items()}
 
     @contextmanager
     def full_params(self) -> Iterator[nn.Module]:
@@ -90,18 +129,68 @@ class Trainer:
         with torch.no_grad(), self.executor.full_params("GATHER_FULL"):
             yield self.module
 
-    def local_batch(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def local_batch(self, batch: object) -> LocalSamples:
         """Returns this rank's samples of a global batch, microbatch after microbatch; fewer if the batch
         is short.
         """
-        return select_local_batch(batch, self.plan, self.world.rank)
+        return select_local_batch(batch_tensors(batch, self.analyzed), self.plan, self.world.rank)
 
-    def _prepare(self, batch: LocalBatch) -> LocalBatch:
+    def _prepare(self, batch: object) -> LocalBatch:
         """Returns `batch` as the model and the loss read it."""
-        prepare = self.executor.state.loss.prepare
         if batch is None:
             return None
-        return prepare(batch) if isinstance(batch, Mapping) else [prepare(each) for each in batch]
+        if isinstance(batch, list) and not all(isinstance(each, torch.Tensor) for each in batch):
+            return [self._prepare_one(each) for each in batch]
+        return self._prepare_one(batch)
+
+    def _prepare_one(self, batch: object) -> Batch:
+        return self.executor.loss.prepare(batch_tensors(batch, self.analyzed))
+
+    def _eval_batches(self, data: object) -> Iterator[LocalBatch]:
+        """Yields this rank's samples of each batch of `data`, prepared."""
+        size, is_checked = self.plan.job.train.batch, self.world.mesh.world_size == 1
+        for batch in _iterate_batches(data, size):
+            if _is_local(batch):
+                yield self._prepare(batch)
+                continue
+            tensors = batch_tensors(batch, self.analyzed)
+            if not is_checked:
+                self._check_same_on_all_ranks(tensors)
+                is_checked = True
+            for first in range(0, len(next(iter(tensors.values()))), size):
+                rows = {key: value[first : first + size] for key, value in tensors.items()}
+                local = select_local_batch(rows, self.plan, self.world.rank)
+                yield self._prepare_one(local) if len(next(iter(local.values()))) else None
+
+    def _single_microbatches(self, batches: Iterable[LocalBatch]) -> Iterator[Batch | None]:
+        """Yields as many microbatches per batch on every rank; None where this one has no samples."""
+        size = self.plan.micro_batch
+        for batch in batches:
+            given = [batch] if isinstance(batch, Mapping) else batch or []
+            found = [
+                {key: value[first : first + size] for key, value in each.items()}
+                for each in given
+                for first in range(0, len(next(iter(each.values()))), size)
+            ]
+            yield from found
+            yield from [None] * (self.plan.num_microbatches - len(found))
+
+    def _check_same_on_all_ranks(self, tensors: Batch) -> None:
+        digest = sha256()
+        for key, value in sorted(tensors.items()):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        own = torch.frombuffer(bytearray(digest.digest()[:8]), dtype=torch.int64).to(self.world.device)
+        group = self.world.group(AXES)
+        every = own.new_zeros(group.size)
+        group.all_gather(every, own, action="EVALUATE").wait()
+        if len(set(every.tolist())) > 1:
+            raise PlanError(
+                "the ranks passed different batches to an evaluation, which shares them itself",
+                fix="pass the same batches on every rank (no DistributedSampler, and the same seed), or "
+                "this rank's: trainer.local_batch(batch)",
+                location="evaluate",
+            )
 
     def save(self, folder: Path | str) -> Path:
         """Saves a checkpoint of this step into `folder` and returns its path; all ranks call it."""
@@ -158,7 +247,39 @@ class Trainer:
         self.close()
 
 
-def select_local_batch(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.Tensor]:
+def batch_tensors(batch: object, analyzed: AnalyzedModel) -> dict[str, torch.Tensor]:
+    """Returns the tensors of `batch`, which a data loader yielded; see model/loss/as_batch.py.
+
+    Raises PlanError for a batch with other constants than the example of the analysis.
+    """
+    if isinstance(batch, LocalSamples):
+        return batch
+    parsed = parse_batch(batch, analyzed.forward_parameters, analyzed.loss.targets)
+    check_constants(parsed.constants, analyzed.constants)
+    return parsed.tensors
+
+
+def _iterate_batches(data: object, size: int) -> Iterator[object]:
+    """Yields the batches of `data`: a data loader, an iterable of batches, one batch, or a dataset."""
+    if isinstance(data, Mapping):
+        yield data
+        return
+    if isinstance(data, TorchDataset) or type(data).__module__.startswith("datasets."):
+        data = DataLoader(data, batch_size=size)  # type: ignore[arg-type]  datasets of the hub are read alike
+    if not isinstance(data, Iterable):
+        text = f"data to evaluate on is a {type(data).__name__}"
+        fix = "pass a DataLoader, a dataset, or an iterable of batches"
+        raise PlanError(text, fix=fix, location="evaluate")
+    yield from data
+
+
+def _is_local(batch: object) -> bool:
+    if isinstance(batch, list):
+        return bool(batch) and all(isinstance(each, LocalSamples) for each in batch)
+    return batch is None or isinstance(batch, LocalSamples)
+
+
+def select_local_batch(batch: Batch, plan: Plan, rank: int) -> LocalSamples:
     """Returns the samples of a global batch that `rank` trains on under `plan`, microbatch after
     microbatch.
 
@@ -172,8 +293,8 @@ def select_local_batch(batch: Batch, plan: Plan, rank: int) -> dict[str, torch.T
         )
     local_ids = [index for index in plan.samples_read(rank) if index < num_samples]
     if len(local_ids) == num_samples:
-        return dict(batch)
+        return LocalSamples(batch)
     first = local_ids[0] if local_ids else 0
     if not local_ids or local_ids[-1] - first + 1 == len(local_ids):  # contiguous: views, no copy
-        return {key: value[first : first + len(local_ids)] for key, value in batch.items()}
-    return {key: value[local_ids] for key, value in batch.items()}
+        return LocalSamples({key: value[first : first + len(local_ids)] for key, value in batch.items()})
+    return LocalSamples({key: value[local_ids] for key, value in batch.items()})
