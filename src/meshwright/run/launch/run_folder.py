@@ -180,9 +180,10 @@ def _refuse_living_owner(attempt: Attempt) -> None:
     modified_ns = _modified_ns(path)
     if modified_ns is None:
         return  # it has ended
-    owner = None
-    with suppress(OSError):
+    try:
         owner = Owner.from_json(path.read_bytes())
+    except FileNotFoundError:
+        return  # it has ended just now
     if owner is not None and owner.is_local:
         if not HostProcess(owner.pid, owner.start_time).is_running:
             return
