@@ -13,7 +13,7 @@ replaces no folder with contents, on local and on network file systems, so of se
 number is never given twice, because its folder keeps contents. With one lock file, or with numbers that are
 given again, a slow process could take away a claim that is newer than the one it found to have ended.
 
-The claim of the newest number holds the folder until its owner.json is removed, or its owner is dead:
+The claim of the newest number holds the folder until its owner.json is renamed, or its owner is dead:
 
     on this host      its process has ended (compared by pid and start time, because pids are reused)
     on another host   owner.json was not renewed for `SILENT_S`. Only changes are compared, no clocks.
