@@ -31,7 +31,7 @@ print("to stderr", file=sys.stderr)
     for rank, text in enumerate([said[0].out, *said[1:]]):
         assert text.split()[:8] == [str(rank), str(rank), "3", "3", "5", loopback, store, "True"]
         assert rank == 0 or text.endswith("to stderr\n")
-    assert not (tmp_path / "attempts").exists()
+    assert [path.name for path in tmp_path.glob("attempts/*/*")] == ["former_owner.json"]
     assert not (tmp_path / "logs" / "rank-0.log").exists()
 
 

@@ -74,24 +74,20 @@ def test_a_folder_that_is_held_is_refused_with_its_owner_its_start_and_the_repai
     assert diagnostic.location == str(tmp_path)
 
 
-def test_a_claim_that_has_ended_leaves_nothing(tmp_path):
-    for _ in range(2):
+def test_a_folder_is_free_when_a_claim_has_ended_and_its_number_is_not_given_again(tmp_path):
+    for number in (1, 2, 3):
         with claim_run_folder(tmp_path / "run") as attempt:
-            assert attempt.number == 1
-    assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_an_attempt_with_failures_keeps_its_folder_and_its_number(tmp_path):
-    with claim_run_folder(tmp_path) as attempt:
-        (attempt.folder / "failures").mkdir()
-    with claim_run_folder(tmp_path) as attempt:
-        assert attempt.number == 2
+            assert attempt.number == number
+            assert (attempt.folder / "owner.json").is_file()
+    assert sorted(path.name for path in (tmp_path / "run" / "attempts").iterdir()) == ["0001", "0002", "0003"]
+    assert [path.name for path in attempt.folder.iterdir()] == ["former_owner.json"]
 
 
 def test_a_claim_ends_with_an_error_of_the_body(tmp_path):
     with pytest.raises(KeyError), claim_run_folder(tmp_path):
         raise KeyError
-    assert not (tmp_path / "attempts").exists()
+    with claim_run_folder(tmp_path) as attempt:
+        assert attempt.number == 2
 
 
 def test_the_claim_of_a_killed_process_is_taken_over(tmp_path):
@@ -105,7 +101,7 @@ def test_the_claim_of_a_killed_process_is_taken_over(tmp_path):
         process.wait()
         with claim_run_folder(tmp_path) as attempt:
             assert attempt.number == 2
-        assert (tmp_path / "attempts" / "0001" / "dead_owner.json").is_file()
+        assert (tmp_path / "attempts" / "0001" / "former_owner.json").is_file()
 
 
 def test_a_stopped_process_of_this_host_keeps_its_claim(tmp_path):
@@ -159,7 +155,7 @@ def test_a_silent_owner_on_another_host_or_of_unknown_name_is_dead(text, tmp_pat
 def test_an_owner_whose_claim_was_taken_over_ends(tmp_path):
     with holder(tmp_path) as process:
         path = tmp_path / "attempts" / "0001" / "owner.json"
-        path.rename(path.with_name("dead_owner.json"))
+        path.rename(path.with_name("former_owner.json"))
         _, err = process.communicate(timeout=60)
         assert process.returncode == 1
         assert "another run took over" in err
@@ -191,13 +187,14 @@ def test_of_threads_that_claim_at_once_never_two_hold_the_folder(tmp_path):
     assert all("another run trains in this folder" in text for text in refused)
 
 
-def test_a_slow_claim_below_the_newest_attempt_is_withdrawn(tmp_path, monkeypatch):
+def test_a_slow_claim_of_a_number_that_was_given_meanwhile_looks_at_the_newest_attempt(tmp_path, monkeypatch):
     write_owner(tmp_path, Owner.current(), number=2)
+    write_owner(tmp_path, Owner.current(), number=1).rename(tmp_path / "attempts/0001/former_owner.json")
     usual, first = run_folder._attempt_numbers, iter([[]])
     monkeypatch.setattr(run_folder, "_attempt_numbers", lambda folder: next(first, usual(folder)))
     with pytest.raises(PlanError, match="attempt 2, process"), claim_run_folder(tmp_path):
         pytest.fail("attempt 2 holds the folder")
-    assert [path.name for path in (tmp_path / "attempts").iterdir()] == ["0002"]
+    assert sorted(path.name for path in (tmp_path / "attempts").iterdir()) == ["0001", "0002"]
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,15 @@ partial checkpoints. So whoever starts ranks first claims the folder, and holds 
 
     attempts/0003/owner.json              the attempt that holds the folder: host, process, start; its
                                           modification time is renewed every `RENEW_S`
-    attempts/0002/dead_owner.json         an attempt whose owner was killed
-    attempts/0001/failures/rank-1.json    an attempt that failed; one that ends well leaves nothing
+    attempts/0002/former_owner.json       an attempt that has ended, or whose owner was killed
+    attempts/0002/failures/rank-1.json    how a rank of it failed
 
 Attempts are numbered, and an attempt is claimed by renaming a prepared folder to the next number. A rename
 replaces no folder with contents, on local and on network file systems, so of several claims one succeeds. A
-number is never given twice while it has contents; therefore a slow process cannot take away a claim that is
-newer than the one it looked at, as it could with one lock file.
+number is never given twice, because its folder keeps contents. With one lock file, or with numbers that are
+given again, a slow process could take away a claim that is newer than the one it found to have ended.
 
-The claim of the newest number holds the folder until its owner.json is removed, or its owner is dead:
+The claim of the newest number holds the folder until its owner.json is renamed, or its owner is dead:
 
     on this host      its process has ended (compared by pid and start time, because pids are reused)
     on another host   owner.json was not renewed for `SILENT_S`. Only changes are compared, no clocks.
@@ -43,7 +43,7 @@ from meshwright.plan.job.errors import PlanError, refuse_special_files, refuse_w
 
 ATTEMPTS = "attempts"
 UNCLAIMED = "unclaimed"  # failures of ranks of another launcher that rank 0 has not told their attempt
-OWNER_FILE, DEAD_OWNER_FILE = "owner.json", "dead_owner.json"
+OWNER_FILE, FORMER_OWNER_FILE = "owner.json", "former_owner.json"
 RENEW_S = 5.0  # how often an owner renews its claim
 SILENT_S = 30.0  # after which an owner on another host is dead: six renewals
 POLL_S = 0.2
@@ -90,8 +90,9 @@ class Owner:
     @classmethod
     def from_json(cls, text: bytes) -> "Owner | None":
         """Returns the owner that was written as JSON; None for anything else."""
-        with suppress(ValueError, TypeError, KeyError):
+        with suppress(ValueError, TypeError, KeyError, OverflowError, OSError):
             said: dict[str, Any] = json.loads(text)
+            datetime.fromtimestamp(float(said["since"]))  # raises for a time that is none
             return cls(
                 str(said["host"]),
                 str(said["host_id"]),
@@ -138,7 +139,7 @@ def claim_run_folder(folder: Path) -> Iterator[Attempt]:
     finally:
         ended.set()
         thread.join()
-        _release(attempt)
+        _end(attempt)
 
 
 def _claim(folder: Path) -> Attempt:
@@ -151,23 +152,12 @@ def _claim(folder: Path) -> Attempt:
             if newest.number:
                 _refuse_living_owner(newest)
             mine = Attempt(folder, newest.number + 1)
-            if not _rename_to_new(prepared, mine.folder):
-                continue  # another process was faster; it is the newest now
-            if max(_attempt_numbers(folder)) == mine.number:
-                _retire_owners(mine)
+            if _rename_to_new(prepared, mine.folder):  # else another process was faster: it is the newest now
+                for number in range(1, mine.number):  # whose owners are dead
+                    _end(Attempt(folder, number))
                 return mine
-            mine.folder.rename(prepared)  # attempts that ended meanwhile left a gap below the newest
     finally:
         shutil.rmtree(prepared, ignore_errors=True)
-
-
-def _retire_owners(newest: Attempt) -> None:
-    """Marks the owners of all earlier attempts as dead; their folders keep contents, and so their numbers."""
-    for number in _attempt_numbers(newest.run_folder):
-        folder = Attempt(newest.run_folder, number).folder
-        if number < newest.number:
-            with suppress(FileNotFoundError):
-                (folder / OWNER_FILE).rename(folder / DEAD_OWNER_FILE)
 
 
 def _attempt_numbers(folder: Path) -> list[int]:
@@ -190,9 +180,10 @@ def _refuse_living_owner(attempt: Attempt) -> None:
     modified_ns = _modified_ns(path)
     if modified_ns is None:
         return  # it has ended
-    owner = None
-    with suppress(OSError):
+    try:
         owner = Owner.from_json(path.read_bytes())
+    except FileNotFoundError:
+        return  # it has ended just now
     if owner is not None and owner.is_local:
         if not HostProcess(owner.pid, owner.start_time).is_running:
             return
@@ -248,8 +239,7 @@ def _renew(attempt: Attempt, ended: threading.Event) -> None:
             logger.warning("the claim of '%s' was not renewed: %s", attempt.run_folder, error)
 
 
-def _release(attempt: Attempt) -> None:
-    with suppress(OSError):  # a folder that was removed meanwhile, or is not empty
-        (attempt.folder / OWNER_FILE).unlink(missing_ok=True)
-        attempt.folder.rmdir()
-        attempt.folder.parent.rmdir()
+def _end(attempt: Attempt) -> None:
+    """Gives the claim up. The file stays under another name, so that the number is not given again."""
+    with suppress(OSError):  # it has ended already, or the folder was removed
+        (attempt.folder / OWNER_FILE).rename(attempt.folder / FORMER_OWNER_FILE)
