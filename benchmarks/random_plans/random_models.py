@@ -120,7 +120,8 @@ def _contrastive_loss() -> Loss:
     def total(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         scores = 10 * outputs.text_embeds @ outputs.image_embeds.T + batch["target"]
         own = torch.arange(len(scores))
-        return sum(F.cross_entropy(each, own, reduction="sum") for each in (scores, scores.T))
+        by_text, by_image = (F.cross_entropy(each, own, reduction="sum") for each in (scores, scores.T))
+        return by_text + by_image
 
     return Loss(total, lambda batch: torch.tensor(len(batch["target"])), ("target",), whole_batch=True)
 
