@@ -2,12 +2,9 @@
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from meshwright.api import analyze
 from tests.model.rng.test_stateless_dropout import on, run
 
 
@@ -31,20 +28,3 @@ def test_draws_into_a_tensor_are_the_numbers_of_their_site(
         one[3:], run(sites, torch.arange(3, 5), lambda: draw(x[3:]))
     )  # those samples, wherever they are
     assert len(one.unique()) > 1
-
-
-class ByNumpy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) * (2 if np.random.rand() < 2 else 1)
-
-
-def test_draws_by_numpy_are_reported_and_not_refused():
-    notes = analyze(ByNumpy(), {"x": torch.ones(2, 3)}).model_spec.notes
-    assert any("the forward draws numbers with numpy.random" in note for note in notes)
-    assert not any(
-        "numpy" in note for note in analyze(nn.Linear(3, 3), {"input": torch.ones(2, 3)}).model_spec.notes
-    )

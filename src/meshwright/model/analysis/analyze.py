@@ -11,14 +11,14 @@ import inspect
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.model.analysis.memory_trial import MemoryTrial, measure_memory
+from meshwright.model.analysis.repeated_forward import OperationRecorder, RepeatedForward
 from meshwright.model.analysis.sharding_trials import (
     add_residual_stream,
     find_sequence_info,
@@ -66,11 +66,6 @@ Example = Mapping[str, torch.Tensor]
 SECOND_BATCH_SIZE = 5
 # findings, draw sites, and the outputs that the loss reads
 TrialResult = tuple[TrialFindings, DrawSites, tuple[BatchTensor, ...]]
-NUMPY_RANDOM_NOTE = (
-    "the forward draws numbers with numpy.random: if they reach its outputs, results depend on the plan; "
-    "draw with torch.rand, or turn off what draws (in transformers' models of speech apply_spec_augment, or "
-    "a layer drop)"
-)
 FindLossInputs = Callable[[TrialFindings, TrialFindings | None], tuple[BatchTensor, ...]]
 
 
@@ -323,32 +318,39 @@ def _run_trial(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module = make_trial_module(plan)
     make_fake(module, mode)
+    recorder, result = OperationRecorder(module), None
     try:
         with mode:
             fake_batches = {
                 batch: {key: mode.from_tensor(value) for key, value in samples.items()}
                 for batch, samples in batches.items()
             }
-            return _forwards(module, names, fake_batches, find_loss_inputs, layers, other=other)
+            result = _forwards(recorder, names, fake_batches, find_loss_inputs, layers, other=other)
     except PlanError:
         raise
     except Exception as error:
         if not depends_on_values(error):
             raise _forward_error(error, inputs) from error
-    module = make_trial_module(plan)
-    # batched experts on real tensors need expert weights per token
-    use_eager_experts(module)
-    plan.materialize(module)
-    try:
-        return _forwards(module, names, batches, find_loss_inputs, layers, other=other)
-    except PlanError:
-        raise
-    except Exception as error:
-        raise _forward_error(error, inputs) from error
+    if reads_values := result is None:
+        module = make_trial_module(plan)
+        # batched experts on real tensors need expert weights per token
+        use_eager_experts(module)
+        plan.materialize(module)
+        recorder = OperationRecorder(module)
+        try:
+            result = _forwards(recorder, names, batches, find_loss_inputs, layers, other=other)
+        except PlanError:
+            raise
+        except Exception as error:
+            raise _forward_error(error, inputs) from error
+    findings, sites, _ = result
+    repeated = RepeatedForward(plan, batches[PROBE_BATCH], reads_values)
+    findings.outside_generators = repeated.check(recorder.operations, draws=bool(sites.layouts))
+    return result
 
 
 def _forwards(
-    module: nn.Module,
+    recorder: OperationRecorder,
     names: tuple[str, ...],
     batches: Mapping[int, Example],
     find_loss_inputs: FindLossInputs,
@@ -356,27 +358,25 @@ def _forwards(
     *,
     other: bool,
 ) -> TrialResult:
-    rng, blocks = StatelessRNG(seed=0), get_blocks(module, names)
+    module, rng = recorder.module, StatelessRNG(seed=0)
+    blocks = get_blocks(module, names)
 
-    def forward(batch: int) -> TrialFindings:
-        before = repr(np.random.get_state(legacy=False))
+    def forward(batch: int, record: Callable[[Callable[[], Any]], Any]) -> TrialFindings:
         with record_draw_sites(rng, batch):
-            findings = run_trial(
+            return run_trial(
                 module,
                 blocks,
                 rng.enter_block,
-                lambda: module(**batches[batch]),
+                lambda: record(lambda: module(**batches[batch])),
                 layers,
                 lambda: rng.num_draws,
             )
-        findings.draws_from_numpy = repr(np.random.get_state(legacy=False)) != before
-        return findings
 
-    findings, second = forward(PROBE_BATCH), None
+    findings, second = forward(PROBE_BATCH, recorder.record), None
     has_scalars = any(graph.shapes for graph in findings.output_graphs)
     # a second size separates the batch dim from other dims of the same size
     if rng.sites.layouts or has_scalars or other:
-        second = forward(SECOND_BATCH_SIZE)
+        second = forward(SECOND_BATCH_SIZE, lambda run: run())
     return findings, rng.sites, find_loss_inputs(findings, second)
 
 
@@ -457,5 +457,8 @@ def _model_notes(unbroken: bool, weights: tuple[ParamSpec, ...], findings: Trial
             f"{len(findings.written_buffers)} buffers are written by the forward "
             f"({findings.written_buffers[0]}...): every rank writes its own"
         )
-    if findings.draws_from_numpy:
-        yield NUMPY_RANDOM_NOTE
+    if findings.outside_generators:
+        yield (
+            f"the forward draws numbers from {' and '.join(findings.outside_generators)}: no operation took "
+            "one in a trial"
+        )

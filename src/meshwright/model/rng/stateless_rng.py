@@ -103,8 +103,9 @@ class StatelessRNG:
     enters a block call of its own after each of them.
     """
 
-    def __init__(self, seed: int, sites: DrawSites | None = None) -> None:
+    def __init__(self, seed: int, sites: DrawSites | None = None, trial_draw: float = 0.5) -> None:
         self.sites = DrawSites() if sites is None else sites
+        self._trial_draw = trial_draw
         self._seed = seed
         self._step = 0
         self._samples = torch.zeros(0, dtype=torch.int64)
@@ -167,11 +168,13 @@ class StatelessRNG:
         )
 
     def uniform(self, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns numbers in [0, 1) of `shape` for the next site. All 0.5 in a trial."""
+        """Returns numbers in [0, 1) of `shape` for the next site. All `trial_draw` in a trial."""
         # more digits than the dtype has would round up to 1
         digits = {torch.float64: 53, torch.float32: 24}.get(dtype, 8)
-        half = torch.full((), 0.5, dtype=dtype, device=device)
-        return self._draw(torch.Size(shape), lambda k: (k >> (53 - digits)).double().mul_(2.0**-digits), half)
+        trial_value = torch.full((), self._trial_draw, dtype=dtype, device=device)
+        return self._draw(
+            torch.Size(shape), lambda k: (k >> (53 - digits)).double().mul_(2.0**-digits), trial_value
+        )
 
     def keep_mask_region(self, region: DrawRegion, p: float, device: torch.device) -> torch.Tensor:
         """Returns a bool mask like that of `keep_mask`, for a region of what the next site draws."""

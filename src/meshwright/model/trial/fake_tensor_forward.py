@@ -52,8 +52,8 @@ class TrialFindings:
     of embeddings and heads; `layer_ranges` say when layers ran, and `saved_storages` what autograd saved
     meanwhile. `user_checkpointed_calls` are the block calls that the model itself recomputes in backward,
     `table_uses` the embeddings that couple the samples of a batch, and `untracked_write_lines` the lines of
-    code in which glue writes without a version change. `draws_from_numpy`: the forward drew from numpy's
-    global generator. `output_graphs` are the graphs behind the `outputs`.
+    code in which glue writes without a version change. `outside_generators` are those that the forward uses
+    beside torch's functions, and `output_graphs` the graphs behind the `outputs`.
     """
 
     block_calls: list[str] = field(default_factory=list)
@@ -63,7 +63,6 @@ class TrialFindings:
     param_users: dict[str, set[str]] = field(default_factory=dict)
     written_buffers: list[str] = field(default_factory=list)
     writes_in_place: bool = False
-    draws_from_numpy: bool = False
     outputs: Any = None
     attention_calls: list[str] = field(default_factory=list)
     num_captured: dict[str, int] = field(default_factory=dict)
@@ -77,6 +76,7 @@ class TrialFindings:
     table_uses: list[TableUse] = field(default_factory=list)
     untracked_write_lines: list[str] = field(default_factory=list)
     output_graphs: list[OutputGraph] = field(default_factory=list)
+    outside_generators: tuple[str, ...] = ()
 
 
 def run_trial(

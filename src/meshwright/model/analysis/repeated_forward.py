@@ -1,0 +1,267 @@
+"""Refuses a forward that computes something else when it runs again, and names the line that does.
+
+    x = x * random.random()                           mul takes 0.37, and then 0.81
+    if np.random.rand() < self.layer_drop: continue   linear of layers.1, and then of layers.2
+    x = x + time.time() % 1                           add takes 0.20, and then 0.21
+    if torch.rand([]) < self.layer_drop: continue     the same draw, read as a value
+
+Ranks would compute something else than one device, and a resumed run something else than one that went on.
+Only numbers that torch draws as tensors belong to samples and steps (model/rng). So the forward runs again:
+on a fresh copy of the module, on fake tensors where it can, with other states of all generators. Operations
+are compared: their names, the parameters and constants that they take, the lines that call them.
+
+    trial = second run              nothing varies; if a generator was used, more runs look for what is rare
+    trial, second run = third run   something was computed once and kept, such as a table of positions
+    second run, third run           refused
+
+Cost: one forward on fake tensors. Limits: numbers that reach no operation as a constant (values computed
+inside of another library) are not seen; nor is a branch that is taken in less than one of some runs.
+"""
+
+import linecache
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from meshwright.model.analysis.sharding_trials import make_trial_module
+from meshwright.model.hf.model_from_config import use_eager_experts
+from meshwright.model.loading.deferred_init import DeferredInit
+from meshwright.model.rng.stateless_dropout import record_draw_sites
+from meshwright.model.rng.stateless_rng import StatelessRNG
+from meshwright.model.tensors.function_modes import VALUE_READS
+from meshwright.model.trial.fake_tensor_forward import make_fake
+from meshwright.plan.job.errors import PlanError
+
+MAX_RUNS = 12
+SMALL_DRAW = 2.0**-16  # below the probability of any layer drop
+PACKAGE, TORCH = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
+TORCH_MODULES = str(Path(nn.modules.__file__).parent)
+DRAWS_FIX = (
+    "draw with torch.rand or F.dropout, whose numbers belong to samples and steps, or when the data is "
+    "prepared; or turn off what draws (in transformers: layerdrop = 0, apply_spec_augment = False)"
+)
+CLOCK_FIX = "compute with parameters and the batch alone: what changes with time can be a key of the batch"
+LAYER_DROP_FIX = (
+    "set the layer drop to 0 (in transformers' configs: layerdrop, encoder_layerdrop, decoder_layerdrop); or "
+    "multiply what a layer adds by the draw, without reading its value"
+)
+
+
+class Operation(NamedTuple):
+    """One call of a torch function by a model: file and line, name, the parameters and constants it takes."""
+
+    file: str
+    line: int
+    name: str
+    params: tuple[str, ...]
+    constants: tuple[str, ...]
+
+    @property
+    def code(self) -> str:
+        """The line of code that makes the call, with its place."""
+        return f"{Path(self.file).name}:{self.line} is {linecache.getline(self.file, self.line).strip()}"
+
+    @property
+    def title(self) -> str:
+        """The name of the function, with the parameters that it takes."""
+        return f"'{self.name}' of {', '.join(self.params)}" if self.params else f"'{self.name}'"
+
+
+@dataclass(frozen=True)
+class RepeatedForward:
+    """Runs of the forward of one model on `batch`, on real tensors if it `reads_values`."""
+
+    deferred_init: DeferredInit
+    batch: Mapping[str, torch.Tensor]
+    reads_values: bool
+
+    def check(self, trial: list[Operation], *, draws: bool) -> tuple[str, ...]:
+        """Returns the generators outside of torch that the forward uses.
+
+        `trial` are the operations of a trial on the same batch, and `draws` says whether it drew by torch.
+        Raises PlanError if the forward computes something else when it runs again.
+        """
+        second, sources = self._run(1)
+        if draws and self.reads_values:
+            self._check_draws(second)
+        if trial == second and not sources:
+            return ()
+        for seed in range(2, MAX_RUNS if sources else 3):
+            other, more = self._run(seed)
+            sources = tuple(dict.fromkeys((*sources, *more)))
+            if (found := _first_difference(second, other)) is not None:
+                given = f"draws from {' and '.join(sources)}" if sources else "reads a clock, or the system"
+                when, fix = f"when it runs again, because it {given}", DRAWS_FIX if sources else CLOCK_FIX
+                raise _repeat_error(when, second, other, found, fix)
+        return sources
+
+    def _check_draws(self, second: list[Operation]) -> None:
+        other, _ = self._run(1, SMALL_DRAW)
+        one, another = ([each._replace(constants=()) for each in run] for run in (second, other))
+        if (found := _first_difference(one, another)) is not None:
+            raise _repeat_error("for other draws of torch", one, another, found, LAYER_DROP_FIX)
+
+    def _run(self, seed: int, draw: float = 0.5) -> tuple[list[Operation], tuple[str, ...]]:
+        """Returns the operations of a run, and the generators that it used. torch's functions draw `draw`."""
+        module = make_trial_module(self.deferred_init)
+        num_samples = len(next(iter(self.batch.values())))
+        with ExitStack() as stack:
+            batch = dict(self.batch)
+            if self.reads_values:
+                use_eager_experts(module)
+                self.deferred_init.materialize(module)
+            else:
+                mode = FakeTensorMode(allow_non_fake_inputs=True)
+                make_fake(module, mode)
+                stack.enter_context(mode)
+                batch = {key: mode.from_tensor(value) for key, value in batch.items()}
+            _reseed_generators(module, seed)
+            before, recorder = _generator_states(module), OperationRecorder(module)
+            stack.enter_context(record_draw_sites(StatelessRNG(0, trial_draw=draw), num_samples))
+            recorder.record(lambda: module(**batch), keep_errors=True)
+        after = _generator_states(module)
+        return recorder.operations, tuple(name for name in after if after[name] != before[name])
+
+
+class OperationRecorder(TorchFunctionMode):
+    """Records the operations that the code of a model calls, those of the library left out."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self._names = {id(param): name for name, param in module.named_parameters()}
+        self.operations: list[Operation] = []
+
+    def record(self, run: Callable[[], Any], *, keep_errors: bool = False) -> Any:
+        """Returns the result of `run`, whose operations it records, and no earlier ones.
+
+        With `keep_errors` an error ends the recording as an operation of its own.
+        """
+        self.operations.clear()
+        try:
+            with self:
+                return run()
+        except Exception as error:
+            if not keep_errors or isinstance(error, PlanError):
+                raise
+            self.operations.append(Operation("", 0, type(error).__name__, (), (str(error),)))
+            return None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if (frame := _calling_frame()) is not None:
+            leaves = list(_leaves((args, kwargs or {})))
+            self.operations.append(
+                Operation(
+                    frame.f_code.co_filename,
+                    frame.f_lineno,
+                    func.__name__,
+                    tuple(self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names),
+                    tuple(_constant(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor)),
+                )
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _calling_frame() -> FrameType | None:
+    """Returns the frame of the model's code that calls an operation; None for one of the library itself."""
+    frame, in_module = sys._getframe(2), False
+    while frame is not None and frame.f_code.co_filename.startswith((TORCH, PACKAGE)):
+        file = frame.f_code.co_filename
+        in_module = in_module or file.startswith(TORCH_MODULES)
+        if file.startswith(PACKAGE) and not in_module:  # a module may be a block, which the library calls
+            return None
+        frame = frame.f_back
+    return frame
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+def _constant(leaf: Any) -> str:
+    """Returns text that two constants share if they are equal; objects of other classes are taken as such."""
+    if isinstance(leaf, np.ndarray):
+        return f"an array {list(leaf.shape)} (hash {hash(leaf.tobytes()) % 2**16:04x})"
+    if leaf is None or isinstance(leaf, (bool, int, float, complex, str, np.generic)):
+        return repr(leaf)
+    return type(leaf).__name__
+
+
+def _first_difference(first: list[Operation], second: list[Operation]) -> int | None:
+    """Returns the index of the first operation in which two runs differ; None if they are equal."""
+    pairs = zip(first, second, strict=False)
+    at = next((index for index, (one, other) in enumerate(pairs) if one != other), None)
+    shorter = min(len(first), len(second))
+    return at if at is not None or len(first) == len(second) else shorter
+
+
+def _repeat_error(when: str, first: list[Operation], second: list[Operation], at: int, fix: str) -> PlanError:
+    one, other = (run[at] if at < len(run) else None for run in (first, second))
+    before = first[at - 1] if at else None
+    # a value that was read decides on the branch
+    branch = before if before is not None and before.name in VALUE_READS else one or other
+    if one is not None and other is not None and (one.name, one.params) == (other.name, other.params):
+        pairs = zip(one.constants, other.constants, strict=False)
+        taken = next((f"{a}, and then {b}" for a, b in pairs if a != b), "other arguments")
+        what = f"{one.title} takes {taken}"
+    else:
+        titles = ["its end" if each is None else each.title for each in (one, other)]
+        what = f"it comes to {titles[0]}, and then to {titles[1]}"
+    line = "" if branch is None or not branch.file else f"; {branch.code}"
+    text = f"the forward computes something else {when}: {what}{line}"
+    return PlanError(text, fix=fix, location="model")
+
+
+def _own_generators(module: nn.Module) -> Iterator[Any]:
+    for inner in module.modules():
+        for value in vars(inner).values():
+            if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+                yield value
+
+
+def _reseed_generators(module: nn.Module, seed: int) -> None:
+    for generator in _own_generators(module):
+        if isinstance(generator, np.random.Generator):
+            bits = type(generator.bit_generator)(seed)
+            generator.bit_generator.state = bits.state
+        else:
+            generator.seed(seed)
+
+
+def _generator_states(module: nn.Module) -> dict[str, str]:
+    """Returns the states of the generators that a forward may use, by their name in a message."""
+    own = [
+        generator.bit_generator.state
+        if isinstance(generator, np.random.Generator)
+        else generator.getstate()
+        if isinstance(generator, random.Random)
+        else generator.get_state(legacy=False)
+        for generator in _own_generators(module)
+    ]
+    return {
+        "Python's random": repr(random.getstate()),
+        "numpy.random": repr(np.random.get_state(legacy=False)),
+        "a generator of its own": repr(own),
+    }
