@@ -49,7 +49,8 @@ def loss_and_model_loss(analyzed: AnalyzedModel, loss: Loss, batch: Batch) -> tu
     weight = loss.count_weight_and_tokens(batch)[0]
     if not weight:
         return None
-    module = analyzed.make_module("cpu", torch.float32)[0].eval()
+    module = analyzed.make_module("cpu", torch.float32)[0]
+    module.eval()
     with torch.no_grad():
         outputs = module(**raw)
         stated = loss.total(module(**loss.model_inputs(batch)), batch) / weight
