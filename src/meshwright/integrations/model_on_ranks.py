@@ -29,7 +29,7 @@ from meshwright.engine.optim.sharded_state_dict import persistent_buffers
 from meshwright.engine.runtime.rank_state import Metrics
 from meshwright.engine.step.broadcast_stage_params import gather_full_buffers
 from meshwright.integrations.released_parameters import ReleasedParameters
-from meshwright.integrations.training_arguments import job_for, plan_diagnostics
+from meshwright.integrations.training_arguments import job_for, model_diagnostics, plan_diagnostics
 from meshwright.model.analysis.analyze import AnalyzedModel
 from meshwright.model.loading.module_weights import load_module
 from meshwright.model.loss.as_loss import LossInput
@@ -110,7 +110,11 @@ class ModelOnRanks:
             return job_for(args, self.module, optimizer, steps, local_batch * num_data)
 
         if given is not None:
-            raise_diagnostics(plan_diagnostics(given, args, job(given.num_data)))
+            found = (
+                *model_diagnostics(given, analyzed.model_spec),
+                *plan_diagnostics(given, args, job(given.num_data)),
+            )
+            raise_diagnostics(found)
             return given
         mesh = self.request.mesh or Mesh(dp_replicate=args.world_size)
         chosen = self.request.strategies

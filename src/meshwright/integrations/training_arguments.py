@@ -12,7 +12,7 @@ anything is built.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from meshwright.model.loss.token_cross_entropy import LABELS_KEY, token_cross_en
 from meshwright.plan.job.errors import Diagnostic, PlanError
 from meshwright.plan.job.job import Job, OptimizerConfig, TrainConfig
 from meshwright.plan.job.precision import PrecisionConfig
+from meshwright.plan.model_spec.model_spec import ModelSpec
 from meshwright.plan.plan import Plan
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -190,6 +191,17 @@ def _loss_of_function(function: Callable[..., Any], *, shifts: bool) -> Loss:
         return (labels != IGNORE_INDEX).sum()
 
     return Loss(total, count)
+
+
+def model_diagnostics(plan: Plan, model_spec: ModelSpec) -> Iterator[Diagnostic]:
+    """Yields a diagnostic if `plan`, which the user made, is for another model than that of `model_spec`."""
+    planned = replace(plan.model_spec, stage_boundaries=None, sequence_info=None, memory=None)
+    if planned != model_spec:
+        fix = (
+            "set model.config.use_cache = False before meshwright.analyze(model, ...), as transformers' "
+            "Trainer does; or pass mesh= and strategies= in place of plan="
+        )
+        yield Diagnostic("the plan was made from another model, or from one with other settings", fix, "plan")
 
 
 def plan_diagnostics(plan: Plan, args: TrainingArguments, job: Job) -> Iterator[Diagnostic]:

@@ -253,7 +253,15 @@ class MeshwrightTrainer(TransformersTrainer):
         if isinstance(dataset, dict):
             dataset = next(iter(dataset.values()))
         dataset, collate = self._columns(dataset, "example")
-        return first_batch(dataset, collate, self.args.per_device_train_batch_size, self.args.seed)
+        size = self.args.per_device_train_batch_size
+        example = first_batch(dataset, collate, size, self.args.seed)
+        rows = len(next(iter(example.values()), ()))
+        wanted = min(size, len(dataset)) if has_length(dataset) else size
+        if rows == 1 < wanted:
+            text = f"the collator makes 1 row of {wanted} samples; a plan shares rows among ranks"
+            fix = f"per_device_train_batch_size=1 with {size} times the gradient_accumulation_steps, or "
+            raise PlanError(text, fix=f"{fix}a collator that pads (padding_free=False)", location="collator")
+        return example
 
     def _columns(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Samples]]:
         """Returns `dataset` and the collator, without columns that the model does not take."""
